@@ -1,0 +1,97 @@
+"""`celery -A app listener`: the process that leads a bridge, or stands by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+from celery.bin.base import LOG_LEVEL, CeleryDaemonCommand, CeleryOption, handle_preload_options
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+
+@click.command(cls=CeleryDaemonCommand)
+@click.option(
+    "--bridge",
+    "bridges",
+    multiple=True,
+    metavar="NAME",
+    cls=CeleryOption,
+    help_group="Listener Options",
+    help="Listen for this bridge only; may be repeated. By default for all bridges of the app.",
+)
+@click.option(
+    "--on-history-lost",
+    type=click.Choice(["halt", "oldest", "now"]),
+    cls=CeleryOption,
+    help_group="Listener Options",
+    help="For this start: what to do when the oplog no longer reaches back to the stored position.",
+)
+@click.option(
+    "-l",
+    "--loglevel",
+    default="INFO",
+    cls=CeleryOption,
+    type=LOG_LEVEL,
+    help_group="Listener Options",
+    help="Logging level.",
+)
+@click.option("--detach", is_flag=True, cls=CeleryOption, help_group="Listener Options", help="Run in the background.")
+@click.pass_context
+@handle_preload_options
+def listener(
+    ctx: click.Context,
+    bridges: tuple[str, ...],
+    on_history_lost: str | None,
+    loglevel: int,
+    detach: bool,
+    logfile: str | None = None,
+    pidfile: str | None = None,
+    uid: str | None = None,
+    gid: str | None = None,
+    umask: int | None = None,
+    **_: Any,
+) -> None:
+    """
+    Listen to MongoDB and dispatch changes to the workers.
+
+    Any number may run; one leads and the others stand by. SIGTERM steps down at once, also while long
+    handlers run: the next listener adopts them.
+    """
+    from celery.platforms import detached, maybe_drop_privileges
+
+    from mongo_celery.cli.apps import app_of
+
+    app = app_of(ctx)
+    if not detach:
+        maybe_drop_privileges(uid=uid, gid=gid)
+        ctx.exit(_run(app, bridges, on_history_lost, loglevel, logfile, pidfile))
+    with detached(logfile, pidfile, uid, gid, umask, ctx.obj.workdir):
+        ctx.exit(_run(app, bridges, on_history_lost, loglevel, logfile, pidfile))
+
+
+def _run(
+    app: Celery,
+    bridges: tuple[str, ...],
+    on_history_lost: str | None,
+    loglevel: int,
+    logfile: str | None,
+    pidfile: str | None,
+) -> int:
+    from contextlib import ExitStack
+
+    from celery.platforms import create_pidlock
+
+    from mongo_celery.errors import MongoCeleryError
+    from mongo_celery.listener.process import run_listeners
+
+    app.log.setup(loglevel, logfile)
+    try:
+        with ExitStack() as stack:
+            if pidfile:
+                stack.callback(create_pidlock(pidfile).release)
+            return run_listeners(app, bridges, on_history_lost)
+    except MongoCeleryError as error:
+        click.secho(f"Error: {error}", fg="red", err=True)
+        return 1

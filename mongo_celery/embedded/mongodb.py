@@ -1,0 +1,314 @@
+"""MongoDB for development and tests: one mongod, and a replica set of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pymongo import MongoClient
+from pymongo.errors import OperationFailure, PyMongoError
+
+from mongo_celery.embedded.ground import HOST, DataDirectory
+from mongo_celery.embedded.server import Server, polls
+from mongo_celery.errors import EmbeddedServerError
+
+REPLICA_SET_NAME = "rs0"
+PRIMARY_SECONDS_MAX = 60.0
+_ANSWER_MILLISECONDS_MAX = 2000
+_FAREWELL_MILLISECONDS = 100  # a primary's grace for its clients at a regular shutdown; by default 15 s
+_ALREADY_INITIALIZED = 23
+_SETTINGS = {"electionTimeoutMillis": 1000, "heartbeatIntervalMillis": 300}
+
+
+class MongoServer(Server):
+    """
+    One mongod on 127.0.0.1: standalone, or a member that `MongoReplicaSet` sets up.
+
+    Args:
+        replica_set: The name of the set to join once it is initiated; a standalone if left out.
+
+        oplog_mb: Size of a member's oplog in megabytes (10^6 or 2^20, as mongod sees it).
+
+        sync_delay: Seconds between checkpoints; mongod's own 60 if left out. A small oplog is only
+            cut back at checkpoints: to see it roll over, set both to 1.
+
+        parameters: Server parameters, such as `["enableTestCommands=1"]`.
+
+        directory: Where to keep data, beyond `stop`; a temporary directory if left out.
+
+        port: The port; a free one if left out.
+
+        environment: Variables added to the process's environment.
+
+        binary: The program; found by `find_binary` if left out.
+    """
+
+    binary_name = "mongod"
+    ready_words = "waiting for connections"
+
+    def __init__(
+        self,
+        *,
+        replica_set: str | None = None,
+        oplog_mb: int = 64,
+        sync_delay: float | None = None,
+        parameters: Sequence[str] = (),
+        directory: str | os.PathLike[str] | None = None,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        binary: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(directory=directory, port=port, environment=environment, binary=binary)
+        self._replica_set = replica_set
+        self._oplog_mb = oplog_mb
+        self._sync_delay = sync_delay
+        self._parameters = tuple(parameters)
+
+    @property
+    def address(self) -> str:
+        """Host and port, as replica set configurations name a member."""
+        return f"{HOST}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The address of this one process, whatever its role in a set."""
+        return f"mongodb://{self.address}/?directConnection=true"
+
+    def _arguments(self, directory: Path, port: int) -> list[str]:
+        arguments = [
+            *("--bind_ip", HOST, "--port", str(port), "--nounixsocket", "--dbpath", str(directory)),
+            *("--wiredTigerCacheSizeGB", "0.25", "--setParameter", "diagnosticDataCollectionEnabled=false"),
+            *("--setParameter", f"shutdownTimeoutMillisForSignaledShutdown={_FAREWELL_MILLISECONDS}"),
+        ]
+        if self._replica_set is not None:
+            arguments += ["--replSet", self._replica_set, "--oplogSize", str(self._oplog_mb)]
+        if self._sync_delay is not None:
+            arguments += ["--syncdelay", str(self._sync_delay)]
+        for parameter in self._parameters:
+            arguments += ["--setParameter", parameter]
+        return arguments
+
+
+class MongoReplicaSet:
+    """
+    A replica set on 127.0.0.1: a context manager, or `start` and `stop`.
+
+    One member is enough for change streams and transactions. Three give elections, within about
+    two seconds after a primary is lost. The members, and the signals to single ones, are in
+    `members`; the set's own methods apply to all of them.
+
+    Args:
+        members: How many.
+
+        oplog_mb: Size of each oplog in megabytes.
+
+        sync_delay: Seconds between checkpoints; mongod's own 60 if left out. With 1, and an oplog of
+            1 MB, the oplog rolls over within a second of heavy writing.
+
+        parameters: Server parameters, such as `["enableTestCommands=1"]` for failpoints.
+
+        directory: Where to keep data and ports, beyond `stop`; a temporary directory if left out.
+
+        port: The first member's port, and the ones after it; free ones if left out.
+
+        environment: Variables added to the processes' environment.
+
+        binary: The program; found by `find_binary` if left out.
+    """
+
+    def __init__(
+        self,
+        members: int = 1,
+        *,
+        oplog_mb: int = 64,
+        sync_delay: float | None = None,
+        parameters: Sequence[str] = (),
+        directory: str | os.PathLike[str] | None = None,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        binary: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if members < 1:
+            raise ValueError(f"A replica set has at least one member, not {members}.")
+        self._directory = DataDirectory(directory)
+        self._count = members
+        self._wanted_port = port
+        self._options: dict[str, Any] = {
+            "replica_set": REPLICA_SET_NAME,
+            "oplog_mb": oplog_mb,
+            "sync_delay": sync_delay,
+            "parameters": parameters,
+            "environment": environment,
+            "binary": binary,
+        }
+        self._members: list[MongoServer] = []
+
+    @property
+    def members(self) -> list[MongoServer]:
+        """The members, in the order of their configuration; empty before the first start."""
+        return list(self._members)
+
+    @property
+    def url(self) -> str:
+        """The address of the set, for clients that follow its primary."""
+        if not self._members:
+            raise EmbeddedServerError("A replica set has no address before its first start: call start().")
+        addresses = ",".join(member.address for member in self._members)
+        return f"mongodb://{addresses}/?replicaSet={REPLICA_SET_NAME}"
+
+    @property
+    def pid(self) -> int:
+        """The process id of the first member."""
+        return self._first().pid
+
+    @property
+    def primary(self) -> MongoServer:
+        """The member that accepts writes now; waits for one while there is an election."""
+        return self._await_roles(everyone=False)
+
+    def start(self) -> Self:
+        """
+        Start all members, initiate the set if it is new, and wait until it accepts writes.
+
+        Afterwards one member is a writable primary and all others are secondaries. Members that run
+        already keep running. After an error nothing runs that did not run before the first start.
+
+        Raises:
+            EmbeddedServerError: There is no mongod, it did not become ready, or no primary was elected.
+        """
+        fresh = not self._members
+        try:
+            if fresh:
+                self._members = self._make_members()
+            with ThreadPoolExecutor(len(self._members)) as pool:
+                list(pool.map(MongoServer.start, self._members))
+            self._remember_ports()
+            self._initiate()
+            self.wait_until_ready()
+        except BaseException:
+            if fresh:
+                self.stop()
+            raise
+        return self
+
+    def wait_until_ready(self) -> None:
+        """
+        Wait until every running member is primary or secondary, and one of them accepts writes.
+
+        Raises:
+            EmbeddedServerError: It took longer than a minute.
+        """
+        self._await_roles(everyone=True)
+
+    def stop(self) -> None:
+        """
+        End all members; harmless if none runs.
+
+        Data in a given directory is left as after a regular shutdown; a temporary one is removed.
+        """
+        self._each(MongoServer.kill if self._directory.own else MongoServer.stop)
+        self._members = []
+        self._directory.remove()
+
+    def restart(self) -> Self:
+        """Start all members again on the same ports and data, and wait as `start` does."""
+        self._each(MongoServer.restart)
+        return self.start()
+
+    def kill(self) -> None:
+        """End all members by SIGKILL; ports and data stay for `restart`."""
+        self._each(MongoServer.kill)
+
+    def pause(self) -> None:
+        """Freeze all members by SIGSTOP."""
+        self._each(MongoServer.pause)
+
+    def resume(self) -> None:
+        """Let paused members go on."""
+        self._each(MongoServer.resume)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _each(self, action: Any) -> None:
+        if self._members:
+            with ThreadPoolExecutor(len(self._members)) as pool:
+                list(pool.map(action, self._members))
+
+    def _first(self) -> MongoServer:
+        if not self._members:
+            raise EmbeddedServerError("The replica set is not running: call start().")
+        return self._members[0]
+
+    @property
+    def _ports_path(self) -> Path:
+        return self._directory.path / "ports.json"
+
+    def _make_members(self) -> list[MongoServer]:
+        ports: list[int | None] = [None] * self._count
+        if self._wanted_port is not None:
+            ports = [self._wanted_port + index for index in range(self._count)]
+        elif self._ports_path.exists():  # the configuration in the data names these ports
+            ports = json.loads(self._ports_path.read_text(encoding="utf-8"))
+        return [
+            MongoServer(directory=self._directory.path / f"member-{index}", port=port, **self._options)
+            for index, port in enumerate(ports)
+        ]
+
+    def _remember_ports(self) -> None:
+        self._ports_path.write_text(json.dumps([member.port for member in self._members]), encoding="utf-8")
+
+    def _initiate(self) -> None:
+        config: dict[str, Any] = {
+            "_id": REPLICA_SET_NAME,
+            "members": [{"_id": index, "host": member.address} for index, member in enumerate(self._members)],
+            "settings": _SETTINGS,
+        }
+        with _direct_client(self._members[0]) as client:
+            try:
+                client.admin.command("replSetInitiate", config)
+            except OperationFailure as error:
+                if error.code != _ALREADY_INITIALIZED:
+                    raise EmbeddedServerError(f"The replica set could not be initiated: {error}") from error
+
+    def _await_roles(self, *, everyone: bool) -> MongoServer:
+        with ExitStack() as stack:
+            running = [member for member in self._members if member.running]
+            clients = [(member, stack.enter_context(_direct_client(member))) for member in running]
+            for _ in polls(PRIMARY_SECONDS_MAX):
+                roles = [(member, _hello(client)) for member, client in clients]
+                primary = next((member for member, hello in roles if hello.get("isWritablePrimary")), None)
+                settled = all(hello.get("isWritablePrimary") or hello.get("secondary") for _, hello in roles)
+                if primary is not None and (settled or not everyone):
+                    return primary
+        raise EmbeddedServerError(
+            f"The replica set had no primary within {PRIMARY_SECONDS_MAX:.0f} s: are most of its "
+            f"{self._count} members running?"
+        )
+
+
+def _direct_client(member: MongoServer) -> MongoClient[dict[str, Any]]:
+    return MongoClient(
+        member.url,
+        serverSelectionTimeoutMS=_ANSWER_MILLISECONDS_MAX,
+        connectTimeoutMS=_ANSWER_MILLISECONDS_MAX,
+        socketTimeoutMS=_ANSWER_MILLISECONDS_MAX * 10,  # initiation waits for the other members
+    )
+
+
+def _hello(client: MongoClient[dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return client.admin.command("hello")
+    except PyMongoError:
+        return {}

@@ -1,0 +1,76 @@
+"""
+How a bridge enters a Celery worker: its queues, the option `--listener`, and the embedded listener.
+
+`worker --listener` embeds a listener as `-B` embeds beat: a process of its own where the pool is prefork,
+a thread elsewhere. It is a worker step, not a consumer step: a consumer restarts with every broker
+reconnect, and the lease must not.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import click
+from celery import Celery, bootsteps, signals
+
+from mongo_celery.registry import bridges_by_name
+
+logger = logging.getLogger("mongo_celery.worker")
+
+LISTENER_OPTION = click.Option(
+    ("--listener",),
+    is_flag=True,
+    help="Also run the change listener of this app's bridges, as -B runs beat. Safe on any number of workers: one leads.",
+)
+"""One object for all apps: Celery keeps a set of options by identity."""
+
+
+class ListenerStep(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Runs the listeners inside a worker that was started with `--listener`."""
+
+    label = "Listener"
+    conditional = True
+
+    def __init__(self, parent: Any, listener: bool = False, **kwargs: Any) -> None:
+        super().__init__(parent, **kwargs)
+        self.enabled = bool(listener)
+
+    def create(self, worker: Any) -> Any:
+        """The service that the worker starts and stops."""
+        from mongo_celery.listener.embedded_service import embedded_listener
+
+        return embedded_listener(worker.app, as_process=worker.pool_cls.__module__.endswith("prefork"))
+
+
+def install(app: Celery) -> None:
+    """Give an app's workers the option and the step. Once for each app."""
+    app.user_options["worker"].add(LISTENER_OPTION)
+    app.steps["worker"].add(ListenerStep)
+
+
+@signals.celeryd_init.connect(weak=False)
+def _declare_partition_queues(instance: Any = None, **_: Any) -> None:
+    """After imports and configuration, before -Q and -X are applied."""
+    from mongo_celery.listener.dispatcher import declare_queues
+
+    if instance is None:
+        return
+    for bridge in bridges_by_name(instance.app).values():
+        declare_queues(instance.app, bridge.options.queue_names)
+
+
+@signals.celeryd_after_setup.connect(weak=False)
+def _check_annotations(instance: Any = None, **_: Any) -> None:
+    """A `task_annotations` entry that overrides the protocol's attributes is an error in every worker's log."""
+    from mongo_celery.tasks import overridden_attributes
+
+    if instance is None or not bridges_by_name(instance.app):
+        return
+    for task, attributes in overridden_attributes(instance.app).items():
+        logger.error(
+            "task_annotations override %s of %s, which the bridge depends on; exclude the task there",
+            ", ".join(attributes),
+            task,
+            extra={"event": "attributes_overridden"},
+        )

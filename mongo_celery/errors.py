@@ -1,0 +1,155 @@
+"""
+Every error that mongo_celery raises, in one tree.
+
+::
+
+    MongoCeleryError
+     +-- ConfigurationError            an option, a source or a handler is wrong
+     |    +-- LayoutError              partitions cannot be changed now
+     |    +-- ForkedClientError        a MongoClient crossed a fork
+     +-- DeploymentError               MongoDB cannot serve a bridge as it is
+     |    +-- TopologyError            not a replica set or sharded cluster
+     |    +-- AccessError              a right is missing
+     |    +-- ServerUnavailableError   no answer within the stated time
+     +-- StreamError                   the change stream cannot go on
+     |    +-- HistoryLostError         the oplog no longer reaches back
+     |    +-- StreamRefusedError       the server refuses the pipeline or an option
+     |    +-- UnreadableEventError     one event cannot be read
+     +-- LeaseLostError                this process is no longer the listener
+     +-- StaleFencingTokenError        a newer execution has taken over
+     +-- InvalidEnvelopeError          a message is forged, damaged or foreign
+     +-- HandlerCrashedError           a change has killed its worker too often
+     +-- HandlerUsageError             a handler was used in a way it cannot serve
+     +-- CommandRefusedError           an operator's command met another state
+     +-- EmbeddedServerError           a development server did not start
+
+A class's docstring is its default message and says what to do. Facts are keyword
+arguments and become attributes. Every class survives pickling, as Celery's prefork
+pool needs it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+
+class MongoCeleryError(Exception):
+    """Something in mongo_celery failed; the subclass says what, and what to do."""
+
+    retryable: bool = False
+    """Whether the same call may succeed later without anybody's doing."""
+
+    def __init__(self, message: str | None = None, **facts: Any) -> None:
+        super().__init__(message or " ".join(inspect.getdoc(type(self)).split()))  # type: ignore[union-attr]
+        self.__dict__.update(facts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, dict(self.__dict__))
+
+
+def _restore(cls: type[MongoCeleryError], args: tuple[Any, ...], facts: dict[str, Any]) -> MongoCeleryError:
+    error = cls(*args)
+    error.__dict__.update(facts)
+    return error
+
+
+class ConfigurationError(MongoCeleryError):
+    """An option, a source or a handler is wrong. Correct it where the message points."""
+
+
+class LayoutError(ConfigurationError):
+    """
+    The partition layout cannot change now. Resume, retry or skip what stands still,
+    or start once more with the old layout, then change it.
+    """
+
+
+class ForkedClientError(ConfigurationError):
+    """
+    A MongoClient was opened before the worker forked. Use `bridge.client`, or create the
+    client inside the handler or in `worker_process_init`.
+    """
+
+
+class DeploymentError(MongoCeleryError):
+    """MongoDB cannot serve a bridge as it is deployed. The message names what is missing."""
+
+
+class TopologyError(DeploymentError):
+    """
+    Change streams need a replica set or a sharded cluster. Start mongod with `--replSet`
+    and run `rs.initiate()`; a set of one member is enough.
+    """
+
+
+class AccessError(DeploymentError):
+    """The MongoDB user lacks a right. Grant it, or choose the alternative that the message names."""
+
+
+class ServerUnavailableError(DeploymentError):
+    """MongoDB gave no answer within the stated time. Check the URL, the network and the servers."""
+
+    retryable = True
+
+
+class StreamError(MongoCeleryError):
+    """The change stream cannot go on. The subclass says why."""
+
+
+class HistoryLostError(StreamError):
+    """
+    The oplog no longer reaches back to the stored position: changes between it and the oldest
+    oplog entry cannot be read any more. Decide, then start the listener once with
+    `--on-history-lost oldest` (go on at the oldest entry) or `now`; enlarge the oplog.
+    """
+
+
+class StreamRefusedError(StreamError):
+    """The server refuses the change stream's pipeline or options. Correct them; retrying cannot help."""
+
+
+class UnreadableEventError(StreamError):
+    """
+    A change event cannot be read: larger than 16 MB with its images, or a required image is missing.
+    Drop an image option (`full_document`, `full_document_before_change`) and start again.
+    """
+
+
+class LeaseLostError(MongoCeleryError):
+    """Another listener holds the lease now. Nothing to do: this one stands by."""
+
+    retryable = True
+
+
+class StaleFencingTokenError(MongoCeleryError):
+    """
+    The target has been written under a newer fencing token: a newer execution has taken over.
+    Let the error pass; the execution ends quietly and the newer one decides.
+    """
+
+
+class InvalidEnvelopeError(MongoCeleryError):
+    """
+    A message is forged, damaged or from another installation. It was dropped and changed nothing;
+    find out who else writes to the broker.
+    """
+
+
+class HandlerCrashedError(MongoCeleryError):
+    """
+    The worker process ended while handling this change more often than `max_crashes` allows.
+    Look for a signal, the out-of-memory killer or a hard time limit in the worker's log.
+    """
+
+
+class HandlerUsageError(MongoCeleryError):
+    """A handler was used in a way that it cannot serve. The message names the way that works."""
+
+
+class CommandRefusedError(MongoCeleryError):
+    """The state has changed since the command read it, or does not allow it. Look at `status`, then repeat it."""
+
+
+class EmbeddedServerError(MongoCeleryError):
+    """A development server did not start. The message says what is missing and how to get it."""

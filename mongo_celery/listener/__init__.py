@@ -1,0 +1,13 @@
+"""
+The listener: standby -> lease -> take-over -> stream -> window -> dispatch -> watermark.
+
+::
+
+    standing by --acquire--> taking over --> leading --lease lost, or told to stop--> stepping down
+         ^                                                                               |
+         +-------------------------------------------------------------------------------+
+
+One thread leads and decides; one reads the stream; one renews the lease. The leading thread trusts the
+lease until its own monotonic clock says otherwise, then stops to dispatch at once, without waiting for
+an answer. A listener that has lost its lease stands by; it does not exit.
+"""

@@ -1,0 +1,114 @@
+"""
+Changing the partition layout: drain the old generation, prepare the new one, flip in one write.
+
+A term that finds another layout than its options ask for runs the old generation under its own rules, up
+to the largest token that any of its partitions has committed; then everything before that place is done in
+every partition, and the place is a position for the new layout. A crash in the middle leaves the old
+generation valid, and the next term does it again.
+
+Partitions that stand still would be left behind, so they refuse the change.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from mongo_celery.errors import LayoutError, LeaseLostError
+from mongo_celery.listener.renewal import Renewal
+from mongo_celery.listener.subscription import Subscription
+from mongo_celery.listener.takeover import Taken
+from mongo_celery.options import BridgeOptions
+from mongo_celery.partitioning import HASH_NAME
+from mongo_celery.registration import Handler
+from mongo_celery.state.leases import Layout
+
+if TYPE_CHECKING:
+    from mongo_celery.state.store import Store
+
+logger = logging.getLogger("mongo_celery.listener")
+
+
+def check_can_drain(options: BridgeOptions, handlers: Iterable[Handler], taken: Taken) -> None:
+    """
+    Refuse a change of layout that would lose the order of a key.
+
+    Raises:
+        LayoutError: a partition stands still, or the old key of a handler is no longer known.
+    """
+    for name, images in taken.images.items():
+        for image in images:
+            if image.state != "flowing":
+                raise LayoutError(
+                    f"The partitions of bridge {options.name} cannot change from {taken.layout.partitions} to "
+                    f"{taken.wanted.partitions}: partition {image.index} of {name} is {image.state}. Resume, retry or "
+                    "skip it first, with the old layout.",
+                )
+    for handler in handlers:
+        old = taken.layout.keys.get(handler.name)
+        if old is None or old == f"{HASH_NAME}:{handler.partitioner(options).name}":
+            continue
+        if not _is_drained_by_document(taken, handler.name):
+            raise LayoutError(
+                f"partition_by of handler {handler.name} cannot change from {old.partition(':')[2]} now: changes are "
+                "still under way in the old partitions. Start with the old rule once more until `status` shows nothing "
+                "outstanding, then change it.",
+            )
+
+
+def _is_drained_by_document(taken: Taken, name: str) -> bool:
+    token = taken.documents[name]["resumeToken"]
+    position = token["_data"] if token else ""
+    return all(
+        image.data <= position and image.claim is None and image.handled is None and image.retries == 0
+        for image in taken.images[name]
+    )
+
+
+def limit(subscriptions: Iterable[Subscription]) -> bool:
+    """
+    Hold each subscription to what its old partitions need, and say whether all of it is done.
+
+    Called again and again while draining: a claim that is still running may move the place on.
+    """
+    drained = True
+    for subscription in subscriptions:
+        images = [tracker.image for tracker in subscription.trackers.values()]
+        until = max((image.data for image in images), default="")
+        subscription.until = until
+        watermark = subscription.window.watermark
+        reached = not until or (watermark is not None and watermark.data >= until)
+        running = any(image.claim is not None or image.handled is not None for image in images)
+        drained = drained and reached and not running and subscription.is_idle
+    return drained
+
+
+def flip(store: Store, renewal: Renewal, taken: Taken, subscriptions: Iterable[Subscription]) -> None:
+    """
+    Put the new layout in force.
+
+    Raises:
+        LeaseLostError: the term ended before the flip; nothing has changed.
+    """
+    layout = Layout(taken.layout.generation + 1, taken.wanted.partitions, taken.wanted.keys)
+    led = list(subscriptions)
+    for subscription in led:
+        mark = subscription.window.watermark
+        store.partitions.discard(subscription.name, layout.generation)
+        store.partitions.prepare(
+            subscription.name,
+            layout.generation,
+            layout.partitions,
+            mark.token if mark is not None else None,
+        )
+    if not store.leases.set_layout(renewal.term, layout):
+        raise LeaseLostError
+    for subscription in led:
+        store.partitions.close(subscription.name, taken.layout.generation, taken.version)
+    logger.warning(
+        "partition layout changed: generation %d, %d partitions",
+        layout.generation,
+        layout.partitions,
+        extra={"event": "layout_changed"},
+    )

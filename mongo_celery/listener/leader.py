@@ -1,0 +1,425 @@
+"""
+Leading: one thread that takes in what was read, looks at partitions, dispatches, and moves watermarks.
+
+Each turn of the loop does what is due and then waits for the next item or time. Nothing in it waits for a
+worker. The order of stepping down: stop to read and to dispatch, store the watermarks, end the renewal
+thread, release. Handlers that run are left alone; the next term adopts them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from pymongo.errors import PyMongoError
+
+from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
+from mongo_celery.listener import draining
+from mongo_celery.listener.dispatcher import Dispatcher
+from mongo_celery.listener.renewal import Renewal
+from mongo_celery.listener.subscription import Plan, Subscription, make_trackers
+from mongo_celery.listener.takeover import Taken, find_starts, open_position, take_over
+from mongo_celery.listener.tracker import Step
+from mongo_celery.stream.reactions import is_transient, needs_deployment
+from mongo_celery.stream.reader import Failed, Item, Position, StreamReader
+from mongo_celery.stream.start import start_time
+
+if TYPE_CHECKING:
+    from bson import Timestamp
+
+    from mongo_celery.bridge import Bridge
+    from mongo_celery.state.partitions import Image
+    from mongo_celery.stream.source import Interest, Scope
+
+logger = logging.getLogger("mongo_celery.listener")
+
+_SWEEP_SECONDS = 1.0
+_FLUSH_SECONDS = 1.0
+_IDLE_FLUSH_SECONDS = 5.0
+_LONGEST_LOOK = 0.25
+_SHORTEST_LOOK = 0.005
+_BUSY_LOOK = 0.02
+_BUSY = 3
+_ITEMS_A_TURN = 2000
+_READ_AHEAD = 2000
+_LONGEST_BROKER_PAUSE = 10.0
+_COMPLAINT_SECONDS = 30.0
+_REPIN_LIMIT = 3
+
+
+class Relayout(Exception):  # noqa: N818 - not an error: the layout has changed, lead again
+    """The new partition layout is in force; the term begins again under it."""
+
+
+class Leader:
+    """
+    The listener's work in one term.
+
+    Args:
+        bridge: configuration, clients and handlers.
+        renewal: the lease, already being renewed.
+        interests: resolved sources and filters, in the order of the handlers.
+        scope: the stream.
+        stopping: set when the process is told to end.
+        on_history_lost: `halt`, `oldest` or `now`.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        renewal: Renewal,
+        interests: Sequence[Interest],
+        scope: Scope,
+        stopping: threading.Event,
+        on_history_lost: str,
+    ) -> None:
+        self._bridge = bridge
+        self._options = bridge.options
+        self._store = bridge.worker.store
+        self._renewal = renewal
+        self._interests = interests
+        self._scope = scope
+        self._stopping = stopping
+        self._on_history_lost = on_history_lost
+        self._inbox: SimpleQueue[Item | None] = SimpleQueue()
+        self._held: Item | None = None
+        self._reader: StreamReader | None = None
+        self._subscriptions: dict[str, Subscription] = {}
+        self._taken: Taken | None = None
+        self._floor: Timestamp | None = None
+        self._repins = 0
+        self._caught_up = False
+        self._looked_at = self._swept_at = self._flushed_at = self._moved_at = 0.0
+        self._broker_pause = 0.0
+        self._broker_at = 0.0
+        self._complained_at = -math.inf
+        key = bridge.worker.store.leases.signing_key()
+        if key is None:
+            raise LeaseLostError
+        self._dispatcher = Dispatcher(bridge.app, self._options, key)
+
+    def lead(self) -> None:
+        """
+        Lead until told to stop or until the lease is no longer trusted.
+
+        Raises:
+            LeaseLostError: somebody else leads.
+            Relayout: the layout has changed; lead again.
+            MongoCeleryError: something that waiting cannot cure.
+        """
+        self._begin()
+        try:
+            while not self._stopping.is_set():
+                if not self._renewal.trusted():
+                    raise LeaseLostError
+                self._renewal.alive()
+                self._turn()
+        finally:
+            if self._reader is not None:
+                self._reader.stop()
+            self._flush(time.monotonic(), final=True)
+
+    def wake(self) -> None:
+        """End the current wait; callable from any thread."""
+        self._inbox.put(None)
+
+    def report(self) -> dict[str, Any]:
+        """What `status` shows of this term beside the stored positions."""
+        subscriptions = list(self._subscriptions.values())
+        return {
+            "outstanding": sum(len(subscription.outstanding) for subscription in subscriptions),
+            "buffered": sum(subscription.window.count for subscription in subscriptions),
+            "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
+            "caughtUp": self._caught_up,
+            "brokerDown": self._broker_pause > 0,
+        }
+
+    # -- beginning ---------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        handlers = self._bridge.handlers
+        taken = self._taken = take_over(self._store, self._renewal, self._options, handlers)
+        if taken.layout is not taken.wanted:
+            draining.check_can_drain(self._options, handlers, taken)
+        starts = find_starts(self._store, self._bridge.client, self._renewal, self._options, taken)
+        subscriptions: dict[str, Subscription] = {}
+        for handler, interest in zip(handlers, self._interests, strict=True):
+            start = starts[handler.name]
+            plan = Plan(
+                handler,
+                interest,
+                handler.partitioner(self._options),
+                taken.layout,
+                taken.version,
+                start.time,
+                start.watermark,
+            )
+            images = taken.images[handler.name]
+            ids = {
+                image.index: self._store.partitions.partition_id(handler.name, taken.layout.generation, image.index)
+                for image in images
+            }
+            trackers = make_trackers(images, ids, taken.version, self._options)
+            subscriptions[handler.name] = Subscription(self._options, plan, trackers)
+        self._subscriptions = subscriptions  # at once: the renewal thread reports from it
+        self._read_from(open_position(starts, self._scope.fingerprint))
+
+    def _read_from(self, position: Position) -> None:
+        logger.info(
+            "reading from %s",
+            "a stored token" if position.token else position.time,
+            extra={"event": "stream_opening"},
+        )
+        self._reader = StreamReader(
+            self._bridge.stream_client,
+            self._scope,
+            position,
+            deliver=self._inbox.put,
+            room=_READ_AHEAD,
+            batch_size=self._options.batch_size,
+            comment=self._options.comment,
+        )
+        self._reader.start()
+
+    # -- one turn ----------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        self._take_in(now)
+        try:
+            self._look(now)
+            self._drain()
+        except PyMongoError as error:
+            final = needs_deployment(error)
+            if final is not None:
+                raise final from error
+            if not is_transient(error):
+                raise
+            logger.warning("reading partitions failed, trying again: %s", error)
+            self._looked_at = self._swept_at = now
+        self._dispatch()
+        self._flush(now, final=False)
+        self._wait()
+
+    def _take_in(self, now: float) -> None:
+        for _ in range(_ITEMS_A_TURN):
+            if self._held is None:
+                try:
+                    self._held = self._inbox.get_nowait()
+                except Empty:
+                    return
+                if self._held is None:  # a wake-up
+                    continue
+            if isinstance(self._held, Failed):
+                self._failed(self._held.error)
+                self._held = None
+                return
+            if self._is_full():
+                self._complain(now)
+                return
+            self._caught_up = not hasattr(self._held, "raw")
+            for subscription in self._subscriptions.values():
+                subscription.take_in(self._held)
+            self._held = None
+            assert self._reader is not None, "items come from a reader"
+            self._reader.made_room()
+
+    def _is_full(self) -> bool:
+        subscriptions = self._subscriptions.values()
+        return any(subscription.is_full for subscription in subscriptions) or (
+            sum(subscription.window.size for subscription in subscriptions) >= self._options.buffer_bytes
+        )
+
+    def _complain(self, now: float) -> None:
+        """Full buffers are normal under backlog; they are loud when a partition stands still behind them."""
+        if now - self._complained_at < _COMPLAINT_SECONDS:
+            return
+        self._complained_at = now
+        for subscription in self._subscriptions.values():
+            standing = [
+                tracker.image.index
+                for tracker in subscription.trackers.values()
+                if tracker.image.state != "flowing" and subscription.window.depth(tracker.image.index)
+            ]
+            if subscription.is_full and standing:
+                logger.error(
+                    "the buffer of handler %s is full (%d changes) while its partitions %s stand still; the stream is "
+                    "not read until they are resumed, retried or skipped",
+                    subscription.name,
+                    subscription.window.count,
+                    standing,
+                    extra={"event": "buffer_full"},
+                )
+
+    # -- looking at partitions ---------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        """Read partitions: all of them once a second, those with something out more often."""
+        if now - self._swept_at >= _SWEEP_SECONDS:
+            self._swept_at = self._looked_at = now
+            assert self._taken is not None, "a term looks after it has taken over"
+            images = self._store.partitions.of(self._subscriptions, self._taken.layout.generation)
+        elif now - self._looked_at >= self._look_pause(now):
+            self._looked_at = now
+            images = self._store.partitions.look(
+                tracker.partition_id
+                for subscription in self._subscriptions.values()
+                for tracker in subscription.outstanding
+            )
+        else:
+            return
+        seen = time.monotonic()
+        for image in images:
+            self._observe(image, seen)
+
+    def _observe(self, image: Image, now: float) -> None:
+        subscription = self._subscriptions[image.subscription]
+        tracker = subscription.trackers[image.index]
+        step = subscription.observe(image, now)
+        if step is Step.SUPERSEDED:
+            raise LeaseLostError
+        if step is Step.ENDED:
+            self._moved_at = now
+        elif step is Step.COMMIT:
+            logger.info("committing %s, whose commit message is late", tracker.partition_id)
+            self._store.claims.commit(tracker.partition_id, image.committed + 1)
+        elif step is Step.CLEAR:
+            logger.error("ending a claim of %s with an impossible expiry", tracker.partition_id)
+            assert image.claim is not None, "only a claim has an expiry"
+            self._store.partitions.clear_impossible_claim(tracker.partition_id, image.fence, image.claim["until"])
+
+    def _look_pause(self, now: float) -> float:
+        """Short after something moved, longer while handlers take their time; infinite with nothing out."""
+        outstanding = sum(len(subscription.outstanding) for subscription in self._subscriptions.values())
+        if not outstanding:
+            return math.inf
+        least = _SHORTEST_LOOK if outstanding < _BUSY else _BUSY_LOOK
+        return min(max((now - self._moved_at) / 4, least), _LONGEST_LOOK)
+
+    def _drain(self) -> None:
+        assert self._taken is not None, "a term drains after it has taken over"
+        if self._taken.layout is self._taken.wanted:
+            return
+        if draining.limit(self._subscriptions.values()):
+            self._flush(time.monotonic(), final=True)
+            draining.flip(self._store, self._renewal, self._taken, self._subscriptions.values())
+            raise Relayout
+
+    # -- dispatching -------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        now = time.monotonic()
+        if now < self._broker_at:
+            return
+        due = [pair for subscription in self._subscriptions.values() for pair in subscription.due(now)]
+        if not due or not self._renewal.trusted():
+            return
+        try:
+            self._dispatcher.publish([dispatch for _, dispatch in due])
+        except Exception as error:  # noqa: BLE001 - whatever the broker's client raises: the outcome is unknown
+            self._broker_pause = min(max(self._broker_pause * 2, 0.5), _LONGEST_BROKER_PAUSE)
+            self._broker_at = time.monotonic() + self._broker_pause
+            logger.error(
+                "publishing failed, next try in %.1f s: %s",
+                self._broker_pause,
+                error,
+                extra={"event": "publish_failed"},
+            )
+            return
+        self._broker_pause = 0.0
+        sent = time.monotonic()
+        for tracker, _ in due:
+            tracker.sent(sent)
+        self._moved_at = sent
+
+    # -- watermarks --------------------------------------------------------------------------------
+
+    def _flush(self, now: float, *, final: bool) -> None:
+        """Store the watermarks that have moved: soon where changes were done, lazily where nothing happens."""
+        pause = _IDLE_FLUSH_SECONDS if now - self._moved_at > _IDLE_FLUSH_SECONDS else _FLUSH_SECONDS
+        if not final and now - self._flushed_at < pause:
+            return
+        self._flushed_at = now
+        try:
+            self._store_watermarks()
+        except PyMongoError as error:
+            logger.warning("storing watermarks failed, trying again: %s", error)
+
+    def _store_watermarks(self) -> None:
+        assert self._taken is not None or not self._subscriptions, "watermarks belong to a term"
+        for subscription in self._subscriptions.values():
+            mark = subscription.window.watermark
+            if mark is None or mark is subscription.stored or self._below_floor(mark.cluster_time):
+                continue
+            self._store.subscriptions.advance(
+                subscription.name,
+                subscription.plan.version,
+                mark.token,
+                mark.cluster_time,
+                self._scope.fingerprint,
+            )
+            subscription.stored = mark
+        marks = [subscription.stored for subscription in self._subscriptions.values()]
+        known = [mark for mark in marks if mark is not None]
+        if known and len(known) == len(marks):
+            smallest = min(known, key=lambda mark: mark.data)
+            self._store.leases.record_position(self._renewal.term, smallest.token, smallest.cluster_time)
+
+    def _below_floor(self, cluster_time: Timestamp | None) -> bool:
+        """After lost history, an older place must not be stored over the new start."""
+        return self._floor is not None and (cluster_time is None or cluster_time < self._floor)
+
+    # -- failures of the stream --------------------------------------------------------------------
+
+    def _failed(self, error: MongoCeleryError) -> None:
+        if not isinstance(error, HistoryLostError):
+            raise error
+        policy = self._history_policy()
+        if policy == "halt":
+            raise error
+        start = start_time(self._bridge.client, policy)
+        logger.error(
+            "history was lost; going on from %s (%s), as on_history_lost says: %s",
+            start.as_datetime().isoformat(),
+            policy,
+            error,
+            extra={"event": "history_lost"},
+        )
+        assert self._taken is not None, "a term reads after it has taken over"
+        self._store.subscriptions.move_start(list(self._subscriptions), self._taken.version, start)
+        self._store.leases.record_gap(self._renewal.term, {"until": start, "policy": policy, "error": str(error)})
+        self._floor = start
+        self._read_from(Position(None, start))
+
+    def _history_policy(self) -> str:
+        """A start at the oldest entry that rolled away before it was read is chosen again, a few times."""
+        unread = all(subscription.window.watermark is None for subscription in self._subscriptions.values())
+        if unread and self._options.start_from == "oldest" and self._repins < _REPIN_LIMIT:
+            self._repins += 1
+            return "oldest"
+        return self._on_history_lost
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        now = time.monotonic()
+        next_run = min((subscription.next_due() for subscription in self._subscriptions.values()), default=math.inf)
+        until = min(
+            self._swept_at + _SWEEP_SECONDS,
+            self._looked_at + self._look_pause(now),
+            max(next_run, self._broker_at),
+        )
+        pause = max(until - now, 0.0)
+        if self._held is not None:  # full: new items cannot be taken in
+            self._stopping.wait(min(pause, _BUSY_LOOK))
+            return
+        try:
+            self._held = self._inbox.get(timeout=pause) if pause else self._inbox.get_nowait()
+        except Empty:
+            return
+

@@ -1,0 +1,252 @@
+"""
+The options of a bridge: one frozen value, validated when it is made.
+
+An option comes from the `Bridge(...)` call, else from the Celery setting `mongo_celery_<option>`,
+else from the defaults here. Durations are seconds or `timedelta`; every wait and buffer has a bound,
+and the bound has a name. Relations between times are checked here, once, so that no part of the
+protocol has to ask whether its heartbeat can come in time:
+
+- a lease is renewed every `lease_ttl / 3` and one call of ours takes at most `call_timeout(ttl)`,
+  less than a third, so that one renewal may fail;
+- the same holds for a claim and its heartbeat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from mongo_celery.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from bson import Timestamp
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+FAILURE_POLICIES = ("halt", "dead_letter", "skip")
+HISTORY_POLICIES = ("halt", "oldest", "now")
+FULL_DOCUMENT = (None, "default", "updateLookup", "whenAvailable", "required")
+BEFORE_CHANGE = (None, "off", "whenAvailable", "required")
+SETTING_PREFIX = "mongo_celery_"
+
+FailurePolicy = Literal["halt", "dead_letter", "skip"]
+PartitionKey = str | Callable[[Mapping[str, Any]], Any]
+
+_UNAVAILABLE = {
+    "snapshot": "reading what exists before streaming is not part of this version; choose 'oldest' or 'now'",
+    "park_key": "'park_key' is not part of this version; choose 'halt', 'dead_letter' or 'skip'",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeOptions:
+    """
+    What a bridge may be told; see the README's configuration table for each option's meaning.
+
+    Raises:
+        ConfigurationError: when a value or a relation between values cannot work; the message
+            names the option and the cure.
+    """
+
+    name: str = "default"
+    database: str = "mongo_celery"
+    partitions: int = 16
+    queues: int | None = None
+    partition_by: PartitionKey | None = None
+    run_size: int = 1
+    run_seconds: float = 1.0
+    run_bytes: int = 1 << 20
+    lease_ttl: float = 10.0
+    claim_ttl: float = 10.0
+    start_from: str | Timestamp | datetime = "oldest"
+    full_document: str | None = "updateLookup"
+    full_document_before_change: str | None = None
+    pipeline: Sequence[Mapping[str, Any]] = ()
+    failure_policy: str = "halt"
+    on_history_lost: str = "halt"
+    max_crashes: int = 3
+    transaction_seconds: float = 30.0
+    commit_grace: float = 3.0
+    dispatch_grace: float | None = None
+    buffer_changes: int = 20_000
+    buffer_bytes: int = 64 << 20
+    batch_size: int | None = None
+    comment: str | None = None
+    start_timeout: float = 60.0
+    autodiscover: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dispatch_grace is None:
+            object.__setattr__(self, "dispatch_grace", max(5.0, seconds(self.claim_ttl, "claim_ttl") * 2 / 3))
+        for field in _DURATIONS:
+            object.__setattr__(self, field, seconds(getattr(self, field), field))
+        self._check_names()
+        self._check_counts()
+        self._check_choices()
+        self._check_times()
+        _check_pipeline(self.pipeline)
+
+    @property
+    def grace(self) -> float:
+        """Seconds after which a dispatched run without any sign of life is dispatched again."""
+        assert self.dispatch_grace is not None
+        return self.dispatch_grace
+
+    @property
+    def queue_count(self) -> int:
+        """How many queues the partitions share."""
+        return self.queues or self.partitions
+
+    def queue_of(self, index: int) -> str:
+        """Name of the queue of a partition index; an index beyond the queues wraps around."""
+        return f"{self.name}.{index % self.queue_count}"
+
+    @property
+    def queue_names(self) -> list[str]:
+        """Names of all queues of this bridge."""
+        return [self.queue_of(index) for index in range(self.queue_count)]
+
+    def _check_names(self) -> None:
+        check_name(self.name, "bridge name")
+        database = self.database
+        if not database or database in {"admin", "config", "local"} or re.search(r'[/\\. "$\0]', database):
+            raise ConfigurationError(f"database={database!r} cannot hold the state; use a plain name such as 'mongo_celery'.")
+
+    def _check_counts(self) -> None:
+        for field in ("partitions", "run_size", "run_bytes", "max_crashes", "buffer_changes", "buffer_bytes"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"{field}={value!r} must be a whole number of at least 1.")
+        for field in ("queues", "batch_size"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigurationError(f"{field}={value!r} must be None or a whole number of at least 1.")
+        if self.queues is not None and self.queues > self.partitions:
+            raise ConfigurationError(f"queues={self.queues} is more than partitions={self.partitions}; lower it.")
+        if self.buffer_changes < self.run_size:
+            raise ConfigurationError(
+                f"buffer_changes={self.buffer_changes} cannot hold one run of run_size={self.run_size}; raise it.",
+            )
+
+    def _check_choices(self) -> None:
+        check_choice("failure_policy", self.failure_policy, FAILURE_POLICIES)
+        check_choice("on_history_lost", self.on_history_lost, HISTORY_POLICIES)
+        check_choice("full_document", self.full_document, FULL_DOCUMENT)
+        check_choice("full_document_before_change", self.full_document_before_change, BEFORE_CHANGE)
+        if isinstance(self.start_from, str):
+            check_choice("start_from", self.start_from, ("oldest", "now"))
+        elif isinstance(self.start_from, datetime):
+            if self.start_from.tzinfo is None:
+                raise ConfigurationError("start_from is a datetime without a time zone; add one, such as timezone.utc.")
+        elif type(self.start_from).__name__ != "Timestamp":
+            raise ConfigurationError(
+                f"start_from={self.start_from!r} must be 'oldest', 'now', a bson Timestamp or a datetime.",
+            )
+
+    def _check_times(self) -> None:
+        for field in ("lease_ttl", "claim_ttl"):
+            if not 1 <= getattr(self, field) <= _DAY:
+                raise ConfigurationError(f"{field}={getattr(self, field)} must lie between 1 second and one day.")
+        for field in ("run_seconds", "transaction_seconds", "commit_grace", "dispatch_grace", "start_timeout"):
+            if not 0 < getattr(self, field) <= _DAY:
+                raise ConfigurationError(f"{field}={getattr(self, field)} must be more than 0 seconds and at most a day.")
+        least = self.claim_ttl / 3 + call_timeout(self.claim_ttl)
+        if self.grace < least:
+            raise ConfigurationError(
+                f"dispatch_grace={self.dispatch_grace} must be at least {least:.1f} s, a heartbeat and a call of "
+                f"claim_ttl={self.claim_ttl}; raise it or lower claim_ttl.",
+            )
+
+
+_DAY = 86_400
+_DURATIONS = ("run_seconds", "transaction_seconds", "lease_ttl", "claim_ttl", "commit_grace", "dispatch_grace", "start_timeout")
+OPTION_NAMES = tuple(field.name for field in dataclasses.fields(BridgeOptions))
+
+
+def call_timeout(ttl: float) -> float:
+    """Hard limit in seconds of one MongoDB call that must not outlive a right of `ttl` seconds."""
+    return ttl * 0.3
+
+
+def seconds(value: object, name: str) -> float:
+    """A duration in seconds from a number or a `timedelta`; anything else is a ConfigurationError."""
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigurationError(f"{name}={value!r} must be a number of seconds or a timedelta.")
+    return float(value)
+
+
+def check_name(value: object, what: str) -> str:
+    """A name for queues, task ids and document ids, or a ConfigurationError."""
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise ConfigurationError(f"{what} {value!r} must be 1 to 64 letters, digits, '_' or '-'.")
+    return value
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Refuse a value that is not among the choices, with the nearest one where there is one."""
+    if value in choices:
+        return
+    if value in _UNAVAILABLE:
+        raise ConfigurationError(f"{name}={value!r}: {_UNAVAILABLE[str(value)]}.")
+    raise ConfigurationError(
+        f"{name}={value!r} is unknown{nearest(str(value), [str(c) for c in choices])}; choose one of "
+        f"{', '.join(repr(choice) for choice in choices)}.",
+    )
+
+
+def check_known(names: Sequence[str], known: Sequence[str], what: str) -> None:
+    """Refuse an unknown or misspelt option name."""
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(f"{what} {name!r} is unknown{nearest(name, known)}.")
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """The words ` (did you mean ...?)` where something similar is known, else nothing."""
+    match = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def merged(given: Mapping[str, Any], settings: Mapping[str, Any]) -> BridgeOptions:
+    """
+    The options of one bridge from its keyword arguments and the Celery settings below them.
+
+    Args:
+        given: keyword arguments of `Bridge(...)`.
+        settings: settings whose names begin with `mongo_celery_`, without that prefix.
+    """
+    check_known(list(given), OPTION_NAMES, "option")
+    check_known([name for name in settings if name != "database_url"], OPTION_NAMES, "setting mongo_celery_")
+    return BridgeOptions(**{**settings, **given})
+
+
+def _check_pipeline(pipeline: object) -> None:
+    if isinstance(pipeline, (str, bytes, Mapping)) or not isinstance(pipeline, Sequence):
+        raise ConfigurationError("pipeline must be a list of aggregation stages, such as [{'$match': {...}}].")
+    for stage in pipeline:
+        if not isinstance(stage, Mapping) or len(stage) != 1:
+            raise ConfigurationError(f"pipeline stage {stage!r} must be a document with one stage operator.")
+        ((operator, body),) = stage.items()
+        if _removes_id(operator, body):
+            raise ConfigurationError(
+                f"pipeline stage {operator} removes or replaces _id, which is the resume token: without it no "
+                "position can be stored. Keep _id as it is.",
+            )
+
+
+def _removes_id(operator: str, body: Any) -> bool:
+    if operator in {"$replaceRoot", "$replaceWith"}:
+        return True
+    if operator == "$unset":
+        return "_id" in ([body] if isinstance(body, str) else list(body))
+    if operator in {"$project", "$addFields", "$set"} and isinstance(body, Mapping):
+        return any(field == "_id" or field.startswith("_id.") for field in body if body[field] not in (1, True)) or (
+            operator != "$project" and "_id" in body
+        )
+    return False

@@ -1,0 +1,155 @@
+"""
+Which partition a change belongs to: the key, and its stable hash.
+
+The key must come out the same whenever a change is read again, in every process and every Python
+version; else a change that is read twice could count as done in a partition that it never passed.
+So a key is made only of what the oplog fixes: namespace and document key, or fields of the document
+for inserts and replaces, or of an image with mode `required`. A key from an `updateLookup` is refused
+when the handler is registered.
+
+The hash is BLAKE2b over the key's BSON, which is the same everywhere; golden vectors stand in
+`tests/unit/test_partitioning.py`. A key that is missing or null hashes like any other value: all such
+changes of a subscription share one partition. Numbers that MongoDB holds equal (1, 1.0, Int64 1) hash
+alike, since `_id: 1` and `_id: 1.0` are the same document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import bson
+from bson.decimal128 import Decimal128
+
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.options import PartitionKey
+
+HASH_NAME = "blake2b-64"
+_WITH_DOCUMENT = {"insert", "replace"}
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioner:
+    """
+    The partition rule of one subscription: how its key is called, and how it is taken.
+
+    Attributes:
+        name: stored with the layout; under another name the layout is another one.
+        key: from an event to a BSON value.
+    """
+
+    name: str
+    key: Callable[[Mapping[str, Any]], Any]
+
+    def index(self, event: Mapping[str, Any], count: int) -> int:
+        """Partition index of an event among `count` partitions."""
+        return partition_index(self.key(event), count)
+
+
+def partition_index(key: Any, count: int) -> int:
+    """Stable hash of a key modulo the number of partitions."""
+    digest = hashlib.blake2b(bson.encode({"": _canonical(key)}), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % count
+
+
+def partitioner(
+    rule: PartitionKey | None,
+    full_document: str | None,
+    before_change: str | None,
+    operations: Collection[str] | None = None,
+) -> Partitioner:
+    """
+    The partition rule from the option `partition_by`.
+
+    Args:
+        rule: None or `"_id"` for namespace and document key; a path such as `"fullDocument.customer"`
+            (or, short, `"customer"`), `"fullDocumentBeforeChange.customer"` or `"documentKey.region"`;
+            or a callable on the event, which must look only at what the oplog fixes.
+        full_document: the bridge's option.
+        before_change: the bridge's option.
+        operations: what the handler asks for; inserts and replaces carry their document in the oplog.
+
+    Raises:
+        ConfigurationError: when the key could change between two readings.
+    """
+    if rule is None or rule == "_id":
+        return Partitioner("_id", document_key)
+    if callable(rule):
+        return Partitioner(_callable_name(rule), rule)
+    if not isinstance(rule, str) or not all(rule.split(".")):
+        raise ConfigurationError(f"partition_by={rule!r} must be '_id', a field path or a function of the event.")
+    path = rule.split(".")
+    if path[0] not in {"fullDocument", "fullDocumentBeforeChange", "documentKey"}:
+        path = ["fullDocument", *path]
+    if not (operations and set(operations) <= _WITH_DOCUMENT):
+        _refuse_volatile(rule, path[0], full_document, before_change)
+    return Partitioner(".".join(path), lambda event: _at(event, path))
+
+
+def document_key(event: Mapping[str, Any]) -> Any:
+    """The default key: namespace and `_id`; the namespace alone for events without a document."""
+    ns = event.get("ns") or {}
+    key = event.get("documentKey")
+    return [ns.get("db"), ns.get("coll"), key.get("_id") if key else None]
+
+
+def _refuse_volatile(rule: str, root: str, full_document: str | None, before_change: str | None) -> None:
+    if root == "fullDocument" and full_document != "required":
+        raise ConfigurationError(
+            f"partition_by={rule!r} reads the document, which full_document={full_document!r} may give differently "
+            "when the change is read again. Use '_id', full_document='required' on collections with images, or "
+            "operations={'insert', 'replace'}.",
+        )
+    if root == "fullDocumentBeforeChange" and before_change != "required":
+        raise ConfigurationError(
+            f"partition_by={rule!r} reads the image before the change, which is certain only with "
+            "full_document_before_change='required'. Set it, or use '_id'.",
+        )
+
+
+def _callable_name(rule: Callable[..., Any]) -> str:
+    name = f"{rule.__module__}:{getattr(rule, '__qualname__', '')}"
+    if "<lambda>" in name or "<locals>" in name or name.endswith(":"):
+        raise ConfigurationError(
+            "partition_by must be a function at module level: its name is stored with the partitions, and a "
+            "lambda or a nested function has none.",
+        )
+    return name
+
+
+def _at(event: Mapping[str, Any], path: list[str]) -> Any:
+    value: Any = event
+    for name in path:
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(name)
+    return value
+
+
+def _canonical(value: Any) -> Any:
+    """Numbers that MongoDB compares equal become one BSON value; documents and arrays by their members."""
+    if isinstance(value, bool) or value is None or isinstance(value, (str, bson.ObjectId)):
+        return value
+    if isinstance(value, Decimal128):
+        return _canonical_decimal(value)
+    if isinstance(value, int):
+        return int(value) if -(1 << 63) <= value < 1 << 63 else str(value)
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < 1 << 63 else value
+    if isinstance(value, Mapping):
+        return {str(name): _canonical(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item) for item in value]
+    return value
+
+
+def _canonical_decimal(value: Decimal128) -> Any:
+    number = value.to_decimal()
+    if not number.is_finite():
+        return str(number)
+    if number == number.to_integral_value() and abs(number) < 1 << 63:
+        return int(number)
+    as_float = float(number)
+    return as_float if Decimal128(str(as_float)).to_decimal() == number else str(number.normalize())

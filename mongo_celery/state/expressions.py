@@ -1,0 +1,44 @@
+"""Expressions that the state's updates share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bson.int64 import Int64
+
+SHIFT = 1 << 20
+"""Versions and fences count in units of 2^-20 of a second of cluster time."""
+
+CLUSTER_SECONDS: dict[str, Any] = {
+    "$toLong": {"$floor": {"$divide": [{"$toLong": {"$toDate": "$$CLUSTER_TIME"}}, 1000]}},
+}
+
+
+def next_number(field: str) -> dict[str, Any]:
+    """
+    The next version or fence of a field: max(old + 1, cluster time in seconds x 2^20).
+
+    Taken from the cluster's logical clock, which never goes back, so that a state database that was
+    dropped or restored never counts below what targets have already seen.
+    """
+    return {
+        "$max": [
+            {"$add": [{"$ifNull": [f"${field}", Int64(0)]}, Int64(1)]},
+            {"$multiply": [CLUSTER_SECONDS, Int64(SHIFT)]},
+        ],
+    }
+
+
+def after(seconds: float) -> dict[str, Any]:
+    """The server's time, so many seconds from now."""
+    return {"$add": ["$$NOW", millis(seconds)]}
+
+
+def millis(seconds: float) -> Int64:
+    """Whole milliseconds of a duration."""
+    return Int64(round(seconds * 1000))
+
+
+def literal(value: object) -> dict[str, Any]:
+    """A value that is not read as an expression."""
+    return {"$literal": value}

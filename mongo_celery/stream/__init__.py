@@ -1,0 +1,1 @@
+"""Opening, reading and reopening a change stream, and deciding where it starts."""

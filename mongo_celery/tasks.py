@@ -1,0 +1,227 @@
+"""
+The Celery edge: the class of handler tasks, and the commit task.
+
+The work is done in `__call__`, which the worker calls with the message's arguments: it can replace them
+by a change, and calls on to the app's own `__call__` (Flask's application context, Django's task).
+
+`self.retry()` keeps Celery's logic of limits, backoff and jitter, but its signature publishes nothing:
+the retry is parked in MongoDB. So a long countdown holds no message, survives restarts, and never lets
+a successor overtake.
+
+Nothing here calls MongoDB from hooks that run in the worker's parent process.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pymongo
+from celery import Celery
+from celery.app.task import Task
+from celery.exceptions import Ignore, Reject
+from pymongo import WriteConcern
+from pymongo.errors import PyMongoError
+from pymongo.read_concern import ReadConcern
+
+from mongo_celery.change import Change
+from mongo_celery.envelope import bridge_of
+from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
+from mongo_celery.execution import Execution, ParkedSignature, current, refuse_new_arguments
+from mongo_celery.stream.reactions import is_transient
+
+if TYPE_CHECKING:
+    from pymongo.client_session import ClientSession
+
+    from mongo_celery.bridge import Bridge
+    from mongo_celery.registration import Handler
+
+logger = logging.getLogger("mongo_celery.worker")
+
+COMMIT_TASK = "mongo_celery.commit"
+PROTOCOL_ATTRIBUTES: dict[str, Any] = {
+    "acks_late": True,
+    "acks_on_failure": True,
+    "acks_on_timeout": True,
+    "acks_on_failure_or_timeout": True,
+    "reject_on_worker_lost": False,
+    "ignore_result": True,
+    "store_errors_even_if_ignored": False,
+    "serializer": "json",
+    "expires": None,
+}
+"""What the protocol needs of a task; `check` and every worker look whether annotations override it."""
+
+_COMMIT_SECONDS = 30.0
+
+
+class ChangeTask:
+    """
+    Mixed into the app's task class: turns a message into claim, handler calls and an outcome.
+
+    Calling the task with a `Change` just runs the function, for unit tests.
+    """
+
+    bridge: Bridge
+    handler: Handler
+    if TYPE_CHECKING:
+        request: Any
+        run: Callable[..., Any]
+        app: Celery
+        name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Change):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if self.request.called_directly:
+            raise HandlerUsageError(
+                f"{self.name} takes a Change; in a unit test make one with Change.build('insert', ns=...).",
+            )
+        run = self.bridge.worker.open("run", args[0] if args else None, self.handler.name)
+        if run is None:
+            raise Ignore
+        Execution(self.bridge, self.handler, run).execute(self._call_with)
+        return None
+
+    def _call_with(self, change: Change, retries: int) -> None:
+        request = self.request
+        request.retries = retries
+        inherited = super().__call__  # type: ignore[misc]
+        if getattr(inherited, "__func__", None) is Task.__call__:
+            self.run(change)  # Celery's own would push another request, without attempts
+            return
+        request._protected = 0  # noqa: SLF001 - a run of several changes passes here several times
+        inherited(change)
+
+    def signature_from_request(self, *_args: Any, **_kwargs: Any) -> ParkedSignature:
+        """What `retry` would publish: nothing (the execution parks the change)."""
+        return ParkedSignature(args=(self.request.argsrepr,))
+
+    def retry(self, args: Any = None, kwargs: Any = None, *rest: Any, throw: bool = True, **options: Any) -> Any:
+        """Celery's `retry`, parked in MongoDB; it always raises, whatever `throw` says."""
+        del throw
+        refuse_new_arguments(args, kwargs)
+        return super().retry(None, None, *rest, throw=True, **options)  # type: ignore[misc]
+
+    def apply_async(self, *_args: Any, **_options: Any) -> Any:
+        """Refused: the listener dispatches changes."""
+        raise HandlerUsageError(
+            f"{self.name} is a change handler: the listener dispatches it when a document changes. Write to the "
+            "watched collection, or call the function with a Change.",
+        )
+
+    def replace(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refused: a replaced task would commit before its replacement has run."""
+        raise HandlerUsageError("A change handler cannot replace itself; start the other task with delay().")
+
+    def add_to_chord(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refused: a change handler is part of its own chain."""
+        raise HandlerUsageError("A change handler cannot join a chord; start the chord with delay().")
+
+
+def make_task(bridge: Bridge, app: Celery, handler: Handler, options: dict[str, Any]) -> Any:
+    """Register a handler's Celery task; the returned proxy becomes the task when the app is finalized."""
+    function = handler.function
+    if handler.transactional:
+        function = in_transaction(bridge, function)
+    base = options.pop("base", None)
+    ignored = tuple(options.pop("dont_autoretry_for", ()))
+    return app.task(
+        name=handler.task_name,
+        base=_base(app, base),
+        bridge=bridge,
+        handler=handler,
+        typing=False,
+        shared=False,
+        dont_autoretry_for=(*ignored, StaleFencingTokenError, Reject),
+        **PROTOCOL_ATTRIBUTES,
+        **options,
+    )(function)
+
+
+def _base(app: Celery, base: type[Any] | None) -> type[Any]:
+    parent = base or app.Task
+    return type("ChangeTask", (ChangeTask, parent), {"abstract": True})
+
+
+def in_transaction(bridge: Bridge, function: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    The function, run inside a transaction whose last write is the mark that it has been handled.
+
+    So its effects in the same cluster happen exactly once: they and the mark are there together or not
+    at all. It stands inside `autoretry_for`, which would otherwise take transient errors before the
+    driver can repeat the body.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> None:
+        *before, change = args
+        execution = current.get()
+        if execution is None:  # called directly, in a unit test
+            function(*args)
+            return
+
+        def body(session: ClientSession) -> None:
+            function(*before, change.with_session(session))
+            execution.handle_in(session, change)
+
+        with (
+            pymongo.timeout(bridge.options.transaction_seconds),
+            bridge.client.start_session() as session,
+        ):
+            session.with_transaction(
+                body,
+                read_concern=ReadConcern("snapshot"),
+                write_concern=WriteConcern("majority"),
+            )
+
+    return run
+
+
+def register_commit(app: Celery, find: Callable[[str], Bridge | None]) -> None:
+    """Register the commit task of an app, once for all its bridges."""
+
+    def commit(envelope: str) -> None:
+        """Turn what is handled into the new position."""
+        try:
+            bridge = find(bridge_of(envelope))
+        except InvalidEnvelopeError:
+            bridge = None
+        run = bridge.worker.open("commit", envelope, None) if bridge is not None else None
+        if bridge is None or run is None:
+            raise Ignore
+        _commit(lambda: bridge.worker.store.claims.commit(run.partition_id, run.first), run.partition_id)
+
+    app.task(name=COMMIT_TASK, shared=False, typing=False, **PROTOCOL_ATTRIBUTES)(commit)
+
+
+def _commit(write: Callable[[], bool], partition_id: str) -> None:
+    """Transient errors are retried here, inside the task; after that the listener commits."""
+    until = time.monotonic() + _COMMIT_SECONDS
+    pause = 0.05
+    while True:
+        try:
+            if not write():
+                logger.debug("commit of %s found its work done", partition_id)
+            return
+        except PyMongoError as error:
+            if not is_transient(error) or time.monotonic() > until:
+                raise
+            logger.warning("commit of %s failed, trying again: %s", partition_id, error)
+            time.sleep(pause)
+            pause = min(pause * 2, 1.0)
+
+
+def overridden_attributes(app: Celery) -> dict[str, list[str]]:
+    """Attributes of our tasks that `task_annotations` have changed, by task name."""
+    found: dict[str, list[str]] = {}
+    for name, task in app.tasks.items():
+        if name != COMMIT_TASK and not isinstance(task, ChangeTask):
+            continue
+        wrong = [key for key, value in PROTOCOL_ATTRIBUTES.items() if getattr(task, key, value) != value]
+        if wrong:
+            found[name] = wrong
+    return found

@@ -1,0 +1,143 @@
+"""
+The window of a subscription: what has been read and is not yet done.
+
+Pure: no client, no clock, no threads. One window belongs to one subscription in one term.
+
+Two views of the same entries:
+
+- `order`, in stream order, decides the low watermark: the last token of the completed *prefix*. A
+  maximum over what is done would pass a change that is not (invariant P5).
+- `buffers`, one per partition, decide what may run next. Their heads are what is outstanding.
+
+A change that the subscription does not match, or that its partition has already committed, is a
+completed item; neighbours fold into one, so that a quiet subscription beside a busy one moves on and
+costs nothing. A post-batch token is an item too, at its place in the stream; read as a variable beside
+the window it would pass changes that are still under way.
+
+Entries are known by their token, never by a number given at reading: numbers are given at dispatch,
+against what is committed then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bson import Timestamp
+
+
+@dataclass(slots=True, frozen=True)
+class Mark:
+    """A place in the stream: a resume token, its comparable part, and its cluster time."""
+
+    token: Mapping[str, Any]
+    data: str
+    cluster_time: Timestamp | None
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One change of one partition that is not yet committed."""
+
+    mark: Mark
+    index: int
+    raw: bytes
+    done: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Completed:
+    mark: Mark
+    done: bool = True
+
+
+@dataclass(slots=True)
+class Window:
+    """
+    What a subscription has read and not finished.
+
+    Attributes:
+        watermark: the last place before which everything is done; None until the first.
+        count: entries that are not done.
+        size: their bytes.
+    """
+
+    watermark: Mark | None = None
+    count: int = 0
+    size: int = 0
+    _seen: str = ""
+    _order: deque[Entry | _Completed] = field(default_factory=deque)
+    _buffers: dict[int, deque[Entry]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.watermark is not None:
+            self._seen = self.watermark.data
+
+    def is_new(self, data: str) -> bool:
+        """Whether a token lies after everything that was read; a reopened stream may repeat itself."""
+        return data > self._seen
+
+    def add(self, entry: Entry) -> None:
+        """Append a change. Its token must be new, in stream order."""
+        assert entry.mark.data > self._seen, "entries come in stream order"
+        self._seen = entry.mark.data
+        self._order.append(entry)
+        self._buffers.setdefault(entry.index, deque()).append(entry)
+        self.count += 1
+        self.size += len(entry.raw)
+
+    def pass_over(self, mark: Mark) -> None:
+        """Record a place at which nothing is owed: an unmatched change or a post-batch token."""
+        if mark.data <= self._seen:
+            return
+        self._seen = mark.data
+        if not self._order:
+            self.watermark = mark
+        elif isinstance(self._order[-1], _Completed):
+            self._order[-1].mark = mark
+        else:
+            self._order.append(_Completed(mark))
+
+    def complete(self, index: int, data: str) -> int:
+        """
+        Everything of a partition up to this token is committed.
+
+        Returns:
+            How many entries that finished. The watermark has moved as far as the prefix allows.
+        """
+        buffer = self._buffers.get(index)
+        finished = 0
+        while buffer and buffer[0].mark.data <= data:
+            entry = buffer.popleft()
+            entry.done = True
+            self.size -= len(entry.raw)
+            entry.raw = b""
+            finished += 1
+        self.count -= finished
+        self._advance()
+        return finished
+
+    def head(self, index: int, limit: int, max_bytes: int) -> list[Entry]:
+        """The next entries of a partition: at least one where there is one, within both limits."""
+        taken: list[Entry] = []
+        size = 0
+        for entry in self._buffers.get(index, ()):
+            size += len(entry.raw)
+            if len(taken) >= limit or (taken and size > max_bytes):
+                break
+            taken.append(entry)
+        return taken
+
+    def waiting(self) -> Iterator[int]:
+        """Indexes of the partitions that have entries."""
+        return (index for index, buffer in self._buffers.items() if buffer)
+
+    def depth(self, index: int) -> int:
+        """Number of entries of one partition."""
+        return len(self._buffers.get(index, ()))
+
+    def _advance(self) -> None:
+        while self._order and self._order[0].done:
+            self.watermark = self._order.popleft().mark

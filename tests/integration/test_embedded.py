@@ -1,0 +1,253 @@
+"""Embedded servers for real: they start, keep or lose data as promised, and leave nothing behind."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import redis
+from pymongo import MongoClient
+from pymongo.errors import AutoReconnect, OperationFailure
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from mongo_celery.embedded import MongoReplicaSet, RedisServer
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient, MakeReplicaSet
+from tests.fixtures.process import Processes, wait_for
+from tests.fixtures.proxy import Direction, Proxy
+from tests.fixtures.redis import MakeRedis
+
+_PARENT = """
+import threading
+from mongo_celery.embedded import MongoReplicaSet, RedisServer
+mongo, cache = MongoReplicaSet(), RedisServer()
+mongo.start(), cache.start()
+print("pids", mongo.pid, cache.pid, mongo.members[0].directory.parent, cache.directory)
+threading.Event().wait()
+"""
+
+_PARENT_OF_TWO = """
+import subprocess, threading
+children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+threading.Event().wait()
+"""
+
+
+def test_a_replica_set_streams_changes_and_has_transactions(
+    mongo_client: MongoClient[dict[str, Any]], database: Any
+) -> None:
+    """One member is enough for what the library needs."""
+    database.create_collection("orders")
+    with database.orders.watch() as stream, mongo_client.start_session() as session:
+        with session.start_transaction():
+            database.orders.insert_one({"_id": 1}, session=session)
+
+        assert next(stream)["documentKey"] == {"_id": 1}
+
+
+def test_a_set_keeps_port_and_data_over_a_crash_and_a_regular_restart(
+    make_replica_set: MakeReplicaSet, make_client: MakeClient
+) -> None:
+    """After restart() returns, the set accepts writes at the same address, and nothing is lost."""
+    own = make_replica_set()
+    url = own.url
+    collection = make_client(url).get_database("test").get_collection("kept")
+    collection.insert_one({"_id": 1})
+
+    own.kill()
+    own.restart()
+    collection.insert_one({"_id": 2})
+    own.restart()
+    collection.insert_one({"_id": 3})
+
+    assert own.url == url
+    assert collection.count_documents({}) == 3
+
+
+def test_data_in_a_given_directory_outlives_the_object(tmp_path: Path, mongo_url: str) -> None:
+    """A second set over the same directory has the first one's data, ports and configuration."""
+    del mongo_url  # only to be skipped where there is no mongod
+    with MongoReplicaSet(directory=tmp_path) as first, MongoClient[dict[str, Any]](first.url) as client:
+        client.test.kept.insert_one({"_id": 1})
+        url = first.url
+
+    with MongoReplicaSet(directory=tmp_path) as second, MongoClient[dict[str, Any]](second.url) as client:
+        assert second.url == url
+        assert client.test.kept.find_one() == {"_id": 1}
+
+
+def test_stop_leaves_no_process_and_no_directory(
+    make_replica_set: MakeReplicaSet, make_redis: MakeRedis
+) -> None:
+    """After stop() the processes and the temporary directories are gone."""
+    own, cache = make_replica_set(), make_redis()
+    pids = [own.pid, cache.pid]
+    directories = [own.members[0].directory.parent, cache.directory]
+
+    own.stop()
+    cache.stop()
+
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(directory.exists() for directory in directories)
+
+
+def test_three_members_elect_another_primary_and_take_the_old_one_back(
+    three_members: MongoReplicaSet,
+) -> None:
+    """`primary` waits for the election; a restarted member becomes a secondary."""
+    before = three_members.primary
+    before.kill()
+    after = three_members.primary
+    assert after is not before
+
+    before.restart()
+    three_members.wait_until_ready()
+
+    assert three_members.primary.running
+    assert len({member.pid for member in three_members.members}) == 3
+
+
+def test_a_paused_set_answers_after_it_is_resumed(
+    make_replica_set: MakeReplicaSet, make_client: MakeClient
+) -> None:
+    """pause() freezes without cutting connections."""
+    own = make_replica_set()
+    client = make_client(own.url, socketTimeoutMS=300, retryReads=False, directConnection=True)
+    client.admin.command("ping")
+
+    own.pause()
+    own.pause()  # harmless
+    with pytest.raises(AutoReconnect):
+        client.admin.command("ping")
+    own.resume()
+
+    assert client.admin.command("ping")["ok"] == 1
+
+
+def test_a_small_oplog_rolls_over(rolling_oplog: MongoReplicaSet, make_client: MakeClient) -> None:
+    """The oldest entry moves on within seconds: "history lost" can be tested."""
+    client = make_client(rolling_oplog.url)
+    oplog = client.get_database("local").get_collection("oplog.rs")
+    collection = client.get_database("test").get_collection("bulk")
+    collection.insert_one({})
+    oldest = oplog.find_one(sort=[("$natural", 1)])
+    assert oldest is not None
+
+    def rolled() -> bool:
+        collection.insert_many([{"padding": "x" * 100_000} for _ in range(40)])
+        first = oplog.find_one(sort=[("$natural", 1)])
+        return first is not None and first["ts"] > oldest["ts"]
+
+    assert wait_for(rolled, 30, "the oplog dropped its oldest entry")
+
+
+def test_a_standalone_has_no_change_streams(standalone_url: str, make_client: MakeClient) -> None:
+    """The server says so with code 40573, which the preflight explains."""
+    with pytest.raises(OperationFailure) as caught:
+        make_client(standalone_url).get_database("test").get_collection("orders").watch()
+
+    assert caught.value.code == 40573
+
+
+@pytest.mark.parametrize("appendonly", [True, False])
+def test_redis_keeps_its_data_over_a_restart_only_if_told_to(
+    make_redis: MakeRedis, *, appendonly: bool
+) -> None:
+    """With an append-only file a regular restart loses nothing; without one it loses everything."""
+    cache = make_redis(appendonly=appendonly)
+    url = cache.url
+    with redis.Redis.from_url(url) as client:
+        client.set("key", "value")
+
+    cache.restart()
+
+    assert cache.url == url
+    with redis.Redis.from_url(url) as client:
+        assert client.get("key") == (b"value" if appendonly else None)
+
+
+def test_servers_die_with_a_killed_parent_and_their_directories_are_swept(
+    processes: Processes, mongo_url: str, make_redis: MakeRedis
+) -> None:
+    """SIGKILL of the process that started them ends the servers; the next start removes what they left."""
+    del mongo_url
+    parent = processes.python("parent", "-c", _PARENT)
+    match = parent.wait_for_output(r"pids (\d+) (\d+) (\S+) (\S+)\n", timeout=60)
+    servers = [psutil.Process(int(match[index])) for index in (1, 2)]
+    directories = [Path(match[index]) for index in (3, 4)]
+
+    parent.kill()
+
+    gone, left = psutil.wait_procs(servers, timeout=10)
+    assert len(gone) == 2, left
+    make_redis()
+    assert not any(directory.exists() for directory in directories)
+
+
+def test_a_failpoint_hits_the_named_application_only(failpoint: Failpoint, make_client: MakeClient) -> None:
+    """While armed, only clients of that name fail; afterwards none does."""
+    hit, spared = make_client(appname="hit"), make_client(appname="spared")
+    with failpoint(failCommands=["ping"], errorCode=11601, appName="hit"):
+        with pytest.raises(OperationFailure):
+            hit.admin.command("ping")
+        assert spared.admin.command("ping")["ok"] == 1
+
+    assert hit.admin.command("ping")["ok"] == 1
+
+
+def test_the_proxy_passes_delays_swallows_holds_and_cuts(
+    make_proxy: Callable[[int], Proxy], redis_server: RedisServer, redis_url: str
+) -> None:
+    """Each order does what it says, and the next one lifts it."""
+    del redis_url
+    proxy = make_proxy(redis_server.port)
+
+    def client() -> Any:
+        return redis.Redis(port=proxy.port, socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
+
+    with client() as passing:
+        assert passing.ping()
+        proxy.delay(1.0)
+        with pytest.raises(redis.TimeoutError):
+            passing.ping()
+    proxy.pass_through()
+    with client() as swallowed, redis.Redis(port=redis_server.port) as direct:
+        assert swallowed.ping()
+        proxy.black_hole(Direction.TO_CLIENT)
+        with pytest.raises(redis.TimeoutError):
+            swallowed.set("applied", "but unanswered")
+        assert direct.get("applied") == b"but unanswered"
+        proxy.pass_through()
+        proxy.hold(b"held-key")
+        with client() as held, pytest.raises(redis.TimeoutError):
+            held.set("held-key", "late")
+        proxy.wait_until_held()
+        assert direct.get("held-key") is None
+    with client() as cut:
+        proxy.pass_through()
+        assert cut.ping()
+        proxy.refuse()
+        with pytest.raises(redis.ConnectionError):
+            cut.ping()
+
+
+def test_processes_get_signals_one_by_one_and_leave_no_child(processes: Processes) -> None:
+    """A child of the process can be hit alone; at the end orphans are found and ended too."""
+    process = processes.python("parent", "-c", _PARENT_OF_TWO)
+    first, second = wait_for(
+        lambda: pids if len(pids := process.children()) == 2 else None, 10, "two children"
+    )
+
+    assert process.send_child(signal.SIGKILL) == first
+    wait_for(lambda: process.children() == [second], 10, "one child less")
+    process.kill()
+    assert psutil.pid_exists(second)
+    process.end()
+
+    assert not psutil.pid_exists(second)
+    assert process.returncode == -signal.SIGKILL

@@ -1,0 +1,283 @@
+"""The rules of the protocol for listeners and workers; those of misfortune are in ``protocol_faults``.
+
+Each rule is a generator of steps with the states they lead to. A variant (``Broken``) is one ``if`` beside
+the rule it breaks, so that the difference can be read.
+"""
+
+from __future__ import annotations
+
+from tests.property.protocol_model import (
+    MARK,
+    Broken,
+    Claim,
+    Handled,
+    Image,
+    Listener,
+    Message,
+    Partition,
+    Run,
+    State,
+    Step,
+    Steps,
+    Target,
+    World,
+    owns,
+    put,
+    with_partition,
+)
+
+# --- the position -------------------------------------------------------------------------------------------
+
+
+def excused(world: World, config: int, first: int, last: int) -> frozenset[int]:
+    """Return the changes from first to last that a configuration passes because it does not match them."""
+    return frozenset(
+        token
+        for token in range(first, last + 1)
+        if world.stream[token - 1] != MARK and not world.matched(config, token)
+    )
+
+
+def moved(world: World, state: State, index: int, to: Handled, done: int) -> State:
+    """Return the state in which a partition's position is what ``to`` says, claim and handled cleared.
+
+    ``done`` is the change that really succeeded: what else is passed goes to the ghost memory only if the
+    configuration does not want it.
+    """
+    old = state.partitions[index]
+    new = old._replace(committed=to.last, token=to.token, claim=None, handled=None)
+    passed = frozenset(
+        token
+        for token in excused(world, to.config, old.token + 1, to.token)
+        if world.partition(to.config, token) == index
+    )
+    return with_partition(state, index, new)._replace(settled=state.settled | passed | {done})
+
+
+def committed(world: World, state: State, index: int) -> State:
+    """Return the state in which what is handled in a partition has become its position."""
+    handled = state.partitions[index].handled
+    return moved(world, state, index, handled, handled.token) if handled else state
+
+
+# --- the lease and the listener -----------------------------------------------------------------------------
+
+
+def in_office(state: State) -> Listener | None:
+    """Return the listener whose lease stands and whose term no document has left behind."""
+    if not state.holder:
+        return None
+    last = state.listeners[-1]
+    current = last.term >= state.epoch and all(last.term >= each.epoch for each in state.partitions)
+    return last if current else None
+
+
+def acquire(world: World, state: State) -> Steps:
+    """A standby takes a lease that is free or has lapsed; the version always grows.
+
+    Without anybody in office it happens sooner or later, else it is bounded by the scenario. That a take-over
+    which finds a larger epoch raises its version above it, and begins again, is contained in this step.
+    """
+    begun, needed = len(state.listeners), in_office(state) is None
+    if needed or begun < world.terms:
+        version = max(state.version, state.epoch, *(each.epoch for each in state.partitions)) + 1
+        listener = Listener(version, begun)
+        after = state._replace(version=version, holder=version, listeners=(*state.listeners, listener))
+        yield Step("acquire", listener, fair=needed), after
+
+
+def release(world: World, state: State) -> Steps:
+    """The holder stops: only a lease that carries its term is emptied, and the listener is gone."""
+    listener = in_office(state)
+    if listener is not None and len(state.listeners) < world.terms:
+        gone = put(state.listeners, len(state.listeners) - 1, ended(listener))
+        yield Step("release", listener, fair=False), state._replace(holder=0, listeners=gone)
+
+
+def ended(listener: Listener) -> Listener:
+    """Return what is left of a listener that does nothing any more."""
+    return Listener(listener.term, listener.config, taken=-1)
+
+
+def take_over(world: World, state: State, which: int) -> Steps:
+    """One atomic update per document: the larger epoch stays; what is handled is committed on the spot."""
+    listener = state.listeners[which]
+    if not 0 <= listener.taken <= len(state.partitions):
+        return
+    if listener.taken == 0:
+        epoch = max(state.epoch, listener.term)
+        after = state._replace(epoch=epoch)
+        taken = listener._replace(taken=1, opened=state.watermark, cursor=state.watermark)
+    else:
+        index = listener.taken - 1
+        after, image = taken_over(world, state, index, listener)
+        epoch = after.partitions[index].epoch
+        images = (*listener.images, image)
+        numbered = world.broken is Broken.NUMBERED_AT_READING
+        taken = listener._replace(
+            taken=listener.taken + 1, images=images, at_opening=images if numbered else ()
+        )
+    listener = taken if epoch == listener.term else ended(listener)
+    yield Step("take over", listener), after._replace(listeners=put(state.listeners, which, listener))
+
+
+def taken_over(world: World, state: State, index: int, listener: Listener) -> tuple[State, Image]:
+    """Return the state after the take-over of one partition, and the image that it answered."""
+    after = committed(world, state, index)
+    partition = after.partitions[index]
+    partition = partition._replace(epoch=max(partition.epoch, listener.term))
+    if world.broken is Broken.TAKE_OVER_CLEARS_CLAIMS:
+        partition = partition._replace(claim=None)
+    token = partition.token
+    if world.broken is Broken.TWO_IMAGES:  # the token as it was looked up while standing by
+        seen = [each.images[index] for each in state.listeners if len(each.images) > index]
+        token = seen[-1].token if seen else token
+    return with_partition(after, index, partition), Image(partition.committed, token)
+
+
+def read(world: World, state: State, which: int) -> Steps:
+    """The listener reads on, or takes a fresh image of a partition."""
+    listener = state.listeners[which]
+    if listener.cursor < len(world.stream):
+        onward = listener._replace(cursor=listener.cursor + 1)
+        yield Step("read", onward), state._replace(listeners=put(state.listeners, which, onward))
+    for index, partition in enumerate(state.partitions):
+        image = Image(partition.committed, partition.token)
+        if image != listener.images[index]:
+            aware = listener._replace(images=put(listener.images, index, image))
+            yield Step("look", aware), state._replace(listeners=put(state.listeners, which, aware))
+
+
+def buffered(world: World, listener: Listener, index: int, after: int) -> list[int]:
+    """Return the changes of a partition that were read and lie after a token, in order."""
+    return [
+        token
+        for token in range(max(listener.opened, after) + 1, listener.cursor + 1)
+        if world.matched(listener.config, token) and world.partition(listener.config, token) == index
+    ]
+
+
+def dispatch(world: World, state: State, which: int) -> Steps:
+    """Window 1: the first change that is not done goes out; again and again, which is the sweep.
+
+    More than the design allows: a live claim does not hold it back. Waiting saves messages, not safety.
+    """
+    listener = state.listeners[which]
+    for index, image in enumerate(listener.images):
+        waiting = buffered(world, listener, index, image.token)
+        if waiting:
+            first = image.committed + 1
+            if listener.at_opening:
+                base = listener.at_opening[index]
+                first = base.committed + 1 + buffered(world, listener, index, base.token).index(waiting[0])
+            message = Message(index, listener.term, first, waiting[0])
+            if message not in state.messages:
+                yield Step("dispatch", message), state._replace(messages=state.messages | {message})
+
+
+def complete(world: World, listener: Listener, token: int) -> bool:
+    """Tell whether an item of the window is complete, as far as the listener knows."""
+    if not world.matched(listener.config, token):
+        return True
+    return token <= listener.images[world.partition(listener.config, token)].token
+
+
+def low_watermark(world: World, listener: Listener) -> int:
+    """Return the last token of the completed prefix of a listener's window."""
+    window = range(listener.opened + 1, listener.cursor + 1)
+    done = [token for token in window if complete(world, listener, token)]
+    if world.broken is Broken.WATERMARK_IS_MAXIMUM:
+        return max(done, default=listener.opened)
+    prefix = next((token - 1 for token in window if token not in done), listener.cursor)
+    if world.broken is Broken.MARK_BESIDE_WINDOW and prefix == listener.cursor:
+        arrived = range(prefix + 1, len(world.stream) + 1)  # the driver has the batch, nobody has read it
+        return next((token for token in arrived if world.stream[token - 1] == MARK), prefix)
+    return prefix
+
+
+def store_watermark(world: World, state: State, which: int) -> Steps:
+    """One update: the subscription's epoch is my term, and the new token is larger."""
+    listener = state.listeners[which]
+    if state.epoch != listener.term and world.broken is not Broken.WATERMARK_IGNORES_EPOCH:
+        return
+    token = low_watermark(world, listener)
+    if token > state.watermark:
+        passed = excused(world, listener.config, state.watermark + 1, token)
+        yield Step("watermark", listener), state._replace(watermark=token, settled=state.settled | passed)
+
+
+# --- workers ------------------------------------------------------------------------------------------------
+
+
+def claimable(world: World, partition: Partition, message: Message) -> bool:
+    """Tell whether the filter of a claim matches."""
+    return (
+        (partition.epoch == message.term or world.broken is Broken.CLAIM_IGNORES_EPOCH)
+        and partition.committed == message.first - 1
+        and partition.token < message.token
+        and (partition.handled is None or world.broken is Broken.CLAIM_IGNORES_HANDLED)
+        and (partition.claim is None or not partition.claim.live)
+        and not partition.halted
+    )
+
+
+def ruling(world: World, state: State, partition: Partition) -> int:
+    """Return the configuration of the term to which a partition belongs (after a rewind: of the last before).
+
+    Where all configurations are alike it is always the first: fewer states that differ in nothing.
+    """
+    if not world.matches and not world.moved:
+        return 0
+    return next(each.config for each in reversed(state.listeners) if each.term <= partition.epoch)
+
+
+def deliver(world: World, state: State) -> Steps:
+    """A worker gets a message, for the first time or again, and claims; without a match it drops it."""
+    for message in state.messages:
+        partition = state.partitions[message.partition]
+        if claimable(world, partition, message):
+            owner, fence = partition.owners + 1, partition.fence + 1
+            if world.broken is Broken.FENCE_IS_LEASE_VERSION:
+                fence = message.term
+            claimed = partition._replace(fence=fence, owners=owner, claim=Claim(owner, live=True))
+            config = ruling(world, state, partition)
+            run = Run(message.partition, config, message.first, message.token, owner, fence, state.era)
+            after = with_partition(state, message.partition, claimed)
+            starts = put(state.starts, message.token - 1, state.starts[message.token - 1] + 1)
+            yield Step("claim", run), after._replace(runs=state.runs | {run}, starts=starts)
+
+
+def execute(world: World, state: State, run: Run) -> Steps:
+    """The handler writes its effect to the fenced target; after it returned, ``handled`` is written.
+
+    Both happen at any time, also long after the claim has lapsed and another execution has passed.
+    """
+    others = state.runs - {run}
+    partition = state.partitions[run.partition]
+    if not run.wrote:
+        if run.fence < state.targets[run.partition].stamp:
+            yield Step("refused effect", run), state._replace(runs=others)
+            return
+        stamp = Target(run.fence, run.era, run.token, run.owner, run.config)
+        targets = put(state.targets, run.partition, stamp)
+        after = state._replace(targets=targets, runs=others | {run._replace(wrote=True)})
+        yield Step("effect", run), after
+    elif owns(partition, run) or world.broken is Broken.OUTCOME_WITHOUT_FENCE:
+        done = partition._replace(handled=Handled(run.first, run.token, run.config))
+        yield Step("handled", run), with_partition(state, run.partition, done)._replace(runs=others)
+    else:
+        yield Step("refused handled", run), state._replace(runs=others)
+
+
+def commit(world: World, state: State) -> Steps:
+    """Whoever comes first, task or listener, turns what is handled into the position."""
+    for index, partition in enumerate(state.partitions):
+        if partition.handled is None:
+            continue
+        if world.broken is not Broken.COMMIT_BELIEVES_MESSAGE:
+            yield Step("commit", partition.handled), committed(world, state, index)
+            continue
+        for message in state.messages:
+            if message.partition == index and message.first == partition.committed + 1:
+                believed = Handled(message.first, message.token, partition.handled.config)
+                yield Step("commit", message), moved(world, state, index, believed, partition.handled.token)

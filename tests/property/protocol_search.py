@@ -1,0 +1,238 @@
+"""The search over every interleaving, and the oracles that judge each step and each quiescent state.
+
+A state is quiescent when only faults, take-overs without need and the operator could still change it. Every
+other step adds something that no other such step takes away, so there are no circles: whatever the order, the
+system comes to rest in a quiescent state, and to judge these is to judge where everything ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from tests.property.protocol_faults import lapse, misfortune_of_runs, misfortune_of_stores, reopen, rewind
+from tests.property.protocol_model import MARK, Item, Policy, Run, State, Step, Steps, World, initial
+from tests.property.protocol_rules import (
+    acquire,
+    commit,
+    deliver,
+    dispatch,
+    execute,
+    in_office,
+    read,
+    release,
+    store_watermark,
+    take_over,
+)
+
+
+class Move(NamedTuple):
+    """One step as the oracles see it."""
+
+    world: World
+    before: State
+    step: Step
+    after: State
+
+
+Judgement = Callable[[Move], Iterator[str]]
+
+OUTCOMES = frozenset({"handled", "retry", *Policy})
+"""The kinds of steps by which an execution records how it ended."""
+
+
+def changed(before: tuple[Item, ...], after: tuple[Item, ...]) -> list[tuple[Item, Item]]:
+    """Return the items that a step has replaced, old and new."""
+    if before is after:
+        return []
+    return [(old, new) for old, new in zip(before, after, strict=True) if old is not new]
+
+
+def no_loss(move: Move) -> Iterator[str]:
+    """P1: a position never passes a change of its own configuration that is not done."""
+    if move.after.partitions is move.before.partitions:
+        return
+    for index, (old, new) in enumerate(zip(move.before.partitions, move.after.partitions, strict=True)):
+        if new.token <= old.token:
+            continue
+        config = old.handled.config if old.handled else getattr(move.step.who, "config", 0)
+        for token in range(old.token + 1, new.token + 1):
+            wanted = move.world.matched(config, token) and move.world.partition(config, token) == index
+            if wanted and token not in move.after.settled:
+                yield f"partition {index} has passed change {token}, which nobody handled"
+
+
+def order(move: Move) -> Iterator[str]:
+    """P2: accepted effects of a partition never go back to an earlier change (but by a rewind).
+
+    A change that the writer of the later effect did not match was not earlier for it: a new configuration
+    that matches more may still run it first, and then runs again what was begun behind it and not committed.
+    """
+    for old, new in changed(move.before.targets, move.after.targets):
+        back = old.era == new.era and new.token < old.token and move.world.matched(old.config, new.token)
+        if back or new.era < old.era:
+            yield f"the effect of change {new.token} was accepted after that of change {old.token}"
+
+
+def fencing(move: Move) -> Iterator[str]:
+    """P3: no effect is accepted from an execution older than the last, no outcome from a replaced one."""
+    for old, new in changed(move.before.targets, move.after.targets):
+        if new.owner < old.owner:
+            yield f"execution {new.owner} overwrote what execution {old.owner} had written"
+    run = move.step.who
+    if isinstance(run, Run) and move.step.kind in OUTCOMES:
+        partition = move.before.partitions[run.partition]
+        if run.owner < partition.owners or run.era < move.before.era or run.first != partition.committed + 1:
+            yield f"the stale execution {run.owner} recorded the outcome {move.step.kind!r}"
+
+
+def monotone(move: Move) -> Iterator[str]:
+    """P4: versions, epochs and fences never go back; numbers and tokens only by a rewind."""
+    if move.after.version < move.before.version or move.after.epoch < move.before.epoch:
+        yield "a version has gone back"
+    if move.after.watermark < move.before.watermark and move.step.kind != "rewind":
+        yield f"the watermark has gone back from {move.before.watermark} to {move.after.watermark}"
+    for old, new in changed(move.before.partitions, move.after.partitions):
+        if new.epoch < old.epoch or new.fence < old.fence:
+            yield "an epoch or a fence has gone back"
+        if (new.committed < old.committed or new.token < old.token) and move.step.kind != "rewind":
+            yield f"a position has gone back from {old.token} to {new.token}"
+        if move.step.kind == "rewind" and not (new.epoch > old.epoch and new.fence > old.fence):
+            yield "a rewind has not raised epoch and fence"
+
+
+def prefix(move: Move) -> Iterator[str]:
+    """P5: a watermark never passes a change that is not committed or dead-lettered."""
+    if move.step.kind == "watermark":
+        for token in range(move.before.watermark + 1, move.after.watermark + 1):
+            if move.world.stream[token - 1] != MARK and token not in move.after.settled:
+                yield f"the watermark {move.after.watermark} has passed change {token}, which is not done"
+
+
+def bounded_duplicates(move: Move) -> Iterator[str]:
+    """P6: a handler starts once per change, and at most once more per fault that hits the partition."""
+    run = move.step.who
+    if isinstance(run, Run) and move.step.kind == "claim":
+        starts, faults = move.after.starts[run.token - 1], move.before.partitions[run.partition].faults
+        if starts > 1 + faults:
+            yield f"change {run.token} has started {starts} times with {faults} faults"
+
+
+ORACLES: dict[str, Judgement] = {
+    "P1": no_loss,
+    "P2": order,
+    "P3": fencing,
+    "P4": monotone,
+    "P5": prefix,
+    "P6": bounded_duplicates,
+}
+
+
+def left_undone(world: World, state: State) -> Iterator[str]:
+    """P1, where nothing more will happen: everything is done, or its partition has stopped loudly."""
+    listener = in_office(state)
+    if listener is None:
+        yield "nobody is in office"
+        return
+    for token in range(1, len(world.stream) + 1):
+        wanted = world.matched(listener.config, token) and token not in state.settled
+        if wanted and not state.partitions[world.partition(listener.config, token)].halted:
+            yield f"change {token} is neither done nor is its partition halted"
+    if state.watermark < len(world.stream) and not any(each.halted for each in state.partitions):
+        yield f"the watermark stands at {state.watermark} for ever"
+
+
+class Finding(NamedTuple):
+    """The shortest way into a violation: which invariants, what they say, and the steps."""
+
+    invariants: frozenset[str]
+    complaints: tuple[str, ...]
+    trace: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the finding as a text for a failure message."""
+        lines = [f"{number:3} {line}" for number, line in enumerate(self.trace, 1)]
+        return "\n".join([", ".join(sorted(self.invariants)), *self.complaints, *lines])
+
+
+class Search(NamedTuple):
+    """What a search has seen."""
+
+    states: int
+    quiescent: int
+    finding: Finding | None
+
+
+Parents = dict[State, tuple[State, Step] | None]
+
+
+def way_to(parents: Parents, state: State) -> list[str]:
+    """Return the steps that lead to a state, first to last."""
+    trace = []
+    link = parents[state]
+    while link is not None:
+        state, step = link
+        trace.append(str(step))
+        link = parents[state]
+    return trace[::-1]
+
+
+def judged(move: Move, watched: frozenset[str]) -> dict[str, str]:
+    """Return what the watched oracles say about a step, by invariant."""
+    return {name: complaint for name in watched for complaint in ORACLES[name](move)}
+
+
+def steps(world: World, state: State) -> Steps:
+    """Yield every step that a state allows."""
+    yield from acquire(world, state)
+    yield from release(world, state)
+    for which, listener in enumerate(state.listeners):
+        if listener.taken > len(state.partitions):
+            yield from read(world, state, which)
+            yield from dispatch(world, state, which)
+            yield from store_watermark(world, state, which)
+            yield from reopen(world, state, which)
+        else:
+            yield from take_over(world, state, which)
+    yield from deliver(world, state)
+    for run in state.runs:
+        yield from execute(world, state, run)
+        yield from misfortune_of_runs(world, state, run)
+    yield from commit(world, state)
+    yield from lapse(world, state)
+    yield from misfortune_of_stores(world, state)
+    yield from rewind(world, state)
+
+
+def search(world: World, *, watched: frozenset[str] = frozenset(ORACLES), limit: int = 500_000) -> Search:
+    """Explore every interleaving of a scenario, breadth first, up to the first violation.
+
+    Args:
+        world: The scenario.
+        watched: The invariants to judge; the others are let pass.
+        limit: The largest number of states; more is an error of the scenario, never a silent cut.
+    """
+    start = initial(world)
+    parents: Parents = {start: None}
+    queue, quiescent = deque([start]), 0
+    while queue:
+        before = queue.popleft()
+        at_rest = True
+        for step, after in steps(world, before):
+            at_rest = at_rest and not step.fair
+            said = judged(Move(world, before, step, after), watched)
+            if said:
+                trace = (*way_to(parents, before), str(step))
+                return Search(len(parents), quiescent, Finding(frozenset(said), tuple(said.values()), trace))
+            if after not in parents:
+                parents[after] = (before, step)
+                queue.append(after)
+        if at_rest:
+            quiescent += 1
+            undone = tuple(left_undone(world, before)) if "P1" in watched else ()
+            if undone:
+                finding = Finding(frozenset({"P1"}), undone, tuple(way_to(parents, before)))
+                return Search(len(parents), quiescent, finding)
+        assert len(parents) <= limit, f"{world.name}: more than {limit} states"
+    return Search(len(parents), quiescent, None)

@@ -1,0 +1,110 @@
+"""The scenarios in which the protocol must hold, and the broken variants that must each be caught."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.property.protocol_model import MARK, Broken, Fault, Policy, Rewind, World
+
+EVERY = frozenset(Fault)
+LAPSE = frozenset({Fault.LAPSE})
+WIDER = (frozenset({2, 3}), frozenset({1, 2, 3}))
+"""A second configuration matches a change that lies before those of the first."""
+NARROWER = (frozenset({1, 2, 3}), frozenset({1, 3}))
+
+
+class Sound(NamedTuple):
+    """A scenario without a broken rule, and the number of states below which the check would be hollow."""
+
+    world: World
+    floor: int
+
+    def __str__(self) -> str:
+        """Return the scenario's name."""
+        return self.world.name
+
+
+class Caught(NamedTuple):
+    """A broken variant, the invariants that its shortest violation breaks, and those that were judged."""
+
+    world: World
+    breaks: frozenset[str]
+    watched: frozenset[str]
+
+    def __str__(self) -> str:
+        """Return the broken rule, the scenario and the invariants broken."""
+        return f"{self.world.broken}: {self.world.name}: {' '.join(sorted(self.breaks))}"
+
+
+def sound(floor: int, name: str, stream: tuple[int, ...], terms: int, lapses: int = 0) -> Sound:
+    """Return a scenario in which claims may lapse, but no other fault happens."""
+    return Sound(World(name, stream, terms, budget=lapses, faults=LAPSE), floor)
+
+
+def faulty(floor: int, name: str, stream: tuple[int, ...], terms: int, faults: int) -> Sound:
+    """Return a scenario in which a number of faults of any kind may happen."""
+    return Sound(World(name, stream, terms, budget=faults, faults=EVERY), floor)
+
+
+def also(
+    base: Sound,
+    *,
+    matches: tuple[frozenset[int], ...] = (),
+    rewind: Rewind = Rewind.NEVER,
+    policy: Policy = Policy.HALT,
+) -> Sound:
+    """Return a scenario with something more: other matches in a later term, a rewind, a failure policy."""
+    return base._replace(world=base.world._replace(matches=matches, rewind=rewind, policy=policy))
+
+
+SOUND = (
+    faulty(60_000, "two changes, two terms, two faults", (0, 0), terms=2, faults=2),
+    faulty(6_000, "three changes, two faults", (0, 0, 0), terms=1, faults=2),
+    faulty(8_000, "two changes, three faults", (0, 0), terms=1, faults=3),
+    faulty(10_000, "one change, three terms, one fault", (0,), terms=3, faults=1),
+    faulty(30_000, "two partitions, three changes, two faults", (0, 1, 0), terms=1, faults=2),
+    sound(18_000, "two changes, three terms", (0, 0), terms=3),
+    sound(30_000, "two partitions, a mark, two terms, a lapse", (0, MARK, 1), terms=2, lapses=1),
+    also(faulty(9_000, "a dead letter", (0, 0), terms=2, faults=1), policy=Policy.DEAD_LETTER),
+    also(faulty(1_500, "a skipped change, two faults", (0, 0), terms=1, faults=2), policy=Policy.SKIP),
+    also(faulty(45_000, "a later term matches more", (0, 0, 0), terms=2, faults=1), matches=WIDER),
+    also(faulty(40_000, "a later term matches less", (0, 0, 0), terms=2, faults=1), matches=NARROWER),
+    also(sound(12_000, "a rewind, number kept", (0, 0), terms=1, lapses=1), rewind=Rewind.NUMBER_KEPT),
+    also(sound(25_000, "a rewind of the number, two terms", (0, 0), terms=2), rewind=Rewind.NUMBER_BACK),
+)
+
+
+def caught(broken: Broken, world: World, breaks: str, watched: str = "P1 P2 P3 P4 P5 P6") -> Caught:
+    """Return a scenario with one rule broken, the invariants it breaks and those judged, as words."""
+    return Caught(world._replace(broken=broken), frozenset(breaks.split()), frozenset(watched.split()))
+
+
+ONE = World("one partition", (0, 0), terms=1)
+TWO_TERMS = World("one partition, two terms", (0, 0), terms=2)
+LAPSING = World("one partition, a lapse", (0, 0), terms=1, budget=1, faults=LAPSE)
+KEPT = World("a rewind that keeps the number", (0, 0), terms=1, rewind=Rewind.NUMBER_KEPT)
+BACK = World("a rewind of the number", (0, 0), terms=1, rewind=Rewind.NUMBER_BACK)
+MATCHES_MORE = World("a later term matches more", (0, 0, 0), terms=2, matches=WIDER)
+MOVING = World("two partitions, a key that changes", (0, 1), terms=2, moved=(1, 1))
+
+CAUGHT = (
+    caught(Broken.FENCE_IS_LEASE_VERSION, LAPSING, "P3"),
+    caught(Broken.FENCE_IS_LEASE_VERSION, LAPSING, "P2", watched="P2"),
+    caught(Broken.COMMIT_BELIEVES_MESSAGE, MATCHES_MORE, "P1"),
+    caught(Broken.WATERMARK_IS_MAXIMUM, ONE._replace(stream=(0, 1)), "P5"),
+    caught(Broken.MARK_BESIDE_WINDOW, ONE._replace(stream=(0, MARK)), "P5"),
+    caught(Broken.CLAIM_IGNORES_HANDLED, ONE, "P6"),
+    caught(Broken.OUTCOME_WITHOUT_FENCE, LAPSING, "P3"),
+    caught(Broken.OUTCOME_WITHOUT_FENCE, LAPSING, "P4", watched="P1 P2 P4 P5"),
+    caught(Broken.TAKE_OVER_CLEARS_CLAIMS, TWO_TERMS, "P6"),
+    caught(Broken.TWO_IMAGES, KEPT, "P5"),
+    caught(Broken.TWO_IMAGES, BACK, "P1", watched="P1"),
+    caught(Broken.WATERMARK_IGNORES_EPOCH, KEPT, "P5"),
+    caught(Broken.CLAIM_IGNORES_EPOCH, KEPT, "P1"),
+    caught(Broken.CLAIM_IGNORES_EPOCH, MATCHES_MORE, "P1"),
+    caught(Broken.NUMBERED_AT_READING, MATCHES_MORE, "P1"),
+    caught(Broken.KEY_CHANGES, MOVING, "P6"),
+    caught(Broken.KEY_CHANGES, MOVING, "P5", watched="P1 P2 P3 P4 P5"),
+    caught(Broken.REWIND_IN_TWO_WRITES, KEPT, "P1", watched="P1"),
+    caught(Broken.REWIND_COUNTS_ALONE, TWO_TERMS._replace(rewind=Rewind.NUMBER_BACK), "P1"),
+)

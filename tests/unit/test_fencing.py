@@ -1,0 +1,194 @@
+"""The pure half of the fence: what it admits, what it leaves behind, how it rewrites a user's update."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
+from mongo_celery.fencing import Fence, Operators, Pipeline, Replacement, merge, target_of
+
+KEY = "shop/summarise"
+small = st.integers(0, 3)
+fences = st.builds(Fence, st.sampled_from([KEY, "shop/other"]), small, small, small)
+
+
+def _written(writers: list[Fence]) -> dict[str, Any]:
+    stamps: dict[str, Any] = {}
+    for fence in writers:
+        if fence.admits(stamps):
+            stamps = fence.stamp(stamps)
+    return stamps
+
+
+def _not_smaller(after: dict[str, Any], before: dict[str, Any]) -> bool:
+    for key, entry in before.items():
+        now = after[key]
+        if now["g"] < entry["g"]:
+            return False
+        if now["g"] == entry["g"] and any(now["p"][i] < token for i, token in entry["p"].items()):
+            return False
+    return True
+
+
+@given(st.lists(fences), fences)
+def test_a_write_never_takes_any_stamp_back(writers: list[Fence], fence: Fence) -> None:
+    """P4, F2-F4: after an admitted write every key and partition stands at least where it stood."""
+    before = _written(writers)
+    if fence.admits(before):
+        after = fence.stamp(before)
+        assert _not_smaller(after, before)
+        assert fence.bears(after)
+        assert {k: v for k, v in after.items() if k != fence.key} == {
+            k: v for k, v in before.items() if k != fence.key
+        }
+    else:
+        with pytest.raises(StaleFencingTokenError):
+            fence.stamp(before)
+
+
+@given(st.lists(fences), fences, fences)
+def test_once_a_newer_one_has_written_an_older_one_is_refused(
+    writers: list[Fence], first: Fence, second: Fence
+) -> None:
+    """P3, F1: in one partition, a smaller token is refused from then on; an equal one is admitted."""
+    before = _written(writers)
+    if second.admits(before):
+        after = second.stamp(before)
+        assert second.admits(after)
+        if (first.key, first.generation, first.index) == (second.key, second.generation, second.index):
+            assert first.admits(after) == (first.token >= second.token)
+        if first.key == second.key and first.generation < second.generation:
+            assert not first.admits(after)
+
+
+@given(st.lists(fences), st.lists(fences), fences)
+def test_a_merge_refuses_whatever_either_side_refuses(
+    left: list[Fence], right: list[Fence], fence: Fence
+) -> None:
+    """P3, T2: a tombstone merged from a document and an older tombstone forgets nothing that still counts."""
+    first, second = _written(left), _written(right)
+    merged = merge(first, second)
+    assert merged == merge(second, first)
+    assert fence.admits(merged) == (fence.admits(first) and fence.admits(second))
+
+
+def test_each_partition_has_its_own_slot() -> None:
+    """F3: a small token of partition 7 is not compared with a large one of partition 3."""
+    stamps = Fence(KEY, 1, 3, 900).stamp(None)
+    assert Fence(KEY, 1, 7, 5).stamp(stamps) == {KEY: {"g": 1, "p": {"3": 900, "7": 5}}}
+
+
+def test_a_newer_generation_replaces_the_map() -> None:
+    """F3: indexes of an older layout name other partitions, so their tokens go."""
+    stamps = Fence(KEY, 1, 3, 900).stamp(None)
+    assert Fence(KEY, 2, 7, 5).stamp(stamps) == {KEY: {"g": 2, "p": {"7": 5}}}
+
+
+@pytest.mark.parametrize("key", ["shop", "shop/a.b", "$shop/a", "shop/", "/a", "a/b/c"])
+def test_a_key_that_cannot_name_a_field_is_refused(key: str) -> None:
+    """P9: `a.b` would stamp another field than the guard reads."""
+    with pytest.raises(ConfigurationError):
+        Fence(key, 0, 0, 0)
+
+
+@pytest.mark.parametrize("numbers", [(-1, 0, 0), (0, -1, 0), (0, 0, -1), (0, 0, 2**63)])
+def test_numbers_that_a_store_cannot_compare_are_refused(numbers: tuple[int, int, int]) -> None:
+    """P9: a token beyond 64 bits would fail in the store, after the handler's work."""
+    with pytest.raises(ConfigurationError):
+        Fence(KEY, *numbers)
+
+
+def test_the_error_for_a_stale_write_names_the_fence_and_survives_pickling() -> None:
+    """P9: the facts are attributes, also in another process."""
+    error = pickle.loads(pickle.dumps(Fence(KEY, 1, 2, 3).stale(document_id=7)))
+    assert (error.key, error.generation, error.index, error.token, error.document_id) == (KEY, 1, 2, 3, 7)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ({"_id": 1}, 1),
+        ({"_id": {"$eq": 1}, "a": 2}, 1),
+        ({"_id": {"a": 1}}, {"a": 1}),
+        ({"_id": None}, None),
+    ],
+)
+def test_equality_on_the_id_names_one_document(wanted: dict[str, Any], found: Any) -> None:
+    """P3: only such a filter may upsert."""
+    target = target_of(wanted)
+    assert target is not None
+    assert target.id == found
+    assert "_id" not in target.rest
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {},
+        {"a": 1},
+        {"_id": {"$gt": 1}},
+        {"_id": {"$in": [1]}},
+        {"_id": re.compile("a")},
+        {"$and": [{"_id": 1}]},
+    ],
+)
+def test_anything_else_names_none(wanted: dict[str, Any]) -> None:
+    """P3: a filter that may match several documents is resolved first."""
+    assert target_of(wanted) is None
+
+
+def test_the_users_own_and_conditions_stay_beside_the_guard() -> None:
+    """P3: neither replaces the other."""
+    target = target_of({"_id": 1, "$and": [{"a": 1}], "b": 2})
+    assert target is not None
+    assert target.where({"g": 1}) == {"_id": {"$eq": 1}, "$and": [{"a": 1}, {"g": 1}], "b": 2}
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        {"$set": {"_fence": {}}},
+        {"$unset": {"_fence.shop/summarise": ""}},
+        {"$rename": {"a": "_fence"}},
+        {"$max": {"_fence.x.g": 9}},
+    ],
+)
+def test_operators_on_the_fence_are_refused(update: dict[str, Any]) -> None:
+    """P4: a user's update could take the fence back."""
+    with pytest.raises(ConfigurationError, match="_fence"):
+        Operators(update)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"$set": {"_fence": 1}},
+        {"$addFields": {"_fence.x": 1}},
+        {"$unset": "_fence"},
+        {"$unset": ["a", "_fence.x"]},
+        {"$project": {"_fence": 0}},
+        {"$replaceWith": {"_fence": 1}},
+        {"$replaceRoot": {"newRoot": {"_fence": 1}}},
+    ],
+)
+def test_pipeline_stages_on_the_fence_are_refused(stage: dict[str, Any]) -> None:
+    """P4: as for operators."""
+    with pytest.raises(ConfigurationError, match="_fence"):
+        Pipeline([stage])
+
+
+def test_a_replacement_that_brings_a_fence_is_refused() -> None:
+    """P4: a document read, changed and written back would bring the stamps as they were when it was read."""
+    with pytest.raises(ConfigurationError, match="_fence"):
+        Replacement({"_id": 1, "_fence": {}})
+
+
+def test_a_field_that_merely_begins_like_the_fence_is_the_users() -> None:
+    """P9: nothing is refused without need."""
+    Operators({"$set": {"_fences": 1, "fence": 2}})
