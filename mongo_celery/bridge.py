@@ -52,7 +52,9 @@ class Bridge:
         ConfigurationError: an option is unknown or cannot work.
     """
 
-    def __init__(self, app: Celery | None = None, url: str | None = None, *, name: str = "default", **options: Any) -> None:
+    def __init__(
+        self, app: Celery | None = None, url: str | None = None, *, name: str = "default", **options: Any
+    ) -> None:
         if url is not None and not isinstance(url, str):
             raise ConfigurationError(
                 "Bridge needs a MongoDB URL, not a client: a MongoClient opened before a worker forks cannot be used "
@@ -113,7 +115,7 @@ class Bridge:
         url = self._url or self.app.conf.get(f"{SETTING_PREFIX}database_url")
         if not url:
             raise ConfigurationError(
-                f"bridge {self.name} has no MongoDB URL: pass it to Bridge(app, url), or set mongo_celery_database_url.",
+                f"bridge {self.name} has no MongoDB URL: pass it to Bridge(app, url) or set mongo_celery_database_url.",
             )
         return str(url)
 
@@ -121,7 +123,10 @@ class Bridge:
     def default_database(self) -> str | None:
         """The database that the URL names, if it does."""
         try:
-            return parse_uri(self.url, validate=False)["database"] if not self.url.startswith("mongodb+srv") else _path(self.url)
+            if self.url.startswith("mongodb+srv"):  # parsing it would ask the name server
+                return _path(self.url)
+            database: str | None = parse_uri(self.url, validate=False)["database"]
+            return database
         except (InvalidURI, ClientConfigurationError) as error:
             raise ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {error}") from error
 
@@ -143,8 +148,10 @@ class Bridge:
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
         """A client of its own for one change stream, with a socket timeout in seconds."""
         given = _url_options(self.url)
-        limit = {} if "sockettimeoutms" in given else {"socketTimeoutMS": int(timeout * 1000)}
-        return MongoClient(self.url, document_class=RawBSONDocument, **_client_options(given), **limit)
+        options = _client_options(given)
+        if "sockettimeoutms" not in given:
+            options["sockettimeoutms"] = int(timeout * 1000)
+        return MongoClient(self.url, document_class=RawBSONDocument, **options)
 
     def collection(self, namespace: str) -> Collection[dict[str, Any]]:
         """A collection of the bridge's cluster by `"db.collection"`, or `"collection"` of the URL's database."""
@@ -225,7 +232,7 @@ class Bridge:
         known = self._handlers.get(handler.name)
         if known is not None and not handler.is_same_code(known):
             raise ConfigurationError(
-                f"bridge {self.name} already has a handler named {handler.name!r} ({known.task_name}); give one of them "
+                f"bridge {self.name} already has a handler named {handler.name!r} ({known.task_name}); give one "
                 "another name with name='...'.",
             )
         self._handlers[handler.name] = handler
@@ -264,7 +271,7 @@ def _url_options(url: str) -> set[str]:
     return {part.partition("=")[0].lower() for part in query.split("&") if part}
 
 
-def _client_options(given: set[str]) -> dict[str, Any]:
+def _client_options(given: set[str]) -> Any:
     return {name: value for name, value in _CLIENT_DEFAULTS.items() if name not in given}
 
 
@@ -277,4 +284,3 @@ def _task_name(app: Celery | None, function: Function) -> str:
     name = getattr(function, "__name__", "handler")
     module = getattr(function, "__module__", "")
     return app.gen_task_name(name, module) if app is not None else f"{module}.{name}"
-

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from bson import ObjectId, Timestamp
 
 from mongo_celery.errors import HandlerUsageError
+from mongo_celery.fenced import FencedCollection
+from mongo_celery.fencing import Fence
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from pymongo.client_session import ClientSession
     from pymongo.collection import Collection
-
-    from mongo_celery.fenced import FencedCollection
 
 FLAGS = "_mongoCelery"
 """Name of the field under which the pipeline carries the verdicts of `match` expressions."""
@@ -173,14 +173,12 @@ class Change:
 
 
 def _client_fencer(client: Any) -> Fencer:
-    from mongo_celery.fenced import FencedCollection
-    from mongo_celery.fencing import Fence
-
     def fence(change: Change, collection: Collection[dict[str, Any]] | str) -> FencedCollection:
+        target: Any = collection
         if isinstance(collection, str):
             database, _, name = collection.partition(".")
-            collection = client[database][name]
-        return FencedCollection(collection, Fence("test/test", 0, change.partition, change.fencing_token))
+            target = client[database][name]
+        return FencedCollection(target, Fence("test/test", 0, change.partition, change.fencing_token))
 
     return fence
 
@@ -203,7 +201,9 @@ def describe(event: Mapping[str, Any]) -> str:
     """Namespace, operation and key of an event, bounded; never the contents of a document."""
     key = event.get("documentKey")
     text = repr(key["_id"]) if key and "_id" in key else "-"
-    return f"{namespace_of(event)} {event.get('operationType')} {text if len(text) <= _KEY_CHARS else text[:_KEY_CHARS] + '...'}"
+    if len(text) > _KEY_CHARS:
+        text = text[:_KEY_CHARS] + "..."
+    return f"{namespace_of(event)} {event.get('operationType')} {text}"
 
 
 _KEY_CHARS = 80

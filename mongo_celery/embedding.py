@@ -21,12 +21,12 @@ logger = logging.getLogger("mongo_celery.worker")
 LISTENER_OPTION = click.Option(
     ("--listener",),
     is_flag=True,
-    help="Also run the change listener of this app's bridges, as -B runs beat. Safe on any number of workers: one leads.",
+    help="Also run the listener of this app's bridges, as -B runs beat. Safe on any number of workers: one leads.",
 )
 """One object for all apps: Celery keeps a set of options by identity."""
 
 
-class ListenerStep(bootsteps.StartStopStep):  # type: ignore[misc]
+class ListenerStep(bootsteps.StartStopStep):
     """Runs the listeners inside a worker that was started with `--listener`."""
 
     label = "Listener"

@@ -188,7 +188,7 @@ class Execution:
         except Ignore:
             logger.info("handler ignored %s", self._describe(raw), extra={"event": "change_ignored"})
             return change
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
             if offset == 0:
                 self._first_failed(claim, raw, error)
             logger.info("%s will be the head of its own run: %r", self._describe(raw), error)
@@ -205,12 +205,12 @@ class Execution:
             lambda: self._store.claims.is_mine(claim),
         ):
             raise Ignore from error
-        if isinstance(error, Reject) and isinstance(error.reason, Exception):
-            error = error.reason
+        if isinstance(error, Reject) and error.args and isinstance(error.args[0], Exception):
+            error = error.args[0]
         self._fail(claim, error, raw)
 
     def _park(self, claim: Claim, retry: Retry) -> None:
-        when = retry.when
+        when: Any = retry.when
         not_before = maybe_make_aware(when) if isinstance(when, datetime) else None
         delay = None if not_before is not None else max(float(when or 0), 0.0)
         error = _text(retry.exc) if isinstance(retry.exc, BaseException) else str(retry.message or "retry")
@@ -330,7 +330,7 @@ class Execution:
             return f"an undecodable event of {self._run.partition_id}"
 
 
-_LENIENT: bson.CodecOptions[dict[str, Any]] = bson.CodecOptions(
+_LENIENT: bson.CodecOptions[Any] = bson.CodecOptions(
     unicode_decode_error_handler="replace",
     datetime_conversion=bson.codec_options.DatetimeConversion.DATETIME_AUTO,
 )

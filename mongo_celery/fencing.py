@@ -329,8 +329,7 @@ def _excludes(project: Mapping[str, Any]) -> bool:
     """Whether a `$project` names what goes (all zeros) rather than what stays."""
     fields = {name: value for name, value in project.items() if name != "_id"} or project
     return all(
-        _excludes(value) if isinstance(value, Mapping) and value else _is_zero(value)
-        for value in fields.values()
+        _excludes(value) if isinstance(value, Mapping) and value else _is_zero(value) for value in fields.values()
     )
 
 

@@ -114,7 +114,9 @@ class BridgeOptions:
         check_name(self.name, "bridge name")
         database = self.database
         if not database or database in {"admin", "config", "local"} or re.search(r'[/\\. "$\0]', database):
-            raise ConfigurationError(f"database={database!r} cannot hold the state; use a plain name such as 'mongo_celery'.")
+            raise ConfigurationError(
+                f"database={database!r} cannot hold the state; use a plain name such as 'mongo_celery'."
+            )
 
     def _check_counts(self) -> None:
         for field in ("partitions", "run_size", "run_bytes", "max_crashes", "buffer_changes", "buffer_bytes"):
@@ -153,7 +155,9 @@ class BridgeOptions:
                 raise ConfigurationError(f"{field}={getattr(self, field)} must lie between 1 second and one day.")
         for field in ("run_seconds", "transaction_seconds", "commit_grace", "dispatch_grace", "start_timeout"):
             if not 0 < getattr(self, field) <= _DAY:
-                raise ConfigurationError(f"{field}={getattr(self, field)} must be more than 0 seconds and at most a day.")
+                raise ConfigurationError(
+                    f"{field}={getattr(self, field)} must be more than 0 seconds and at most a day."
+                )
         least = self.claim_ttl / 3 + call_timeout(self.claim_ttl)
         if self.grace < least:
             raise ConfigurationError(
@@ -163,7 +167,15 @@ class BridgeOptions:
 
 
 _DAY = 86_400
-_DURATIONS = ("run_seconds", "transaction_seconds", "lease_ttl", "claim_ttl", "commit_grace", "dispatch_grace", "start_timeout")
+_DURATIONS = (
+    "run_seconds",
+    "transaction_seconds",
+    "lease_ttl",
+    "claim_ttl",
+    "commit_grace",
+    "dispatch_grace",
+    "start_timeout",
+)
 OPTION_NAMES = tuple(field.name for field in dataclasses.fields(BridgeOptions))
 
 

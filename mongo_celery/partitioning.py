@@ -128,7 +128,7 @@ def _at(event: Mapping[str, Any], path: list[str]) -> Any:
     return value
 
 
-def _canonical(value: Any) -> Any:
+def _canonical(value: Any) -> Any:  # noqa: PLR0911 - one answer for each kind of value
     """Numbers that MongoDB compares equal become one BSON value; documents and arrays by their members."""
     if isinstance(value, bool) or value is None or isinstance(value, (str, bson.ObjectId)):
         return value

@@ -74,6 +74,7 @@ class ChangeTask:
         name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one message, or, with a `Change`, just the function."""
         if args and isinstance(args[0], Change):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self.request.called_directly:
@@ -129,7 +130,8 @@ def make_task(bridge: Bridge, app: Celery, handler: Handler, options: dict[str, 
         function = in_transaction(bridge, function)
     base = options.pop("base", None)
     ignored = tuple(options.pop("dont_autoretry_for", ()))
-    return app.task(
+    register: Any = app.task
+    return register(
         name=handler.task_name,
         base=_base(app, base),
         bridge=bridge,
@@ -195,7 +197,8 @@ def register_commit(app: Celery, find: Callable[[str], Bridge | None]) -> None:
             raise Ignore
         _commit(lambda: bridge.worker.store.claims.commit(run.partition_id, run.first), run.partition_id)
 
-    app.task(name=COMMIT_TASK, shared=False, typing=False, **PROTOCOL_ATTRIBUTES)(commit)
+    register: Any = app.task
+    register(name=COMMIT_TASK, shared=False, typing=False, **PROTOCOL_ATTRIBUTES)(commit)
 
 
 def _commit(write: Callable[[], bool], partition_id: str) -> None:
@@ -219,7 +222,7 @@ def overridden_attributes(app: Celery) -> dict[str, list[str]]:
     """Attributes of our tasks that `task_annotations` have changed, by task name."""
     found: dict[str, list[str]] = {}
     for name, task in app.tasks.items():
-        if name != COMMIT_TASK and not isinstance(task, ChangeTask):
+        if name != COMMIT_TASK and not hasattr(task, "handler"):
             continue
         wrong = [key for key, value in PROTOCOL_ATTRIBUTES.items() if getattr(task, key, value) != value]
         if wrong:

@@ -1,3 +1,1 @@
-"""
-The command line. Modules here import nothing heavy at the top: `celery` loads them at every start.
-"""
+"""The command line. Modules here import nothing heavy at the top: `celery` loads them at every start."""

@@ -67,7 +67,7 @@ def listener(
     if not detach:
         maybe_drop_privileges(uid=uid, gid=gid)
         ctx.exit(_run(app, bridges, on_history_lost, loglevel, logfile, pidfile))
-    with detached(logfile, pidfile, uid, gid, umask, ctx.obj.workdir):
+    with detached(logfile, pidfile, uid, gid, umask or 0, ctx.obj.workdir):
         ctx.exit(_run(app, bridges, on_history_lost, loglevel, logfile, pidfile))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from billiard.context import Process
 from celery import Celery
+from celery.platforms import set_process_title
 
 from mongo_celery.listener.process import run_listeners
 from mongo_celery.listener.service import Listener
@@ -16,7 +17,7 @@ from mongo_celery.registry import chosen_bridges
 
 logger = logging.getLogger("mongo_celery.listener")
 
-_STOP_SECONDS = 5.0
+_STOP_SECONDS = 5
 
 
 def embedded_listener(app: Celery, *, as_process: bool) -> Any:
@@ -42,10 +43,7 @@ class _ListenerProcess:
 
 
 def _main(app: Celery) -> None:
-    from celery import platforms
-
-    platforms.signals.reset("SIGTERM")
-    platforms.set_process_title("celery", info="listener")
+    set_process_title("celery", info="listener")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker, which ends this process
     raise SystemExit(run_listeners(app, []))
 

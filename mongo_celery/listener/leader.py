@@ -422,4 +422,3 @@ class Leader:
             self._held = self._inbox.get(timeout=pause) if pause else self._inbox.get_nowait()
         except Empty:
             return
-

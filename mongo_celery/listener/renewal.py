@@ -88,7 +88,9 @@ class Renewal:
         pause = self._ttl / 3
         while not self._stopping.wait(pause):
             if time.monotonic() - self._alive_at > max(_STALL_TTLS * self._ttl, _LEAST_STALL_SECONDS):
-                logger.error("the listener makes no progress; letting the lease go", extra={"event": "listener_stalled"})
+                logger.error(
+                    "the listener makes no progress; letting the lease go", extra={"event": "listener_stalled"}
+                )
                 return
             try:
                 with self._lock:

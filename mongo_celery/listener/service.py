@@ -137,7 +137,7 @@ class Listener:
             return "MongoDB", str(error).split(", Timeout:")[0]
         try:
             with self._bridge.app.connection_for_write() as connection:
-                connection.ensure_connection(max_retries=1, interval_start=0, timeout=_SERVER_PAUSE)
+                connection.ensure_connection(max_retries=1, interval_start=0, timeout=int(_SERVER_PAUSE))
         except (OperationalError, OSError) as error:
             return "the broker", str(error)
         return None

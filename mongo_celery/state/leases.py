@@ -19,8 +19,8 @@ The server is the authority. Acquire, renew and release are three operations::
 |---|---|
 | the answer of an acquisition is lost | the lease stays with an id that nobody uses and expires |
 | the answer of a renewal is lost | the trusted time is not moved; the next renewal decides |
-| the document is deleted | the renewal matches nothing: the holder steps down, the next acquisition counts on from cluster time |
-| a primary's clock ran far ahead | a standby sees an expiry beyond the lease's own ttl that stays unchanged for twice that time, and takes over by compare-and-set |
+| the document is deleted | the renewal matches nothing: step down; the next acquisition counts from cluster time |
+| a primary's clock ran far ahead | an expiry beyond the lease's own ttl, unchanged for twice that time, is replaced |
 
 Field names are those of the algorithm's source, a pessimistic listener lock in MongoDB by Alec
 Henninger; the version and the server's clock repair what its descendants found.
@@ -87,7 +87,7 @@ class Leases:
 
     def ensure(self) -> None:
         """Create the document where it is missing. `$expr` is refused in an upsert, so this is a step of its own."""
-        document = {
+        document: dict[str, Any] = {
             "listenerId": None,
             "version": Int64(0),
             "expiresAt": None,

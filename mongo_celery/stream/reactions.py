@@ -15,6 +15,8 @@ from enum import Enum
 
 from pymongo.errors import (
     ConfigurationError as ClientConfigurationError,
+)
+from pymongo.errors import (
     ConnectionFailure,
     InvalidOperation,
     OperationFailure,
@@ -145,8 +147,12 @@ def is_transient(error: PyMongoError) -> bool:
     if isinstance(error, ConnectionFailure) or getattr(error, "timeout", False):
         return True
     if isinstance(error, OperationFailure):
-        return error.code in _REOPEN or error.has_error_label("RetryableWriteError") or error.has_error_label(
-            "TransientTransactionError",
+        return (
+            error.code in _REOPEN
+            or error.has_error_label("RetryableWriteError")
+            or error.has_error_label(
+                "TransientTransactionError",
+            )
         )
     return False
 

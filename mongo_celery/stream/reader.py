@@ -36,7 +36,7 @@ logger = logging.getLogger("mongo_celery.stream")
 _MAX_AWAIT_SECONDS = 1.0
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 10.0
-LISTENER_CODEC: CodecOptions[dict[str, Any]] = CodecOptions(
+LISTENER_CODEC: CodecOptions[Any] = CodecOptions(
     unicode_decode_error_handler="replace",  # reading must not fail on what a handler may never look at
     datetime_conversion=DatetimeConversion.DATETIME_AUTO,
 )
@@ -177,13 +177,14 @@ class StreamReader:
             options["start_after"] = token
         elif self._position.time is not None:
             options["start_at_operation_time"] = self._position.time
-        return self._target(client).watch(
+        stream: ChangeStream[RawBSONDocument] = self._target(client).watch(
             list(self._scope.pipeline),
             max_await_time_ms=int(_MAX_AWAIT_SECONDS * 1000),
             batch_size=self._batch_size,
             comment=self._comment,
             **options,
         )
+        return stream
 
     def _target(self, client: MongoClient[RawBSONDocument]) -> Any:
         if self._scope.database is None:

@@ -62,7 +62,7 @@ def source_of(target: object, default_database: str | None) -> Source:
     if isinstance(full_name, str):
         return _from_text(full_name, default_database)
     if isinstance(target, type):
-        return _from_class(target, default_database)
+        return _from_class(target)
     name = getattr(target, "name", None)
     if isinstance(name, str) and hasattr(target, "list_collection_names"):
         return _checked(Source(name, None), target)
@@ -93,17 +93,17 @@ def _checked(source: Source, target: object) -> Source:
     return source
 
 
-def _from_class(model: Any, default_database: str | None) -> Source:
-    meta = getattr(model, "_meta", None)
-    table = getattr(getattr(meta, "concrete_model", None) and meta.concrete_model._meta, "db_table", None)
-    if table:
+def _from_class(model: Any) -> Source:
+    """Django's and MongoEngine's own words for a model's collection; neither is imported unless it is in use."""
+    concrete = getattr(getattr(model, "_meta", None), "concrete_model", None)
+    if concrete is not None:
         from django.db import connections, router
 
         database = connections[router.db_for_write(model)].settings_dict["NAME"]
-        return _checked(Source(str(database), str(table)), model)
+        return _checked(Source(str(database), str(concrete._meta.db_table)), model)  # noqa: SLF001 - Django's public name
     named = getattr(model, "_get_collection_name", None)
     if callable(named) and named():
-        database = model._get_db().name
+        database = model._get_db().name  # noqa: SLF001 - MongoEngine has no other way
         return _checked(Source(str(database), str(named())), model)
     raise ConfigurationError(f"class {model.__name__} is neither a Django model nor a MongoEngine document.")
 
