@@ -19,8 +19,8 @@ from pymongo.uri_parser import parse_uri
 from mongo_celery import embedding
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.options import SETTING_PREFIX, BridgeOptions, PartitionKey, merged
-from mongo_celery.registration import Handler, make_handler
-from mongo_celery.registry import add_bridge, find_bridge
+from mongo_celery.registration import Handler, check_function, make_handler
+from mongo_celery.registry import add_bridge, bridges_by_name, find_bridge
 from mongo_celery.tasks import make_task, register_commit
 from mongo_celery.worker import WorkerSide
 
@@ -91,6 +91,8 @@ class Bridge:
         self._app = app
         if self._early.autodiscover:
             app.autodiscover_tasks(related_name="changes")
+        for handler in self.handlers:
+            self._refuse_shared_task(handler)
         for register in self._waiting:
             register(app)
         self._waiting.clear()
@@ -221,6 +223,7 @@ class Bridge:
         arguments: Mapping[str, Any],
         task_options: Mapping[str, Any],
     ) -> Any:
+        check_function(function, bind=bool(task_options.get("bind")))  # before its name is asked for
         handler = make_handler(
             function,
             sources,
@@ -235,11 +238,23 @@ class Bridge:
                 f"bridge {self.name} already has a handler named {handler.name!r} ({known.task_name}); give one "
                 "another name with name='...'.",
             )
+        self._refuse_shared_task(handler)
         self._handlers[handler.name] = handler
         if self._app is not None:
             return make_task(self, self._app, handler, dict(task_options))
         self._waiting.append(lambda app: make_task(self, app, handler, dict(task_options)))
         return Proxy(lambda: self.app.tasks[handler.task_name])
+
+    def _refuse_shared_task(self, handler: Handler) -> None:
+        """Celery keeps the first task of a name: a second subscription would run the first one's function."""
+        bridges = bridges_by_name(self._app).values() if self._app is not None else [self]
+        for bridge in bridges:
+            for other in bridge.handlers:
+                if other.task_name == handler.task_name and (bridge is not self or other.name != handler.name):
+                    raise ConfigurationError(
+                        f"handlers {other.name!r} of bridge {bridge.name} and {handler.name!r} of bridge {self.name} "
+                        f"would share the Celery task {handler.task_name}; give each a function with its own name.",
+                    )
 
     def _of_process(self) -> tuple[int, MongoClient[dict[str, Any]], WorkerSide]:
         process = self._process
@@ -259,10 +274,14 @@ class Bridge:
 
 
 def _settings(app: Celery) -> dict[str, Any]:
+    """Our settings; keys read with a namespace, such as Django's `CELERY`, keep it and are in capitals."""
+    keys = [key for key in app.conf if isinstance(key, str)]
+    namespace: str = app.conf.prefix or ""
     found = {}
-    for key in list(app.conf):
-        if isinstance(key, str) and key.startswith(SETTING_PREFIX):
-            found[key.removeprefix(SETTING_PREFIX)] = app.conf[key]
+    for key in keys:
+        name = key.removeprefix(namespace).lower() if namespace and key.startswith(namespace) else key
+        if name.startswith(SETTING_PREFIX):
+            found[name.removeprefix(SETTING_PREFIX)] = app.conf[key]
     return found
 
 

@@ -98,7 +98,7 @@ class Execution:
         started = time.monotonic()
         claim = self.claim = self._take_claim(started)
         if claim.crashes > self._bridge.options.max_crashes:
-            self._fail(claim, self._crashed(claim), None)
+            self._fail(claim, self._crashed(claim), self._run.changes[0])
         beats = self._bridge.worker.heartbeats
         beat = None if self._handler.transactional else beats.begin(claim, started)
         token = current.set(self)
@@ -161,7 +161,8 @@ class Execution:
         done: Change | None = None
         until = time.monotonic() + self._bridge.options.run_seconds
         for offset, raw in enumerate(self._run.changes):
-            if offset and (is_lost() or time.monotonic() > until):
+            # Sent before the listener could know of a crash: its changes run one by one from now on.
+            if offset and (claim.crashes or is_lost() or time.monotonic() > until):
                 break
             outcome = self._run_one(claim, raw, offset, done, call)
             if outcome is None:
@@ -221,9 +222,8 @@ class Execution:
             self._refused(claim, "retry")
         raise retry
 
-    def _fail(self, claim: Claim, error: Exception, raw: bytes | None) -> None:
+    def _fail(self, claim: Claim, error: Exception, raw: bytes) -> None:
         """Apply the failure policy to the first change under this execution's fence; always raises."""
-        raw = raw if raw is not None else self._run.changes[0]
         policy, token = self._handler.policy(self._bridge.options), _token_of(raw)
         if policy == "halt":
             accepted = self._persist(lambda: self._store.claims.halt(claim, token, self._describe(raw), _text(error)))
@@ -257,7 +257,8 @@ class Execution:
             change=raw,
             error=_text(error),
             traceback="".join(traceback.format_exception(error))[-_ERROR_CHARS * 4 :],
-            attempts=claim.retries + claim.crashes + 1,
+            # What has crashed too often is not started once more.
+            attempts=claim.retries + claim.crashes + (not isinstance(error, HandlerCrashedError)),
         )
 
     def _record_handled(self, claim: Claim, done: Change) -> None:

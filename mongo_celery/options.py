@@ -204,8 +204,8 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Refuse a value that is not among the choices, with the nearest one where there is one."""
     if value in choices:
         return
-    if value in _UNAVAILABLE:
-        raise ConfigurationError(f"{name}={value!r}: {_UNAVAILABLE[str(value)]}.")
+    if isinstance(value, str) and value in _UNAVAILABLE:
+        raise ConfigurationError(f"{name}={value!r}: {_UNAVAILABLE[value]}.")
     raise ConfigurationError(
         f"{name}={value!r} is unknown{nearest(str(value), [str(c) for c in choices])}; choose one of "
         f"{', '.join(repr(choice) for choice in choices)}.",
@@ -233,9 +233,10 @@ def merged(given: Mapping[str, Any], settings: Mapping[str, Any]) -> BridgeOptio
         given: keyword arguments of `Bridge(...)`.
         settings: settings whose names begin with `mongo_celery_`, without that prefix.
     """
+    below = {name: value for name, value in settings.items() if name != "database_url"}
     check_known(list(given), OPTION_NAMES, "option")
-    check_known([name for name in settings if name != "database_url"], OPTION_NAMES, "setting mongo_celery_")
-    return BridgeOptions(**{**settings, **given})
+    check_known(list(below), OPTION_NAMES, "setting mongo_celery_")
+    return BridgeOptions(**{**below, **given})
 
 
 def _check_pipeline(pipeline: object) -> None:
@@ -255,10 +256,13 @@ def _check_pipeline(pipeline: object) -> None:
 def _removes_id(operator: str, body: Any) -> bool:
     if operator in {"$replaceRoot", "$replaceWith"}:
         return True
-    if operator == "$unset":
-        return "_id" in ([body] if isinstance(body, str) else list(body))
-    if operator in {"$project", "$addFields", "$set"} and isinstance(body, Mapping):
-        return any(field == "_id" or field.startswith("_id.") for field in body if body[field] not in (1, True)) or (
-            operator != "$project" and "_id" in body
-        )
-    return False
+    if operator not in {"$addFields", "$project", "$set", "$unset"} or not isinstance(body, (str, Sequence, Mapping)):
+        return False
+    kept = operator == "$project" and isinstance(body, Mapping) and body.get("_id") in (1, True)
+    fields = [body] if isinstance(body, str) else body
+    return any(_is_id(field) and not (kept and field == "_id") for field in fields)
+
+
+def _is_id(field: object) -> bool:
+    """A part of the token is as bad as the whole: a projection of `_id._data` drops the rest."""
+    return isinstance(field, str) and field.split(".")[0] == "_id"

@@ -16,8 +16,10 @@ alike, since `_id: 1` and `_id: 1.0` are the same document.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import bson
@@ -83,7 +85,8 @@ def partitioner(
     path = rule.split(".")
     if path[0] not in {"fullDocument", "fullDocumentBeforeChange", "documentKey"}:
         path = ["fullDocument", *path]
-    if not (operations and set(operations) <= _WITH_DOCUMENT):
+    in_oplog = path[0] == "fullDocument" and operations and set(operations) <= _WITH_DOCUMENT
+    if not in_oplog:
         _refuse_volatile(rule, path[0], full_document, before_change)
     return Partitioner(".".join(path), lambda event: _at(event, path))
 
@@ -135,9 +138,9 @@ def _canonical(value: Any) -> Any:  # noqa: PLR0911 - one answer for each kind o
     if isinstance(value, Decimal128):
         return _canonical_decimal(value)
     if isinstance(value, int):
-        return int(value) if -(1 << 63) <= value < 1 << 63 else str(value)
+        return int(value) if _fits(value) else str(value)
     if isinstance(value, float):
-        return int(value) if value.is_integer() and abs(value) < 1 << 63 else value
+        return _canonical_float(value)
     if isinstance(value, Mapping):
         return {str(name): _canonical(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -146,10 +149,21 @@ def _canonical(value: Any) -> Any:  # noqa: PLR0911 - one answer for each kind o
 
 
 def _canonical_decimal(value: Decimal128) -> Any:
+    """Distinct decimals may share a float and so a partition; equal numbers never part."""
     number = value.to_decimal()
-    if not number.is_finite():
-        return str(number)
-    if number == number.to_integral_value() and abs(number) < 1 << 63:
+    if number.is_nan():
+        return math.nan
+    if number.is_finite() and number == number.to_integral_value() and _fits(number):
         return int(number)
-    as_float = float(number)
-    return as_float if Decimal128(str(as_float)).to_decimal() == number else str(number.normalize())
+    return _canonical_float(float(number))
+
+
+def _canonical_float(value: float) -> Any:
+    if math.isnan(value):
+        return math.nan  # MongoDB holds all of them equal, whatever their sign and payload
+    return int(value) if value.is_integer() and _fits(value) else value
+
+
+def _fits(number: float | Decimal) -> bool:
+    """Whether a whole number is one of BSON's integers."""
+    return -(1 << 63) <= number < 1 << 63

@@ -126,7 +126,7 @@ def make_handler(
     Raises:
         ConfigurationError: the first thing that is wrong, and its cure.
     """
-    _check_function(function, bind=bool(task_options.get("bind")))
+    check_function(function, bind=bool(task_options.get("bind")))
     check_task_options(task_options)
     if not targets:
         raise ConfigurationError("on_change needs at least one source, such as 'shop.orders'.")
@@ -145,9 +145,16 @@ def make_handler(
     )
     handler.partitioner(options)
     for target in targets:
-        if isinstance(target, str) and ("." in target or target == "*"):
+        if _is_complete(target):
             source_of(target, None)
     return handler
+
+
+def _is_complete(target: object) -> bool:
+    """A bare collection waits for the URL's database, and a model class for its framework; the rest is judged now."""
+    if isinstance(target, str):
+        return "." in target or target == "*"
+    return not isinstance(target, type)
 
 
 def check_task_options(task_options: Mapping[str, Any]) -> None:
@@ -160,8 +167,9 @@ def check_task_options(task_options: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"option {option!r} of on_change is unknown{nearest(option, known)}.")
 
 
-def _check_function(function: object, *, bind: bool) -> None:
-    if hasattr(function, "apply_async"):
+def check_function(function: object, *, bind: bool) -> None:
+    """Refuse what cannot be a handler."""
+    if _is_task(function):
         raise ConfigurationError(
             "on_change stands on a Celery task; put it on the plain function, once: it makes the task itself.",
         )
@@ -182,6 +190,13 @@ def _check_function(function: object, *, bind: bool) -> None:
         raise ConfigurationError(
             f"handler {function.__name__} must take {wanted} argument{'s' * (wanted > 1)}: {text}.",
         ) from None
+
+
+def _is_task(function: object) -> bool:
+    try:
+        return hasattr(function, "apply_async")
+    except ConfigurationError:
+        return True  # what the decorator of a bridge without an app has returned
 
 
 def _code(function: Callable[..., Any]) -> tuple[str, int]:

@@ -159,12 +159,11 @@ def in_transaction(bridge: Bridge, function: Callable[..., Any]) -> Callable[...
     """
 
     @functools.wraps(function)
-    def run(*args: Any) -> None:
+    def run(*args: Any) -> Any:
         *before, change = args
         execution = current.get()
         if execution is None:  # called directly, in a unit test
-            function(*args)
-            return
+            return function(*args)
 
         def body(session: ClientSession) -> None:
             function(*before, change.with_session(session))
@@ -179,6 +178,7 @@ def in_transaction(bridge: Bridge, function: Callable[..., Any]) -> Callable[...
                 read_concern=ReadConcern("snapshot"),
                 write_concern=WriteConcern("majority"),
             )
+        return None
 
     return run
 
@@ -186,14 +186,20 @@ def in_transaction(bridge: Bridge, function: Callable[..., Any]) -> Callable[...
 def register_commit(app: Celery, find: Callable[[str], Bridge | None]) -> None:
     """Register the commit task of an app, once for all its bridges."""
 
-    def commit(envelope: str) -> None:
-        """Turn what is handled into the new position."""
+    def commit(*args: Any, **_kwargs: Any) -> None:
+        """Turn what is handled into the new position. Whatever arguments a forged message has, it is dropped."""
+        envelope = args[0] if args else None
         try:
             bridge = find(bridge_of(envelope))
         except InvalidEnvelopeError:
             bridge = None
-        run = bridge.worker.open("commit", envelope, None) if bridge is not None else None
-        if bridge is None or run is None:
+        if bridge is None:
+            logger.warning(
+                "dropped a commit message that names no bridge of this app", extra={"event": "envelope_refused"}
+            )
+            raise Ignore
+        run = bridge.worker.open("commit", envelope, None)
+        if run is None:
             raise Ignore
         _commit(lambda: bridge.worker.store.claims.commit(run.partition_id, run.first), run.partition_id)
 

@@ -1,15 +1,15 @@
-"""Finding the user's app and its bridges for a command."""
+"""Finding the user's app and its bridges for a command, and saying in one sentence what is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from mongo_celery.bridge import Bridge
 
 
 def app_of(ctx: click.Context) -> Celery:
@@ -19,14 +19,39 @@ def app_of(ctx: click.Context) -> Celery:
     Raises:
         click.ClickException: without `-A`, or when the app has no bridge.
     """
-    from mongo_celery.registry import chosen_bridges
+    from mongo_celery.registry import bridges_by_name, chosen_bridges
 
     app: Celery = ctx.obj.app
+    if not ctx.find_root().params.get("app") and not bridges_by_name(app):
+        raise click.ClickException(f"name your Celery app with -A: celery -A shop {_words(ctx)}")
     with one_sentence_errors():
         app.loader.import_default_modules()
         app.finalize()
         chosen_bridges(app, [])
     return app
+
+
+def bridges_of(ctx: click.Context, name: str | None) -> list[Bridge]:
+    """The bridge of that name, or all of the app that `-A` names; errors as of `app_of`."""
+    from mongo_celery.registry import chosen_bridges
+
+    app = app_of(ctx)
+    with one_sentence_errors():
+        return chosen_bridges(app, [name] if name else [])
+
+
+def one_bridge_of(ctx: click.Context, name: str | None) -> Bridge:
+    """The bridge that a command acts on; an app with several bridges has to name one."""
+    bridges = bridges_of(ctx, name)
+    if len(bridges) > 1:
+        names = ", ".join(bridge.name for bridge in bridges)
+        raise click.ClickException(f"this app has several bridges: choose one of {names} with --bridge.")
+    return bridges[0]
+
+
+def _words(ctx: click.Context) -> str:
+    """The command as typed after `celery`, without its options."""
+    return ctx.command_path.partition(" ")[2]
 
 
 class one_sentence_errors:  # noqa: N801 - a context manager that reads as a phrase
@@ -36,25 +61,23 @@ class one_sentence_errors:  # noqa: N801 - a context manager that reads as a phr
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if error is None or isinstance(error, click.ClickException):
-            return
-        from pymongo.errors import PyMongoError
-
-        from mongo_celery.errors import MongoCeleryError
-
-        if isinstance(error, MongoCeleryError):
-            raise click.ClickException(str(error)) from None
-        if isinstance(error, PyMongoError):
-            text = str(error).split(", Timeout:")[0]
-            raise click.ClickException(f"MongoDB did not answer: {text}. Check the URL and the server.") from None
+        sentence = sentence_for(error)
+        if sentence is not None:
+            raise click.ClickException(sentence) from None
 
 
-def with_clear_errors(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command whose errors are one sentence."""
+def sentence_for(error: BaseException | None) -> str | None:
+    """What to tell the user about an error; None where it has to go its own way."""
+    if error is None or isinstance(error, click.ClickException):
+        return None
+    from pymongo.errors import PyMongoError
 
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with one_sentence_errors():
-            return command(*args, **kwargs)
+    from mongo_celery.errors import MongoCeleryError
+    from mongo_celery.operations.reach import explained, short, without_credentials
 
-    return run
+    if isinstance(error, PyMongoError):
+        known = explained(error)
+        if known is error:
+            return f"MongoDB refused: {short(error)}. Check the URL and the server."
+        error = known
+    return without_credentials(str(error)) if isinstance(error, MongoCeleryError) else None

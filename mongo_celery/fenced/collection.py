@@ -39,12 +39,15 @@ from pymongo.results import BulkWriteResult, DeleteResult, UpdateResult
 
 from mongo_celery.errors import ConfigurationError, ForkedClientError
 from mongo_celery.fenced import bulk
-from mongo_celery.fenced.documents import ATTEMPTS, Documents, FindAndUpdate, Update, Write, updated
+from mongo_celery.fenced.documents import Documents, FindAndUpdate, Update, Write, updated
 from mongo_celery.fenced.tombstones import lifetime_ms
 from mongo_celery.fencing import Body, Fence, Operators, Pipeline, Replacement, Target, target_of
 
 TOMBSTONE_TTL = timedelta(days=7)
 """How long a delete is remembered by default: far longer than any execution or queued message lives."""
+
+CHOICES = 3
+"""How often a write by another filter chooses a document, if each leaves the filter before it is written."""
 
 R = TypeVar("R")
 Filter = Mapping[str, Any]
@@ -161,9 +164,7 @@ class FencedCollection:
         """Update and return one document, as `Collection.find_one_and_update`; errors as in `update_one`."""
         options = _given(projection=projection, array_filters=array_filters, hint=hint, **kwargs)
         command = _given(return_document=return_document, let=let, comment=comment)
-        return self._write(
-            FindAndUpdate(_changing(update), None, options, command), filter, upsert, sort, session
-        )
+        return self._write(FindAndUpdate(_changing(update), None, options, command), filter, upsert, sort, session)
 
     def delete_one(
         self,
@@ -187,7 +188,7 @@ class FencedCollection:
         self._refuse_fork()
         options = _given(collation=collation, hint=hint, let=let, comment=comment)
         deleted, known = 0, target_of(filter)
-        for _ in range(ATTEMPTS):
+        for _ in range(CHOICES):
             target = known or self._resolve(filter, None, options, session)
             deleted = 0 if target is None else self._documents.delete(target, session, **options)
             if deleted or known or target is None:
@@ -307,9 +308,7 @@ class FencedCollection:
             if alone:
                 yield from (step for step in run if not isinstance(step, bulk.Item))
             else:
-                yield from bulk.batches(
-                    (step for step in run if isinstance(step, bulk.Item)), self._documents
-                )
+                yield from bulk.batches((step for step in run if isinstance(step, bulk.Item)), self._documents)
 
     def _write(
         self,
@@ -325,7 +324,7 @@ class FencedCollection:
         if target is not None:
             return self._documents.write(write, target, upsert=upsert, session=session)
         result = write.missed
-        for _ in range(ATTEMPTS):
+        for _ in range(CHOICES):
             target = self._resolve(wanted, sort, {**write.options, **write.command}, session)
             if target is None:
                 return write.missed
@@ -341,9 +340,7 @@ class FencedCollection:
                 "insert a second document. Put the field's value into _id, or find the _id first."
             )
         if upsert and "collation" in write.options:
-            raise ConfigurationError(
-                "A fenced upsert takes no collation: _id must be the same for every execution."
-            )
+            raise ConfigurationError("A fenced upsert takes no collation: _id must be the same for every execution.")
 
     def _resolve(
         self,

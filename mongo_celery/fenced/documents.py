@@ -7,11 +7,12 @@ A guarded write that matches nothing is never taken for success. In this order:
 2. there is no document, but its tombstone is newer: the same;
 3. there is no document: an upsert creates it (see `tombstones` for how), anything else leaves it to the user;
 4. the stamp admits me: the user's other conditions do not match, or a rival changed the generation between
-   the two statements of an operator update. The write is tried once more; then it is the user's matter.
+   the two statements of an operator update. With conditions the write is tried once more, then it is the
+   user's matter; by `_id` alone it must match in the end, so it is tried up to `ATTEMPTS` times.
 
 An upsert's E11000 on `_id` means that the document came into being meanwhile or does not match the user's
-conditions: tried once more, then judged by the stamp (executions with equal tokens race, too). On another
-    index it is the user's error at once.
+conditions. The stamp judges, for a newer execution may have made it; otherwise as in 4 (executions with equal
+tokens race, too, and rivals may delete and create in turns). On another index it is the user's error at once.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from pymongo.results import UpdateResult
 from mongo_celery.fenced.tombstones import Stamps, Tombstones, stamps_of
 from mongo_celery.fencing import FIELD, Body, Fence, Replacement, Target, merge
 
-ATTEMPTS = 2
-"""How often a write that missed is tried before the user's conditions are held to be the reason."""
+ATTEMPTS = 10
+"""Most attempts of one write. Each one that misses means that a rival's write went through meanwhile."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -56,15 +57,11 @@ class Write(Generic[R]):
     options: Mapping[str, Any] = field(default_factory=dict)
     command: Mapping[str, Any] = field(default_factory=dict)
 
-    def attempt(
-        self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
-    ) -> Outcome[R]:
+    def attempt(self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None) -> Outcome[R]:
         """Write to the document if it is there and the guard holds."""
         raise NotImplementedError
 
-    def insert(
-        self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None
-    ) -> R:
+    def insert(self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None) -> R:
         """Create the document with `stamps`; E11000 on `_id` if it is there."""
         raise NotImplementedError
 
@@ -75,9 +72,7 @@ class Update(Write[UpdateResult]):
 
     def statements(self, fence: Fence, target: Target) -> list[UpdateOne]:
         """The guarded statements, of which at most one matches."""
-        return [
-            UpdateOne(target.where(guard), body, **self.options) for guard, body in self.body.edits(fence)
-        ]
+        return [UpdateOne(target.where(guard), body, **self.options) for guard, body in self.body.edits(fence)]
 
     def insertion(self, target: Target, stamps: Stamps) -> UpdateOne | ReplaceOne[Any]:
         """The statement that creates the document."""
@@ -118,16 +113,12 @@ class FindAndUpdate(Write[Any]):
     ) -> Outcome[Any]:
         """See `Write`."""
         for guard, body in self.body.edits(fence):
-            found = into.find_one_and_update(
-                target.where(guard), body, session=session, **self.options, **self.command
-            )
+            found = into.find_one_and_update(target.where(guard), body, session=session, **self.options, **self.command)
             if found is not None:
                 return (found,)
         return ()
 
-    def insert(
-        self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None
-    ) -> Any:
+    def insert(self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None) -> Any:
         """See `Write`."""
         return into.find_one_and_update(
             target.nowhere(),
@@ -159,7 +150,7 @@ class Documents:
     def write(self, write: Write[R], target: Target, *, upsert: bool, session: ClientSession | None) -> R:
         """Do `write`, or raise because the target is stamped newer."""
         duplicate: DuplicateKeyError | None = None
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             if outcome := write.attempt(self.collection, self.fence, target, session):
                 return outcome[0]
             if upsert:
@@ -169,14 +160,18 @@ class Documents:
                     if not is_on_id(error):
                         raise
                     duplicate = error
-                if session is not None and session.in_transaction:
-                    break  # E11000 has aborted it in the server: nothing can be tried there again
+                # E11000 ends a user's transaction in the server: nothing can be read or tried there again.
+                ended = session is not None and session.in_transaction
+                self.judge(target.id, None if ended else session)
+                if ended:
+                    break
             elif not self.judge(target.id, session):
                 return write.missed
-        if duplicate is None:
-            return write.missed
-        self.judge(target.id, None)
-        raise duplicate
+            if target.rest and attempt:
+                break
+        if duplicate is not None:
+            raise duplicate
+        return write.missed
 
     def judge(self, document_id: Any, session: ClientSession | None) -> bool:
         """
@@ -277,9 +272,7 @@ class Documents:
         if session is None:
             with self.collection.database.client.start_session() as own:
                 return self._atomically(tombstones, body, own)
-        return session.with_transaction(
-            body, ReadConcern("snapshot"), WriteConcern("majority"), ReadPreference.PRIMARY
-        )
+        return session.with_transaction(body, ReadConcern("snapshot"), WriteConcern("majority"), ReadPreference.PRIMARY)
 
 
 def updated(matched: int, modified: int, **upserted: Any) -> UpdateResult:

@@ -100,6 +100,7 @@ def flip(store: Store, renewal: Renewal, taken: Taken, subscriptions: Iterable[S
             subscription.name,
             layout.generation,
             layout.partitions,
+            taken.version,
             mark.token if mark is not None else None,
         )
     if not store.leases.set_layout(renewal.term, layout):

@@ -225,9 +225,9 @@ class Leader:
             self._caught_up = not hasattr(self._held, "raw")
             for subscription in self._subscriptions.values():
                 subscription.take_in(self._held)
-            self._held = None
             assert self._reader is not None, "items come from a reader"
-            self._reader.made_room()
+            self._reader.made_room(self._held)
+            self._held = None
 
     def _is_full(self) -> bool:
         subscriptions = self._subscriptions.values()

@@ -55,6 +55,7 @@ class Listener:
         self._stopping = threading.Event()
         self._leader: Leader | None = None
         self._suspected_at = 0.0
+        self._stands_by = False
 
     def stop(self) -> None:
         """Step down and return from `run`. Callable from any thread."""
@@ -154,7 +155,11 @@ class Listener:
                     logger.error("the lease's expiry is impossible; taking it over as seen")
                     term = leases.acquire(observed=impossible)
             if term is not None:
+                self._stands_by = False
                 return term
+            if not self._stands_by:
+                self._stands_by = True
+                logger.info("standing by: another listener leads", extra={"event": "standing_by"})
         except PyMongoError as error:
             final = needs_deployment(error)
             if final is not None:

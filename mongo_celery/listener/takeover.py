@@ -77,7 +77,8 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
         documents = store.subscriptions.take_over(names, version)
         images: dict[str, Sequence[Image]] = {}
         for name in names:
-            store.partitions.prepare(name, layout.generation, layout.partitions, documents[name]["resumeToken"])
+            token = documents[name]["resumeToken"]
+            store.partitions.prepare(name, layout.generation, layout.partitions, version, token)
             images[name] = store.partitions.take_over(name, layout.generation, version)
         largest = max(
             [document["epoch"] for document in documents.values()]

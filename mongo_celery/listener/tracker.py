@@ -25,6 +25,7 @@ from typing import Any
 from mongo_celery.state.partitions import Image
 
 LONGEST_GRACE = 300.0
+_DOUBLINGS = 16
 _CLOCK_SLACK = 1.0
 _NEVER = math.inf
 
@@ -147,7 +148,8 @@ class Tracker:
         if image.claim is not None:
             run.lapsed_at = run.lapsed_at or now
         since = max(run.sent_at, self._changed_at, run.lapsed_at or 0.0)
-        grace = min(self._patience.dispatch_grace * 2**self._repeats, LONGEST_GRACE)
+        doublings = min(self._repeats, _DOUBLINGS)  # unbounded, the power outgrows a float after some days
+        grace = min(self._patience.dispatch_grace * 2**doublings, LONGEST_GRACE)
         if now >= max(since + grace, now + image.due_in):
             self._give_up()
             self._repeats += 1

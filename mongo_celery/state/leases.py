@@ -45,7 +45,7 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.options import call_timeout
-from mongo_celery.state.expressions import after, literal, millis, next_number
+from mongo_celery.state.expressions import SHIFT, after, literal, millis, next_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,15 @@ class Leases:
         self._suspect: tuple[Any, float] | None = None
 
     def ensure(self) -> None:
-        """Create the document where it is missing. `$expr` is refused in an upsert, so this is a step of its own."""
+        """
+        Create the document where it is missing. `$expr` is refused in an upsert, so this is a step of its own.
+
+        Its version begins at the operation time. Each version and fence that was given before cost a write,
+        and so at least one increment of that time: also within the second of a drop none is given twice.
+        """
         document: dict[str, Any] = {
             "listenerId": None,
-            "version": Int64(0),
+            "version": self._operation_number(),
             "expiresAt": None,
             "ttl": millis(self._ttl),
             "resumeToken": None,
@@ -107,6 +112,11 @@ class Leases:
                 self._collection.update_one({"_id": self._bridge}, {"$setOnInsert": document}, upsert=True)
             except DuplicateKeyError:
                 return  # another listener was first
+
+    def _operation_number(self) -> Int64:
+        with pymongo.timeout(self._timeout):
+            time_ = self._collection.database.command("ping").get("operationTime")
+        return Int64(time_.time * SHIFT + time_.inc) if time_ is not None else Int64(0)
 
     def acquire(self, *, observed: Mapping[str, Any] | None = None) -> Term | None:
         """

@@ -84,14 +84,19 @@ class Partitions:
         subscription: str,
         generation: int,
         count: int,
+        version: int,
         token: Mapping[str, Any] | None = None,
     ) -> None:
-        """Create the partitions of a subscription that are missing, positioned at `token`."""
+        """
+        Create the partitions of a subscription that are missing, positioned at `token`.
+
+        Their fences count from the lease's version, which is above all that was ever given.
+        """
         prefix = self.partition_id(subscription, generation, 0)[:-1]
         with pymongo.timeout(self._timeout):
             present = {doc["_id"] for doc in self._collection.find(_under(prefix), {"_id": 1})}
             missing = [
-                {"_id": f"{prefix}{index}", **_DEFAULTS, "resumeToken": dict(token) if token else None}
+                {"_id": f"{prefix}{index}", **_DEFAULTS, "fence": Int64(version), "resumeToken": dict(token) if token else None}
                 for index in range(count)
                 if f"{prefix}{index}" not in present
             ]

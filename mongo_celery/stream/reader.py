@@ -79,7 +79,7 @@ class StreamReader:
         scope: what to watch.
         position: where to begin.
         deliver: called in the reader's thread with each item, in stream order.
-        room: items that may be handed over before `made_room` is called again.
+        room: how far to read ahead of `made_room`, in units of an item or 32 KiB of it.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class StreamReader:
     def stop(self) -> None:
         """Read no more. Does not wait: a read may still be under way, and its result is dropped."""
         self._stopping.set()
-        self._room.release()
+        self._room.release(_MOST_UNITS)
 
-    def made_room(self) -> None:
-        """The listener has taken in one item."""
-        self._room.release()
+    def made_room(self, item: Item) -> None:
+        """The listener has taken in an item."""
+        self._room.release(_units(item))
 
     def _run(self) -> None:
         pause = _FIRST_PAUSE
@@ -212,7 +212,7 @@ class StreamReader:
             self._position = replace(self._position, token=mark.token, time=mark.cluster_time or self._position.time)
 
     def _hand_over(self, item: Item) -> bool:
-        if not isinstance(item, Failed):
+        for _ in range(_units(item)):
             self._room.acquire()
         if self._stopping.is_set():
             return False
@@ -225,3 +225,15 @@ class _Progress:
     opened: bool = False
     read: bool = False
     taken: bool = False
+
+
+def _units(item: Item) -> int:
+    """Large events take more room, so that reading ahead is bounded in bytes too; a failure takes none."""
+    if isinstance(item, Failed):
+        return 0
+    return 1 + (len(item.raw) >> _UNIT_SHIFT) if isinstance(item, Event) else 1
+
+
+_UNIT_SHIFT = 15
+_MOST_UNITS = 2 + (17 << 20 >> _UNIT_SHIFT)
+"""Of the largest event; enough to free a reader that waits for room."""

@@ -12,7 +12,7 @@ commit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,13 +127,23 @@ class Filter:
 def filter_of(operations: Iterable[str] | None, fields: Iterable[str] | None, match: Any) -> Filter:
     """A filter from a decorator's arguments, or a ConfigurationError."""
     for name, value in (("operations", operations), ("fields", fields)):
-        if isinstance(value, str) or (value is not None and not value):
+        if value is not None and not _are_names(value):
             raise ConfigurationError(f"{name}={value!r} must be a set of names, such as {name}={{'...'}}.")
     asked = frozenset(operations) if operations is not None else DOCUMENT_OPERATIONS
     check_known(sorted(asked), sorted(OPERATIONS), "operation")
     if match is not None and not isinstance(match, Mapping):
         raise ConfigurationError(f"match={match!r} must be an aggregation expression, such as {{'$gt': [...]}}.")
     return Filter(asked, frozenset(fields) if fields is not None else None, match)
+
+
+def _are_names(value: object) -> bool:
+    """Not one name, not none, and nothing that can be read only once."""
+    return (
+        isinstance(value, Collection)
+        and not isinstance(value, (str, bytes))
+        and bool(value)
+        and all(isinstance(name, str) for name in value)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,10 @@ def stamp(token: int, *, index: int = 0, generation: int = 1, key: str = KEY) ->
 
 
 class Commands(CommandListener):
-    """Counts a client's commands, and holds the first thread that starts the awaited one."""
+    """
+    Counts a client's commands, holds the first thread that starts the awaited one, and before
+    the n-th command runs what `meanwhile` has under n.
+    """
 
     def __init__(self, observer: MongoClient[Document]) -> None:
         self.observer = observer
@@ -66,6 +69,7 @@ class Commands(CommandListener):
         self.reached = threading.Event()
         self.go = threading.Event()
         self.awaited: tuple[str, str] | None = None
+        self.meanwhile: dict[int, Callable[[], Any]] = {}
 
     def hold(self, command: str, collection: str) -> None:
         self.awaited = (command, collection)
@@ -73,6 +77,7 @@ class Commands(CommandListener):
     def started(self, event: CommandStartedEvent) -> None:
         self.started_names.append(event.command_name)
         self.concerns.append(event.command.get("writeConcern"))
+        self.meanwhile.pop(len(self.started_names), bool)()
         if self.awaited == (event.command_name, event.command.get(event.command_name)):
             self.awaited = None
             self.reached.set()
@@ -119,9 +124,7 @@ WRITES: dict[str, Act] = {
     "replace_one": lambda c: c.replace_one({"_id": 1}, {"by": "stale"}),
     "replace_one upsert": lambda c: c.replace_one({"_id": 1}, {"by": "stale"}, upsert=True),
     "find_one_and_update": lambda c: c.find_one_and_update({"_id": 1}, {"$set": {"by": "stale"}}),
-    "find_one_and_update upsert": lambda c: c.find_one_and_update(
-        {"_id": 1}, {"$inc": {"n": 1}}, upsert=True
-    ),
+    "find_one_and_update upsert": lambda c: c.find_one_and_update({"_id": 1}, {"$inc": {"n": 1}}, upsert=True),
     "delete_one": lambda c: c.delete_one({"_id": 1}),
     "update_many": lambda c: c.update_many({"kind": "a"}, {"$set": {"by": "stale"}}),
     "bulk update": lambda c: c.bulk_write([UpdateOne({"_id": 1}, {"$set": {"by": "stale"}})]),
@@ -136,9 +139,7 @@ every_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys(
 
 @every_write
 @pytest.mark.parametrize("ttl", [0, 60], ids=["no tombstones", "tombstones"])
-def test_a_stale_write_is_refused_and_changes_nothing(
-    target: Collection[Document], write: Act, ttl: int
-) -> None:
+def test_a_stale_write_is_refused_and_changes_nothing(target: Collection[Document], write: Act, ttl: int) -> None:
     """P3: whatever the operation."""
     view(target, 6).replace_one({"_id": 1}, {"kind": "a", "by": "newer"}, upsert=True)
     before = stored(target)
@@ -164,9 +165,7 @@ def test_the_second_write_of_one_handler_passes_and_so_does_a_newer_one(
 
 
 @every_write
-def test_a_document_written_without_a_fence_is_admitted_and_stamped(
-    target: Collection[Document], write: Act
-) -> None:
+def test_a_document_written_without_a_fence_is_admitted_and_stamped(target: Collection[Document], write: Act) -> None:
     """F1, F2: no stamp is older than any."""
     target.insert_one({"_id": 1, "kind": "a"})
     write(view(target, 5))
@@ -210,9 +209,7 @@ def test_a_newer_generation_drops_the_older_ones_slots(target: Collection[Docume
         {KEY: {}},
     ],
 )
-def test_the_servers_guard_and_the_pure_one_agree(
-    target: Collection[Document], stamps: Document | None
-) -> None:
+def test_the_servers_guard_and_the_pure_one_agree(target: Collection[Document], stamps: Document | None) -> None:
     """F1-F3: `guard` matches where `admits` holds, and `expression` gives what `stamp` gives."""
     mine = fence(5)
     target.insert_one({"_id": 1} if stamps is None else {"_id": 1, FENCE: stamps})
@@ -244,9 +241,7 @@ def test_an_upsert_by_another_field_is_refused(target: Collection[Document], met
 
 
 @pytest.mark.parametrize("method", ["update_one", "find_one_and_update"])
-def test_a_stale_write_with_sort_does_not_fall_on_the_next_document(
-    target: Collection[Document], method: str
-) -> None:
+def test_a_stale_write_with_sort_does_not_fall_on_the_next_document(target: Collection[Document], method: str) -> None:
     """P3: the document that the filter and sort name is judged; the guard does not help to choose it."""
     target.insert_many([{"_id": 1, "kind": "a", "n": 1}, {"_id": 2, "kind": "a", "n": 2}])
     sort: Any = [("n", 1)] if method == "find_one_and_update" else {"n": 1}
@@ -264,9 +259,7 @@ def test_a_document_that_leaves_the_filter_while_it_is_chosen_is_not_written(
     collection, commands = spied
     commands.hold("update", target.name)
     with ThreadPoolExecutor(1) as pool:
-        update = pool.submit(
-            view(collection, 5).update_one, {"kind": "a"}, {"$set": {"by": "me"}}, sort={"_id": 1}
-        )
+        update = pool.submit(view(collection, 5).update_one, {"kind": "a"}, {"$set": {"by": "me"}}, sort={"_id": 1})
         assert commands.reached.wait(DEADLINE_S)
         target.update_one({"_id": 1}, {"$set": {"kind": "b"}})
         commands.go.set()
@@ -334,7 +327,7 @@ def test_strings_and_names_that_begin_with_a_dollar_are_stored_as_they_are(
     assert stored(target) == {**document, "a": "$old", "g": {"$add": [1, 2]}, FENCE: stamp(5)}
 
 
-@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("found", [None, {"_id": 1}, {"_id": 1, FENCE: {"shop/other": {"g": 9, "p": {"1": 1}}}}])
 @pytest.mark.parametrize(
     "stages",
     [
@@ -350,12 +343,12 @@ def test_strings_and_names_that_begin_with_a_dollar_are_stored_as_they_are(
     ],
 )
 def test_a_pipeline_may_drop_every_field_but_the_fence(
-    target: Collection[Document], stages: list[Document], exists: bool
+    target: Collection[Document], stages: list[Document], found: Document | None
 ) -> None:
     """F2, F4: stages that rebuild the document keep the stamps, and cannot bring others."""
-    kept = {"shop/other": {"g": 9, "p": {"1": 1}}} if exists else {}
-    if exists:
-        target.insert_one({"_id": 1, FENCE: kept})
+    kept = (found or {}).get(FENCE, {})
+    if found is not None:
+        target.insert_one(found)
     view(target, 5).update_one({"_id": 1}, stages, upsert=True, let={"amount": 1})
     assert stored(target) == {"_id": 1, "n": 1, FENCE: {**kept, **stamp(5)}}
 
@@ -435,16 +428,20 @@ def test_a_document_that_appears_during_an_upsert_is_updated_or_judged(
 
 
 @pytest.mark.parametrize("ttl", [0, 60], ids=["no tombstones", "tombstones"])
-def test_a_duplicate_key_of_another_index_is_the_users_error(target: Collection[Document], ttl: int) -> None:
-    """P9: on an insert and on an update, never a verdict about the fence."""
+def test_a_duplicate_key_of_another_index_is_the_users_error(
+    target: Collection[Document], spied: tuple[Collection[Document], Commands], ttl: int
+) -> None:
+    """P9: on an insert and on an update, at once, never a verdict about the fence."""
+    collection, commands = spied
     target.create_index("email", unique=True)
     target.insert_many([{"_id": 1, "email": "a"}, {"_id": 2, "email": "b"}])
-    mine = view(target, 5, tombstone_ttl=ttl)
+    mine = view(collection, 5, tombstone_ttl=ttl)
     for document_id in (2, 3):
         with pytest.raises(DuplicateKeyError) as caught:
             mine.update_one({"_id": document_id}, {"$set": {"email": "a"}}, upsert=True)
         assert caught.value.details is not None
         assert caught.value.details["keyPattern"] == {"email": 1}
+    assert commands.started_names.count("update") == 3
     assert target.count_documents({}) == 2
 
 
@@ -457,6 +454,22 @@ def test_an_upsert_whose_other_conditions_fail_is_a_duplicate_key(target: Collec
         view(target, 4).update_one({"_id": 1, "n": 2}, {"$set": {"a": 1}}, upsert=True)
 
 
+def test_rivals_that_create_and_delete_in_turns_do_not_wear_out_an_upsert(
+    target: Collection[Document], spied: tuple[Collection[Document], Commands]
+) -> None:
+    """P1: by `_id` alone an admitted upsert gets through, for each of its misses is a rival's success."""
+    collection, commands = spied
+    rival = view(target, 9, index=7, tombstone_ttl=0)
+    # update (miss), update (insert), find (judge), and so on
+    for place in (2, 5, 8):
+        commands.meanwhile[place] = lambda: rival.replace_one({"_id": 1}, {}, upsert=True)
+    for place in (4, 7):
+        commands.meanwhile[place] = lambda: rival.delete_one({"_id": 1})
+    view(collection, 5, tombstone_ttl=0).update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
+    assert commands.started_names == ["update", "update", "find"] * 3 + ["update"]
+    assert stored(target) == {"_id": 1, "n": 1, FENCE: {KEY: {"g": 1, "p": {"0": 5, "7": 9}}}}
+
+
 # ---------------------------------------------------------------- deletes
 
 
@@ -466,9 +479,7 @@ UPSERTS: dict[str, Act] = {
     "replace_one": lambda c: c.replace_one({"_id": 1}, {"by": "me"}, upsert=True),
     "find_one_and_update": lambda c: c.find_one_and_update({"_id": 1}, {"$set": {"by": "me"}}, upsert=True),
     "bulk": lambda c: c.bulk_write([ReplaceOne({"_id": 1}, {"by": "me"}, upsert=True)]),
-    "bulk of two": lambda c: c.bulk_write(
-        [ReplaceOne({"_id": i}, {"by": "me"}, upsert=True) for i in (2, 1)]
-    ),
+    "bulk of two": lambda c: c.bulk_write([ReplaceOne({"_id": i}, {"by": "me"}, upsert=True) for i in (2, 1)]),
 }
 every_upsert = pytest.mark.parametrize("upsert", UPSERTS.values(), ids=UPSERTS.keys())
 
@@ -482,8 +493,9 @@ def test_a_stale_upsert_cannot_revive_what_was_deleted(
     if existed:
         view(target, 4).replace_one({"_id": 1}, {"by": "me"}, upsert=True)
     view(target, 6).delete_one({"_id": 1})
-    with pytest.raises(StaleFencingTokenError):
+    with pytest.raises(StaleFencingTokenError) as caught:
         upsert(view(target, 5))
+    assert vars(caught.value)["document_id"] == 1
     assert stored(target) is None
     assert target.count_documents({"_id": 1}) == 0
 
@@ -500,9 +512,7 @@ def test_a_stale_write_to_what_was_deleted_is_refused(target: Collection[Documen
 
 
 @every_upsert
-def test_a_newer_upsert_after_a_delete_works_and_keeps_all_stamps(
-    target: Collection[Document], upsert: Act
-) -> None:
+def test_a_newer_upsert_after_a_delete_works_and_keeps_all_stamps(target: Collection[Document], upsert: Act) -> None:
     """P4, T2, T3: the tombstone's stamps move into the document, those of other subscriptions, too."""
     view(target, 50, key="shop/other").replace_one({"_id": 1}, {"a": 1}, upsert=True)
     view(target, 90, index=3).update_one({"_id": 1}, {"$set": {"a": 2}})
@@ -760,9 +770,7 @@ def test_update_many_guards_each_document(target: Collection[Document]) -> None:
     assert view(target, 6).update_many({"kind": "a"}, {"$set": {"by": "me"}}).matched_count == 4
 
 
-def test_update_many_meets_each_document_once(
-    target: Collection[Document], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_update_many_meets_each_document_once(target: Collection[Document], monkeypatch: pytest.MonkeyPatch) -> None:
     """P2: also when the update moves documents along the index that finds them, and over several batches."""
     monkeypatch.setattr("mongo_celery.fenced.bulk.BATCH", 50)
     target.create_index("n")
@@ -782,6 +790,17 @@ def test_a_bulk_write_is_judged_document_by_document(target: Collection[Document
         mine.bulk_write([UpdateOne({"_id": i}, {"$set": {"by": "again"}}) for i in (1, 9, 2)])
     assert vars(caught.value)["document_id"] == 2
     assert [d.get("by") for d in target.find(sort=[("_id", 1)])] == ["again", None, "me"]
+
+
+def test_a_bulk_write_does_not_lose_a_document_that_appears_before_it_is_judged(
+    target: Collection[Document], spied: tuple[Collection[Document], Commands]
+) -> None:
+    """P1: the command missed it, the look finds it with an older stamp: it is written then, once."""
+    collection, commands = spied
+    commands.meanwhile[2] = lambda: view(target, 4).replace_one({"_id": 2}, {"n": 10}, upsert=True)
+    result = view(collection, 5).bulk_write([UpdateOne({"_id": i}, {"$inc": {"n": 1}}, upsert=True) for i in (1, 2, 3)])
+    assert {d["_id"]: d["n"] for d in target.find()} == {1: 1, 2: 11, 3: 1}
+    assert (result.matched_count, result.upserted_ids) == (1, {0: 1, 2: 3})
 
 
 def test_a_bulk_write_does_all_kinds_in_the_users_order(target: Collection[Document]) -> None:
@@ -864,12 +883,19 @@ def test_a_stale_upsert_in_a_users_transaction_is_stale_there_too(
         with pytest.raises(StaleFencingTokenError):
             view(target, 5).replace_one({"_id": 1}, {"by": "stale"}, upsert=True, session=session)
         session.abort_transaction()
+    with mongo_client.start_session() as session, session.start_transaction():
+        with pytest.raises(DuplicateKeyError):
+            view(target, 7).replace_one({"_id": 1, "by": "x"}, {"by": "y"}, upsert=True, session=session)
+        session.abort_transaction()
 
 
+@pytest.mark.parametrize("restored", [False, True])
 def test_the_first_fenced_write_of_a_process_may_stand_in_a_users_transaction(
-    target: Collection[Document], make_client: MakeClient
+    target: Collection[Document], make_client: MakeClient, restored: bool
 ) -> None:
-    """P9: making the tombstones' index does not wait for the transaction that it stands in."""
+    """P9: making the tombstones' index, also if it was lost, does not wait for the transaction around it."""
+    if restored:
+        graves(target).insert_one({"_id": 0, FENCE: stamp(1)})
     client = make_client()
     mine = view(client[target.database.name][target.name], 5)
 
@@ -925,10 +951,9 @@ def test_round_trips_are_those_of_the_table(
 
 
 def test_without_tombstones_inserts_and_deletes_are_cheap(
-    target: Collection[Document], spied: tuple[Collection[Document], Commands]
+    spied: tuple[Collection[Document], Commands],
 ) -> None:
     """P3: two round trips and one; what is given up is written at `tombstone_ttl`."""
-    target.insert_one({"_id": 0})
     collection, commands = spied
     mine = view(collection, 5, tombstone_ttl=0)
     mine.replace_one({"_id": 1}, {"a": 1}, upsert=True)

@@ -44,9 +44,7 @@ def test_a_write_never_takes_any_stamp_back(writers: list[Fence], fence: Fence) 
         after = fence.stamp(before)
         assert _not_smaller(after, before)
         assert fence.bears(after)
-        assert {k: v for k, v in after.items() if k != fence.key} == {
-            k: v for k, v in before.items() if k != fence.key
-        }
+        assert {k: v for k, v in after.items() if k != fence.key} == {k: v for k, v in before.items() if k != fence.key}
     else:
         with pytest.raises(StaleFencingTokenError):
             fence.stamp(before)
@@ -68,9 +66,7 @@ def test_once_a_newer_one_has_written_an_older_one_is_refused(
 
 
 @given(st.lists(fences), st.lists(fences), fences)
-def test_a_merge_refuses_whatever_either_side_refuses(
-    left: list[Fence], right: list[Fence], fence: Fence
-) -> None:
+def test_a_merge_refuses_whatever_either_side_refuses(left: list[Fence], right: list[Fence], fence: Fence) -> None:
     """P3, T2: a tombstone merged from a document and an older tombstone forgets nothing that still counts."""
     first, second = _written(left), _written(right)
     merged = merge(first, second)

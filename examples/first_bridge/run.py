@@ -1,0 +1,73 @@
+"""
+The whole example in one command: servers, listener, worker, a few orders, and the summaries.
+
+    python examples/first_bridge/run.py
+
+In your own project the servers are already there, and these are separate processes::
+
+    celery -A shop listener
+    celery -A shop worker
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mongo_celery.embedded import MongoReplicaSet, RedisServer
+from pymongo import MongoClient
+
+HERE = Path(__file__).parent
+ORDERS = 12
+
+
+def main() -> None:
+    """Run it, and print what the handlers have made of the orders."""
+    with MongoReplicaSet() as mongo, RedisServer() as redis:
+        environment = {**os.environ, "MONGO_URL": mongo.url, "REDIS_URL": redis.url, "PYTHONPATH": str(HERE)}
+        processes = [start(environment, "listener"), start(environment, "worker", "--concurrency", "2")]
+        try:
+            subprocess.run([sys.executable, "-m", "shop.writer", str(ORDERS)], env=environment, check=True)
+            with MongoClient(mongo.url) as client:
+                show(client["shop"])
+            subprocess.run(celery("changes", "status"), env=environment, check=True)
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait()
+
+
+def celery(*arguments: str) -> list[str]:
+    """A command line of Celery's."""
+    return [sys.executable, "-m", "celery", "-A", "shop", *arguments]
+
+
+def start(environment: dict[str, str], *arguments: str) -> "subprocess.Popen[bytes]":
+    """Start a process of the shop; its log goes nowhere."""
+    command = celery(*arguments, "--loglevel", "WARNING")
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def show(shop: Any) -> None:
+    """Wait until every order has its summary, then print them."""
+    summaries = shop["order_summaries"]
+    deadline = time.monotonic() + 60
+    while summaries.count_documents({"status": "paid"}) < ORDERS // 2 or summaries.count_documents({}) < ORDERS:
+        if time.monotonic() > deadline:
+            sys.exit("the summaries did not come")
+        time.sleep(0.1)
+    print(f"{ORDERS} orders, {summaries.count_documents({})} summaries")
+    for row in summaries.aggregate(
+        [
+            {"$group": {"_id": "$customer", "orders": {"$sum": 1}, "total": {"$sum": "$total"}}},
+            {"$sort": {"_id": 1}},
+        ],
+    ):
+        print(f"{row['_id']}: {row['orders']} orders, {row['total']} in total")
+
+
+if __name__ == "__main__":
+    main()

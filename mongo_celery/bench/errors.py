@@ -1,0 +1,9 @@
+"""What the bench can fail with."""
+
+from __future__ import annotations
+
+from mongo_celery.errors import MongoCeleryError
+
+
+class BenchError(MongoCeleryError):
+    """A measurement did not come to its end. The message says which process failed, and quotes its log."""

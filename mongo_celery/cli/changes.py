@@ -1,0 +1,318 @@
+"""`celery -A app changes`: look at a bridge and act on its partitions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import click
+from celery.bin.base import handle_preload_options
+
+from mongo_celery.cli.apps import bridges_of, one_bridge_of, one_sentence_errors, sentence_for
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mongo_celery.bridge import Bridge
+    from mongo_celery.operations.commands import Head, Outcome
+
+_WATCH_SECONDS = 2.0
+_PIPE_WIDTH = 160
+
+BRIDGE = click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
+JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on one line for each bridge.")
+PARTITION = click.option("--partition", type=click.IntRange(min=0), metavar="N", help="One partition only.")
+SUBSCRIPTION = click.argument("subscription", required=False)
+
+
+@click.group()
+@click.pass_context
+@handle_preload_options
+def changes(ctx: click.Context, **_: Any) -> None:
+    """Look at the change bridges of an app, and act on their partitions."""
+    del ctx
+
+
+# -- status ----------------------------------------------------------------------------------------
+
+
+@changes.command()
+@BRIDGE
+@JSON
+@click.option("--all", "everything", is_flag=True, help="Show all partitions, not only those that need attention.")
+@click.option(
+    "--watch",
+    is_flag=False,
+    flag_value=_WATCH_SECONDS,
+    default=None,
+    type=click.FloatRange(min=0.1),
+    metavar="[SECONDS]",
+    help="Repeat until Ctrl-C, by default every 2 seconds.",
+)
+@click.pass_context
+def status(ctx: click.Context, bridge: str | None, as_json: bool, everything: bool, watch: float | None) -> None:
+    """
+    Show who leads, how far behind it is, and what stands still.
+
+    The lag is the time from the position up to which all is done to MongoDB's latest operation. Numbers
+    of changes under way come from the listener's last report, a few seconds old.
+    """
+    bridges = bridges_of(ctx, bridge)
+    if watch is not None:
+        _watch(ctx, bridges, as_json, everything, watch)
+        return
+    from mongo_celery.operations.status import read_status
+
+    with one_sentence_errors():
+        statuses = [read_status(each) for each in bridges]
+    _show_statuses(_console(ctx), statuses, as_json, everything)
+
+
+def _show_statuses(console: Console, statuses: Sequence[dict[str, Any]], as_json: bool, everything: bool) -> None:
+    if as_json:
+        for each in statuses:
+            click.echo(json.dumps(each))
+        return
+    from mongo_celery.cli.status_view import status_view
+
+    console.print(status_view(statuses, everything=everything))
+
+
+def _watch(ctx: click.Context, bridges: Sequence[Bridge], as_json: bool, everything: bool, seconds: float) -> None:
+    """Repeat until interrupted; a MongoDB that does not answer is shown, and asked again."""
+    from threading import Event
+
+    from rich.live import Live
+
+    from mongo_celery.cli.status_view import status_view
+
+    console = _console(ctx)
+    pause = Event()
+    with ExitStack() as stack:
+        live = None
+        if console.is_terminal and not as_json:
+            live = stack.enter_context(Live(console=console, auto_refresh=False, screen=False))
+        try:
+            while True:
+                statuses = [_status_or_error(each) for each in bridges]
+                if live is not None:
+                    live.update(status_view(statuses, everything=everything), refresh=True)
+                else:
+                    _show_statuses(console, statuses, as_json, everything)
+                pause.wait(seconds)
+        except KeyboardInterrupt:
+            return
+
+
+def _status_or_error(bridge: Bridge) -> dict[str, Any]:
+    from mongo_celery.operations.status import read_status
+
+    try:
+        return read_status(bridge)
+    except Exception as error:
+        sentence = sentence_for(error)
+        if sentence is None:
+            raise
+        return {"bridge": bridge.name, "state": "unknown", "error": sentence}
+
+
+# -- queues ----------------------------------------------------------------------------------------
+
+
+@changes.command()
+@BRIDGE
+@JSON
+@click.option("--with-default", is_flag=True, help="Add the app's default queue.")
+@click.pass_context
+def queues(ctx: click.Context, bridge: str | None, as_json: bool, with_default: bool) -> None:
+    """
+    Print the partition queues on one line, separated by commas, for workers that serve only changes.
+
+    \b
+    celery -A shop worker -Q "$(celery -A shop changes queues)"
+
+    A worker without -Q consumes these queues and the default queue; so do workers that get
+    --with-default. Without it the app's default queue is left out, because -Q is for workers that keep
+    changes and other tasks apart. Several bridges share the line; --bridge names one.
+    """  # noqa: D301 - \b is click's, and no part of the text
+    bridges = bridges_of(ctx, bridge)
+    default = [str(bridges[0].app.conf.task_default_queue)] if with_default else []
+    with one_sentence_errors():
+        names = {each.name: each.options.queue_names for each in bridges}
+    if as_json:
+        for name, found in names.items():
+            click.echo(json.dumps({"bridge": name, "queues": [*found, *default]}))
+    else:
+        click.echo(",".join([*(queue for found in names.values() for queue in found), *default]))
+
+
+# -- pause, resume, retry --------------------------------------------------------------------------
+
+
+@changes.command()
+@SUBSCRIPTION
+@PARTITION
+@BRIDGE
+@JSON
+@click.pass_context
+def pause(ctx: click.Context, /, subscription: str | None, **given: Any) -> None:
+    """
+    Let no new handler start; those that run may finish, and nothing is lost.
+
+    Without SUBSCRIPTION all of the bridge. A pause longer than the oplog's window loses history.
+    """
+    from mongo_celery.operations import commands
+
+    _command(ctx, commands.pause, "paused", subscription, **given)
+
+
+@changes.command()
+@SUBSCRIPTION
+@PARTITION
+@BRIDGE
+@JSON
+@click.pass_context
+def resume(ctx: click.Context, /, subscription: str | None, **given: Any) -> None:
+    """Let paused partitions flow again; without SUBSCRIPTION all of the bridge."""
+    from mongo_celery.operations import commands
+
+    _command(ctx, commands.resume, "resumed", subscription, **given)
+
+
+@changes.command()
+@SUBSCRIPTION
+@PARTITION
+@BRIDGE
+@JSON
+@click.pass_context
+def retry(ctx: click.Context, /, subscription: str | None, **given: Any) -> None:
+    """
+    Run what halted, or waits for its retry time, again at once.
+
+    Its attempts are counted anew. Without SUBSCRIPTION all halted and parked partitions of the bridge.
+    """
+    from mongo_celery.operations import commands
+
+    _command(ctx, commands.retry, "retried", subscription, **given)
+
+
+def _command(
+    ctx: click.Context,
+    run: Callable[[Bridge, str | None, int | None], list[Outcome]],
+    past: str,
+    subscription: str | None,
+    *,
+    partition: int | None,
+    bridge: str | None,
+    as_json: bool,
+) -> None:
+    chosen = one_bridge_of(ctx, bridge)
+    with one_sentence_errors():
+        outcomes = run(chosen, subscription, partition)
+    _show_outcomes(chosen.name, past, outcomes, as_json)
+    if any(outcome.result == "refused" for outcome in outcomes):
+        ctx.exit(1)
+
+
+def _show_outcomes(bridge: str, past: str, outcomes: Sequence[Outcome], as_json: bool) -> None:
+    done = [outcome for outcome in outcomes if outcome.result == "done"]
+    if as_json:
+        from dataclasses import asdict
+
+        click.echo(json.dumps({"bridge": bridge, past: len(done), "partitions": [asdict(each) for each in outcomes]}))
+        return
+    for outcome in outcomes:
+        if outcome.result == "refused" or (outcome.result == "unfit" and outcome.state == "halted"):
+            click.echo(outcome.reason)
+    if not done:
+        click.echo(f"Nothing to do: {len(outcomes)} partitions were looked at, and none had to be {past}.")
+    for subscription in sorted({outcome.subscription for outcome in done}):
+        indexes = ", ".join(str(outcome.index) for outcome in done if outcome.subscription == subscription)
+        click.echo(f"{subscription}: {past} {indexes}")
+
+
+# -- skip ------------------------------------------------------------------------------------------
+
+
+@changes.command()
+@SUBSCRIPTION
+@click.option("--partition", type=click.IntRange(min=0), metavar="N", required=True, help="The halted partition.")
+@BRIDGE
+@JSON
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.pass_context
+def skip(
+    ctx: click.Context,
+    subscription: str | None,
+    partition: int,
+    bridge: str | None,
+    as_json: bool,
+    yes: bool,
+) -> None:
+    """
+    Pass over the change at which a partition has halted: it will not be handled.
+
+    SUBSCRIPTION may be left out where the bridge has only one.
+    """
+    from mongo_celery.operations import commands
+
+    chosen = one_bridge_of(ctx, bridge)
+    with one_sentence_errors():
+        head = commands.read_head(chosen, subscription, partition)
+    _describe(head)
+    if not yes:
+        click.confirm("Pass over this change?", abort=True, err=True)
+    with one_sentence_errors():
+        outcome = commands.skip(chosen, head.subscription, partition, token=head.token)
+    _show_outcomes(chosen.name, "skipped", [outcome], as_json)
+
+
+def _describe(head: Head) -> None:
+    """What is skipped goes to standard error: it may be the only trace of the change."""
+    click.echo(f"{head.subscription}, partition {head.index}, change {head.committed + 1}: {head.key}", err=True)
+    click.echo(f"  resume token: {head.token}", err=True)
+    click.echo(f"  halted by: {head.error or 'unknown'}", err=True)
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+@changes.command()
+@BRIDGE
+@JSON
+@click.pass_context
+def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
+    """
+    Look at everything a bridge needs: MongoDB, rights, oplog, broker, workers, settings.
+
+    Takes some seconds, changes nothing, and ends with status 1 if anything is wrong.
+    """
+    from mongo_celery.operations.preflight import check as preflight
+
+    failed = False
+    for each in bridges_of(ctx, bridge):
+        with one_sentence_errors():
+            findings = preflight(each)
+        wrong = any(finding.level == "error" for finding in findings)
+        failed = failed or wrong
+        if as_json:
+            from dataclasses import asdict
+
+            found = [asdict(finding) for finding in findings]
+            click.echo(json.dumps({"bridge": each.name, "ok": not wrong, "findings": found}))
+        else:
+            from mongo_celery.cli.check_view import check_view
+
+            _console(ctx).print(check_view(each.name, findings))
+    ctx.exit(1 if failed else 0)
+
+
+def _console(ctx: click.Context) -> Console:
+    from rich.console import Console
+
+    console = Console(no_color=ctx.obj.no_color or None, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)  # what is piped to grep must not wrap at 80
+    return console

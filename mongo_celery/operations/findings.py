@@ -1,0 +1,40 @@
+"""What a preflight says: findings, each with the sentence that helps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """
+    One thing that was looked at.
+
+    Attributes:
+        level: `error` where the bridge cannot work or would stand still, `warning` where it works but may
+            surprise, else `ok`.
+        name: stable, for scripts.
+        message: what was found and, unless it is ok, what to do.
+    """
+
+    level: Level
+    name: str
+    message: str
+
+
+def ok(name: str, message: str) -> Finding:
+    """All is well."""
+    return Finding("ok", name, message)
+
+
+def warning(name: str, message: str) -> Finding:
+    """It works, but may surprise."""
+    return Finding("warning", name, message)
+
+
+def error(name: str, message: str) -> Finding:
+    """The bridge cannot work like this."""
+    return Finding("error", name, message)

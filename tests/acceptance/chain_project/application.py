@@ -1,0 +1,60 @@
+"""The Celery app and its bridge, as the environment describes them."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from celery import Celery, Task
+
+from mongo_celery import Bridge
+from tests.acceptance.chain_project.recording import record
+
+NAME = os.environ["CHAIN_NAME"]
+DATA = f"{NAME}_data"
+
+
+def _from_environment(variable: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(os.environ.get(variable, "{}"))
+    return found
+
+
+class ContextTask(Task):
+    """Opens a context around each task, as Flask's documentation shows it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        record("context", task=self.name, retries=self.request.retries)
+        return self.run(*args, **kwargs)
+
+
+class SuperTask(Task):
+    """The same, and calls on to Celery's own `__call__`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        record("context", task=self.name, retries=self.request.retries)
+        return super().__call__(*args, **kwargs)
+
+
+_TASK_CLASSES: dict[str, Any] = {"": Task, "context": ContextTask, "super": SuperTask}
+
+app = Celery(
+    "chain",
+    broker=os.environ["CHAIN_BROKER"],
+    include=["tests.acceptance.chain_project.handlers"],
+    task_cls=_TASK_CLASSES[os.environ.get("CHAIN_TASK_CLASS", "")],
+)
+app.conf.update(
+    broker_connection_retry_on_startup=True,
+    broker_transport_options=_from_environment("CHAIN_TRANSPORT"),
+    worker_hijack_root_logger=True,
+    **_from_environment("CHAIN_CONF"),
+)
+bridge = Bridge(
+    app,
+    os.environ["CHAIN_MONGO"],
+    name="chain",
+    database=f"{NAME}_state",
+    autodiscover=False,
+    **_from_environment("CHAIN_OPTIONS"),
+)

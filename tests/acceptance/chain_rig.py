@@ -1,0 +1,343 @@
+"""A listener, workers, servers and the recorded facts of the project in `chain_project`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+from uuid import uuid4
+
+import redis
+from pymongo import MongoClient
+
+from mongo_celery.embedded import RedisServer
+from mongo_celery.partitioning import partition_index
+from tests.acceptance.chain_history import Effect, History, Item, Start, violations
+from tests.fixtures.process import Processes, ProjectProcess, wait_for
+
+Document = dict[str, Any]
+
+APP = "tests.acceptance.chain_project.application"
+SHORT_TIMES: dict[str, Any] = {
+    "lease_ttl": 2,
+    "claim_ttl": 2,
+    "dispatch_grace": 1.5,
+    "commit_grace": 1,
+    "transaction_seconds": 2,
+    "max_crashes": 1,
+    "partitions": 4,
+}
+_PROMPT_RESTORE = {"unacked_restore_interval": 1, "unacked_restore_throttle": 1}
+QUIET = ("--without-gossip", "--without-mingle", "--without-heartbeat")
+DONE_SECONDS_MAX = 30.0
+_START_SECONDS_MAX = 40.0
+_WARNINGS_OF_FORKING = ("opened before fork", "MongoClient was forked")
+
+
+class Chain:
+    """
+    One bridge under test, with a Redis of its own and databases of its own on the given MongoDB.
+
+    Args:
+        client: the test's own client; facts and judgements go through it.
+        url: of the MongoDB that the bridge uses; `facts_url` of the one that keeps the facts.
+        directory: for the processes' output and the gates.
+        options: of the bridge, over `SHORT_TIMES`.
+        handlers: the project's handlers to register; all of them if left out.
+        transport: Celery's `broker_transport_options`.
+        conf: more of Celery's settings.
+        environment: more variables.
+        broker: address of the broker for the processes; the own Redis by default.
+    """
+
+    def __init__(
+        self,
+        client: MongoClient[Document],
+        url: str,
+        directory: Path,
+        *,
+        handlers: Iterable[str] = (),
+        options: Mapping[str, Any] | None = None,
+        transport: Mapping[str, Any] | None = None,
+        conf: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        broker: RedisServer | None = None,
+        broker_url: str | None = None,
+    ) -> None:
+        self.name = f"chain_{uuid4().hex[:10]}"
+        self.client = client
+        self.data = client[f"{self.name}_data"]
+        self.facts = client[f"{self.name}_facts"]
+        self.state = client[f"{self.name}_state"]
+        self.redis = RedisServer() if broker is None else broker
+        self.partitions: int = {**SHORT_TIMES, **(options or {})}["partitions"]
+        self.written: list[Item] = []
+        self._spare: Counter[Item] = Counter()
+        self._without_effect: set[Item] = set()
+        self._standing: set[Item] = set()
+        self._url = url
+        self._own_redis = broker is None
+        self._broker_url = broker_url
+        self._gates = directory / f"{self.name}-gates"
+        self._gates.mkdir()
+        self._directory = directory / self.name
+        self._directory.mkdir()
+        self._processes = Processes(self._directory)
+        self._environment = {
+            "CHAIN_NAME": self.name,
+            "CHAIN_FACTS": url,
+            "CHAIN_GATES": str(self._gates),
+            "CHAIN_HANDLERS": ",".join(handlers),
+            "CHAIN_OPTIONS": json.dumps({**SHORT_TIMES, **(options or {})}),
+            "CHAIN_TRANSPORT": json.dumps({"visibility_timeout": 60, **_PROMPT_RESTORE, **(transport or {})}),
+            "CHAIN_CONF": json.dumps({"worker_prefetch_multiplier": 4, **(conf or {})}),
+            **(environment or {}),
+        }
+
+    def __enter__(self) -> Self:
+        if self._own_redis:
+            self.redis.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._processes.__exit__()
+        if self._own_redis:
+            self.redis.stop()
+        for database in (self.data, self.facts, self.state):
+            self.client.drop_database(database)
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    def run(self, *arguments: str, name: str, level: str = "INFO", **environment: str) -> ProjectProcess:
+        """Start one of the project's commands; `appName` in its URL is its name, for failpoints."""
+        url = f"{self._url}&appName={self.app_name(name)}"
+        return self._processes.celery(
+            APP,
+            *arguments,
+            "-l",
+            level,
+            name=name,
+            environment={
+                "CHAIN_BROKER": self._broker_url or self.redis.url,
+                "CHAIN_MONGO": url,
+                **self._environment,
+                **environment,
+            },
+        )
+
+    def app_name(self, process: str) -> str:
+        """What a process calls itself to MongoDB."""
+        return f"{self.name}.{process}"
+
+    def listener(self, name: str = "listener", **environment: str) -> ProjectProcess:
+        """Start a listener, and wait until it leads."""
+        started = self.run("listener", name=name, **environment)
+        started.wait_for_output("reading from", _START_SECONDS_MAX)
+        return started
+
+    def worker(
+        self, *arguments: str, name: str = "worker", concurrency: int = 2, level: str = "INFO", **environment: str
+    ) -> ProjectProcess:
+        """Start a worker, and wait until it consumes."""
+        started = self.run(
+            "worker",
+            "-c",
+            str(concurrency),
+            "-n",
+            f"{name}@%h",
+            *QUIET,
+            *arguments,
+            name=name,
+            level=level,
+            **environment,
+        )
+        started.wait_for_output(r" ready\.", _START_SECONDS_MAX)
+        return started
+
+    def both(self) -> tuple[ProjectProcess, ProjectProcess]:
+        """Start a listener and a worker at the same time, and wait for both."""
+        listener = self.run("listener", name="listener")
+        worker = self.worker()
+        listener.wait_for_output("reading from", _START_SECONDS_MAX)
+        return listener, worker
+
+    @property
+    def logs(self) -> dict[str, str]:
+        """All output so far, by process."""
+        return {process.output.name: process.text for process in self._processes.started}
+
+    @property
+    def broker(self) -> redis.Redis:
+        """A client of the own Redis; close it, or use it in a `with`."""
+        return redis.Redis.from_url(self.redis.url)
+
+    def open_gate(self, name: str) -> None:
+        """Let handlers pass that wait, or will wait, at a gate."""
+        (self._gates / name).touch()
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def write(self, handler: str, key: str, n: int, **do: Any) -> Item:
+        """Write one change: the number replaces the document, so that the change itself carries it all."""
+        document: Document = {"n": n}
+        if do:
+            document["do"] = do
+        self.data[handler].replace_one({"_id": key}, document, upsert=True)
+        item = Item(handler, key, n)
+        self.written.append(item)
+        return item
+
+    def stand(self, item: Item) -> Item:
+        """From now on, this change is not waited for: its partition stands still."""
+        self._standing.add(item)
+        return self.give_up(item)
+
+    def write_many(self, handler: str, keys: Iterable[str], count: int, **do: Any) -> list[Item]:
+        """Write `count` changes for each key, in turns."""
+        chosen = list(keys)
+        return [self.write(handler, key, n, **do) for n in range(1, count + 1) for key in chosen]
+
+    def partition_of(self, handler: str, key: str) -> int:
+        """The partition of a key."""
+        return partition_index([self.data.name, handler, key], self.partitions)
+
+    def keys(self, handler: str, partition: int, prefix: str = "k") -> Iterator[str]:
+        """Keys of one partition, without end."""
+        number = 0
+        while True:
+            key = f"{prefix}{number}"
+            if self.partition_of(handler, key) == partition:
+                yield key
+            number += 1
+
+    # -- facts -------------------------------------------------------------------------------------
+
+    def starts(self, *items: Item) -> list[Start]:
+        """Recorded starts in the order of time; of the given changes, or all."""
+        found = self.facts["start"].find(_any_of(items)).sort("at")
+        return [
+            Start(_item(each), each["partition"], each["seq"], each["fence"], each["at"], each["retries"], each["pid"])
+            for each in found
+        ]
+
+    def effects(self) -> list[Effect]:
+        """Accepted effects, in the order of each partition's sink."""
+        return [
+            Effect(_item(each), each["partition"], each["seq"], each["fence"])
+            for sink in self.data["sink"].find().sort("_id")
+            for each in sink["effects"]
+        ]
+
+    def partition(self, handler: str, index: int) -> Document:
+        """The state of one partition."""
+        found = self.state["partitions"].find_one({"_id": f"chain/{handler}/0/{index}"})
+        if found is None:  # generations count from what the library chooses
+            found = self.state["partitions"].find_one({"_id": {"$regex": f"^chain/{handler}/[0-9]+/{index}$"}})
+        assert found is not None, f"no partition {index} of {handler}"
+        return found
+
+    def of(self, item: Item) -> Document:
+        """The state of a change's partition."""
+        return self.partition(item.handler, self.partition_of(item.handler, item.key))
+
+    def letters(self, handler: str) -> list[Document]:
+        """Dead letters of a handler, in the order of their tokens."""
+        return list(self.state["dead_letters"].find({"subscription": handler}).sort("_id"))
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def wait_started(self, item: Item, times: int = 1, timeout: float = DONE_SECONDS_MAX) -> Start:
+        """Wait until a handler has started for a change that often."""
+
+        def started() -> Start | None:
+            found = self.starts(item)
+            return found[times - 1] if len(found) >= times else None
+
+        return wait_for(started, timeout, lambda: f"{item} started {times} times: {self.starts(item)}")
+
+    def wait_done(self, timeout: float = DONE_SECONDS_MAX, *, handlers: Iterable[str] = ()) -> None:
+        """Wait until every written change is committed in its partition, or passed over."""
+        chosen = set(handlers) or {item.handler for item in self.written}
+        owed: dict[str, int] = {}
+        for item in self.written:
+            if item.handler in chosen and item not in self._standing:
+                place = f"{item.handler}/{self.partition_of(item.handler, item.key)}"
+                owed[place] = owed.get(place, 0) + 1
+        last = {place: 0 for place in owed}
+
+        def done() -> bool:
+            for document in self.state["partitions"].find({"epoch": {"$gt": 0}}):
+                _, handler, _, index = document["_id"].split("/")
+                last[f"{handler}/{index}"] = document["committed"]
+            return all(last[place] >= count for place, count in owed.items())
+
+        wait_for(done, timeout, lambda: f"committed {owed}, found {last}")
+
+    def wait_state(
+        self, item: Item, condition: Callable[[Document], object], timeout: float = DONE_SECONDS_MAX
+    ) -> Document:
+        """Wait until the document of a change's partition fulfils a condition, and return it."""
+
+        def found() -> Document | None:
+            document = self.of(item)
+            return document if condition(document) else None
+
+        return wait_for(found, timeout, lambda: f"{item}: {self.of(item)}")
+
+    # -- judging -----------------------------------------------------------------------------------
+
+    def allow(self, item: Item, again: int = 1) -> Item:
+        """From now on, this change may start so much oftener than once: it retries, or a fault hits it."""
+        self._spare[item] += again
+        return item
+
+    def give_up(self, item: Item) -> Item:
+        """From now on, this change need not have an effect: it is set aside, skipped, ignored or at a halt."""
+        self._without_effect.add(item)
+        return item
+
+    def history(self) -> History:
+        """All that has happened so far."""
+        return History(
+            tuple(self.written), tuple(self.starts()), tuple(self.effects()), frozenset(self._without_effect)
+        )
+
+    def judge(self, *, spare: int | None = None) -> History:
+        """
+        Assert that the history has no violation, and that no client crossed a fork.
+
+        Args:
+            spare: how often each change may start again; by default as `allow` was told.
+        """
+        history = self.history()
+        found = violations(history, spare=self._spare if spare is None else spare)
+        assert not found, "\n".join(found)
+        for name, text in self.logs.items():
+            for words in _WARNINGS_OF_FORKING:
+                assert words not in text, f"{name} says {words!r}"
+        return history
+
+
+@contextmanager
+def frozen(process: ProjectProcess, pid: int) -> Iterator[None]:
+    """Keep one child of a process stopped; it goes on afterwards."""
+    assert pid in process.children(), f"{pid} is no child of {process.name}"
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _item(fact: Document) -> Item:
+    return Item(fact["handler"], fact["key"], fact["n"])
+
+
+def _any_of(items: Iterable[Item]) -> Document:
+    chosen = [{"handler": item.handler, "key": item.key, "n": item.n} for item in items]
+    return {"$or": chosen} if chosen else {}

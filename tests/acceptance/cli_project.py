@@ -1,0 +1,37 @@
+"""
+The app on which `test_cli.py` runs the command lines.
+
+Everything comes from the environment: `PROJECT_MONGO`, `PROJECT_BROKER`, `PROJECT_NAMES` (the name that all
+databases begin with), and `PROJECT_OPTIONS` (the bridge's options as JSON).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from celery import Celery
+
+from mongo_celery import Bridge, Change
+
+NAMES = os.environ["PROJECT_NAMES"]
+
+app = Celery("cli", broker=os.environ["PROJECT_BROKER"])
+bridge = Bridge(
+    app,
+    os.environ["PROJECT_MONGO"],
+    name="shop",
+    database=f"{NAMES}_state",
+    **json.loads(os.environ.get("PROJECT_OPTIONS", "{}")),
+)
+
+
+@bridge.on_change(f"{NAMES}_data.orders", operations={"insert"})
+def summarise(change: Change) -> None:
+    """Write down the order, or fail as the order asks."""
+    document = change.full_document
+    assert document is not None, "inserts have a document"
+    if document.get("bad"):
+        raise ValueError("a [bad] order")
+    key = {"_id": document["_id"]}
+    bridge.client[f"{NAMES}_data"]["summaries"].replace_one(key, key, upsert=True)

@@ -1,0 +1,264 @@
+"""Messages that are repeated, reordered, lost or forged change timing only; the broker is disposable."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import bson
+import pytest
+from bson import Int64
+from pymongo import MongoClient
+
+from mongo_celery.envelope import Run, seal
+from tests.acceptance.chain_history import Item
+from tests.acceptance.chain_rig import Chain
+from tests.fixtures.process import wait_for
+from tests.fixtures.proxy import Proxy
+
+Document = dict[str, Any]
+PLAIN = "tests.acceptance.chain_project.handlers.plain"
+OTHER = "tests.acceptance.chain_project.handlers.other"
+COMMIT = "mongo_celery.commit"
+
+
+@pytest.fixture
+def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
+    """Give a bridge with two handlers; what is not acknowledged is redelivered after two seconds."""
+    with Chain(
+        mongo_client,
+        mongo_url,
+        tmp_path,
+        handlers=["plain", "other"],
+        options={"partitions": 2, "max_crashes": 9},
+        transport={"visibility_timeout": 2},
+    ) as made:
+        yield made
+
+
+def _queues(chain: Chain) -> list[str]:
+    return [f"chain.{index}" for index in range(chain.partitions)]
+
+
+def _waiting(chain: Chain) -> dict[str, list[bytes]]:
+    """The messages in the queues of the partitions, as the broker has them."""
+    with chain.broker as broker:
+        return {name: list(broker.lrange(name, 0, -1)) for name in _queues(chain)}  # type: ignore[arg-type]
+
+
+def _push(chain: Chain, queue: str, *messages: bytes) -> None:
+    with chain.broker as broker:
+        broker.lpush(queue, *messages)
+
+
+def _keep_pushing(chain: Chain, done: Callable[[], bool], seen: dict[str, list[bytes]]) -> None:
+    """Push copies of every message that was seen, in random order, until all is done."""
+    shuffled = random.Random(7)
+
+    def pushed() -> bool:
+        for queue, messages in _waiting(chain).items():
+            seen.setdefault(queue, []).extend(messages)
+        everything = [message for messages in seen.values() for message in messages]
+        if everything:
+            for queue in _queues(chain):
+                _push(chain, queue, *shuffled.sample(everything, min(len(everything), 6)))
+        return done()
+
+    wait_for(pushed, 40)
+
+
+def test_repeated_and_reordered_messages_run_nothing_twice(chain: Chain) -> None:
+    """P6, P8: copies of runs and commits on any queue, in any order, long after they are done."""
+    chain.listener()
+    chain.write_many("plain", ["a", "b", "c"], 4)
+    seen: dict[str, list[bytes]] = {}
+    wait_for(lambda: sum(map(len, _waiting(chain).values())) >= 2)
+    seen.update(_waiting(chain))
+    chain.worker()
+
+    def done() -> bool:
+        return sum(each["committed"] for each in chain.state["partitions"].find()) >= 12
+
+    _keep_pushing(chain, done, seen)
+    chain.judge()
+    assert max(map(len, seen.values())) > 2
+
+
+def test_lost_messages_are_dispatched_again(chain: Chain) -> None:
+    """P1, P8: popped by nobody's worker, then the whole broker emptied under a running handler."""
+    chain.listener()
+    first = chain.write("plain", "lost", 1, gate="open")
+    queue = f"chain.{chain.partition_of('plain', 'lost')}"
+    with chain.broker as broker:
+        wait_for(lambda: broker.lpop(queue))
+        chain.worker()
+        chain.wait_started(first)
+        second = chain.write("plain", "lost", 2)
+        broker.flushall()
+    chain.open_gate("open")
+    chain.wait_done()
+    chain.judge()
+    assert len(chain.starts(second)) == 1
+
+
+def test_a_commit_message_that_is_lost_is_made_up_for_without_a_second_start(chain: Chain) -> None:
+    """P6: the listener commits what is handled after `commit_grace`."""
+    chain.both()
+    item = chain.write("plain", "uncommitted", 1, gate="open")
+    chain.wait_started(item)
+    chain.redis.pause()
+    chain.open_gate("open")
+    chain.wait_state(item, lambda state: state["handled"])
+    chain.redis.kill()
+    chain.wait_state(item, lambda state: state["committed"] == 1, 6)
+    chain.redis.restart()
+    chain.worker(name="restarted")
+    chain.write("plain", "uncommitted", 2)
+    chain.wait_done()
+    chain.judge()
+
+
+def test_redis_may_be_killed_and_come_back_empty(chain: Chain) -> None:
+    """
+    P1, P6, P8: nothing but time is lost, and running handlers are not repeated.
+
+    Some versions of kombu end the worker when Redis refuses connections, so a supervisor is played here.
+    """
+    listener, _ = chain.both()
+    running = chain.write("plain", "running", 1, gate="open")
+    chain.wait_started(running)
+    chain.redis.kill()
+    chain.write_many("other", ["x", "y"], 3)
+    listener.wait_for_output("publishing failed")
+    chain.open_gate("open")
+    chain.redis.restart()
+    chain.worker(name="restarted")
+    chain.wait_done()
+    chain.judge()
+
+
+def test_a_handler_slower_than_the_visibility_timeout_starts_once(chain: Chain) -> None:
+    """P6: the broker redelivers it again and again meanwhile; the claim drops the copies."""
+    _, worker = chain.both()
+    item = chain.write("plain", "slow", 1, seconds=6)
+    chain.write("plain", "slow", 2)
+    chain.wait_done()
+    chain.judge()
+    start = chain.starts(item)[0]
+    assert worker.text.count(f"[chain.plain.{start.partition}.{start.seq}] received") > 1
+
+
+def test_a_message_that_dies_between_queue_and_worker_is_dispatched_again(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, make_proxy: Callable[[int], Proxy]
+) -> None:
+    """P1, P8: Redis has given it away, the worker is killed before it notes it as unacknowledged."""
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options={"partitions": 1}) as chain:
+        chain.listener()
+        proxy = make_proxy(chain.redis.port)
+        worker = chain.worker(name="first", CHAIN_BROKER=proxy.redis_url)
+        proxy.hold(b"unacked_index")
+        item = chain.write("plain", "gap", 1)
+        proxy.wait_until_held()
+        worker.send_group(signal.SIGKILL)
+        wait_for(lambda: not worker.running)
+        proxy.release()
+        with chain.broker as broker:
+            assert broker.llen("chain.0") == 0
+        chain.worker(name="second")
+        chain.wait_done()
+        chain.judge()
+        assert len(chain.starts(item)) == 1
+
+
+@pytest.fixture
+def held(chain: Chain) -> tuple[Chain, Item, dict[str, Any], bytes]:
+    """Give a handler that is running, the message that started it, and the bridge's signing key."""
+    chain.listener()
+    item = chain.write("plain", "held", 1, gate="open")
+    queue = f"chain.{chain.partition_of('plain', 'held')}"
+    message = wait_for(lambda: next(iter(_waiting(chain)[queue]), None))
+    chain.worker()
+    chain.wait_started(item)
+    lease = chain.state["leases"].find_one({"_id": "chain"})
+    assert lease is not None
+    return chain, item, json.loads(message), bytes(lease["signingKey"])
+
+
+def _forge(message: dict[str, Any], task: str, *args: Any, **kwargs: Any) -> bytes:
+    """The same message for another task, with other arguments."""
+    body = [list(args), kwargs, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]
+    headers = {**message["headers"], "task": task, "id": f"forged-{random.random()}"}
+    forged = {**message, "headers": headers, "body": b64encode(json.dumps(body).encode()).decode()}
+    return json.dumps(forged).encode()
+
+
+def _envelopes(message: dict[str, Any]) -> tuple[str, str]:
+    """The envelope of the run, and that of its commit."""
+    args, _, embedded = json.loads(b64decode(message["body"]))
+    return args[0], embedded["chain"][0]["args"][0]
+
+
+def _forgeries(message: dict[str, Any], key: bytes, forged: Item) -> list[bytes]:
+    run, commit = _envelopes(message)
+    body = bson.decode(b64decode(run)[32:])
+    event = bson.decode(body["c"])
+    event["fullDocument"] = {"_id": forged.key, "n": forged.n}
+    event["documentKey"] = {"_id": forged.key}
+    changed = bson.encode({**body, "c": bson.encode(event)})
+    deep: Document = {}
+    for _ in range(150):
+        deep = {"d": deep}
+    nested = b64encode(bytes(32) + bson.encode({"b": "chain", "d": deep})).decode()
+    unknown = b64encode(bytes(32) + bson.encode({"b": "no-such-bridge"})).decode()
+
+    def signed(**values: Any) -> str:
+        given = {**body, **values}
+        first, last = given["n"]
+        made = Run(given["b"], given["s"], given["g"], given["i"], given["v"], first, last, [given["c"]])
+        return seal(given["k"], made, key)
+
+    return [
+        _forge(message, COMMIT, commit),  # valid, but nothing is handled yet
+        _forge(message, COMMIT, run),
+        _forge(message, PLAIN, commit),
+        _forge(message, OTHER, run),  # the other handler's subscription
+        _forge(message, PLAIN, b64encode(b64decode(run)[:32] + changed).decode()),  # another body, the old signature
+        _forge(message, PLAIN, b64encode(bytes(32) + changed).decode()),
+        _forge(message, PLAIN, signed(v=Int64(body["v"] + 1), c=bson.encode(event))),  # even with the key
+        _forge(message, PLAIN, signed(n=[2, 2], c=bson.encode(event))),
+        _forge(message, PLAIN, signed(b="no-such-bridge")),
+        _forge(message, COMMIT, signed(k="commit", i=99)),
+        *(
+            _forge(message, task, *args)
+            for task in (PLAIN, COMMIT)
+            for args in ((), ("",), ("garbage",), ("\u00fc",), (None,), (7,), ([],), ({"b": 1},), (nested,), (unknown,))
+        ),
+        _forge(message, COMMIT, commit, "more", than="needed"),
+        _forge(message, PLAIN, run, "more", than="needed"),
+    ]
+
+
+def test_forged_messages_change_nothing(held: tuple[Chain, Item, dict[str, Any], bytes]) -> None:
+    """P11: bare commits, wrong signatures, other tasks, higher versions, garbage; all while a handler runs."""
+    chain, item, message, key = held
+    forged = Item("plain", "forged", 1)
+    before = chain.of(item)
+    messages = _forgeries(message, key, forged)
+    for queue in _queues(chain):
+        _push(chain, queue, *messages)
+    worker = next(process for process in chain._processes.started if process.name == "worker")
+    wait_for(lambda: worker.text.count("[forged-") >= 2 * 2 * len(messages), 20)
+    after = chain.of(item)
+    for name in ("committed", "fence", "handled", "epoch", "resumeToken", "state"):
+        assert after[name] == before[name], name
+    chain.open_gate("open")
+    chain.write("plain", "held", 2)
+    chain.wait_done()
+    chain.judge()
+    assert worker.running
+    assert "Traceback" not in worker.text

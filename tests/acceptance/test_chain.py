@@ -1,0 +1,166 @@
+"""Chains without faults: each handler starts once, in the order of its partition."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from tests.acceptance.chain_history import started_in_order
+from tests.acceptance.chain_rig import Chain
+from tests.fixtures.process import wait_for
+
+Document = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def chain(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Chain]:
+    """Give one listener and one worker with two processes, for all tests of this module without faults."""
+    with Chain(
+        mongo_client, mongo_url, tmp_path_factory.mktemp("chain"), handlers=["plain", "other", "limited"]
+    ) as started:
+        started.both()
+        yield started
+
+
+def test_each_change_starts_its_handler_once_and_in_order(chain: Chain) -> None:
+    """P1, P2, P6: a plain flow over all partitions, two processes."""
+    chain.write_many("plain", [f"a{number}" for number in range(10)], 6)
+    chain.wait_done()
+    assert started_in_order(chain.judge()) == []
+
+
+def test_slow_handlers_behind_a_deep_prefetch_start_once(chain: Chain) -> None:
+    """P6: messages wait, prefetched, longer than the grace of the sweep; their repetitions are dropped."""
+    for handler in ("plain", "other"):
+        for index in range(chain.partitions):
+            chain.write(handler, next(chain.keys(handler, index, "b")), 1, seconds=1.2)
+    chain.wait_done()
+    assert started_in_order(chain.judge()) == []
+    assert any(re.search(r"\[chain\.\w+\.\d\.\d+\.d1\] received", text) for text in chain.logs.values())
+
+
+def test_a_rate_limited_handler_starts_once_for_each_change(chain: Chain) -> None:
+    """P6: a worker holds messages back for the rate limit; others are not hindered meanwhile."""
+    items = chain.write_many("limited", [f"c{number}" for number in range(4)], 4)
+    free = chain.write("plain", "beside-the-limited", 1)
+    chain.wait_done(timeout=60)
+    chain.judge()
+    starts = chain.starts(*items)
+    assert (starts[-1].at - starts[0].at) / 1e9 > 2.0
+    assert chain.starts(free)[0].at < starts[-1].at
+
+
+def test_two_handlers_of_different_collections_do_not_wait_for_each_other(chain: Chain) -> None:
+    """A slow handler holds its own partition, not the same partition of another subscription."""
+    slow = chain.write("other", "d-slow", 1, gate="d-slow")
+    chain.wait_started(slow)
+    index = chain.partition_of("other", "d-slow")
+    quick = chain.write("plain", next(chain.keys("plain", index, "d")), 1)
+    chain.wait_started(quick)
+    chain.wait_done(handlers=["plain"])
+    chain.open_gate("d-slow")
+    chain.wait_done()
+    chain.judge()
+
+
+def test_tasks_carry_their_change_in_id_and_label_but_not_its_contents(chain: Chain) -> None:
+    """Task ids name bridge, subscription, partition and number; argsrepr names the document's key."""
+    item = chain.write("plain", "e-labelled", 1, secret="contents")
+    chain.wait_done()
+    start = chain.starts(item)[0]
+    worker = next(text for name, text in chain.logs.items() if "worker" in name)
+    assert f"[chain.plain.{start.partition}.{start.seq}" in worker
+    assert "contents" not in worker
+
+
+@pytest.fixture(scope="module")
+def run_chain(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Chain]:
+    """Give a bridge of one partition whose runs carry up to ten changes, for at most half a second."""
+    with Chain(
+        mongo_client,
+        mongo_url,
+        tmp_path_factory.mktemp("runs"),
+        handlers=["plain", "letters", "auto"],
+        options={"run_size": 10, "run_seconds": 0.5, "partitions": 1},
+    ) as started:
+        started.both()
+        yield started
+
+
+def _behind_a_gate(chain: Chain, handler: str, name: str) -> None:
+    """Let changes pile up behind one that waits, so that the next run is full."""
+    chain.wait_started(chain.write(handler, name, 1, gate=name))
+
+
+def _runs(chain: Chain, handler: str, prefix: str) -> list[list[int]]:
+    """Numbers of the changes that started under one token each, in order."""
+    tokens: dict[int, list[int]] = {}
+    for start in chain.starts():
+        if start.item.handler == handler and start.item.key.startswith(prefix):
+            tokens.setdefault(start.fence, []).append(start.item.n)
+    return [numbers for _, numbers in sorted(tokens.items())]
+
+
+def test_a_run_carries_the_changes_that_have_piled_up(run_chain: Chain) -> None:
+    """One claim, one token, each handler once, committed together."""
+    _behind_a_gate(run_chain, "plain", "r-first")
+    for n in range(1, 11):
+        run_chain.write("plain", "r-run", n)
+    run_chain.open_gate("r-first")
+    run_chain.wait_done()
+    run_chain.judge()
+    runs = _runs(run_chain, "plain", "r-run")
+    assert sum(runs, []) == list(range(1, 11))
+    assert max(map(len, runs)) >= 5
+
+
+def test_a_change_that_fails_inside_a_run_becomes_the_head_of_its_own(run_chain: Chain) -> None:
+    """The prefix is committed once; the failing change retries alone and ends in a letter; the rest goes on."""
+    _behind_a_gate(run_chain, "letters", "s-first")
+    for n in range(1, 9):
+        asked: dict[str, Any] = {"act": "raise", "times": 99, "text": "bad one"} if n == 4 else {}
+        item = run_chain.write("letters", "s-run", n, **asked)
+        if n == 4:
+            run_chain.give_up(run_chain.allow(item))
+    run_chain.open_gate("s-first")
+    run_chain.wait_done()
+    run_chain.judge()
+    assert [letter["attempts"] for letter in run_chain.letters("letters")] == [1]
+    runs = _runs(run_chain, "letters", "s-run")
+    assert [run for run in runs if run[0] == 4] == [[4]]
+    assert [4] in runs
+
+
+def test_a_retry_inside_a_run_counts_from_the_head_of_its_own_run(run_chain: Chain) -> None:
+    """request.retries is 0 at the change's place in the run, and again at its first attempt as head."""
+    _behind_a_gate(run_chain, "auto", "t-first")
+    before = [run_chain.write("auto", "t-run", n) for n in (1, 2)]
+    failing = run_chain.write("auto", "t-run", 3, act="raise", times=3)
+    after = run_chain.write("auto", "t-run", 4)
+    run_chain.open_gate("t-first")
+    run_chain.wait_done()
+    run_chain.allow(failing, 3)
+    run_chain.judge()
+    assert [start.retries for start in run_chain.starts(failing)] == [0, 0, 1, 2]
+    assert [start.item for start in run_chain.starts(*before, after)] == [*before, after]
+
+
+def test_run_seconds_cut_a_run_without_repeating_any_change(run_chain: Chain) -> None:
+    """What has been done is committed; the rest is dispatched anew (P6)."""
+    _behind_a_gate(run_chain, "plain", "u-first")
+    for n in range(1, 7):
+        run_chain.write("plain", "u-run", n, seconds=0.2)
+    run_chain.open_gate("u-first")
+    run_chain.wait_done()
+    run_chain.judge()
+    runs = _runs(run_chain, "plain", "u-run")
+    assert sum(runs, []) == [1, 2, 3, 4, 5, 6]
+    assert all(2 <= len(run) <= 4 for run in runs[:-1])

@@ -1,0 +1,339 @@
+"""The command lines of `celery -A app changes`, run as users run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from pymongo import MongoClient
+
+from mongo_celery.embedded import MongoReplicaSet
+from tests.acceptance.scene import OPTIONS
+from tests.fixtures.process import ROOT, Processes, wait_for
+from tests.fixtures.redis import MakeRedis
+from tests.integration.guarded import GuardedMongo
+
+Document = dict[str, Any]
+Done = subprocess.CompletedProcess[str]
+
+APP = "tests.acceptance.cli_project"
+BARE_APP = "tests.acceptance.bare_project"
+NOWHERE = "127.0.0.1:1"
+ANSWER_SECONDS_MAX = 15.0
+_COMMAND_SECONDS_MAX = 60.0
+_SUMMARY_SECONDS_MAX = 30.0
+_WORKER = ("worker", "-c", "1", "-l", "INFO", "--without-gossip", "--without-mingle", "--without-heartbeat")
+_STATUS_KEYS = {
+    "bridge",
+    "state",
+    "listener",
+    "version",
+    "lag_seconds",
+    "oplog_window_seconds",
+    "watermark",
+    "outstanding",
+    "buffered",
+    "dead_letters",
+    "subscriptions",
+    "partitions",
+}
+_SUBSCRIPTION_KEYS = {"name", "state", "watermark", "lag_seconds"}
+_PARTITION_KEYS = {"subscription", "index", "queue", "state", "committed", "epoch", "fence", "claim", "retry"}
+
+
+def run(*arguments: str, environment: Document | None = None, text: str = "") -> Done:
+    """Run `celery` with arguments to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "celery", *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_SECONDS_MAX,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        check=False,
+    )
+
+
+class Shop:
+    """The project's databases, processes and commands."""
+
+    def __init__(self, processes: Processes, client: MongoClient[Document], mongo_url: str, broker_url: str) -> None:
+        self.names = f"cli_{uuid4().hex[:10]}"
+        self.orders = client[f"{self.names}_data"]["orders"]
+        self.summaries = client[f"{self.names}_data"]["summaries"]
+        self._processes = processes
+        self._environment = {
+            "PROJECT_MONGO": mongo_url,
+            "PROJECT_BROKER": broker_url,
+            "PROJECT_NAMES": self.names,
+            "PROJECT_OPTIONS": json.dumps({**OPTIONS, "partitions": 2}),
+        }
+
+    def changes(self, *arguments: str, text: str = "", app: str = APP, **variables: str) -> Done:
+        """Run `celery -A app changes` with arguments."""
+        return run("-A", app, "changes", *arguments, environment={**self._environment, **variables}, text=text)
+
+    def json(self, *arguments: str, **variables: str) -> Document:
+        """Run a command that must succeed, with `--json`."""
+        done = self.changes(*arguments, "--json", **variables)
+        assert done.returncode == 0, done.stderr
+        answer: Document = json.loads(done.stdout)
+        return answer
+
+    def findings(self, **variables: str) -> tuple[int, dict[str, Document]]:
+        """Run `check`; the exit status, and the findings by name."""
+        done = self.changes("check", "--json", **variables)
+        assert done.stdout, done.stderr
+        return done.returncode, {each["name"]: each for each in json.loads(done.stdout)["findings"]}
+
+    def start(self, *arguments: str, app: str = APP, awaited: str) -> None:
+        """Start a listener or a worker, and wait until it has said that it is ready."""
+        started = self._processes.celery(app, *arguments, environment=self._environment)
+        started.wait_for_output(awaited, 40)
+
+    def start_all(self) -> None:
+        """Start a listener and a worker that gets its queues from the command."""
+        self.start("listener", awaited="leading bridge")
+        queues = self.changes("queues").stdout.strip()
+        self.start(*_WORKER, "-Q", queues, awaited="ready")
+
+    def wait_for_summaries(self, count: int) -> None:
+        """Wait until so many orders have been handled."""
+        wait_for(lambda: self.summaries.count_documents({}) >= count, _SUMMARY_SECONDS_MAX, f"{count} orders")
+
+    def wait_for_status(self, **wanted: object) -> Document:
+        """Wait until the status has these values, and return it."""
+
+        def found() -> Document | None:
+            status = self.json("status")
+            return status if all(status[name] == value for name, value in wanted.items()) else None
+
+        return wait_for(found, _SUMMARY_SECONDS_MAX, f"a status with {wanted}")
+
+
+@pytest.fixture
+def shop(processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str) -> Iterator[Shop]:
+    """Give the project on the session's servers, with nothing started."""
+    project = Shop(processes, mongo_client, mongo_url, redis_url)
+    yield project
+    for suffix in ("data", "state"):
+        mongo_client.drop_database(f"{project.names}_{suffix}")
+
+
+# -- with a listener and a worker ------------------------------------------------------------------
+
+
+def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
+    """Status with all its keys; a pause holds changes back, and a resume lets them go on."""
+    shop.start_all()
+    shop.orders.insert_one({"_id": 1})
+    shop.wait_for_summaries(1)
+    status = shop.wait_for_status(outstanding=0, buffered=0, lag_seconds=0)
+    assert set(status) >= _STATUS_KEYS
+    assert status["state"] == "leading"
+    assert status["listener"]["pid"] > 0
+    assert sum(each["committed"] for each in status["partitions"]) == 1
+    assert all(set(each) >= _SUBSCRIPTION_KEYS for each in status["subscriptions"])
+    assert all(set(each) >= _PARTITION_KEYS for each in status["partitions"])
+
+    assert shop.json("pause")["paused"] == 2
+    shop.orders.insert_many([{"_id": number} for number in range(2, 8)])
+    status = shop.wait_for_status(buffered=6)
+    assert status["subscriptions"][0]["state"] == "paused"
+    assert shop.summaries.count_documents({}) == 1
+    resumed = shop.changes("resume", "summarise")
+    assert (resumed.returncode, resumed.stdout) == (0, "summarise: resumed 0, 1\n")
+    shop.wait_for_summaries(7)
+
+    level, found = shop.findings()
+    assert level == 0, found
+    assert found["consumers"]["level"] == found["worker_tasks"]["level"] == "ok"
+    assert "shop: leading" in shop.changes("status").stdout
+
+
+def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None:
+    """The whole way of an operator, from the loud stop to the next change."""
+    shop.start_all()
+    shop.orders.insert_one({"_id": "bad", "bad": True})
+
+    def halted() -> Document | None:
+        return next((each for each in shop.json("status")["partitions"] if each["state"] == "halted"), None)
+
+    first = wait_for(halted, _SUMMARY_SECONDS_MAX, "the partition has halted")
+    assert "a [bad] order" in first["retry"]["error"]
+    text = shop.changes("status").stdout
+    assert "need attention" in text
+    assert "a [bad] order" in text
+
+    assert shop.json("retry")["retried"] == 1
+    wait_for(lambda: (halted() or {}).get("fence", 0) > first["fence"] + 1, _SUMMARY_SECONDS_MAX, "it ran again")
+
+    index = str(first["index"])
+    assert shop.changes("skip", "summarise").returncode == 2, "a partition must be named"
+    refused = shop.changes("skip", "summarise", "--partition", index, text="n\n")
+    assert refused.returncode == 1
+    assert "a [bad] order" in refused.stderr
+    assert halted() is not None
+    skipped = shop.changes("skip", "summarise", "--partition", index, text="y\n")
+    assert (skipped.returncode, skipped.stdout) == (0, f"summarise: skipped {index}\n")
+    shop.orders.insert_many([{"_id": number} for number in range(4)])
+    shop.wait_for_summaries(4)
+    again = shop.changes("skip", "summarise", "--partition", index, "--yes")
+    assert again.returncode == 1
+    assert "not halted" in again.stderr
+
+
+def test_watch_repeats_one_object_a_line_until_it_is_interrupted(shop: Shop, processes: Processes) -> None:
+    """And ends quietly."""
+    environment = shop._environment
+    arguments = ("changes", "status", "--json", "--watch", "0.2")
+    watching = processes.celery(APP, *arguments, name="watch", environment=environment)
+    wait_for(lambda: watching.text.count("\n") >= 3, 30, "three statuses")
+    watching.send(2)  # type: ignore[arg-type]
+    assert watching.wait() == 0
+    assert all(json.loads(line)["state"] == "never_started" for line in watching.text.splitlines())
+
+
+# -- queues ----------------------------------------------------------------------------------------
+
+
+def test_queues_are_printed_for_q(shop: Shop) -> None:
+    """One line, and nothing else; without any server."""
+    away = {"PROJECT_MONGO": f"mongodb://{NOWHERE}", "PROJECT_BROKER": f"redis://{NOWHERE}"}
+    assert shop.changes("queues", **away).stdout == "shop.0,shop.1\n"
+    assert shop.changes("queues", "--with-default", **away).stdout == "shop.0,shop.1,celery\n"
+    assert shop.json("queues", **away) == {"bridge": "shop", "queues": ["shop.0", "shop.1"]}
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+def test_check_finds_a_redis_that_throws_tasks_away(shop: Shop, make_redis: MakeRedis) -> None:
+    """An error, and so status 1."""
+    redis = make_redis(options=["--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru"])
+    level, found = shop.findings(PROJECT_BROKER=redis.url)
+    assert level == 1
+    assert found["redis_eviction"]["level"] == "error"
+    assert "noeviction" in found["redis_eviction"]["message"]
+    assert found["redis_persistence"]["level"] == "warning"
+
+
+def test_check_finds_queues_without_consumer_and_workers_without_tasks(shop: Shop) -> None:
+    """A worker of another app on one of our queues does both harms."""
+    shop.start(*_WORKER, "-Q", "shop.0,celery", app=BARE_APP, awaited="ready")
+    level, found = shop.findings()
+    assert level == 1
+    assert found["consumers"]["level"] == "error"
+    assert "shop.1" in found["consumers"]["message"]
+    assert found["worker_tasks"]["level"] == "error"
+    assert "summarise" in found["worker_tasks"]["message"]
+
+
+def test_check_finds_a_standalone_server(shop: Shop, standalone_url: str) -> None:
+    """In people's form: the sentence with the cure."""
+    done = shop.changes("check", PROJECT_MONGO=standalone_url)
+    assert done.returncode == 1
+    assert "topology" in done.stdout
+    assert "--replSet" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_check_finds_missing_rights_and_shows_no_password(shop: Shop, replica_set: MongoReplicaSet) -> None:
+    """The right and its remedy are named."""
+    del replica_set  # shows that there is a mongod
+    with GuardedMongo() as server:
+        url = server.add_user("hush", ("read", f"{shop.names}_data"))
+        level, found = shop.findings(PROJECT_MONGO=url)
+        assert level == 1
+        assert "readWrite" in found["state_rights"]["message"]
+        assert "oplog.rs" in found["oplog_rights"]["message"]
+        status = shop.changes("status", PROJECT_MONGO=url)
+        wrong = shop.changes("status", PROJECT_MONGO=url.replace("hush:hush", "hush:wrong"))
+    assert status.returncode == wrong.returncode == 1
+    assert "state database" in status.stderr
+    assert "login" in wrong.stderr
+    for done in (status, wrong):
+        assert "Traceback" not in done.stderr
+        assert "hush:" not in done.stderr
+    assert "hush" not in json.dumps(found)
+
+
+# -- what is wrong with the call -------------------------------------------------------------------
+
+
+def one_sentence(done: Done, *words: str) -> None:
+    """Status 1, one line on standard error with these words, no traceback, nothing on standard output."""
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("Error: ")
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+@pytest.mark.parametrize("command", ["status", "queues", "check", "pause"])
+def test_without_an_app_the_error_says_how_to_name_one(command: str) -> None:
+    """`celery` itself goes on with a default app, which has no bridge."""
+    one_sentence(run("changes", command), "-A", f"changes {command}")
+
+
+@pytest.mark.parametrize("command", ["status", "queues", "check", "retry"])
+def test_an_app_without_a_bridge_is_told_how_to_make_one(command: str) -> None:
+    """The name of the class is the cure."""
+    one_sentence(run("-A", BARE_APP, "changes", command), "no bridge", "Bridge(app")
+
+
+def test_an_unknown_bridge_is_told_with_those_that_exist(shop: Shop) -> None:
+    """Nothing is connected for it."""
+    one_sentence(shop.changes("status", "--bridge", "shpo", PROJECT_MONGO=f"mongodb://{NOWHERE}"), "'shpo'", "shop")
+
+
+@pytest.mark.parametrize("command", ["status", "pause", "retry"])
+def test_an_unreachable_server_is_told_within_seconds(shop: Shop, command: str) -> None:
+    """The address is shown, the password is not."""
+    began = time.monotonic()
+    done = shop.changes(command, PROJECT_MONGO=f"mongodb://hush:secret@{NOWHERE}/?replicaSet=rs0")
+    assert time.monotonic() - began < ANSWER_SECONDS_MAX
+    one_sentence(done, "no answer", NOWHERE)
+    assert "secret" not in done.stderr
+
+
+def test_check_goes_on_when_no_server_answers(shop: Shop) -> None:
+    """Both absences are findings."""
+    away = f"redis://:secret@{NOWHERE}/0"
+    level, found = shop.findings(PROJECT_MONGO=f"mongodb://hush:secret@{NOWHERE}", PROJECT_BROKER=away)
+    assert level == 1
+    assert found["mongodb"]["level"] == found["broker"]["level"] == "error"
+    assert "secret" not in json.dumps(found)
+
+
+@pytest.mark.parametrize("url", [f"mongodb://hush:se/cret@{NOWHERE}", "mongodb://hush:cret@localhost:nine", "cret://x"])
+def test_a_url_that_is_none_is_told_without_its_password(shop: Shop, url: str) -> None:
+    """Drivers take the rest of an unescaped password for a database, and show it."""
+    done = shop.changes("status", PROJECT_MONGO=url)
+    one_sentence(done, "URL of bridge shop is not valid")
+    assert "cret@" not in done.stderr
+
+
+def test_celery_help_shows_the_commands_without_importing_pymongo() -> None:
+    """Every `celery` command of every project loads the plug-ins."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "celery", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_SECONDS_MAX,
+        check=True,
+    )
+    assert "listener" in done.stdout
+    assert "changes" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "mongo_celery.cli.changes" in imported
+    assert not imported & {"pymongo", "bson", "rich"}

@@ -1,0 +1,178 @@
+"""What happens to a change that fails for good: halt, dead letter, skip; and what counts as failing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from bson import Decimal128, Int64, Timestamp
+from pymongo import MongoClient
+
+from tests.acceptance.chain_history import Item
+from tests.acceptance.chain_rig import Chain
+
+Document = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def chain(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Chain]:
+    """Give one listener and one worker; a change may crash once."""
+    with Chain(
+        mongo_client,
+        mongo_url,
+        tmp_path_factory.mktemp("policies"),
+        handlers=["plain", "letters", "halting", "skipping", "soft", "hard"],
+    ) as started:
+        started.both()
+        yield started
+
+
+def _letter(chain: Chain, item: Item) -> Document:
+    (letter,) = [each for each in chain.letters(item.handler) if each["change"]["documentKey"] == {"_id": item.key}]
+    return letter
+
+
+def test_halt_stops_one_partition_loudly_and_records_its_head(chain: Chain) -> None:
+    """P1, P9: the default policy; the other partitions of the handler flow."""
+    keys = chain.keys("halting", 0, "halt")
+    bad = chain.stand(chain.write("halting", next(keys), 1, act="raise", times=9, text="cannot go on"))
+    behind = chain.stand(chain.write("halting", next(keys), 1))
+    state = chain.wait_state(bad, lambda state: state["state"] == "halted")
+    elsewhere = chain.write("halting", next(chain.keys("halting", 1, "halt")), 1)
+    chain.wait_done(handlers=["halting"])
+    assert len(chain.starts(elsewhere)) == 1
+    assert state["head"]["key"] == f"{chain.data.name}.halting insert {bad.key!r}"
+    assert state["head"]["resumeToken"]["_data"]
+    assert state["retry"]["error"] == "WantedError: cannot go on"
+    assert state["claim"] is None
+    worker = next(text for name, text in chain.logs.items() if "worker" in name)
+    assert re.search(r"ERROR.*failed for good, policy halt: WantedError: cannot go on", worker)
+    assert chain.starts(behind) == []
+    chain.judge()
+
+
+def test_a_dead_letter_keeps_the_exact_change_with_error_traceback_and_attempts(chain: Chain) -> None:
+    """P1: nothing of the change is lost, whatever types it has."""
+    exact = {
+        "big": Int64(2**40),
+        "money": Decimal128("1.10"),
+        "time": Timestamp(5, 6),
+        "$odd": {"a.b": [None, b"\x00"]},
+    }
+    item = chain.write("letters", "exact", 1, act="raise", times=9, text="poison", exact=exact)
+    chain.give_up(item)
+    chain.wait_done()
+    letter = _letter(chain, item)
+    document = letter["change"]["fullDocument"]
+    assert document == {"_id": "exact", "n": 1, "do": {"act": "raise", "times": 9, "text": "poison", "exact": exact}}
+    assert type(document["do"]["exact"]["big"]) is Int64
+    assert letter["change"]["_id"] == letter["resumeToken"]
+    assert letter["error"] == "WantedError: poison"
+    assert "in _raise" in letter["traceback"]
+    assert letter["attempts"] == 1
+    assert letter["at"] is not None
+    assert letter["key"] == f"{chain.data.name}.letters insert 'exact'"
+    chain.judge()
+
+
+def test_skip_logs_and_passes_over(chain: Chain) -> None:
+    """The successor goes on; there is no letter, and an ERROR in the log."""
+    keys = chain.keys("skipping", 0, "skip")
+    bad = chain.give_up(chain.write("skipping", next(keys), 1, act="raise", times=9))
+    good = chain.write("skipping", next(keys), 1)
+    chain.wait_done()
+    chain.judge()
+    assert len(chain.starts(bad)) == len(chain.starts(good)) == 1
+    assert chain.letters("skipping") == []
+    assert any(f"skipping insert {bad.key!r} failed for good, policy skip" in text for text in chain.logs.values())
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        ("reject", "WantedError: rejected"),
+        ("replace", "HandlerUsageError: A change handler cannot replace itself"),
+        ("join_chord", "HandlerUsageError: A change handler cannot join a chord"),
+    ],
+)
+def test_what_a_chain_cannot_do_goes_to_the_policy(chain: Chain, act: str, error: str) -> None:
+    """`Reject` would drop or requeue the message, `replace` and `add_to_chord` would break the chain."""
+    item = chain.give_up(chain.write("letters", f"act-{act}", 1, act=act, times=9))
+    chain.wait_done()
+    chain.judge()
+    assert _letter(chain, item)["error"].startswith(error)
+
+
+def test_a_handler_that_ignores_its_change_is_done_with_it(chain: Chain) -> None:
+    """`Ignore` counts as success, with a log line."""
+    keys = chain.keys("letters", 0, "ignore")
+    item = chain.give_up(chain.write("letters", next(keys), 1, act="ignore", times=9))
+    chain.write("letters", next(keys), 1)
+    chain.wait_done()
+    chain.judge()
+    assert any(f"handler ignored {chain.data.name}.letters insert {item.key!r}" in text for text in chain.logs.values())
+    assert all(letter["change"]["documentKey"]["_id"] != item.key for letter in chain.letters("letters"))
+
+
+def test_a_soft_time_limit_is_an_exception_like_others(chain: Chain) -> None:
+    """SoftTimeLimitExceeded goes to the policy after one start."""
+    item = chain.give_up(chain.write("soft", "soft", 1, act="linger", linger=20, times=9))
+    chain.wait_done()
+    chain.judge()
+    assert _letter(chain, item)["error"].startswith("SoftTimeLimitExceeded")
+
+
+@pytest.mark.parametrize("act", ["die", "leave", "kill", "segv"])
+def test_a_change_that_kills_its_worker_is_caught_by_the_policy(chain: Chain, act: str) -> None:
+    """P6, P9: after `max_crashes` deaths one more ends in the policy; its partition goes on, nobody else is charged."""
+    asked = {"kill": {"act": "signal", "signal": "SIGKILL"}, "segv": {"act": "signal", "signal": "SIGSEGV"}}
+    keys = chain.keys("letters", 1, f"crash-{act}")
+    bad = chain.write("letters", next(keys), 1, times=9, **asked.get(act, {"act": act}))
+    chain.give_up(chain.allow(bad))
+    good = chain.write("letters", next(keys), 1)
+    chain.wait_done(timeout=60)
+    chain.judge()
+    letter = _letter(chain, bad)
+    assert letter["error"].startswith("HandlerCrashedError: The worker ended 2 times while handling")
+    assert letter["attempts"] == 2
+    assert len(chain.starts(good)) == 1
+
+
+def test_a_hard_time_limit_counts_as_a_crash(chain: Chain) -> None:
+    """The parent kills the child; the attempt is counted by the child, or by the lapse of its claim."""
+    keys = chain.keys("hard", 0, "hard")
+    bad = chain.give_up(chain.allow(chain.write("hard", next(keys), 1, act="linger", linger=30, times=9)))
+    chain.write("hard", next(keys), 1)
+    chain.wait_done(timeout=60)
+    chain.judge()
+    assert _letter(chain, bad)["error"].startswith("HandlerCrashedError")
+
+
+def test_only_the_guilty_change_of_a_run_is_charged(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """P6: after a crash inside a run the changes run one by one, until the guilty one is passed."""
+    with Chain(
+        mongo_client,
+        mongo_url,
+        tmp_path_factory.mktemp("guilty"),
+        handlers=["letters"],
+        options={"run_size": 10, "run_seconds": 5, "partitions": 1},
+    ) as chain:
+        chain.both()
+        chain.wait_started(chain.write("letters", "first", 1, gate="first"))
+        items = [
+            chain.write("letters", "run", n, **({"act": "die", "times": 9} if n == 3 else {})) for n in range(1, 7)
+        ]
+        for item in items[:2]:
+            chain.allow(item)
+        guilty = chain.give_up(chain.allow(items[2], 2))
+        chain.open_gate("first")
+        chain.wait_done(timeout=60)
+        chain.judge()
+        assert [letter["change"]["fullDocument"]["n"] for letter in chain.letters("letters")] == [3]
+        assert len(chain.starts(guilty)) == 3

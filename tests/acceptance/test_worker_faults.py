@@ -1,0 +1,235 @@
+"""Workers that die or freeze at each point of a chain, and handlers that wake after they were replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from tests.acceptance.chain_history import Item
+from tests.acceptance.chain_rig import Chain, frozen
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.process import ProjectProcess, wait_for
+
+Document = dict[str, Any]
+_TAKEN_OVER_SECONDS_MAX = 12.0
+_SHORT_VISIBILITY = '{"visibility_timeout": 1, "unacked_restore_interval": 0.5, "unacked_restore_throttle": 1}'
+
+
+@pytest.fixture
+def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
+    """Give a bridge of one partition, so that each fault hits all that follows."""
+    options = {"partitions": 1, "max_crashes": 9}
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=options) as made:
+        yield made
+
+
+def _before_and_after(chain: Chain, **do: Any) -> tuple[Item, Item]:
+    """A change that is hit by a fault, and its successor."""
+    return chain.write("plain", "hit", 1, **do), chain.write("plain", "hit", 2)
+
+
+def _kill_child(worker: ProjectProcess, pid: int) -> None:
+    assert pid in worker.children()
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_sigkill_of_a_child_in_the_handler_repeats_the_change_before_its_successor(chain: Chain) -> None:
+    """P1, P2, P6: first before, then after its effect; each costs one start more."""
+    _, worker = chain.both()
+    item, _ = _before_and_after(chain, gate="before", late_gate="after")
+    _kill_child(worker, chain.wait_started(item).pid)
+    chain.open_gate("before")
+    second = chain.wait_started(item, 2, _TAKEN_OVER_SECONDS_MAX)
+    wait_for(lambda: len(chain.effects()) == 1)
+    _kill_child(worker, second.pid)
+    chain.open_gate("after")
+    chain.wait_done()
+    chain.allow(item, 2)
+    chain.judge()
+    assert chain.of(item)["committed"] == 2
+
+
+def test_sigkill_of_the_whole_worker_in_the_handler_loses_nothing(chain: Chain) -> None:
+    """P1, P6, P8: with messages prefetched; another worker goes on long before the visibility timeout."""
+    _, worker = chain.both()
+    item, _ = _before_and_after(chain, gate="open")
+    chain.wait_started(item)
+    worker.send_group(signal.SIGKILL)
+    chain.open_gate("open")
+    chain.worker(name="second")
+    chain.wait_started(item, 2, _TAKEN_OVER_SECONDS_MAX)
+    chain.wait_done()
+    chain.allow(item)
+    chain.judge()
+
+
+def test_sigkill_before_the_claim_costs_no_start(chain: Chain, failpoint: Failpoint) -> None:
+    """P6: the claim's call is held by the server while the whole worker dies."""
+    listener, worker = chain.both()
+    worker_name = chain.app_name("worker")
+    held = {"failCommands": ["findAndModify"], "appName": worker_name, "blockConnection": True, "blockTimeMS": 3000}
+    with failpoint(**held):
+        item, _ = _before_and_after(chain)
+        _wait_for_failpoint(chain, 1)
+        worker.send_group(signal.SIGKILL)
+    chain.worker(name="second")
+    chain.wait_done()
+    assert len(chain.starts(item)) == 1
+    chain.judge()
+    assert listener.running
+
+
+def _wait_for_failpoint(chain: Chain, times: int) -> None:
+    """Wait until the server has met the failpoint that often since it was armed."""
+    chain.client.admin.command("waitForFailPoint", "failCommand", timesEntered=times, maxTimeMS=10_000)
+
+
+def _handled_but_not_linked(chain: Chain, item: Item) -> None:
+    """Bring a change to the point where `handled` is written and its link cannot be published."""
+    chain.wait_started(item)
+    chain.redis.pause()
+    chain.open_gate("open")
+    chain.wait_state(item, lambda state: state["handled"])
+
+
+def test_sigkill_between_handled_and_the_link_starts_no_handler_again(chain: Chain) -> None:
+    """P6: the mark is durable; the listener commits after its grace, without any message."""
+    _, worker = chain.both()
+    item, successor = _before_and_after(chain, gate="open")
+    _handled_but_not_linked(chain, item)
+    worker.send_group(signal.SIGKILL)
+    chain.redis.resume()
+    chain.wait_state(item, lambda state: state["committed"] == 1, 5)
+    assert chain.starts(successor) == []
+    chain.worker(name="second")
+    chain.wait_done()
+    chain.judge()
+
+
+def test_sigkill_before_the_commit_write_starts_no_handler_again(chain: Chain, failpoint: Failpoint) -> None:
+    """P6: the commit task is held by the server while the whole worker dies."""
+    _, worker = chain.both()
+    item, _ = _before_and_after(chain, gate="open")
+    _handled_but_not_linked(chain, item)
+    held = {"failCommands": ["update"], "appName": chain.app_name("worker"), "blockConnection": True}
+    with failpoint(**held, blockTimeMS=3000):
+        chain.redis.resume()
+        _wait_for_failpoint(chain, 1)
+        worker.send_group(signal.SIGKILL)
+    chain.worker(name="second")
+    chain.wait_done()
+    chain.judge()
+
+
+def test_sigkill_after_the_commit_write_changes_nothing(chain: Chain) -> None:
+    """P6, P8: the unacknowledged messages come again after the visibility timeout and are dropped."""
+    _, worker = chain.both()
+    first = chain.write("plain", "hit", 1)
+    chain.wait_state(first, lambda state: state["committed"] == 1)
+    worker.send_group(signal.SIGKILL)
+    chain.write("plain", "hit", 2)
+    chain.worker(name="second", CHAIN_TRANSPORT=_SHORT_VISIBILITY)
+    chain.wait_done()
+    chain.judge()
+
+
+def test_a_frozen_handler_that_wakes_can_neither_write_nor_record(chain: Chain) -> None:
+    """P3: StaleFencingTokenError at the sink; the newer effect stands, and the execution ends quietly."""
+    _, worker = chain.both()
+    item, successor = _before_and_after(chain, gate="open")
+    zombie = chain.wait_started(item)
+    with frozen(worker, zombie.pid):
+        chain.wait_started(item, 2, _TAKEN_OVER_SECONDS_MAX)
+        chain.open_gate("open")
+        chain.wait_started(successor)
+        chain.wait_done()
+    refused = wait_for(lambda: chain.facts["refused"].find_one({"key": "hit", "n": 1}))
+    assert refused["fence"] == zombie.fence
+    chain.allow(item)
+    chain.judge()
+    assert "failed for good" not in worker.text
+
+
+def test_a_frozen_handler_that_wakes_after_its_effect_has_its_outcome_refused(chain: Chain) -> None:
+    """P3: its `handled` does not pass the fence; the change ran twice, its successor once."""
+    _, worker = chain.both()
+    item, _ = _before_and_after(chain, late_gate="open")
+    zombie = chain.wait_started(item)
+    wait_for(lambda: len(chain.effects()) == 1)
+    with frozen(worker, zombie.pid):
+        chain.wait_started(item, 2, _TAKEN_OVER_SECONDS_MAX)
+        chain.open_gate("open")
+        chain.wait_done()
+    worker.wait_for_output(rf"handled of chain/plain/\d+/0 \(fence {zombie.fence}\) was refused")
+    chain.allow(item)
+    chain.judge()
+
+
+@pytest.mark.parametrize(
+    ("act", "outcome"), [({"act": "retry", "options": {"countdown": 60}}, "retry"), ({"act": "raise"}, "halt")]
+)
+def test_a_frozen_handler_that_wakes_to_fail_has_that_refused(chain: Chain, act: Document, outcome: str) -> None:
+    """P3: a stale execution can neither park nor halt the partition of its successor."""
+    _, worker = chain.both()
+    item, _ = _before_and_after(chain, gate="open", **act)
+    zombie = chain.wait_started(item)
+    with frozen(worker, zombie.pid):
+        chain.wait_started(item, 2, _TAKEN_OVER_SECONDS_MAX)
+        chain.open_gate("open")
+        chain.wait_done()
+    worker.wait_for_output(rf"{outcome} of chain/plain/\d+/0 \(fence {zombie.fence}\) was refused")
+    chain.allow(item)
+    chain.judge()
+    assert chain.of(item)["state"] == "flowing"
+
+
+def test_a_frozen_worker_group_is_replaced_and_wakes_harmlessly(chain: Chain) -> None:
+    """P2, P3: the whole worker stops, with a handler running and messages prefetched, and goes on much later."""
+    _, worker = chain.both()
+    item, successor = _before_and_after(chain, gate="open")
+    zombie = chain.wait_started(item)
+    worker.send_group(signal.SIGSTOP)
+    try:
+        chain.worker(name="second")
+        chain.wait_started(item, 2, _TAKEN_OVER_SECONDS_MAX)
+        chain.open_gate("open")
+        chain.wait_started(successor)
+        chain.wait_done()
+    finally:
+        worker.send_group(signal.SIGCONT)
+    wait_for(lambda: chain.facts["refused"].find_one({"fence": zombie.fence}))
+    last = chain.write("plain", "hit", 3)
+    chain.wait_done()
+    chain.allow(item)
+    chain.judge()
+    assert len(chain.starts(last)) == 1
+
+
+def test_an_answer_of_a_claim_that_is_lost_costs_no_attempt(chain: Chain, failpoint: Failpoint) -> None:
+    """The claim is applied, its answer is cut off; the driver's repetition or the listener brings the change again."""
+    chain.both()
+    with failpoint(
+        mode={"times": 1}, failCommands=["findAndModify"], appName=chain.app_name("worker"), closeConnection=True
+    ):
+        item, _ = _before_and_after(chain)
+        chain.wait_done()
+    assert len(chain.starts(item)) == 1
+    chain.judge()
+
+
+def test_errors_of_mongodb_at_outcomes_are_waited_out(chain: Chain, failpoint: Failpoint) -> None:
+    """P6: `handled` and commit are repeated inside the execution while the server refuses writes."""
+    chain.both()
+    item, _ = _before_and_after(chain, late_gate="open")
+    wait_for(lambda: len(chain.effects()) == 1)
+    with failpoint(mode={"times": 4}, failCommands=["update"], appName=chain.app_name("worker"), errorCode=112):
+        chain.open_gate("open")
+        chain.wait_done()
+    assert len(chain.starts(item)) == 1
+    chain.judge()

@@ -1,0 +1,92 @@
+"""One partition on a real replica set, as tests of its updates see and spoil it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pymongo import MongoClient, WriteConcern
+from pymongo.collection import Collection
+
+from mongo_celery.options import BridgeOptions
+from mongo_celery.state.claims import Claim, Claims
+from mongo_celery.state.partitions import Image, Partitions
+from mongo_celery.state.store import Store
+
+Document = dict[str, Any]
+
+BRIDGE = "shop"
+SUBSCRIPTION = "record"
+VERSION = 100
+TTL = 5.0
+NASTY = ("$committed", "$$NOW", "$", "$.x", "a.b", "")
+"""Strings of users that a pipeline would read as expressions, and others that look odd."""
+
+
+def token(number: int) -> Document:
+    """The resume token of the change with this number."""
+    return {"_data": f"82{number:06d}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A store, one partition of it, and its document."""
+
+    store: Store
+    where: str
+    documents: Collection[Document]
+    letters: Collection[Document]
+
+    @property
+    def claims(self) -> Claims:
+        return self.store.claims
+
+    @property
+    def partitions(self) -> Partitions:
+        return self.store.partitions
+
+    @property
+    def document(self) -> Document:
+        """The partition as it is stored."""
+        found = self.documents.find_one({"_id": self.where})
+        assert found is not None, "the partition exists"
+        return found
+
+    @property
+    def image(self) -> Image:
+        """The partition as the listener sees it."""
+        return self.partitions.look([self.where])[0]
+
+    def spoil(self, **changes: Any) -> None:
+        """Set fields as no update of the library would."""
+        self.documents.update_one({"_id": self.where}, {"$set": changes})
+
+    def lapse(self) -> None:
+        """Let the claim's time be over."""
+        self.documents.update_one({"_id": self.where}, [{"$set": {"claim.until": {"$subtract": ["$$NOW", 1]}}}])
+
+    def try_claim(self, first: int = 1, last: int | None = None, *, owner: str = "me", **options: Any) -> Claim | None:
+        """Claim a run of this version, which begins with this change."""
+        given = {"version": VERSION, "token": token(first)["_data"], **options}
+        return self.claims.take(self.where, owner=owner, first=first, last=last or first, **given)
+
+    def claim(self, first: int = 1, last: int | None = None, *, owner: str = "me", **options: Any) -> Claim:
+        """Claim a run that must be free."""
+        found = self.try_claim(first, last, owner=owner, **options)
+        assert found is not None, f"the run of {first} is free: {self.document}"
+        return found
+
+    def take_over(self, version: int) -> Image:
+        """A take-over; returns the partition's image."""
+        (image,) = self.partitions.take_over(SUBSCRIPTION, 0, version)
+        return image
+
+
+def rig_of(client: MongoClient[Document], database: str) -> Rig:
+    """A partition that was just taken over with `VERSION`."""
+    store = Store(client, BridgeOptions(name=BRIDGE, database=database, lease_ttl=TTL, claim_ttl=TTL))
+    store.partitions.prepare(SUBSCRIPTION, 0, 1, VERSION)
+    store.partitions.take_over(SUBSCRIPTION, 0, VERSION)
+    majority = client.get_database(database, write_concern=WriteConcern("majority"))
+    where = store.partitions.partition_id(SUBSCRIPTION, 0, 0)
+    return Rig(store, where, majority["partitions"], majority["dead_letters"])

@@ -1,0 +1,108 @@
+"""A reader of a change stream, and everything that it has handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from bson import Timestamp
+from bson.raw_bson import RawBSONDocument
+from pymongo import MongoClient
+
+from mongo_celery.errors import MongoCeleryError
+from mongo_celery.stream.reader import Event, Failed, Item, Position, StreamReader
+from mongo_celery.stream.source import Interest, Scope, filter_of, scope_of, source_of
+from mongo_celery.window import Mark
+from tests.fixtures.process import wait_for
+
+APP_NAME = "reader-under-test"
+ROOM = 1000
+
+
+def interest_in(*targets: str, name: str = "record", **conditions: Any) -> Interest:
+    """What one handler wants."""
+    wanted = filter_of(conditions.get("operations"), conditions.get("fields"), conditions.get("match"))
+    return Interest(name, tuple(source_of(target, None) for target in targets), wanted)
+
+
+def scope_on(*targets: str, pipeline: Sequence[Mapping[str, Any]] = (), **conditions: Any) -> Scope:
+    """The stream of a bridge with one handler."""
+    return scope_of([interest_in(*targets, **conditions)], state_database="state_of_nobody", pipeline=pipeline)
+
+
+def now(client: MongoClient[Any]) -> Position:
+    """The position behind everything that was written."""
+    time: Timestamp = client.admin.command("ping")["operationTime"]
+    return Position(None, Timestamp(time.time, time.inc + 1))
+
+
+class Reading:
+    """
+    Reads from a position until its `with` block ends.
+
+    Args:
+        room: how many items are taken before `make_room` is called; by default the reader never waits.
+    """
+
+    def __init__(self, url: str, scope: Scope, position: Position, *, room: int | None = None) -> None:
+        self.items: list[Item] = []
+        self._url = url
+        self._endless = room is None
+        self.reader = StreamReader(
+            self._client, scope, position, deliver=self._take, room=ROOM if room is None else room, comment="a test"
+        )
+
+    def _client(self, timeout: float) -> MongoClient[RawBSONDocument]:
+        return MongoClient(
+            self._url, document_class=RawBSONDocument, appname=APP_NAME, socketTimeoutMS=int(timeout * 1000), heartbeatFrequencyMS=500
+        )
+
+    def _take(self, item: Item) -> None:
+        self.items.append(item)
+        if self._endless and not isinstance(item, Failed):
+            self.reader.made_room(item)
+
+    def __enter__(self) -> Self:
+        self.reader.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.reader.stop()
+        self.reader._thread.join(10)
+
+    @property
+    def events(self) -> list[Mapping[str, Any]]:
+        """The events so far, decoded."""
+        return [item.document for item in self.items if isinstance(item, Event)]
+
+    @property
+    def marks(self) -> list[Mark]:
+        """The post-batch markers so far."""
+        return [item for item in self.items if isinstance(item, Mark)]
+
+    @property
+    def keys(self) -> list[Any]:
+        """The `_id`s of the changed documents, in the order of arrival."""
+        return [event["documentKey"]["_id"] for event in self.events if "documentKey" in event]
+
+    @property
+    def operations(self) -> list[str]:
+        """The operation types, in the order of arrival."""
+        return [event["operationType"] for event in self.events]
+
+    def wait_for_keys(self, *keys: Any, seconds: float = 15.0) -> None:
+        """Wait for these documents, each once, in this order, and nothing else."""
+        wait_for(lambda: len(self.keys) >= len(keys), seconds, lambda: f"{keys}, but {self.keys} {self.failure}")
+        assert self.keys == list(keys)
+
+    @property
+    def failure(self) -> MongoCeleryError | None:
+        """The error with which the reader has ended."""
+        return next((item.error for item in self.items if isinstance(item, Failed)), None)
+
+    def wait_for_failure(self, seconds: float = 15.0) -> MongoCeleryError:
+        """Wait for the end."""
+        return wait_for(lambda: self.failure, seconds, "the stream ends for good")

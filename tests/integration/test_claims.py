@@ -1,0 +1,481 @@
+"""
+Claims and outcomes against a real replica set, one guard after the other.
+
+Rules 1 to 4 are those of `mongo_celery/state/claims.py`. Where an update has several conditions, each has a
+test in which everything but this one condition would let the update through.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+from pymongo.errors import OperationFailure, PyMongoError
+
+from mongo_celery.state.claims import Claim
+from mongo_celery.state.dead_letters import letter
+from mongo_celery.state.expressions import SHIFT
+from tests.fixtures.process import wait_for
+from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, rig_of, token
+
+Document = dict[str, Any]
+MakeClient = Callable[..., MongoClient[Document]]
+Failpoint = Callable[..., AbstractContextManager[None]]
+
+
+@pytest.fixture
+def rig(mongo_client: MongoClient[Document], state_database: str) -> Rig:
+    """Give one partition that flows and that nobody has claimed."""
+    return rig_of(mongo_client, state_database)
+
+
+def a_letter(number: int = 1, error: str = "ValueError: no") -> Document:
+    return letter(
+        bridge=BRIDGE,
+        subscription=SUBSCRIPTION,
+        partition=0,
+        token=token(number),
+        key="insert shop.orders 1",
+        change=b"\x05\x00\x00\x00\x00",
+        error=error,
+        traceback="Traceback",
+        attempts=1,
+    )
+
+
+# -- the claim ---------------------------------------------------------------------------------------
+
+
+def test_a_claim_stores_owner_run_and_expiry(rig: Rig) -> None:
+    """Rule 1: the document says who runs what until when."""
+    claim = rig.claim(1, 3)
+    stored = rig.document
+    assert (stored["claim"]["owner"], stored["claim"]["first"], stored["claim"]["last"]) == ("me", 1, 3)
+    assert stored["claim"]["ttl"] == TTL * 1000
+    assert (stored["fence"], claim.retries, claim.crashes) == (claim.fence, 0, 0)
+
+
+def test_every_claim_raises_the_fence_to_at_least_the_cluster_time(
+    rig: Rig, mongo_client: MongoClient[Document]
+) -> None:
+    """P4, rule 1: first delivery, redelivery and retry hold different fencing tokens."""
+    seconds = mongo_client.admin.command("ping")["operationTime"].time
+    fences = []
+    for number in range(5):
+        fences.append(rig.claim(owner=f"o{number}").fence)
+        rig.claims.relinquish(rig.where, f"o{number}")
+    assert fences == sorted(set(fences))
+    assert fences[0] >= seconds * SHIFT
+
+
+def test_a_fence_that_is_ahead_of_the_clock_still_grows(rig: Rig) -> None:
+    """P4: the larger one of old + 1 and the clock."""
+    rig.spoil(fence=1 << 60)
+    assert rig.claim().fence == (1 << 60) + 1
+
+
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+def test_a_message_of_another_version_claims_nothing(rig: Rig, version: int) -> None:
+    """Rule 2: equal, not at least: an old term's message, and one with a version that nobody led with."""
+    assert rig.try_claim(version=version) is None
+    assert rig.try_claim() is not None
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_claim_must_begin_right_behind_what_is_committed(rig: Rig, first: int) -> None:
+    """P2: neither a change that is done nor one that is not yet due."""
+    rig.spoil(committed=1)
+    assert rig.try_claim(first, token="829") is None
+    assert rig.try_claim(2, token="829") is not None
+
+
+@pytest.mark.parametrize("data", [token(5)["_data"], token(4)["_data"]])
+def test_a_change_whose_token_is_committed_cannot_be_claimed(rig: Rig, data: str) -> None:
+    """P2: a number that fits does not help where the stored token is not smaller (numbers were given anew)."""
+    rig.spoil(resumeToken=token(5))
+    assert rig.try_claim(token=data) is None
+    assert rig.try_claim(token=token(6)["_data"]) is not None
+
+
+def test_what_is_handled_cannot_be_claimed_again(rig: Rig) -> None:
+    """P6: also when its claim has lapsed and its commit is late."""
+    claim = rig.claim()
+    assert rig.claims.handle(claim, 1, token(1))
+    rig.lapse()
+    assert rig.try_claim(owner="other") is None
+
+
+def test_a_live_claim_keeps_others_out_until_it_lapses(rig: Rig) -> None:
+    """Rule 1, P10: by the server's clock alone."""
+    rig.claim(ttl=1.0)
+    started = time.monotonic()
+    assert rig.try_claim(owner="other") is None
+    wait_for(lambda: rig.try_claim(owner="other"))
+    assert time.monotonic() - started > 0.8
+
+
+def test_a_parked_change_cannot_be_claimed_before_its_time(rig: Rig) -> None:
+    """P10: by the server's clock."""
+    claim = rig.claim()
+    assert rig.claims.park(claim, delay=0.5, not_before=None, error="later")
+    assert rig.try_claim() is None
+    assert wait_for(rig.try_claim).retries == 1
+
+
+@pytest.mark.parametrize("state", ["halted", "paused", "closed"])
+def test_a_partition_that_stands_still_cannot_be_claimed(rig: Rig, state: str) -> None:
+    """P9: only a person lets it flow again."""
+    rig.spoil(state=state)
+    assert rig.try_claim() is None
+
+
+def test_a_partition_that_does_not_exist_cannot_be_claimed(rig: Rig) -> None:
+    """P11: a claim makes nothing."""
+    rig.documents.delete_one({"_id": rig.where})
+    assert rig.try_claim() is None
+    assert rig.documents.find_one({"_id": rig.where}) is None
+
+
+def test_replacing_a_lapsed_claim_counts_a_crash_and_ends_runs_of_several(rig: Rig) -> None:
+    """P6: the guilty change is found by running one change at a time up to the last one of the lapsed run."""
+    rig.claim(1, 7)
+    rig.lapse()
+    second = rig.claim(1, 3, owner="second")
+    assert second.crashes == 1
+    assert rig.document["single"] == 7
+    rig.lapse()
+    assert rig.claim(1, 1, owner="third").crashes == 2
+    assert rig.document["single"] == 7, "a shorter run does not lower it"
+
+
+def test_a_claim_that_ended_in_a_retry_is_no_crash(rig: Rig) -> None:
+    """Retries and crashes are counted apart, and both survive the next claim."""
+    rig.claim()
+    rig.lapse()
+    claim = rig.claim(owner="second")
+    assert rig.claims.park(claim, delay=0.0, not_before=None, error="again")
+    third = wait_for(lambda: rig.try_claim(owner="third"))
+    assert (third.retries, third.crashes) == (1, 1)
+    assert rig.document["retry"]["error"] == "again"
+
+
+def test_a_claim_replaces_the_whole_of_an_older_one(rig: Rig) -> None:
+    """`$set` of a document in a pipeline merges: no key of the lapsed claim may shine through."""
+    rig.claim(1, 7, ttl=9.0)
+    rig.lapse()
+    rig.spoil(**{"claim.rest": "of an older release"})
+    rig.claim(1, 1, owner="second", ttl=1.0)
+    claim = rig.document["claim"]
+    assert (claim["first"], claim["last"], claim["ttl"], claim["owner"]) == (1, 1, 1000, "second")
+
+
+def test_relinquishing_counts_nothing_and_touches_nobody_elses_claim(rig: Rig) -> None:
+    """A claim whose answer was lost: no attempt, no crash; an answered `handled` stays."""
+    claim = rig.claim()
+    rig.claims.relinquish(rig.where, "somebody else")
+    assert rig.document["claim"] is not None
+    rig.claims.relinquish(rig.where, "me")
+    again = rig.claim(owner="again")
+    assert (again.crashes, again.retries) == (0, 0)
+    assert again.fence > claim.fence
+    assert rig.document["single"] is None
+    assert rig.claims.handle(again, 1, token(1))
+    rig.claims.relinquish(rig.where, "again")
+    assert rig.document["claim"] is not None
+
+
+# -- outcomes: who may write them --------------------------------------------------------------------
+
+Outcome = Callable[[Rig, Claim], bool]
+OUTCOMES: dict[str, Outcome] = {
+    "heartbeat": lambda rig, claim: rig.claims.extend(claim),
+    "is mine": lambda rig, claim: rig.claims.is_mine(claim),
+    "handled": lambda rig, claim: rig.claims.handle(claim, claim.first, token(claim.first)),
+    "park": lambda rig, claim: rig.claims.park(claim, delay=1.0, not_before=None, error="e"),
+    "crash": lambda rig, claim: rig.claims.crash(claim, "e"),
+    "halt": lambda rig, claim: rig.claims.halt(claim, token(claim.first), "key", "e"),
+    "skip": lambda rig, claim: rig.claims.skip(claim, token(claim.first)),
+    "dead letter": lambda rig, claim: rig.claims.set_aside(claim, token(claim.first), a_letter()),
+}
+outcome = pytest.mark.parametrize("act", OUTCOMES.values(), ids=OUTCOMES.keys())
+
+
+@outcome
+def test_an_execution_may_write_its_outcome(rig: Rig, act: Outcome) -> None:
+    """Rule 3: else the refusals below would prove nothing."""
+    assert act(rig, rig.claim())
+
+
+@outcome
+@pytest.mark.parametrize("change", [{"fence": 1 << 60}, {"claim.owner": "other"}, {"committed": 1}, {"claim": None}])
+def test_an_outcome_is_refused_when_fence_owner_or_position_have_moved(rig: Rig, act: Outcome, change: Document) -> None:
+    """Rule 3, P3: each of the conditions for itself; nothing is written."""
+    claim = rig.claim()
+    rig.spoil(**change)
+    before = rig.document
+    assert not act(rig, claim)
+    assert rig.document == before
+    assert rig.letters.count_documents({}) == 0
+
+
+@outcome
+def test_an_outcome_is_refused_after_a_newer_claim(rig: Rig, act: Outcome) -> None:
+    """P3: the zombie that wakes after its successor has begun."""
+    zombie = rig.claim()
+    rig.lapse()
+    rig.claim(owner="successor")
+    before = rig.document
+    assert not act(rig, zombie)
+    assert rig.document == before
+
+
+@outcome
+def test_an_outcome_is_accepted_after_the_claim_has_lapsed_if_nobody_claimed_since(rig: Rig, act: Outcome) -> None:
+    """Table: a late heartbeat alone does not end an execution."""
+    claim = rig.claim()
+    rig.lapse()
+    assert act(rig, claim)
+
+
+@outcome
+def test_an_outcome_is_accepted_after_a_take_over(rig: Rig, act: Outcome) -> None:
+    """P7, P6: handlers that run are adopted: they prove themselves by fence and owner, not by the version."""
+    claim = rig.claim()
+    rig.take_over(VERSION + 1)
+    assert act(rig, claim)
+
+
+@pytest.mark.parametrize("name", [name for name in OUTCOMES if name not in {"handled", "is mine"}])
+def test_nothing_but_handled_itself_is_accepted_after_handled(rig: Rig, name: str) -> None:
+    """P6: what is handled is only committed. (`is mine` is a majority read, and the mark is written with w:1.)"""
+    claim = rig.claim()
+    assert rig.claims.handle(claim, 1, token(1))
+    assert not OUTCOMES[name](rig, claim)
+
+
+# -- outcomes: what they write -----------------------------------------------------------------------
+
+
+def test_a_heartbeat_extends_the_claim_by_its_own_ttl(rig: Rig) -> None:
+    """Also for a transactional handler, whose claim is longer than the bridge's."""
+    claim = rig.claim(ttl=60.0)
+    before = rig.document["claim"]["until"]
+    rig.spoil(**{"claim.until": before - timedelta(seconds=30)})
+    assert rig.claims.extend(claim)
+    assert rig.document["claim"]["until"] >= before
+
+
+def test_handled_can_be_repeated_by_its_owner_and_may_grow(rig: Rig) -> None:
+    """An answer that was lost is asked for again."""
+    claim = rig.claim(1, 3)
+    assert rig.claims.handle(claim, 2, token(2))
+    assert rig.claims.handle(claim, 2, token(2))
+    assert rig.claims.handle(claim, 3, token(3))
+    assert rig.document["handled"] == {"owner": "me", "last": 3, "resumeToken": token(3)}
+
+
+def test_handled_of_another_owner_is_not_overwritten(rig: Rig) -> None:
+    """Rule 3: not even by one that holds the fence."""
+    claim = rig.claim()
+    rig.spoil(handled={"owner": "other", "last": 1, "resumeToken": token(1)})
+    assert not rig.claims.handle(claim, 1, token(1))
+
+
+def test_a_commit_takes_its_values_from_handled(rig: Rig) -> None:
+    """Rule 4: position and token of the mark, whatever run the committing message belongs to."""
+    claim = rig.claim(1, 9)
+    assert rig.claims.handle(claim, 4, token(4))
+    assert rig.claims.commit(rig.where, 1)
+    stored = rig.document
+    assert (stored["committed"], stored["resumeToken"]) == (4, token(4))
+    assert stored["claim"] is stored["handled"] is stored["retry"] is None
+    assert stored["fence"] == claim.fence
+
+
+def test_a_commit_without_handled_changes_nothing(rig: Rig) -> None:
+    """P3, P11: a commit message carries no authority."""
+    rig.claim()
+    before = rig.document
+    assert not rig.claims.commit(rig.where, 1)
+    assert not rig.claims.commit(rig.where)
+    assert rig.document == before
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_commit_of_another_run_changes_nothing(rig: Rig, first: int) -> None:
+    """P3: what is handled now belongs to the run behind `committed`."""
+    claim = rig.claim(1, 1)
+    assert rig.claims.handle(claim, 1, token(1))
+    assert rig.claims.commit(rig.where, 1)
+    assert rig.claims.handle(rig.claim(2, 2), 2, token(2))
+    assert not rig.claims.commit(rig.where, first)
+    assert rig.claims.commit(rig.where, 2)
+    assert not rig.claims.commit(rig.where, 2), "it is done already"
+
+
+def test_a_commit_leaves_the_state_alone(rig: Rig) -> None:
+    """A partition that was paused while a handler ran commits it and stays paused."""
+    claim = rig.claim()
+    rig.spoil(state="paused")
+    assert rig.claims.handle(claim, 1, token(1))
+    assert rig.claims.commit(rig.where, 1)
+    assert rig.document["state"] == "paused"
+
+
+def test_a_retry_is_parked_by_a_delay_of_the_servers_clock(rig: Rig) -> None:
+    """P10: counted, with its error, and due so many seconds from the server's now."""
+    assert rig.claims.park(rig.claim(), delay=100.0, not_before=None, error="busy")
+    image = rig.image
+    assert 99 < image.due_in <= 100
+    assert image.parked
+    assert (image.retries, image.crashes, image.error, image.claim) == (1, 0, "busy", None)
+
+
+def test_a_retry_is_parked_until_a_time(rig: Rig) -> None:
+    """`retry(eta=...)`."""
+    when = datetime.now(UTC) + timedelta(hours=1)
+    assert rig.claims.park(rig.claim(), delay=None, not_before=when, error="later")
+    assert 3590 < rig.image.due_in <= 3601
+
+
+def test_retries_add_up_and_a_commit_clears_them(rig: Rig) -> None:
+    """The next change begins without the attempts of this one."""
+    for number in range(3):
+        claim = rig.claim(owner=f"o{number}")
+        assert claim.retries == number
+        assert rig.claims.park(claim, delay=-1.0, not_before=None, error="again")
+    claim = rig.claim()
+    assert rig.claims.handle(claim, 1, token(1))
+    assert rig.claims.commit(rig.where, 1)
+    assert rig.claim(2).retries == 0
+
+
+def test_a_recorded_crash_counts_and_singles_out(rig: Rig) -> None:
+    """A hard time limit: the claim ends at once, and the next claim does not count it again."""
+    claim = rig.claim(1, 5)
+    assert rig.claims.crash(claim, "SystemExit: 1")
+    stored = rig.document
+    assert (stored["claim"], stored["single"], stored["retry"]["crashes"]) == (None, 5, 1)
+    assert rig.claim(owner="next").crashes == 1
+
+
+def test_a_halt_records_the_head_and_keeps_the_counts(rig: Rig) -> None:
+    """P9: the partition says at which change it stands, and why."""
+    claim = rig.claim()
+    assert rig.claims.park(claim, delay=-1.0, not_before=None, error="once")
+    assert rig.claims.halt(rig.claim(), token(1), "insert shop.orders 1", "ValueError: no")
+    image = rig.image
+    assert (image.state, image.retries, image.error) == ("halted", 1, "ValueError: no")
+    assert image.head == {"resumeToken": token(1), "key": "insert shop.orders 1"}
+    assert rig.try_claim() is None
+
+
+def test_a_skip_writes_the_position_itself(rig: Rig) -> None:
+    """A failed task publishes no commit link; one change of a longer run is passed over."""
+    assert rig.claims.skip(rig.claim(1, 5), token(1))
+    stored = rig.document
+    assert (stored["committed"], stored["resumeToken"], stored["claim"], stored["retry"]) == (1, token(1), None, None)
+    assert rig.try_claim(2) is not None
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_strings_of_users_survive_every_outcome(rig: Rig, text: str) -> None:
+    """`$literal`: a string that begins with `$` is stored, not evaluated, and removes no field."""
+    owner = f"${text}"
+    assert rig.claims.crash(rig.claim(owner=owner), text)
+    assert rig.document["retry"]["error"] == text
+    claim = rig.claim(owner=owner)
+    assert rig.document["claim"]["owner"] == owner
+    assert rig.claims.extend(claim)
+    assert rig.claims.park(claim, delay=-1.0, not_before=None, error=text)
+    assert rig.document["retry"]["error"] == text
+    assert rig.claims.set_aside(rig.claim(owner=owner), token(1), {**a_letter(error=text), "key": text})
+    found = rig.letters.find_one({})
+    assert found is not None
+    assert (found["error"], found["key"]) == (text, text)
+    claim = rig.claim(2, owner=owner)
+    assert rig.claims.handle(claim, 2, token(2))
+    assert rig.claims.commit(rig.where, 2)
+    head = {"_data": token(3)["_data"], "note": text}
+    assert rig.claims.halt(rig.claim(3, owner=owner), head, text, text)
+    image = rig.image
+    assert (image.head, image.error) == ({"resumeToken": head, "key": text}, text)
+    assert rig.partitions.skip(image, 0)
+    assert rig.document["resumeToken"] == head
+
+
+# -- dead letters ------------------------------------------------------------------------------------
+
+
+def test_a_dead_letter_and_its_position_are_written_together(rig: Rig) -> None:
+    """P1: the letter has the server's time, the change's bytes and the error."""
+    assert rig.claims.set_aside(rig.claim(1, 5), token(1), a_letter())
+    stored = rig.document
+    assert (stored["committed"], stored["resumeToken"], stored["claim"], stored["retry"]) == (1, token(1), None, None)
+    found = rig.letters.find_one({})
+    assert found is not None
+    assert (found["resumeToken"], found["error"], found["attempts"]) == (token(1), "ValueError: no", 1)
+    assert isinstance(found["at"], datetime)
+    assert rig.store.dead_letters.count() == {SUBSCRIPTION: 1}
+
+
+@pytest.mark.parametrize("stage", ["position", "letter", "commit"])
+def test_a_dead_letter_is_written_with_its_position_or_not_at_all(
+    rig: Rig, make_client: MakeClient, failpoint: Failpoint, state_database: str, stage: str
+) -> None:
+    """P1: the transaction fails at its first write, at its second, or at its commit: nothing remains."""
+    patient = rig_of(make_client(appname="dead-letter"), state_database)
+    claim = rig.claim()
+    before = rig.document
+    commands = {"position": ["update"], "letter": ["update"], "commit": ["commitTransaction"]}[stage]
+    mode: Any = {"skip": 1} if stage == "letter" else "alwaysOn"
+    with (
+        failpoint(failCommands=commands, errorCode=8000, appName="dead-letter", mode=mode),
+        pytest.raises(OperationFailure),
+    ):
+        patient.claims.set_aside(claim, token(1), a_letter())
+    assert rig.document == before
+    assert rig.letters.count_documents({}) == 0
+    assert patient.claims.set_aside(claim, token(1), a_letter())
+
+
+def test_a_dead_letter_whose_commit_was_not_answered_is_there_once(
+    rig: Rig, make_client: MakeClient, failpoint: Failpoint, state_database: str
+) -> None:
+    """P1: the driver asks again for the outcome of its own commit."""
+    patient = rig_of(make_client(appname="dead-letter"), state_database)
+    with failpoint(
+        failCommands=["commitTransaction"],
+        closeConnection=True,
+        appName="dead-letter",
+        mode={"times": 1},
+    ):
+        assert patient.claims.set_aside(rig.claim(), token(1), a_letter())
+    assert rig.document["committed"] == 1
+    assert rig.letters.count_documents({}) == 1
+
+
+def test_a_change_can_be_set_aside_again_after_a_rewind(rig: Rig) -> None:
+    """A letter replaces the one of the same change."""
+    assert rig.claims.set_aside(rig.claim(), token(1), a_letter(error="first"))
+    rig.spoil(committed=0, resumeToken=None)
+    assert rig.claims.set_aside(rig.claim(), token(1), a_letter(error="second"))
+    assert [found["error"] for found in rig.letters.find()] == ["second"]
+
+
+def test_an_error_that_no_retry_cures_reaches_the_caller(
+    rig: Rig, make_client: MakeClient, failpoint: Failpoint, state_database: str
+) -> None:
+    """P9: a claim that cannot be taken raises; it does not look like a duplicate."""
+    client = make_client(appname="claimant")
+    other = rig_of(client, state_database)
+    with (
+        failpoint(failCommands=["findAndModify"], errorCode=13, appName="claimant"),
+        pytest.raises(PyMongoError),
+    ):
+        other.try_claim()

@@ -1,0 +1,386 @@
+"""
+The lease against a real replica set: who may lead, for how long, and under which version.
+
+Rules 1 to 4 are those of `mongo_celery/state/leases.py`; P4 and P10 those of the design.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+from bson import Timestamp
+from pymongo import MongoClient, WriteConcern
+from pymongo.collection import Collection
+
+from mongo_celery.options import BridgeOptions
+from mongo_celery.state.expressions import SHIFT
+from mongo_celery.state.leases import Layout, Leases, Term, layout_of
+from mongo_celery.state.store import Store
+from tests.fixtures.process import wait_for
+
+Document = dict[str, Any]
+MakeClient = Callable[..., MongoClient[Document]]
+Failpoint = Callable[..., AbstractContextManager[None]]
+
+TTL = 2.0
+SHORT_TTL = 1.0
+BRIDGE = "shop"
+RACES = 50
+BARRIER_SECONDS_MAX = 10
+
+
+def store_of(client: MongoClient[Document], database: str, *, lease_ttl: float = TTL, **options: Any) -> Store:
+    return Store(client, BridgeOptions(name=BRIDGE, database=database, lease_ttl=lease_ttl, **options))
+
+
+@pytest.fixture
+def leases(mongo_client: MongoClient[Document], state_database: str) -> Leases:
+    """Give the lease of a bridge whose document was just created."""
+    found = store_of(mongo_client, state_database).leases
+    found.ensure()
+    return found
+
+
+@pytest.fixture
+def short_leases(mongo_client: MongoClient[Document], state_database: str) -> Leases:
+    """Give the same lease as a listener with the shortest ttl sees it."""
+    found = store_of(mongo_client, state_database, lease_ttl=SHORT_TTL).leases
+    found.ensure()
+    return found
+
+
+@pytest.fixture
+def documents(mongo_client: MongoClient[Document], state_database: str) -> Collection[Document]:
+    """Give the collection itself, to see and to spoil what is stored."""
+    return mongo_client[state_database].get_collection("leases", write_concern=WriteConcern("majority"))
+
+
+def acquired(leases: Leases) -> Term:
+    """A term; a lease that should have been free fails the test."""
+    term = leases.acquire()
+    assert term is not None, "the lease was free"
+    return term
+
+
+def stored(documents: Collection[Document]) -> Document:
+    document = documents.find_one({"_id": BRIDGE})
+    assert document is not None
+    return document
+
+
+def cluster_seconds(client: MongoClient[Document]) -> int:
+    time_: Timestamp = client.admin.command("ping")["operationTime"]
+    return time_.time
+
+
+def test_a_free_lease_is_acquired_once(leases: Leases, documents: Collection[Document]) -> None:
+    """Rule 1: the second attempt finds it held; the document names the holder by the source's field names."""
+    term = acquired(leases)
+    assert leases.acquire() is None
+    document = stored(documents)
+    assert document["listenerId"] == term.listener_id
+    assert document["version"] == term.version
+    assert document["expiresAt"] > document["renewedAt"]
+
+
+def test_an_expired_lease_can_be_acquired_and_not_a_moment_before(short_leases: Leases) -> None:
+    """P10: the server's clock decides: refused while a ttl has not passed since the acquisition was answered."""
+    started = time.monotonic()
+    first = acquired(short_leases)
+    second = wait_for(short_leases.acquire)
+    assert time.monotonic() - started >= SHORT_TTL * 0.95
+    assert second.version > first.version
+    assert second.listener_id != first.listener_id
+
+
+def test_every_acquisition_raises_the_version(leases: Leases) -> None:
+    """P4: also after a regular release, and also many within one second."""
+    versions = []
+    for _ in range(20):
+        term = acquired(leases)
+        versions.append(term.version)
+        assert leases.release(term)
+    assert versions == sorted(set(versions))
+
+
+def test_a_version_is_at_least_the_cluster_time(leases: Leases, mongo_client: MongoClient[Document]) -> None:
+    """P4: the floor that a dropped state database cannot take away."""
+    before = cluster_seconds(mongo_client)
+    assert acquired(leases).version >= before * SHIFT
+
+
+def test_the_version_does_not_start_again_after_the_document_was_deleted(
+    leases: Leases, documents: Collection[Document]
+) -> None:
+    """P4: not even when it is deleted and made again within the same second, in which many had led."""
+    for _ in range(10):
+        assert leases.release(acquired(leases))
+    old = acquired(leases)
+    documents.delete_one({"_id": BRIDGE})
+    leases.ensure()
+    new = acquired(leases)
+    assert new.version > old.version
+
+
+def test_the_version_does_not_start_again_after_the_database_was_dropped(
+    leases: Leases, documents: Collection[Document]
+) -> None:
+    """P4: dropped and made again at once; the old holder can neither renew nor release."""
+    for _ in range(10):
+        assert leases.release(acquired(leases))
+    old = acquired(leases)
+    documents.database.client.drop_database(documents.database)
+    assert leases.renew(old, {}) is None
+    leases.ensure()
+    new = acquired(leases)
+    assert new.version > old.version
+    assert leases.renew(old, {}) is None
+    assert not leases.release(old)
+
+
+def test_a_fence_does_not_start_again_after_the_database_was_dropped(
+    mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """P4: claims of partitions that are made anew, within the same second, count on above the old ones."""
+    store = store_of(mongo_client, state_database)
+    largest = 0
+    for _ in range(3):
+        store.leases.ensure()
+        version = acquired(store.leases).version
+        store.partitions.prepare("record", 0, 1, version)
+        store.partitions.take_over("record", 0, version)
+        where = store.partitions.partition_id("record", 0, 0)
+        for number in range(5):
+            claim = store.claims.take(where, owner=f"o{number}", version=version, first=1, last=1, token="82")
+            assert claim is not None
+            assert claim.fence > largest
+            largest = claim.fence
+            store.claims.relinquish(where, claim.owner)
+        mongo_client.drop_database(state_database)
+
+
+def test_release_keeps_the_document_and_everything_in_it(leases: Leases, documents: Collection[Document]) -> None:
+    """Rule 3: only the holder and the expiry are emptied."""
+    term = acquired(leases)
+    before = stored(documents)
+    assert leases.release(term, "history_lost", "the oplog is too short")
+    after = stored(documents)
+    changed = {"listenerId": None, "expiresAt": None, "state": "history_lost", "error": "the oplog is too short"}
+    assert after == {**before, **changed}
+
+
+def test_a_renewal_extends_the_expiry_and_keeps_the_version(leases: Leases, documents: Collection[Document]) -> None:
+    """Rule 2: the expiry moves, by the server's clock; nothing else of the term does."""
+    term = acquired(leases)
+    before = stored(documents)
+    renewed = leases.renew(term, {"outstanding": 3})
+    assert renewed is not None
+    assert (renewed.listener_id, renewed.version) == (term.listener_id, term.version)
+    assert renewed.trusted_until > term.trusted_until
+    after = stored(documents)
+    assert after["expiresAt"] > before["expiresAt"]
+    assert after["report"] == {"outstanding": 3}
+
+
+def test_a_report_may_hold_strings_that_look_like_expressions(leases: Leases, documents: Collection[Document]) -> None:
+    """The report goes through `$literal`: a value with `$` in front is stored as it is."""
+    assert leases.renew(acquired(leases), {"error": "$version", "note": "$$NOW"})
+    assert stored(documents)["report"] == {"error": "$version", "note": "$$NOW"}
+
+
+def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: Collection[Document]) -> None:
+    """Rule 2, P3: renewal, release, pin, layout, position, version and gap of a term that has ended."""
+    old = acquired(leases)
+    assert leases.release(old)
+    acquired(leases)
+    before = stored(documents)
+    assert leases.renew(old, {}) is None
+    assert not leases.release(old)
+    assert leases.raise_version(old, 1 << 60) is None
+    assert leases.pin_start(old, Timestamp(1, 1)) is None
+    assert leases.pin_start(old, Timestamp(1, 1), replace=True) is None
+    assert not leases.set_layout(old, Layout(7, 7, {}))
+    assert not leases.record_position(old, {"_data": "82"}, Timestamp(1, 1))
+    assert not leases.record_gap(old, {"until": Timestamp(1, 1)})
+    assert stored(documents) == before
+
+
+def test_a_late_renewal_does_not_take_back_a_lease_that_nobody_took(
+    leases: Leases, documents: Collection[Document]
+) -> None:
+    """Rule 1: after a release there is nothing to renew, although the lease is free."""
+    term = acquired(leases)
+    assert leases.release(term)
+    assert leases.renew(term, {}) is None
+    assert stored(documents)["listenerId"] is None
+
+
+def test_an_expired_lease_that_nobody_took_can_still_be_renewed(short_leases: Leases) -> None:
+    """Rule 2: renewal asks who holds it, not how late it is: the version has not moved, so nobody led meanwhile."""
+    term = acquired(short_leases)
+    wait_for(lambda: (short_leases.read() or {}).get("live") is False)
+    assert short_leases.renew(term, {}) is not None
+    assert short_leases.acquire() is None
+
+
+def test_two_acquisitions_at_the_same_instant_have_one_winner(
+    make_client: MakeClient, mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """Rule 1: on a document that does not even exist, fifty times."""
+    rivals = [store_of(make_client(), state_database).leases for _ in range(2)]
+    documents = mongo_client[state_database]["leases"]
+    barrier = threading.Barrier(2)
+
+    def race(leases: Leases) -> Term | None:
+        barrier.wait(BARRIER_SECONDS_MAX)
+        leases.ensure()
+        return leases.acquire()
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(RACES):
+            winners = [term for term in pool.map(race, rivals) if term is not None]
+            assert len(winners) == 1
+            assert stored(documents)["listenerId"] == winners[0].listener_id
+            documents.delete_one({"_id": BRIDGE})
+
+
+def _spoil(documents: Collection[Document], seconds: int) -> None:
+    """Let the lease expire so far ahead as only a primary with a wrong clock writes it."""
+    change = {"expiresAt": {"$add": ["$$NOW", seconds * 1000]}}
+    documents.update_one({"_id": BRIDGE}, [{"$set": change}])
+
+
+def test_an_impossible_expiry_is_replaced_after_twice_its_ttl_and_no_sooner(
+    short_leases: Leases, documents: Collection[Document]
+) -> None:
+    """P10: waited for by the observer's monotonic clock; replaced as it was seen."""
+    old = acquired(short_leases)
+    _spoil(documents, 3600)
+    started = time.monotonic()
+    assert short_leases.suspicious() is None
+    seen = wait_for(short_leases.suspicious)
+    assert time.monotonic() - started > 2 * SHORT_TTL
+    new = short_leases.acquire(observed=seen)
+    assert new is not None
+    assert new.version > old.version
+    assert short_leases.suspicious() is None
+    assert (short_leases.read() or {})["expiresAt"] < seen["expiresAt"]
+
+
+def test_an_impossible_expiry_that_changes_is_given_more_time(
+    short_leases: Leases, documents: Collection[Document]
+) -> None:
+    """P10: a holder that renews under a wrong clock lives, so nobody takes its lease from it."""
+    acquired(short_leases)
+    _spoil(documents, 3600)
+    assert short_leases.suspicious() is None
+    seen = wait_for(short_leases.suspicious)
+    _spoil(documents, 3700)
+    assert short_leases.acquire(observed=seen) is None, "it is no longer as it was seen"
+    assert short_leases.suspicious() is None, "its time begins again"
+
+
+def test_a_lease_of_a_longer_ttl_is_not_suspicious(
+    leases: Leases, mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """P10: judged by the ttl that its holder stored, not by the observer's own."""
+    patient = store_of(mongo_client, state_database, lease_ttl=60.0).leases
+    assert acquired(patient)
+    assert leases.suspicious() is None
+    assert leases._suspect is None
+
+
+def test_trust_is_counted_from_the_start_of_the_call(
+    make_client: MakeClient, failpoint: Failpoint, state_database: str
+) -> None:
+    """Rule 4: a slow answer shortens the trusted time; it cannot stretch it."""
+    client = make_client(appname="slow-lease")
+    leases = store_of(client, state_database).leases
+    leases.ensure()
+    delay = {"failCommands": ["findAndModify"], "blockConnection": True, "blockTimeMS": 400, "appName": "slow-lease"}
+    with failpoint(**delay):
+        started = time.monotonic()
+        term = acquired(leases)
+        answered = time.monotonic()
+        renewal_started = time.monotonic()
+        renewed = leases.renew(term, {})
+    assert answered - started >= 0.4, "the delay was there"
+    assert started <= term.trusted_until - TTL * 0.9 <= started + 0.2
+    assert renewed is not None
+    assert renewal_started <= renewed.trusted_until - TTL * 0.9 <= renewal_started + 0.2
+
+
+def test_the_own_clock_never_outlasts_the_servers(short_leases: Leases) -> None:
+    """Rule 4: when another one can acquire, the old holder has already stopped to trust its lease."""
+    first = acquired(short_leases)
+    wait_for(short_leases.acquire)
+    assert time.monotonic() > first.trusted_until
+
+
+def test_raising_the_version_passes_the_given_number_and_keeps_the_holder(
+    leases: Leases, documents: Collection[Document]
+) -> None:
+    """A take-over that met a larger epoch: the version lies above it afterwards, and never goes back."""
+    term = acquired(leases)
+    far = term.version + 12345
+    raised = leases.raise_version(term, far)
+    assert raised is not None
+    assert raised.version == far + 1
+    assert raised.trusted_until == term.trusted_until, "no renewal"
+    assert stored(documents)["listenerId"] == term.listener_id
+    again = leases.raise_version(raised, 5)
+    assert again is not None
+    assert again.version > raised.version
+    assert leases.renew(term, {}) is None, "the number before is an old term's"
+
+
+def test_the_signing_key_is_made_once(leases: Leases, documents: Collection[Document]) -> None:
+    """P11: listeners that start later, and later terms, find the same key."""
+    key = leases.signing_key()
+    assert key is not None
+    assert len(key) == 32
+    leases.ensure()
+    assert leases.release(acquired(leases))
+    leases.ensure()
+    assert leases.signing_key() == key
+    documents.delete_one({"_id": BRIDGE})
+    assert leases.signing_key() is None
+
+
+def test_a_start_is_pinned_once(leases: Leases) -> None:
+    """A second pin finds the first; only a decision (`replace`) moves it."""
+    term = acquired(leases)
+    assert leases.pin_start(term, Timestamp(5, 1)) == Timestamp(5, 1)
+    assert leases.pin_start(term, Timestamp(9, 9)) == Timestamp(5, 1)
+    assert leases.pin_start(term, Timestamp(9, 9), replace=True) == Timestamp(9, 9)
+
+
+def test_a_layout_is_stored_as_a_whole(leases: Leases) -> None:
+    """Generation, count and keys change in one write."""
+    term = acquired(leases)
+    assert layout_of(term.document) is None
+    layout = Layout(1, 7, {"record": "blake2b-64:_id"})
+    assert leases.set_layout(term, layout)
+    assert layout_of(leases.read() or {}) == layout
+
+
+@pytest.fixture
+def gap_terms(leases: Leases) -> Iterator[Term]:
+    """Give a term, and release it."""
+    term = acquired(leases)
+    yield term
+    leases.release(term)
+
+
+def test_gaps_are_remembered_and_bounded(leases: Leases, gap_terms: Term) -> None:
+    """P9: history that was given up stays on record, the last twenty of it."""
+    for number in range(22):
+        assert leases.record_gap(gap_terms, {"until": Timestamp(number + 1, 1)})
+    gaps = (leases.read() or {})["gaps"]
+    assert [gap["until"].time for gap in gaps] == list(range(3, 23))

@@ -1,0 +1,462 @@
+"""Status, commands and preflight against a real replica set, without any other process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from bson import ObjectId
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import AccessError, Bridge, CommandRefusedError, ServerUnavailableError, TopologyError
+from mongo_celery.listener.renewal import Renewal
+from mongo_celery.listener.takeover import take_over
+from mongo_celery.operations import commands, workers
+from mongo_celery.operations.findings import Finding
+from mongo_celery.operations.preflight import check
+from mongo_celery.operations.status import read_status
+from mongo_celery.state.claims import Claim
+from mongo_celery.state.leases import Term
+from mongo_celery.state.partitions import Image, Partitions
+from mongo_celery.state.store import Store
+from tests.fixtures.mongo import MakeReplicaSet
+from tests.integration.guarded import GuardedMongo
+
+Document = dict[str, Any]
+MakeBridge = Callable[..., Bridge]
+
+ANSWER_SECONDS_MAX = 10.0
+NAME = "shop"
+
+
+def token(number: int) -> Document:
+    """A resume token; larger numbers come later in the stream."""
+    return {"_data": f"82{number:08X}"}
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None runs here, so nobody waits for their answers."""
+    monkeypatch.setattr(workers, "INSPECT_SECONDS", 0.01)
+
+
+@pytest.fixture
+def make_bridge(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[MakeBridge]:
+    """Give a function that makes a bridge with one handler, on the session's set by default."""
+    made: list[Bridge] = []
+
+    def make(
+        url: str | None = None, *, source: str | None = None, handler: str = "summarise", **options: Any
+    ) -> Bridge:
+        app = Celery("operations", broker="memory://", set_as_current=False)
+        given = {"name": NAME, "database": state_database, "partitions": 3, "autodiscover": False, **options}
+        bridge = Bridge(app, url or mongo_url, **given)
+
+        @bridge.on_change(source or f"{database.name}.orders", name=handler)
+        def handle(change: object) -> None:
+            del change
+
+        app.finalize()
+        made.append(bridge)
+        return bridge
+
+    yield make
+    for bridge in made:
+        bridge.client.close()
+
+
+@pytest.fixture
+def bridge(make_bridge: MakeBridge) -> Bridge:
+    """Give a bridge that nobody has led yet."""
+    return make_bridge()
+
+
+class Led:
+    """A bridge whose lease is held, with a worker's means to claim."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self.bridge = bridge
+        self.store = Store(bridge.client, bridge.options)
+        self.store.leases.ensure()
+        term = self.store.leases.acquire()
+        assert term is not None, "the lease is free"
+        self.term: Term = term
+        renewal = Renewal(self.store.leases, term, bridge.options.lease_ttl, dict)
+        self.version = take_over(self.store, renewal, bridge.options, bridge.handlers).version
+
+    def claim(self, index: int = 0, number: int = 1) -> Claim | None:
+        """Claim one change of a partition, as a worker does."""
+        return self.store.claims.take(
+            self.store.partitions.partition_id("summarise", 0, index),
+            owner=str(ObjectId()),
+            version=self.version,
+            first=number,
+            last=number,
+            token=token(number)["_data"],
+        )
+
+    def halt(self, index: int = 0, number: int = 1) -> None:
+        """Let a change fail for good."""
+        claim = self.claim(index, number)
+        assert claim is not None, "the change may run"
+        assert self.store.claims.halt(claim, token(number), f"shop.orders insert {number}", "ValueError: no")
+
+    def park(self, index: int = 0, number: int = 1) -> None:
+        """Let a change ask for a retry in an hour."""
+        claim = self.claim(index, number)
+        assert claim is not None, "the change may run"
+        assert self.store.claims.park(claim, delay=3600, not_before=None, error="ConnectionError: later")
+
+    def partition(self, index: int = 0) -> Document:
+        """A partition as `status` shows it."""
+        found: Document = read_status(self.bridge)["partitions"][index]
+        return found
+
+    def images(self) -> list[Image]:
+        """All partitions, read now."""
+        return self.store.partitions.of(["summarise"], 0)
+
+
+@pytest.fixture
+def led(bridge: Bridge) -> Led:
+    """Give a bridge that is led."""
+    return Led(bridge)
+
+
+# -- status ----------------------------------------------------------------------------------------
+
+
+def test_the_status_of_a_bridge_that_was_never_started_leaves_nothing_behind(
+    bridge: Bridge, mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """Looking is free of side effects."""
+    status = read_status(bridge)
+    assert status["state"] == "never_started"
+    assert status["partitions"] == []
+    assert status["oplog_window_seconds"] >= 0
+    assert state_database not in mongo_client.list_database_names()
+
+
+def test_the_status_follows_the_lease(led: Led) -> None:
+    """Held, then given back with an error."""
+    status = read_status(led.bridge)
+    assert status["state"] == "leading"
+    assert status["version"] == led.version
+    assert status["listener"]["id"] == led.term.listener_id
+    assert status["listener"]["expires"] > status["listener"]["since"]
+    assert [each["index"] for each in status["partitions"]] == [0, 1, 2]
+    assert [each["queue"] for each in status["partitions"]] == ["shop.0", "shop.1", "shop.2"]
+    led.store.leases.release(led.term, "history_lost", "too late")
+    status = read_status(led.bridge)
+    assert (status["state"], status["error"], status["listener"]) == ("history_lost", "too late", None)
+
+
+def test_the_status_follows_the_reports_of_the_listener(led: Led) -> None:
+    """Lag is zero only for a listener that says it has caught up."""
+    led.store.leases.renew(led.term, {"outstanding": 2, "buffered": 5, "caughtUp": True})
+    status = read_status(led.bridge)
+    assert (status["outstanding"], status["buffered"]) == (2, 5)
+    led.store.leases.renew(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
+    assert read_status(led.bridge)["lag_seconds"] == 0
+
+
+def test_the_status_follows_a_partition(led: Led) -> None:
+    """Claimed, parked, halted, with the server's verdicts."""
+    claim = led.claim()
+    assert claim is not None
+    shown = led.partition()
+    assert shown["claim"]["live"] is True
+    assert shown["claim"]["owner"] == claim.owner
+    assert shown["fence"] == claim.fence
+    assert read_status(led.bridge)["outstanding"] == 1
+    assert led.store.claims.park(claim, delay=3600, not_before=None, error="ConnectionError: later")
+    shown = led.partition()
+    assert shown["state"] == "parked"
+    assert 3500 < shown["retry"]["due_seconds"] <= 3600
+    led.halt(index=1)
+    status = read_status(led.bridge)
+    assert status["subscriptions"][0]["state"] == "halted"
+    assert status["partitions"][1]["head"] == {"token": token(1)["_data"], "key": "shop.orders insert 1"}
+
+
+def test_a_subscription_without_a_handler_is_still_shown(led: Led, make_bridge: MakeBridge) -> None:
+    """Its position is kept; somebody may have forgotten an import."""
+    other = make_bridge(handler="audit")
+    shown = {each["name"]: each["state"] for each in read_status(other)["subscriptions"]}
+    assert shown == {"audit": "new", "summarise": "unregistered"}
+    assert led.bridge.name == other.name
+
+
+def test_a_frozen_server_is_told_in_one_sentence_within_seconds(
+    make_replica_set: MakeReplicaSet, make_bridge: MakeBridge
+) -> None:
+    """Connections stay open and nothing is answered: the worst case of unreachable."""
+    server = make_replica_set()
+    bridge = make_bridge(server.url)
+    assert read_status(bridge)["state"] == "never_started"
+    server.pause()
+    began = time.monotonic()
+    try:
+        with pytest.raises(ServerUnavailableError, match="gave no answer"):
+            read_status(bridge)
+        assert time.monotonic() - began < ANSWER_SECONDS_MAX
+        assert [finding.name for finding in check(bridge) if finding.level == "error"][:1] == ["mongodb"]
+    finally:
+        server.resume()
+
+
+def test_the_status_on_a_standalone_names_the_cure(standalone_url: str, make_bridge: MakeBridge) -> None:
+    """There is no bridge without change streams."""
+    with pytest.raises(TopologyError, match="replSet"):
+        read_status(make_bridge(standalone_url))
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def test_a_paused_partition_is_not_claimed_until_it_is_resumed(led: Led) -> None:
+    """Only the named one stands still."""
+    assert [outcome.result for outcome in commands.pause(led.bridge, "summarise", 0)] == ["done"]
+    assert led.claim(0) is None
+    assert led.claim(1) is not None
+    assert led.partition()["state"] == "paused"
+    commands.resume(led.bridge, "summarise", 0)
+    assert led.claim(0) is not None
+
+
+def test_a_pause_leaves_what_runs_alone(led: Led) -> None:
+    """The execution may finish, and its outcome counts."""
+    claim = led.claim()
+    assert claim is not None
+    commands.pause(led.bridge)
+    assert led.store.claims.handle(claim, 1, token(1))
+    assert led.store.claims.commit(claim.partition_id, 1)
+    assert led.partition()["committed"] == 1
+    assert led.partition()["state"] == "paused"
+
+
+def test_commands_without_a_name_act_on_all_that_fit(led: Led) -> None:
+    """Repeating one is harmless; what does not fit is left alone and told."""
+    led.halt(2)
+    outcomes = commands.pause(led.bridge)
+    assert [outcome.result for outcome in outcomes] == ["done", "done", "unfit"]
+    assert "halted" in outcomes[2].reason
+    assert [outcome.result for outcome in commands.pause(led.bridge)] == ["unchanged", "unchanged", "unfit"]
+    assert [outcome.result for outcome in commands.resume(led.bridge)] == ["done", "done", "unfit"]
+    assert [outcome.state for outcome in commands.resume(led.bridge)] == ["flowing", "flowing", "halted"]
+
+
+def test_a_retry_starts_a_halted_change_again_with_new_counts(led: Led) -> None:
+    """The same change, under a larger fence."""
+    led.halt()
+    fence = led.partition()["fence"]
+    commands.retry(led.bridge, "summarise", 0)
+    shown = led.partition()
+    assert (shown["state"], shown["retry"], shown["head"], shown["committed"]) == ("flowing", None, None, 0)
+    assert shown["fence"] > fence
+    claim = led.claim()
+    assert claim is not None
+    assert claim.retries == 0
+
+
+def test_a_retry_does_not_wait_for_a_parked_change(led: Led) -> None:
+    """The server is back: nobody wants to wait for the backoff."""
+    led.park()
+    assert led.claim() is None
+    outcomes = commands.retry(led.bridge)
+    assert [outcome.result for outcome in outcomes] == ["done", "unfit", "unfit"]
+    assert led.claim() is not None
+
+
+def test_a_skip_passes_over_the_change_that_was_seen(led: Led) -> None:
+    """The position moves by one, and a stale message of the skipped change cannot claim."""
+    led.halt()
+    head = commands.read_head(led.bridge, None, 0)
+    assert (head.key, head.committed, head.error) == ("shop.orders insert 1", 0, "ValueError: no")
+    assert commands.skip(led.bridge, "summarise", 0, token=head.token).result == "done"
+    shown = led.partition()
+    assert (shown["committed"], shown["state"], shown["token"]) == (1, "flowing", token(1)["_data"])
+    assert led.claim(number=1) is None
+    assert led.claim(number=2) is not None
+
+
+def test_a_skip_refuses_a_change_that_its_operator_has_not_seen(led: Led) -> None:
+    """Another operator was faster, and the next change has failed, too."""
+    led.halt()
+    head = commands.read_head(led.bridge, "summarise", 0)
+    commands.skip(led.bridge, "summarise", 0, token=head.token)
+    led.halt(number=2)
+    with pytest.raises(CommandRefusedError, match="another change"):
+        commands.skip(led.bridge, "summarise", 0, token=head.token)
+    assert led.partition()["committed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (lambda bridge: commands.retry(bridge, "summarise", 1), "nothing to retry"),
+        (lambda bridge: commands.read_head(bridge, "summarise", 1), "not halted"),
+        (lambda bridge: commands.pause(bridge, "summarise", 0), "halted"),
+        (lambda bridge: commands.resume(bridge, "summarise", 0), "retry or skip"),
+        (lambda bridge: commands.retry(bridge, "summarise", 2), "handled at this moment"),
+        (lambda bridge: commands.pause(bridge, "summarize"), "did you mean 'summarise'"),
+        (lambda bridge: commands.pause(bridge, "summarise", 9), "0 to 2"),
+    ],
+)
+def test_a_command_that_does_not_fit_is_refused_in_a_sentence(
+    led: Led, command: Callable[[Bridge], object], words: str
+) -> None:
+    """Named partitions are taken at their word."""
+    led.halt(0)
+    assert led.claim(2) is not None
+    with pytest.raises(CommandRefusedError, match=words) as caught:
+        command(led.bridge)
+    assert str(caught.value).endswith(".")
+
+
+def test_a_bridge_that_was_never_led_has_nothing_to_command(bridge: Bridge) -> None:
+    """There are no partitions yet."""
+    with pytest.raises(CommandRefusedError, match="never been led"):
+        commands.pause(bridge)
+
+
+def test_a_lost_race_is_decided_by_a_second_reading(led: Led, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first reading saw is gone: the command looks again, and judges anew."""
+    led.halt(0)
+    stale = led.images()
+    commands.retry(led.bridge, "summarise", 0)
+    monkeypatch.setattr(Partitions, "of", lambda *_: stale)
+    with pytest.raises(CommandRefusedError, match="nothing to retry"):
+        commands.retry(led.bridge, "summarise", 0)
+    commands.pause(led.bridge, "summarise", 1)
+    (outcome,) = commands.pause(led.bridge, "summarise", 1)
+    assert outcome.result == "unchanged"
+
+
+def test_a_partition_that_keeps_moving_refuses_the_command(led: Led, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two attempts are enough; in a command on all partitions the others are done."""
+    led.halt(0)
+    led.halt(1)
+    stale = led.images()
+    commands.retry(led.bridge, "summarise", 0)
+    monkeypatch.setattr(Partitions, "look", lambda *_: [image for image in stale if image.index == 0])
+    monkeypatch.setattr(Partitions, "of", lambda *_: stale)
+    assert [outcome.result for outcome in commands.retry(led.bridge)] == ["refused", "done", "unfit"]
+    with pytest.raises(CommandRefusedError, match="kept changing"):
+        commands.retry(led.bridge, "summarise", 0)
+
+
+# -- preflight -------------------------------------------------------------------------------------
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_a_check_of_a_sound_deployment_leaves_nothing_behind(
+    bridge: Bridge, mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """Rights are tried in transactions that are aborted."""
+    found = by_name(check(bridge))
+    for name in ("topology", "state_rights", "change_stream", "oplog_rights", "oplog_window", "broker", "handlers"):
+        assert found[name].level == "ok", found[name]
+    assert found["test_commands"].level == "warning"
+    assert state_database not in mongo_client.list_database_names()
+
+
+def test_a_check_on_a_standalone_names_the_cure(standalone_url: str, make_bridge: MakeBridge) -> None:
+    """And looks at the rest all the same."""
+    found = by_name(check(make_bridge(standalone_url)))
+    assert found["topology"].level == "error"
+    assert "replSet" in found["topology"].message
+    assert "broker" in found
+
+
+@pytest.mark.parametrize(("wanted", "level"), [("required", "error"), ("whenAvailable", "warning")])
+def test_a_check_finds_collections_that_keep_no_images(
+    make_bridge: MakeBridge, database: Database[Document], wanted: str, level: str
+) -> None:
+    """Missing, without the option, and with it."""
+    bridge = make_bridge(full_document_before_change=wanted)
+    assert by_name(check(bridge))["images"].level == level
+    database.create_collection("orders")
+    found = by_name(check(bridge))["images"]
+    assert found.level == level
+    assert f"{database.name}.orders" in found.message
+    assert "changeStreamPreAndPostImages" in found.message
+    database.command("collMod", "orders", changeStreamPreAndPostImages={"enabled": True})
+    assert by_name(check(bridge))["images"].level == "ok"
+
+
+def test_a_check_opens_the_real_stream(make_bridge: MakeBridge) -> None:
+    """A pipeline that the server refuses is found before any listener starts."""
+    found = by_name(check(make_bridge(pipeline=[{"$match": {"$expr": {"$noSuchOperator": 1}}}])))
+    assert found["change_stream"].level == "error"
+
+
+def test_a_check_finds_sources_in_the_state_database(make_bridge: MakeBridge, state_database: str) -> None:
+    """The bridge would feed itself."""
+    assert by_name(check(make_bridge(source=f"{state_database}.orders")))["sources"].level == "error"
+
+
+def test_a_check_finds_overridden_attributes_and_pickle(bridge: Bridge) -> None:
+    """Settings that break the protocol, or let the broker run code."""
+    bridge.app.conf.accept_content = ["json", "pickle"]
+    bridge.app.conf.task_always_eager = True
+    bridge.app.tasks["mongo_celery.commit"].acks_late = False
+    found = by_name(check(bridge))
+    for name in ("accept_content", "task_always_eager", "task_annotations"):
+        assert found[name].level == "error"
+    assert "acks_late of mongo_celery.commit" in found["task_annotations"].message
+
+
+@pytest.fixture(scope="module")
+def guarded(replica_set: object) -> Iterator[GuardedMongo]:
+    """Give a mongod with access control; the session's set shows that there is a mongod at all."""
+    del replica_set
+    with GuardedMongo() as server:
+        yield server
+
+
+def test_a_check_names_each_missing_right(guarded: GuardedMongo, make_bridge: MakeBridge, state_database: str) -> None:
+    """State, stream and oplog are tried one by one."""
+    database = f"data_{state_database}"
+    source = f"{database}.orders"
+    users = {
+        "reader": (("read", database),),
+        "stateful": (("readWrite", state_database),),
+        "usual": (("read", database), ("readWrite", state_database)),
+        "sufficient": (("read", database), ("readWrite", state_database), ("read", "local")),
+    }
+    missing = {
+        "reader": {"state_rights", "oplog_rights"},
+        "stateful": {"change_stream", "oplog_rights"},
+        "usual": {"oplog_rights"},
+        "sufficient": set(),
+    }
+    for name, rights in users.items():
+        bridge = make_bridge(guarded.add_user(f"{name}_{state_database}", *rights), source=source)
+        findings = check(bridge)
+        assert {each.name for each in findings if each.level == "error"} == missing[name], name
+        assert all(f"{name}_" not in each.message or "***@" in each.message for each in findings)
+
+
+def test_the_oplog_window_is_unknown_without_the_right_to_see_it(
+    guarded: GuardedMongo, make_bridge: MakeBridge, state_database: str
+) -> None:
+    """The rest of the status is there."""
+    user = guarded.add_user(f"blind_{state_database}", ("readWrite", state_database))
+    status = read_status(make_bridge(user))
+    assert status["oplog_window_seconds"] is None
+    assert status["state"] == "never_started"
+
+
+def test_a_wrong_password_is_told_without_it(guarded: GuardedMongo, make_bridge: MakeBridge) -> None:
+    """No retry, no traceback, no secret."""
+    with pytest.raises(AccessError, match="login") as caught:
+        read_status(make_bridge(guarded.address_of("nobody")))
+    assert "nobody" not in str(caught.value)

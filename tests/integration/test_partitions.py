@@ -1,0 +1,375 @@
+"""
+Partitions and subscriptions as a take-over, the listener and an operator change them.
+
+P1 to P10 are the design's invariants.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from bson import Timestamp
+from pymongo import MongoClient
+
+from mongo_celery.state.partitions import Image
+from tests.fixtures.process import wait_for
+from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, rig_of, token
+
+Document = dict[str, Any]
+
+LATER = VERSION + 1
+
+
+@pytest.fixture
+def rig(mongo_client: MongoClient[Document], state_database: str) -> Rig:
+    """Give one partition that flows and that nobody has claimed."""
+    return rig_of(mongo_client, state_database)
+
+
+# -- preparing and taking over -----------------------------------------------------------------------
+
+
+def test_preparing_twice_changes_nothing_that_exists(rig: Rig) -> None:
+    """P4: a crash in the middle of a preparation is repeated by the next term."""
+    rig.claim()
+    before = rig.document
+    rig.partitions.prepare(SUBSCRIPTION, 0, 3, LATER, token(9))
+    assert rig.document == before
+    others = [image for image in rig.partitions.of([SUBSCRIPTION], 0) if image.index]
+    assert [(image.index, image.token) for image in others] == [(1, token(9)), (2, token(9))]
+    assert all(image.fence == LATER for image in others)
+
+
+def test_names_that_begin_alike_are_kept_apart(rig: Rig) -> None:
+    """A generation 1 is not 10, and a handler `a` is not `a_b`."""
+    rig.partitions.prepare(SUBSCRIPTION, 10, 1, VERSION)
+    rig.partitions.prepare(SUBSCRIPTION, 1, 1, VERSION)
+    rig.partitions.prepare(f"{SUBSCRIPTION}_more", 1, 1, VERSION)
+    assert len(rig.partitions.take_over(SUBSCRIPTION, 1, LATER)) == 1
+    taken = {document["_id"] for document in rig.documents.find({"epoch": LATER})}
+    assert taken == {f"{BRIDGE}/{SUBSCRIPTION}/1/0"}
+    rig.partitions.discard(SUBSCRIPTION, 1)
+    assert rig.documents.count_documents({}) == 3
+
+
+def test_a_take_over_shuts_out_the_messages_of_older_terms(rig: Rig) -> None:
+    """P3: claim with the new version only."""
+    image = rig.take_over(LATER)
+    assert image.epoch == LATER
+    assert rig.try_claim(version=VERSION) is None
+    assert rig.try_claim(version=LATER) is not None
+
+
+def test_a_take_over_commits_on_the_spot_what_is_handled(rig: Rig) -> None:
+    """P6: it cannot be started again, and the new term dispatches behind it."""
+    claim = rig.claim(1, 5)
+    assert rig.claims.handle(claim, 4, token(4))
+    image = rig.take_over(LATER)
+    assert (image.committed, image.token, image.claim, image.handled) == (4, token(4), None, None)
+    assert rig.try_claim(5, version=LATER) is not None
+
+
+def test_a_take_over_leaves_a_live_claim_alone(rig: Rig) -> None:
+    """P6, P7: neither fence, owner nor expiry move; the counts stay."""
+    rig.claim()
+    rig.lapse()
+    rig.claim(owner="second")
+    before = rig.document
+    image = rig.take_over(LATER)
+    assert rig.document == {**before, "epoch": LATER}
+    assert image.live
+    assert image.crashes == 1
+
+
+def test_a_take_over_does_not_lower_an_epoch_that_is_ahead(rig: Rig) -> None:
+    """P4: it is not won; its image says so, and nothing there was touched."""
+    rig.spoil(epoch=LATER + 10)
+    assert rig.claims.handle(rig.claim(version=LATER + 10), 1, token(1))
+    before = rig.document
+    image = rig.take_over(LATER)
+    assert image.epoch == LATER + 10
+    assert rig.document == before
+
+
+def test_a_take_over_can_be_repeated(rig: Rig) -> None:
+    """A crash right behind it: the same version finds everything as it was."""
+    first = rig.take_over(LATER)
+    assert rig.take_over(LATER) == first
+
+
+@pytest.mark.parametrize("state", ["halted", "paused"])
+def test_a_take_over_keeps_a_partition_that_stands_still_standing(rig: Rig, state: str) -> None:
+    """P9: a deploy does not silently resume what a person must look at."""
+    rig.spoil(state=state)
+    assert rig.take_over(LATER).state == state
+
+
+def test_a_closed_generation_can_never_be_claimed_again(rig: Rig) -> None:
+    """New layout: the old partitions are shut, for the current version and for those of later terms' messages."""
+    rig.partitions.close(SUBSCRIPTION, 0, VERSION)
+    assert rig.try_claim() is None
+    assert rig.document["state"] == "closed"
+
+
+def test_a_generation_of_a_later_term_is_not_closed_by_an_older_one(rig: Rig) -> None:
+    """P3: closing is guarded by the epoch like everything else."""
+    rig.take_over(LATER)
+    rig.partitions.close(SUBSCRIPTION, 0, VERSION)
+    assert rig.document["state"] == "flowing"
+
+
+# -- images ------------------------------------------------------------------------------------------
+
+
+def test_an_image_judges_by_the_servers_clock(rig: Rig) -> None:
+    """P10: live, due and ahead are the server's verdicts."""
+    empty = rig.image
+    assert (empty.live, empty.due_in, empty.ahead, empty.data, empty.parked) == (False, 0, 0, "", False)
+    rig.claim()
+    assert rig.image.live
+    assert rig.image.ahead <= 0
+    rig.lapse()
+    assert not rig.image.live
+    assert rig.image.claim is not None
+
+
+def test_a_claim_with_an_impossible_expiry_is_ended_as_it_was_seen(rig: Rig) -> None:
+    """P10: counted as a crash, the fence raised, so that its owner writes nothing more."""
+    claim = rig.claim(1, 5)
+    _run_ahead(rig)
+    image = rig.image
+    assert image.ahead > 3000
+    assert image.claim is not None
+    assert rig.partitions.clear_impossible_claim(rig.where, image.fence, image.claim["until"])
+    stored = rig.document
+    assert (stored["claim"], stored["retry"]["crashes"], stored["single"]) == (None, 1, 5)
+    assert stored["fence"] > claim.fence
+    assert not rig.claims.handle(claim, 1, token(1))
+    assert rig.claim(owner="next").crashes == 1
+
+
+def _run_ahead(rig: Rig) -> None:
+    rig.documents.update_one({"_id": rig.where}, [{"$set": {"claim.until": {"$add": ["$$NOW", 3_600_000]}}}])
+
+
+Spoil = Callable[[Rig], Any]
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        lambda rig: rig.spoil(fence=1 << 60),
+        _run_ahead,
+        lambda rig: rig.spoil(handled={"owner": "me", "last": 1, "resumeToken": token(1)}),
+    ],
+    ids=["a newer claim", "a heartbeat", "handled"],
+)
+def test_a_claim_that_is_no_longer_as_it_was_seen_is_not_ended(rig: Rig, meanwhile: Spoil) -> None:
+    """P10: compare-and-set on fence and expiry; what is handled is left to be committed."""
+    rig.claim()
+    _run_ahead(rig)
+    image = rig.image
+    assert image.claim is not None
+    wait_for(lambda: time.time_ns() // 1_000_000 > image.claim["until"].timestamp() * 1000 - 3_600_000)
+    meanwhile(rig)
+    assert not rig.partitions.clear_impossible_claim(rig.where, image.fence, image.claim["until"])
+    assert rig.document["claim"] is not None
+
+
+# -- an operator's commands --------------------------------------------------------------------------
+
+
+def halted(rig: Rig) -> Image:
+    """The image of a partition that halted at its first change, after a retry."""
+    assert rig.claims.park(rig.claim(), delay=-1.0, not_before=None, error="once")
+    assert rig.claims.halt(rig.claim(), token(1), "key", "ValueError: no")
+    return rig.image
+
+
+def test_pausing_lets_a_running_handler_finish(rig: Rig) -> None:
+    """No new claim begins; the outcome is accepted and committed, and it stays paused."""
+    claim = rig.claim()
+    assert rig.partitions.pause(rig.image, 0)
+    assert rig.claims.handle(claim, 1, token(1))
+    assert rig.claims.commit(rig.where, 1)
+    assert rig.try_claim(2) is None
+    assert rig.partitions.resume(rig.image, 0)
+    assert rig.try_claim(2) is not None
+
+
+def test_pausing_is_not_disturbed_by_progress(rig: Rig) -> None:
+    """What happens between looking and pausing changes nothing about the wish."""
+    seen = rig.image
+    assert rig.claims.skip(rig.claim(), token(1))
+    assert rig.partitions.pause(seen, 0)
+
+
+@pytest.mark.parametrize("state", ["halted", "paused", "closed"])
+def test_only_a_flowing_partition_is_paused(rig: Rig, state: str) -> None:
+    """A halted partition must not become a paused one, which `resume` would let go."""
+    seen = rig.image
+    rig.spoil(state=state)
+    assert not rig.partitions.pause(seen, 0)
+
+
+@pytest.mark.parametrize("state", ["halted", "flowing", "closed"])
+def test_only_a_paused_partition_is_resumed(rig: Rig, state: str) -> None:
+    """A halted one asks for `retry` or `skip`."""
+    rig.spoil(state=state)
+    assert not rig.partitions.resume(rig.image, 0)
+
+
+def test_retrying_a_halted_partition_starts_its_change_again_with_its_counts_at_zero(rig: Rig) -> None:
+    """And raises the fence, so that nothing from before can write."""
+    image = halted(rig)
+    assert rig.partitions.retry(image, 0)
+    stored = rig.document
+    assert (stored["state"], stored["retry"], stored["head"], stored["claim"]) == ("flowing", None, None, None)
+    assert stored["fence"] > image.fence
+    assert stored["committed"] == image.committed
+    claim = rig.claim()
+    assert (claim.retries, claim.crashes) == (0, 0)
+
+
+def test_retrying_ends_the_wait_of_a_parked_change(rig: Rig) -> None:
+    """A countdown of an hour, and a person who has repaired the cause."""
+    assert rig.claims.park(rig.claim(), delay=3600.0, not_before=None, error="later")
+    assert rig.partitions.retry(rig.image, 0)
+    assert rig.try_claim() is not None
+
+
+def test_skipping_passes_over_the_head(rig: Rig) -> None:
+    """P4: position and token move by one change, the fence grows."""
+    image = halted(rig)
+    assert rig.partitions.skip(image, 0)
+    stored = rig.document
+    assert (stored["committed"], stored["resumeToken"], stored["state"]) == (1, token(1), "flowing")
+    assert stored["head"] is stored["retry"] is stored["claim"] is None
+    assert stored["fence"] > image.fence
+
+
+Command = Callable[[Rig, Image], bool]
+COMMANDS: dict[str, Command] = {
+    "retry": lambda rig, image: rig.partitions.retry(image, 0),
+    "skip": lambda rig, image: rig.partitions.skip(image, 0),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS.keys())
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"committed": 1},
+        {"fence": 1 << 60},
+        {"state": "flowing"},
+        {"handled": {"owner": "me", "last": 1, "resumeToken": token(1)}},
+    ],
+)
+def test_a_command_is_refused_when_the_partition_is_not_as_it_was_seen(
+    rig: Rig, command: Command, change: Document
+) -> None:
+    """Two operators, or an operator and an execution: the second one looks again."""
+    image = halted(rig)
+    rig.spoil(**change)
+    before = rig.document
+    assert not command(rig, image)
+    assert rig.document == before
+
+
+def test_a_command_shuts_out_the_execution_that_was_under_way(rig: Rig) -> None:
+    """P3: a retry of a partition whose claim has not ended clears the claim and raises the fence."""
+    claim = rig.claim()
+    assert rig.partitions.retry(rig.image, 0)
+    assert not rig.claims.handle(claim, 1, token(1))
+    assert rig.claim(owner="next").crashes == 0
+
+
+# -- subscriptions -----------------------------------------------------------------------------------
+
+
+def test_a_subscription_is_created_by_its_first_take_over_and_kept_by_the_next(rig: Rig) -> None:
+    """P4: the epoch grows, everything else stays."""
+    subscriptions = rig.store.subscriptions
+    created = subscriptions.take_over(["record", "audit"], VERSION)
+    assert {name: document["epoch"] for name, document in created.items()} == {"record": VERSION, "audit": VERSION}
+    assert subscriptions.pin("record", VERSION, Timestamp(5, 1), None)
+    assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
+    again = subscriptions.take_over(["record"], LATER)["record"]
+    assert again["epoch"] == LATER
+    assert (again["resumeToken"], again["clusterTime"], again["fingerprint"]) == (token(3), Timestamp(6, 1), "f")
+    assert subscriptions.take_over(["record"], VERSION)["record"]["epoch"] == LATER, "not won"
+
+
+def test_a_watermark_only_grows(rig: Rig) -> None:
+    """P4: compared by `_data` alone."""
+    subscriptions = rig.store.subscriptions
+    subscriptions.take_over(["record"], VERSION)
+    assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
+    for data in (token(3), {**token(3), "_typeBits": b"\x01"}, token(2)):
+        assert not subscriptions.advance("record", VERSION, data, Timestamp(6, 1), "f")
+    assert subscriptions.advance("record", VERSION, {**token(4), "_typeBits": b"\x01"}, None, "f")
+    assert subscriptions.advance("record", VERSION, token(5), None, "f")
+
+
+def test_an_older_term_moves_nothing_of_a_subscription(rig: Rig) -> None:
+    """P3: neither watermark, pin nor start."""
+    subscriptions = rig.store.subscriptions
+    subscriptions.take_over(["record"], VERSION)
+    subscriptions.take_over(["record"], LATER)
+    before = subscriptions.read_all()
+    assert not subscriptions.advance("record", VERSION, token(3), None, "f")
+    assert not subscriptions.pin("record", VERSION, Timestamp(1, 1), None)
+    subscriptions.move_start(["record"], VERSION, Timestamp(1, 1))
+    assert subscriptions.read_all() == before
+
+
+def test_a_start_is_pinned_once_for_each_subscription(rig: Rig) -> None:
+    """P1: the second pin changes nothing; a new subscription takes the bridge's position with it."""
+    subscriptions = rig.store.subscriptions
+    subscriptions.take_over(["record"], VERSION)
+    position = {"resumeToken": token(7), "clusterTime": Timestamp(7, 7)}
+    assert subscriptions.pin("record", VERSION, Timestamp(5, 1), position)
+    assert not subscriptions.pin("record", VERSION, Timestamp(9, 9), None)
+    (document,) = subscriptions.read_all()
+    assert (document["startAtOperationTime"], document["resumeToken"]) == (Timestamp(5, 1), token(7))
+
+
+def test_moving_the_start_drops_the_token_that_the_server_no_longer_accepts(rig: Rig) -> None:
+    """After lost history: what partitions have committed stays."""
+    subscriptions = rig.store.subscriptions
+    subscriptions.take_over(["record"], VERSION)
+    assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
+    subscriptions.move_start(["record"], VERSION, Timestamp(9, 1))
+    (document,) = subscriptions.read_all()
+    assert (document["resumeToken"], document["fingerprint"]) == (None, None)
+    assert document["startAtOperationTime"] == document["clusterTime"] == Timestamp(9, 1)
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_strings_of_users_survive_in_a_subscription(rig: Rig, text: str) -> None:
+    """A fingerprint or token that looks like an expression is stored as it is."""
+    subscriptions = rig.store.subscriptions
+    subscriptions.take_over(["record"], VERSION)
+    assert subscriptions.advance("record", VERSION, {"_data": "82", "note": text}, None, text)
+    (document,) = subscriptions.read_all()
+    assert (document["fingerprint"], document["resumeToken"]["note"]) == (text, text)
+
+
+def test_bridges_do_not_see_each_other(rig: Rig) -> None:
+    """`shop` and `shop-2` and `shop0` share a database."""
+    for name in (f"{BRIDGE}-2", f"{BRIDGE}0", BRIDGE[:-1]):
+        rig.documents.database["subscriptions"].insert_one({"_id": f"{name}/record"})
+    rig.store.subscriptions.take_over(["record"], VERSION)
+    assert [document["_id"] for document in rig.store.subscriptions.read_all()] == [f"{BRIDGE}/record"]
+
+
+def test_the_time_of_a_lapse_is_the_claims_own_ttl(rig: Rig) -> None:
+    """P10: seen by the images of the listener."""
+    rig.claim(ttl=TTL)
+    rig.claims.relinquish(rig.where, "me")
+    rig.claim(ttl=1.0)
+    assert rig.image.live
+    wait_for(lambda: not rig.image.live, 3)

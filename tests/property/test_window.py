@@ -1,0 +1,215 @@
+"""The window against a model of ten lines, and two broken windows that the same machine catches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from mongo_celery.window import Entry, Mark, Window, _Completed
+from tests.fixtures.samples import mark, token_data
+
+PARTITIONS = 3
+partitions = st.integers(0, PARTITIONS - 1)
+SETTINGS = settings(max_examples=60, stateful_step_count=40)
+CAUGHT_SOMEHOW = settings(SETTINGS, phases=[Phase.generate], report_multiple_bugs=False, print_blob=False)
+"""For broken windows: that they are caught is enough, the shortest way is not searched."""
+
+
+@dataclass
+class Item:
+    """Something in the stream: a change of a partition, or a place where nothing is owed."""
+
+    number: int
+    index: int | None
+    size: int
+    done: bool
+
+
+class Model:
+    """What a window is: a list of items in stream order."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+
+    def waiting(self, index: int) -> list[Item]:
+        return [item for item in self.items if item.index == index and not item.done]
+
+    @property
+    def open(self) -> list[Item]:
+        return [item for item in self.items if not item.done]
+
+    @property
+    def watermark(self) -> int | None:
+        prefix = list(takewhile(lambda item: item.done, self.items))
+        return prefix[-1].number if prefix else None
+
+
+class WindowMachine(RuleBasedStateMachine):
+    """Reads a stream, completes partitions in any order, and compares after every step."""
+
+    make_window: Callable[[Mark | None], Window] = Window
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.window = Window()
+        self.number = 0
+
+    def _next(self) -> int:
+        """Places are even, so that a token may also lie between two of them."""
+        self.number += 2
+        return self.number
+
+    @initialize(resumed=st.booleans())
+    def begin(self, resumed: bool) -> None:
+        """A term begins without a watermark, or with that of the term before."""
+        if resumed:
+            self.model.items.append(Item(self._next(), None, 0, done=True))
+        self.window = type(self).make_window(mark(self.number) if resumed else None)
+
+    @rule(index=partitions, size=st.integers(1, 4))
+    def read_a_change(self, index: int, size: int) -> None:
+        number = self._next()
+        assert self.window.is_new(token_data(number))
+        self.window.add(Entry(mark(number), index, b"x" * size))
+        self.model.items.append(Item(number, index, size, done=False))
+
+    @rule()
+    def read_a_marker(self) -> None:
+        number = self._next()
+        self.window.pass_over(mark(number))
+        self.model.items.append(Item(number, None, 0, done=True))
+
+    @rule(back=st.integers(0, 6))
+    def read_a_place_again(self, back: int) -> None:
+        """A reopened stream repeats itself; nothing that was seen is new, and passing over it does nothing."""
+        number = self.number - back
+        if number > 0 and self.number:
+            assert not self.window.is_new(token_data(number))
+            self.window.pass_over(mark(number))
+
+    @rule(index=partitions, count=st.integers(0, 4), further=st.integers(0, 1))
+    def commit_a_prefix_of_a_partition(self, index: int, count: int, further: int) -> None:
+        """By the token of its last change, or by one that lies between two changes."""
+        finished = self.model.waiting(index)[:count]
+        number = finished[-1].number + further if finished else 0
+        assert self.window.complete(index, token_data(number)) == len(finished)
+        for item in finished:
+            item.done = True
+
+    @rule(index=partitions)
+    def commit_past_all_that_was_read(self, index: int) -> None:
+        """The state may be further than the stream: a partition that an earlier term has worked on."""
+        finished = self.model.waiting(index)
+        assert self.window.complete(index, token_data(self.number + 1)) == len(finished)
+        for item in finished:
+            item.done = True
+
+    @rule(index=partitions, limit=st.integers(1, 4), max_bytes=st.integers(1, 8))
+    def look_at_a_head(self, index: int, limit: int, max_bytes: int) -> None:
+        """In order, at least one where there is one, within both limits, and as many as fit."""
+        waiting = self.model.waiting(index)
+        fitting = [n for n in range(1, len(waiting) + 1) if sum(item.size for item in waiting[:n]) <= max_bytes]
+        expected = waiting[: min(limit, max(fitting, default=1))]
+        head = self.window.head(index, limit, max_bytes)
+        assert [entry.mark for entry in head] == [mark(item.number) for item in expected]
+        assert [len(entry.raw) for entry in head] == [item.size for item in expected]
+
+    @invariant()
+    def the_watermark_is_the_end_of_the_completed_prefix(self) -> None:
+        """P5: it passes nothing that is not done, and nothing that is done holds it back."""
+        expected = self.model.watermark
+        assert self.window.watermark == (None if expected is None else mark(expected))
+
+    @invariant()
+    def what_waits_is_counted(self) -> None:
+        """The bounds of the buffers rest on these numbers."""
+        assert self.window.count == len(self.model.open)
+        assert self.window.size == sum(item.size for item in self.model.open)
+        assert [self.window.depth(index) for index in range(PARTITIONS)] == [
+            len(self.model.waiting(index)) for index in range(PARTITIONS)
+        ]
+        assert set(self.window.waiting()) == {item.index for item in self.model.open}
+
+    @invariant()
+    def what_is_done_costs_nothing(self) -> None:
+        """Markers are folded into one, and the bytes of what is done are let go."""
+        order = list(self.window._order)
+        assert not any(isinstance(one, _Completed) and isinstance(two, _Completed) for one, two in pairwise(order))
+        assert not any(isinstance(item, Entry) and item.done and item.raw for item in order)
+        assert not order or not order[0].done
+
+
+class MaximumWindow(Window):
+    """Broken: the watermark is the maximum over what is done."""
+
+    __slots__ = ()
+
+    def complete(self, index: int, data: str) -> int:
+        """As the sound one, then the mistake."""
+        finished = super().complete(index, data)
+        done = [item.mark for item in self._order if item.done]
+        self.watermark = done[-1] if done else self.watermark
+        return finished
+
+
+class VariableWindow(Window):
+    """Broken: a post-batch token is a variable beside the window."""
+
+    __slots__ = ()
+
+    def pass_over(self, mark: Mark) -> None:
+        """As if everything before a marker had been done when the marker was read."""
+        if self.is_new(mark.data):
+            self._seen = mark.data
+            self.watermark = mark
+
+
+class MaximumMachine(WindowMachine):
+    """The same rules for the first broken window."""
+
+    make_window = MaximumWindow
+
+
+class VariableMachine(WindowMachine):
+    """The same rules for the second broken window."""
+
+    make_window = VariableWindow
+
+
+def test_the_window_behaves_like_its_model() -> None:
+    """P5, and order, counts, bytes and heads, over any interleaving of reading and committing."""
+    run_state_machine_as_test(WindowMachine, settings=SETTINGS)
+
+
+@pytest.mark.parametrize("machine", [MaximumMachine, VariableMachine])
+def test_a_broken_window_is_caught(machine: type[WindowMachine]) -> None:
+    """P5: a machine that has never failed has not been tested."""
+    with pytest.raises(AssertionError, match="watermark"):
+        run_state_machine_as_test(machine, settings=CAUGHT_SOMEHOW)
+
+
+def test_a_change_out_of_order_is_refused() -> None:
+    """P2: the reader hands over in stream order; anything else is a fault of ours."""
+    window = Window()
+    window.add(Entry(mark(2), 0, b"x"))
+    for number in (1, 2):
+        with pytest.raises(AssertionError, match="stream order"):
+            window.add(Entry(mark(number), 0, b"x"))
+
+
+def test_a_quiet_subscription_beside_a_busy_one_costs_nothing() -> None:
+    """A million changes of others are one item of the window while one change of its own is under way."""
+    window = Window()
+    window.add(Entry(mark(1), 0, b"x"))
+    for number in range(2, 1000):
+        window.pass_over(mark(number))
+    assert len(window._order) == 2
+    window.complete(0, token_data(1))
+    assert (window.watermark, len(window._order)) == (mark(999), 0)

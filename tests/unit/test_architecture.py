@@ -1,0 +1,222 @@
+"""The shape of the package: imports go down only, and everything is small, named and documented."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import mongo_celery
+
+ROOT = Path(mongo_celery.__file__).parent
+LINES_MAX = 400
+FUNCTION_LINES_MAX = 60
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "models", "types", "base"}
+
+FLOORS = (
+    {"errors"},
+    {"options"},
+    {"fencing", "envelope", "window", "partitioning"},
+    {"fenced"},
+    {"change"},
+    {"state"},
+    {"stream"},
+    {"registry", "registration", "heartbeat"},
+    {"execution", "worker"},
+    {"tasks"},
+    {"listener"},
+    {"embedding"},
+    {"bridge"},
+    {"operations", "embedded"},
+    {""},
+    {"testing", "demo", "bench"},
+    {"cli"},
+)
+"""The ground floor first. A name is a module or a package of the first level; the empty one is the package itself."""
+
+PURE = ("errors", "options", "fencing", "envelope", "window", "partitioning")
+"""What must run without a client, Celery, threads or a clock."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of a module of ours by another."""
+
+    importer: str
+    imported: str
+    line: int
+    typing_only: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def first_part(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def floor_of(module: str) -> int:
+    return next((floor for floor, names in enumerate(FLOORS) if first_part(module) in names), len(FLOORS))
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imported_names(node: ast.AST) -> Iterator[str]:
+    """Full names of modules, a submodule in `from package import submodule` included."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "relative imports hide where a module stands"
+        module = node.module or ""
+        for alias in node.names:
+            whole = f"{module}.{alias.name}"
+            yield whole if whole.removeprefix("mongo_celery.") in trees() else module
+
+
+def imports_of(importer: str, tree: ast.Module) -> Iterator[Import]:
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        for name in imported_names(node):
+            if name == "mongo_celery" or name.startswith("mongo_celery."):
+                imported = name.removeprefix("mongo_celery").removeprefix(".")
+                yield Import(importer, imported, getattr(node, "lineno", 0), id(node) in typing_only)
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    return tuple(each for name, tree in trees().items() for each in imports_of(name, tree))
+
+
+def goes_down(each: Import) -> bool:
+    same_package = first_part(each.importer) == first_part(each.imported)
+    return same_package or floor_of(each.imported) < floor_of(each.importer)
+
+
+def cycle_in(edges: dict[str, set[str]]) -> list[str] | None:
+    """A cycle of a graph, or None: depth first, with the path that leads to each node."""
+    finished: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str] | None:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in finished:
+            return None
+        for following in sorted(edges.get(node, ())):
+            found = visit(following, [*path, node])
+            if found:
+                return found
+        finished.add(node)
+        return None
+
+    return next((found for node in sorted(edges) if (found := visit(node, []))), None)
+
+
+def edges_of(found: tuple[Import, ...]) -> dict[str, set[str]]:
+    """Run-time imports by module. A package's own file only gathers its submodules, so that does not count."""
+    edges: dict[str, set[str]] = {}
+    for each in found:
+        gathers = each.importer == first_part(each.imported)
+        if not each.typing_only and not gathers:
+            edges.setdefault(each.importer, set()).add(each.imported)
+    return edges
+
+
+def test_every_module_stands_on_one_floor() -> None:
+    """A new module is placed on purpose: whoever adds one says what may use it."""
+    placed = [name for names in FLOORS for name in names]
+    assert len(placed) == len(set(placed))
+    assert {first_part(module) for module in trees()} <= set(placed)
+
+
+def test_run_time_imports_go_down_only() -> None:
+    """A floor knows nothing of those above it; imports inside functions count too."""
+    upward = [str(each) for each in imports() if not each.typing_only and not goes_down(each)]
+    assert not upward, "\n".join(upward)
+
+
+def test_only_the_bridge_is_named_from_below_and_only_in_annotations() -> None:
+    """Annotations may look up to the facade that is handed in; nothing else is known from below."""
+    upward = [each for each in imports() if each.typing_only and not goes_down(each) and each.importer]
+    assert {each.imported for each in upward} <= {"bridge"}, "\n".join(map(str, upward))
+
+
+def test_no_run_time_imports_form_a_cycle() -> None:
+    """Inside a package too, where floors say nothing."""
+    assert cycle_in(edges_of(imports())) is None
+
+
+def test_the_search_for_cycles_finds_one() -> None:
+    """A checker that has never failed has not been tested."""
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle_in({"a": {"b", "c"}, "b": {"c"}}) is None
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_the_pure_modules_know_neither_celery_nor_clients_nor_threads_nor_clocks(module: str) -> None:
+    """P10: what decides without a clock of its own cannot judge an expiry by it."""
+    for node in ast.walk(trees()[module]):
+        found = set(imported_names(node))
+        assert not {first_part(name) for name in found} & {"celery", "kombu", "pymongo", "redis", "threading", "time"}
+
+
+@pytest.mark.parametrize("module", sorted(trees()))
+def test_no_module_is_long(module: str) -> None:
+    """A file that fits into a head."""
+    path = ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    count = len(path.read_text(encoding="utf-8").splitlines())
+    assert count <= LINES_MAX, f"{path.name} has {count} lines"
+
+
+@pytest.mark.parametrize("module", sorted(trees()))
+def test_no_function_is_long(module: str) -> None:
+    """The loop, the commands and the constructors included; docstrings do not count."""
+    for node in ast.walk(trees()[module]):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            count = (node.end_lineno or node.lineno) - body[0].lineno + 1 if body else 0
+            assert count <= FUNCTION_LINES_MAX, f"{module}.{node.name} has {count} lines"
+
+
+@pytest.mark.parametrize("module", sorted(trees()))
+def test_no_module_has_a_name_that_says_nothing(module: str) -> None:
+    """Such modules grow without a purpose."""
+    assert not set(module.split(".")) & VAGUE_NAMES
+
+
+def undocumented(scope: ast.Module | ast.ClassDef, name: str) -> Iterator[str]:
+    """Public names without a docstring; a name with an underscore and what it contains is private."""
+    if not ast.get_docstring(scope):
+        yield name
+    for node in scope.body:
+        if isinstance(node, ast.If):
+            continue  # declarations for the type checker
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from undocumented(node, f"{name}.{node.name}")
+        public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        if public and isinstance(node, ast.FunctionDef) and not ast.get_docstring(node):
+            yield f"{name}.{node.name}"
+
+
+@pytest.mark.parametrize("module", sorted(trees()))
+def test_every_public_name_has_a_docstring(module: str) -> None:
+    """What does it do, and what does it not promise?"""
+    assert not list(undocumented(trees()[module], module or "mongo_celery"))

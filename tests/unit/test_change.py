@@ -1,0 +1,155 @@
+"""A change as a handler sees it."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from bson import ObjectId, Timestamp
+from pymongo import MongoClient
+
+from mongo_celery import Change, FencedCollection, HandlerUsageError
+from mongo_celery.change import describe, namespace_of, token_data
+from tests.fixtures.samples import event
+
+SECRET = "not for any log"
+
+
+def full_event() -> dict[str, Any]:
+    return event(
+        "update",
+        documentKey={"_id": 7, "region": "eu"},
+        fullDocument={"_id": 7, "note": SECRET},
+        fullDocumentBeforeChange={"_id": 7},
+        updateDescription={"updatedFields": {"note": SECRET}, "removedFields": [], "truncatedArrays": []},
+        clusterTime=Timestamp(5, 6),
+        wallTime=datetime(2024, 1, 1, tzinfo=UTC),
+    )
+
+
+def test_attributes_carry_what_the_server_sent() -> None:
+    """PyMongo's names, in Python's spelling; the event itself stays reachable."""
+    raw = full_event()
+    change = Change(raw, partition=3, seq=9, fencing_token=12)
+    assert (change.operation_type, change.ns, change.namespace) == ("update", raw["ns"], "shop.orders")
+    assert (change.document_key, change.full_document) == (raw["documentKey"], raw["fullDocument"])
+    assert change.full_document_before_change == {"_id": 7}
+    assert change.update_description == raw["updateDescription"]
+    assert (change.cluster_time, change.wall_time) == (Timestamp(5, 6), raw["wallTime"])
+    assert change.resume_token == raw["_id"]
+    assert change["fullDocument"] is raw["fullDocument"]
+    assert (change.partition, change.seq, change.fencing_token, change.session) == (3, 9, 12, None)
+
+
+def test_an_event_without_a_document_has_empty_attributes() -> None:
+    """`drop`, `invalidate` and their like do not make a handler fail on the way to looking."""
+    change = Change(event("invalidate", ""))
+    assert (change.ns, change.namespace, change.document_key) == ({}, "", {})
+    assert change.full_document is change.full_document_before_change is change.update_description is None
+    assert change.cluster_time is None
+    assert change.wall_time is None
+    with pytest.raises(KeyError):
+        _ = change["ns"]
+
+
+def test_a_change_cannot_be_altered() -> None:
+    """A run hands the same value to logs, dead letters and the handler."""
+    change = Change(full_event())
+    with pytest.raises(FrozenInstanceError):
+        change.seq = 2  # type: ignore[misc]
+
+
+def test_two_changes_are_equal_when_their_facts_are() -> None:
+    """How it makes fenced views is no fact of a change."""
+    assert Change(full_event()) == Change(full_event(), _fencer=lambda *_: None)  # type: ignore[arg-type]
+    assert Change(full_event()) != Change(full_event(), fencing_token=2)
+
+
+def test_a_session_is_bound_to_a_copy() -> None:
+    """The body of a transaction may run again with another one."""
+    change = Change(full_event())
+    session: Any = object()
+    assert change.with_session(session).session is session
+    assert change.session is None
+
+
+def test_what_logs_show_names_the_document_and_nothing_of_its_contents() -> None:
+    """Documents are the users' data."""
+    shown = repr(Change(full_event(), seq=4))
+    assert shown == "<Change shop.orders update 7 seq=4>"
+    assert SECRET not in shown
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (event("drop"), "shop.orders drop -"),
+        (event("dropDatabase", "shop"), "shop dropDatabase -"),
+        (event("invalidate", ""), " invalidate -"),
+        (event("delete", documentKey={"_id": None}), "shop.orders delete None"),
+        (event("delete", documentKey={"region": "eu"}), "shop.orders delete -"),
+        (event("delete", documentKey={"_id": "x" * 1000}), f"shop.orders delete '{'x' * 79}..."),
+    ],
+)
+def test_a_description_is_bounded_and_never_fails(raw: dict[str, Any], text: str) -> None:
+    """A log line of a change with an endless key is still a line."""
+    assert describe(raw) == text
+
+
+def test_the_namespace_of_an_event_may_be_whole_half_or_missing() -> None:
+    """A collection's name may contain dots."""
+    assert namespace_of(event("insert", "shop.orders.old")) == "shop.orders.old"
+    assert namespace_of(event("dropDatabase", "shop")) == "shop"
+    assert namespace_of({"ns": None}) == namespace_of({}) == ""
+
+
+def test_tokens_compare_by_their_data_alone() -> None:
+    """P4: some types of `_id` add `_typeBits`, which are no part of the order."""
+    assert token_data({"_data": "82AB", "_typeBits": b"\x01"}) == "82AB"
+
+
+def test_a_change_for_a_unit_test_is_built_like_the_servers() -> None:
+    """The document key comes from the document; everything else that an event has may be given."""
+    change = Change.build(
+        "update",
+        ns="shop.orders.old",
+        full_document={"_id": 7, "total": 3},
+        fencing_token=4,
+        updateDescription={"updatedFields": {"total": 3}},
+    )
+    assert change.ns == {"db": "shop", "coll": "orders.old"}
+    assert (change.document_key, change.fencing_token) == ({"_id": 7}, 4)
+    assert change.update_description == {"updatedFields": {"total": 3}}
+    assert change.cluster_time is not None
+    assert token_data(change.resume_token)
+
+
+def test_a_built_change_takes_a_key_of_its_own_and_needs_no_document() -> None:
+    """Deletes have only a key; events of a database only its name."""
+    key = {"_id": ObjectId(), "region": "eu"}
+    assert Change.build("delete", ns="shop.orders", document_key=key).document_key == key
+    assert Change.build("delete", ns="shop.orders").full_document is None
+    assert Change.build("dropDatabase", ns="shop").ns == {"db": "shop"}
+    assert Change.build("insert", ns="shop.orders", full_document={"no": "id"}).document_key == {}
+
+
+def test_two_built_changes_have_different_tokens() -> None:
+    """Handlers may keep tokens to recognise what they have seen."""
+    first, second = (Change.build("drop", ns="shop.orders") for _ in range(2))
+    assert first.resume_token != second.resume_token
+
+
+def test_a_change_without_a_bridge_says_how_to_get_a_fenced_view() -> None:
+    """P9: in a unit test of a handler that writes."""
+    with pytest.raises(HandlerUsageError, match=r"Change\.build\(\.\.\., client=\.\.\.\)"):
+        Change.build("insert", ns="shop.orders").fenced("shop.summaries")
+
+
+def test_a_built_change_with_a_client_gives_fenced_views() -> None:
+    """By name or by collection; nothing connects before something is written."""
+    with MongoClient[dict[str, Any]]("mongodb://127.0.0.1:1", connect=False) as client:
+        change = Change.build("insert", ns="shop.orders", client=client)
+        for target in ("shop.summaries.new", client["shop"]["summaries.new"]):
+            assert isinstance(change.fenced(target), FencedCollection)

@@ -1,0 +1,174 @@
+"""The signed envelope: exact for what it carries, closed to everybody without the key (P11)."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import bson
+import pytest
+from bson import Int64
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mongo_celery.envelope import Run, bridge_of, seal, unseal
+from mongo_celery.errors import InvalidEnvelopeError
+from tests.fixtures.samples import BSON_VALUES, event
+
+KEY = bytes(range(32))
+OTHER_KEY = bytes(range(1, 33))
+EVENTS = tuple(bson.encode(event(fullDocument={"value": value})) for value in BSON_VALUES.values())
+RUN = Run("shop", "summarise", 2, 7, (1 << 20) * 1_700_000_000 + 3, 41, 41 + len(EVENTS) - 1, EVENTS)
+SEALED = seal("run", RUN, KEY)
+SIGNATURE_BYTES = 32
+
+labels = st.text("AZaz09_-", min_size=1, max_size=64)
+runs = st.builds(
+    Run,
+    labels,
+    labels,
+    st.integers(0, 2**31 - 1),
+    st.integers(0, 2**16),
+    st.integers(1, 2**63 - 1),
+    st.integers(1, 2**62),
+    st.integers(1, 2**62),
+    st.lists(st.sampled_from(EVENTS), max_size=3).map(tuple),
+)
+
+
+def sign_again(data: bytes, **changes: Any) -> str:
+    """A body with other contents under the old signature."""
+    body = bson.encode({**bson.decode(data[SIGNATURE_BYTES:]), **changes})
+    return base64.b64encode(data[:SIGNATURE_BYTES] + body).decode()
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(BSON_VALUES)))
+def test_every_bson_type_arrives_byte_for_byte(number: int, name: str) -> None:
+    """P11: neither JSON nor a decoder on the way changes what the server sent."""
+    arrived = unseal("run", SEALED, KEY).changes[number]
+    assert arrived == EVENTS[number]
+    assert type(bson.decode(arrived)["fullDocument"]["value"]) is type(
+        bson.decode(EVENTS[number])["fullDocument"]["value"]
+    ), name
+
+
+@given(runs, st.sampled_from(["run", "commit"]), st.binary(min_size=1, max_size=64))
+def test_what_was_sealed_is_unsealed(run: Run, kind: str, key: bytes) -> None:
+    """Numbers of 64 bits, names and changes come out as they went in."""
+    sealed = seal(kind, run, key)
+    assert unseal(kind, sealed, key) == run
+    assert bridge_of(sealed) == run.bridge
+
+
+def test_an_envelope_is_text_that_every_serializer_carries() -> None:
+    """It is the only argument of a task, whatever the broker does to arguments."""
+    assert SEALED.isascii()
+    assert unseal("run", json.loads(json.dumps(SEALED)), KEY) == RUN
+
+
+def test_a_run_without_changes_is_what_a_commit_carries() -> None:
+    """The commit needs no contents."""
+    bare = Run("shop", "summarise", 0, 0, 1, 1, 1)
+    assert unseal("commit", seal("commit", bare, KEY), KEY) == bare
+    assert bare.partition_id == "shop/summarise/0/0"
+
+
+@given(st.integers(0, len(base64.b64decode(SEALED)) - 1), st.integers(1, 255))
+def test_any_changed_byte_is_refused(position: int, difference: int) -> None:
+    """P11: in the signature, in a number or in a change."""
+    data = bytearray(base64.b64decode(SEALED))
+    data[position] ^= difference
+    with pytest.raises(InvalidEnvelopeError):
+        unseal("run", base64.b64encode(data).decode(), KEY)
+
+
+@given(st.integers(0, len(SEALED) - 1), st.characters(codec="ascii"))
+def test_any_changed_character_is_refused_or_means_the_same_bytes(position: int, character: str) -> None:
+    """P11: base64 leaves a few bits of its last character unused; no other text passes."""
+    text = SEALED[:position] + character + SEALED[position + 1 :]
+    try:
+        assert unseal("run", text, KEY) == RUN
+    except InvalidEnvelopeError:
+        assert text != SEALED
+    else:
+        assert base64.b64decode(text) == base64.b64decode(SEALED)
+
+
+@given(st.integers(0, len(SEALED) - 1))
+def test_a_truncated_envelope_is_refused(length: int) -> None:
+    """P11: by the broker, a proxy or a length limit."""
+    with pytest.raises(InvalidEnvelopeError):
+        unseal("run", SEALED[:length], KEY)
+
+
+@pytest.mark.parametrize("added", ["A", "AAAA", " ", "\n", SEALED])
+def test_an_envelope_with_something_behind_it_is_refused(added: str) -> None:
+    """P11: nothing is ignored."""
+    with pytest.raises(InvalidEnvelopeError):
+        unseal("run", SEALED + added, KEY)
+
+
+def test_an_envelope_of_another_installation_is_refused() -> None:
+    """P11: two installations may share a broker, and a state database may have been made anew."""
+    with pytest.raises(InvalidEnvelopeError):
+        unseal("run", SEALED, OTHER_KEY)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"v": Int64(99)}, {"n": [Int64(1), Int64(99)]}, {"i": 8}, {"s": "other"}, {"k": "commit"}, {"c": b""}]
+)
+def test_other_contents_under_an_old_signature_are_refused(changes: dict[str, Any]) -> None:
+    """P11: who can only write to the broker can neither invent changes nor commits."""
+    with pytest.raises(InvalidEnvelopeError):
+        unseal(changes.get("k", "run"), sign_again(base64.b64decode(SEALED), **changes), KEY)
+
+
+@pytest.mark.parametrize(("sealed_as", "opened_as"), [("run", "commit"), ("commit", "run")])
+def test_a_message_of_one_kind_cannot_be_replayed_as_another(sealed_as: str, opened_as: str) -> None:
+    """P11: the kind is signed; a commit that was overheard starts no handler, and the reverse."""
+    with pytest.raises(InvalidEnvelopeError):
+        unseal(opened_as, seal(sealed_as, RUN, KEY), KEY)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        None,
+        7,
+        1.5,
+        True,
+        b"",
+        SEALED.encode(),
+        [SEALED],
+        {"envelope": SEALED},
+        "",
+        "=",
+        "é",
+        "\ud800",
+        "not base64",
+        "AAAA",
+    ],
+    ids=repr,
+)
+def test_an_argument_that_is_no_envelope_is_refused(argument: object) -> None:
+    """P11: whatever else arrives in a partition's queue."""
+    for attempt in (lambda: unseal("run", argument, KEY), lambda: bridge_of(argument)):
+        with pytest.raises(InvalidEnvelopeError):
+            attempt()
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused_before_they_are_trusted(data: bytes) -> None:
+    """P11: the bridge's name is read before the signature is checked, so decoding must not fail otherwise."""
+    text = base64.b64encode(bytes(SIGNATURE_BYTES) + data).decode()
+    for attempt in (lambda: unseal("run", text, KEY), lambda: bridge_of(text)):
+        with pytest.raises(InvalidEnvelopeError):
+            attempt()
+
+
+def test_an_unsigned_body_of_another_shape_names_no_bridge() -> None:
+    """P11: valid BSON alone is no envelope."""
+    for body in ({}, {"b": 7}, {"b": None}, {"B": "shop"}):
+        with pytest.raises(InvalidEnvelopeError):
+            bridge_of(base64.b64encode(bytes(SIGNATURE_BYTES) + bson.encode(body)).decode())

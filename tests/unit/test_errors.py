@@ -1,0 +1,235 @@
+"""The error tree, and our reaction to every error of the layers below."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+from operator import attrgetter
+
+import pytest
+from bson.errors import InvalidBSON
+from pymongo import errors as driver
+
+from mongo_celery import errors
+from mongo_celery.errors import (
+    AccessError,
+    HistoryLostError,
+    LeaseLostError,
+    MongoCeleryError,
+    ServerUnavailableError,
+    StreamRefusedError,
+    TopologyError,
+    UnreadableEventError,
+)
+from mongo_celery.stream.reactions import Reaction, final_error, is_transient, needs_deployment, reaction_to
+
+CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, MongoCeleryError)]
+
+REOPEN = [
+    6, 7, 43, 50, 89, 91, 112, 133, 150, 189, 216, 234, 237, 262, 9001, 10107, 11600, 11601, 11602, 13435, 13436,
+]  # fmt: skip
+REACTIONS: dict[Reaction, list[int]] = {
+    Reaction.REOPEN: REOPEN,
+    Reaction.REFUSED: [9, 15, 40324, 40415, 40647],
+    Reaction.TOPOLOGY: [40573],
+    Reaction.ACCESS: [13, 18],
+    Reaction.HISTORY_LOST: [136, 260, 286],
+    Reaction.REOPEN_BY_TIME: [280],
+    Reaction.UNREADABLE: [47, 10334],
+    Reaction.UNKNOWN: [0, 1, 8, 96, 9999],
+}
+"""The codes of a change stream's errors. 260 is history, since our streams use `startAfter` and never `resumeAfter`."""
+
+OURS: dict[Reaction, type[MongoCeleryError]] = {
+    Reaction.HISTORY_LOST: HistoryLostError,
+    Reaction.REOPEN_BY_TIME: HistoryLostError,
+    Reaction.REFUSED: StreamRefusedError,
+    Reaction.UNKNOWN: StreamRefusedError,
+    Reaction.TOPOLOGY: TopologyError,
+    Reaction.ACCESS: AccessError,
+    Reaction.UNREADABLE: UnreadableEventError,
+}
+
+DRIVER: list[tuple[BaseException, Reaction]] = [
+    (driver.ConnectionFailure("refused"), Reaction.REOPEN),
+    (driver.AutoReconnect("reset"), Reaction.REOPEN),
+    (driver.NetworkTimeout("timed out"), Reaction.REOPEN),
+    (driver.NotPrimaryError("stepped down"), Reaction.REOPEN),
+    (driver.ServerSelectionTimeoutError("no primary"), Reaction.REOPEN),
+    (driver.WaitQueueTimeoutError("pool"), Reaction.REOPEN),
+    (driver.CursorNotFound("gone", 43), Reaction.REOPEN),
+    (driver.ExecutionTimeout("slow", 50), Reaction.REOPEN),
+    (driver.ConfigurationError("a wrong option"), Reaction.REFUSED),
+    (driver.InvalidURI("a wrong URL"), Reaction.REFUSED),
+    (
+        driver.InvalidOperation("Cannot provide resume functionality when the resume token is missing."),
+        Reaction.REFUSED,
+    ),
+    (driver.InvalidOperation("Cannot use MongoClient after close"), Reaction.UNKNOWN),
+    (driver.OperationFailure("no code"), Reaction.UNKNOWN),
+    (driver.WriteError("not of a stream", 1), Reaction.UNKNOWN),
+    (driver.DuplicateKeyError("not of a stream", 11000), Reaction.UNKNOWN),
+    (driver.WriteConcernError("not of a stream", 100), Reaction.UNKNOWN),
+    (driver.WTimeoutError("not of a stream", 64), Reaction.UNKNOWN),
+    (driver.BulkWriteError({"writeErrors": [], "writeConcernErrors": []}), Reaction.UNKNOWN),
+    (driver.ClientBulkWriteException({"error": None}, verbose=False), Reaction.UNKNOWN),
+    (driver.ProtocolError("garbage"), Reaction.UNKNOWN),
+    (driver.CollectionInvalid("not of a stream"), Reaction.UNKNOWN),
+    (driver.InvalidName("not of a stream"), Reaction.UNKNOWN),
+    (driver.EncryptionError(ValueError("no key")), Reaction.UNKNOWN),
+    (driver.EncryptedCollectionError(ValueError("no key"), {}), Reaction.UNKNOWN),
+    (driver.PyMongoError("new"), Reaction.UNKNOWN),
+    (InvalidBSON("damaged"), Reaction.UNKNOWN),
+    (RuntimeError("ours"), Reaction.UNKNOWN),
+]
+
+
+def refused(code: int | None, message: str = "no", *labels: str) -> driver.OperationFailure:
+    return driver.OperationFailure(message, code, {"errmsg": message, "errorLabels": list(labels)})
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_the_docstring_is_the_default_message(kind: type[MongoCeleryError]) -> None:
+    """P9: an error raised without words still says what happened and what to do."""
+    text = str(kind())
+    assert kind.__doc__
+    assert text == " ".join(kind.__doc__.split())
+    assert text.endswith(".")
+    assert str(kind("other words")) == "other words"
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_facts_are_attributes_and_survive_pickling(kind: type[MongoCeleryError]) -> None:
+    """Celery's prefork pool pickles errors from the child to its parent."""
+    error = pickle.loads(pickle.dumps(kind("words", code=7, partition="shop/f/0/3")))
+    assert type(error) is kind
+    assert str(error) == "words"
+    assert attrgetter("code", "partition")(error) == (7, "shop/f/0/3")
+    assert str(pickle.loads(pickle.dumps(kind()))) == str(kind())
+
+
+def drawn_tree() -> dict[str, str]:
+    """The drawing in the module's docstring as `{class: parent}`."""
+    parents: dict[str, str] = {}
+    path: list[tuple[int, str]] = [(-1, "Exception")]
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.fullmatch(r"    ([ |]*)(\+-- )?(\w+Error)( {2,}.*)?", line)
+        if match:
+            depth = len(match[1]) if match[2] else -1
+            while path[-1][0] >= depth and len(path) > 1:
+                path.pop()
+            parents[match[3]] = path[-1][1]
+            path.append((depth, match[3]))
+    return parents
+
+
+def test_the_drawing_of_the_tree_matches_the_classes() -> None:
+    """The module's docstring is where users look for what to catch."""
+    assert drawn_tree() == {kind.__name__: kind.__bases__[0].__name__ for kind in CLASSES}
+
+
+def test_only_what_may_pass_by_itself_is_retryable() -> None:
+    """`retryable` promises that the same call may succeed without anybody's doing."""
+    assert {kind for kind in CLASSES if kind.retryable} == {ServerUnavailableError, LeaseLostError}
+
+
+@pytest.mark.parametrize(("code", "reaction"), [(code, kind) for kind, codes in REACTIONS.items() for code in codes])
+@pytest.mark.parametrize("opening", [True, False], ids=["opening", "reading"])
+def test_each_code_of_the_server_has_its_reaction(code: int, reaction: Reaction, opening: bool) -> None:
+    """P9: what waiting cures reopens the stream, everything else stops loudly."""
+    assert reaction_to(refused(code), opening=opening) is reaction
+
+
+@pytest.mark.parametrize(("error", "reaction"), DRIVER, ids=lambda value: type(value).__name__)
+def test_each_class_of_the_driver_has_its_reaction(error: BaseException, reaction: Reaction) -> None:
+    """P9: nothing that PyMongo raises is left without a decision."""
+    assert reaction_to(error, opening=False) is reaction
+
+
+def test_no_class_of_the_driver_is_missing_from_the_table() -> None:
+    """P9: a new release of PyMongo with a new class fails here, not in production."""
+    known = {type(error) for error, _ in DRIVER}
+    public = {
+        value
+        for name, value in vars(driver).items()
+        if inspect.isclass(value) and issubclass(value, driver.PyMongoError) and not name.startswith("_")
+    }
+    assert public <= known
+
+
+@pytest.mark.parametrize(
+    ("code", "label", "reaction"),
+    [
+        (9999, "ResumableChangeStreamError", Reaction.REOPEN),
+        (9999, "NonResumableChangeStreamError", Reaction.HISTORY_LOST),
+        (286, "ResumableChangeStreamError", Reaction.HISTORY_LOST),
+    ],
+)
+def test_labels_decide_where_the_code_does_not(code: int, label: str, reaction: Reaction) -> None:
+    """A newer server names with a label what our table cannot know; a known code counts more."""
+    assert reaction_to(refused(code, "no", label), opening=False) is reaction
+
+
+def test_an_assertion_of_the_parser_is_final_only_while_opening() -> None:
+    """P9: a pipeline that the server cannot parse is refused at once; the same number later may be passing."""
+    assert reaction_to(refused(31325), opening=True) is Reaction.REFUSED
+    assert reaction_to(refused(31325), opening=False) is Reaction.UNKNOWN
+
+
+def test_a_pipeline_that_changes_the_token_is_not_taken_for_lost_history() -> None:
+    """P9: code 280 has two causes; opening again by time would meet the second one for ever."""
+    text = "Encountered an event whose _id field, which contains the resume token, was modified by the pipeline."
+    assert reaction_to(refused(280, text), opening=False) is Reaction.REFUSED
+    assert reaction_to(refused(280, "the resume token was not found"), opening=False) is Reaction.REOPEN_BY_TIME
+
+
+@pytest.mark.parametrize("reaction", [each for each in Reaction if each is not Reaction.REOPEN], ids=str)
+def test_each_final_reaction_has_an_error_of_ours_with_the_servers_words(reaction: Reaction) -> None:
+    """P9: our sentence first, then the server's; the code is an attribute."""
+    error = final_error(reaction, refused(4711, "the server's own words"), "shop.orders")
+    assert type(error) is OURS[reaction]
+    assert "the server's own words" in str(error)
+    assert attrgetter("code")(error) == 4711
+
+
+def test_a_final_error_is_of_bounded_length_and_names_the_scope_where_a_right_is_missing() -> None:
+    """P9: `full error` repeats whole documents, which no log should hold."""
+    text = str(final_error(Reaction.ACCESS, refused(13, "x" * 5000 + ", full error: {secret}"), "shop.orders"))
+    assert "shop.orders" in text
+    assert "changeStream" in text
+    assert len(text) < 1000
+    assert "secret" not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (driver.AutoReconnect("reset"), True),
+        (driver.ServerSelectionTimeoutError("no primary"), True),
+        (driver.ExecutionTimeout("pymongo.timeout", 50), True),
+        (driver.WTimeoutError("majority", 64), True),
+        (refused(10107), True),
+        (refused(112, "conflict", "TransientTransactionError"), True),
+        (refused(9999, "retry", "RetryableWriteError"), True),
+        (refused(13), False),
+        (driver.DuplicateKeyError("twice", 11000), False),
+        (driver.InvalidOperation("closed"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_call_on_the_state_is_repeated_only_for_errors_that_may_pass(
+    error: driver.PyMongoError, transient: bool
+) -> None:
+    """P9: no hot loop over what nobody repairs."""
+    assert is_transient(error) is transient
+
+
+def test_a_missing_right_or_a_standalone_server_is_told_in_our_words() -> None:
+    """P9: what waiting cannot cure names its cure."""
+    access = needs_deployment(refused(13, "not authorized"))
+    assert isinstance(access, AccessError)
+    assert "readWrite" in str(access)
+    assert isinstance(needs_deployment(refused(20)), TopologyError)
+    assert needs_deployment(refused(112)) is None
+    assert needs_deployment(driver.AutoReconnect("reset")) is None

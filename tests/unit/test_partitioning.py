@@ -1,0 +1,331 @@
+"""The partition of a change: a hash that is the same everywhere and for ever, of a key that cannot change."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import operator
+import os
+import struct
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import bson
+import pytest
+from bson import DBRef, Decimal128, Int64, MaxKey, MinKey, ObjectId, Regex, Timestamp
+from bson.binary import Binary
+from bson.code import Code
+from bson.datetime_ms import DatetimeMS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.partitioning import HASH_NAME, document_key, partition_index, partitioner
+from tests.fixtures.samples import BSON_VALUES, event
+
+WHOLE = 1 << 64
+"""With so many partitions the index is the hash itself."""
+
+OBJECT_ID = ObjectId("0123456789abcdef01234567")
+LEAP_DAY = datetime(2024, 2, 29, 12, 0, 0, 5000, tzinfo=UTC)
+
+GOLDEN: list[tuple[Any, int]] = [
+    (OBJECT_ID, 0x70ECB87F98B23A85),
+    (1, 0xFFC5DDB1E563CB55),
+    (42, 0x93C10F1BA9B49DE9),
+    (-7, 0xBDD60AAC13B59C25),
+    (1 << 40, 0x2DED07120804B1D1),
+    (Int64(-(1 << 63)), 0x72CF5329A6FFB7F7),
+    (1.5, 0x69A8773439A9AA49),
+    (0.1, 0xA717E6BE1A56AE62),
+    (1e300, 0x0CF270F391F28259),
+    (Decimal128("0.10"), 0xA717E6BE1A56AE62),
+    (Decimal128("1E+400"), 0x2B0C6BEAD5F1B78E),
+    ("order-1", 0x9612288F1723F5B5),
+    ("é\U0001f40d", 0x06D0C514F6015758),
+    ("", 0x3EE05FC4A9B30E94),
+    (b"\x00\xff", 0x177F11799D4431E5),
+    (Binary(uuid.UUID(int=7).bytes, 4), 0x9C90D389D68B6777),
+    (LEAP_DAY, 0x73D3B0F0EB352788),
+    (None, 0xA5A9190DB78B9A43),
+    (True, 0x50708D086F2DF584),
+    (False, 0x9D0A8E2043F1365A),
+    ({"a": 1, "b": 2}, 0x7EC5D78E9954C1DF),
+    ({"b": 2, "a": 1}, 0x70B53E77D9613929),
+    ({"a": {"b": [1, 2]}}, 0x127A14DC85611152),
+    ([], 0x47F6B73487D3EDDD),
+    ({}, 0xBF7C06088A54D9E3),
+    (["shop", "orders", OBJECT_ID], 0x652299B52159C532),
+    ("x" * 100_000, 0xEA0A72AA0C44BCF2),
+    (math.nan, 0xFE946857DF6F4CD0),
+    (math.inf, 0x2B0C6BEAD5F1B78E),
+    (-math.inf, 0x0310D1660AE59749),
+    (MinKey(), 0xF8865015D17870B9),
+    (MaxKey(), 0xF312908B242EAFA8),
+    (Regex("a", "i"), 0x5D247AE0CC51813E),
+    (Code("x"), 0xD60C42B681C8C7EE),
+    (DBRef("c", 1), 0x3CD92868187A6106),
+    (Timestamp(1, 2), 0x6D92ECEAF1E670EA),
+]
+"""Computed once. A hash that differs sends changes of a stored layout to partitions that have passed them (P1)."""
+
+EQUAL: list[list[Any]] = [
+    [1, 1.0, Int64(1), Decimal128("1"), Decimal128("1.000"), Decimal128("10E-1")],
+    [0, 0.0, -0.0, Decimal128("0"), Decimal128("-0"), Decimal128("0E+100")],
+    [0.5, Decimal128("0.5"), Decimal128("0.500")],
+    [2**53, float(2**53), Decimal128(str(2**53))],
+    [Int64(-(1 << 63)), -float(1 << 63), Decimal128(str(-(1 << 63)))],
+    [float(1 << 63), Decimal128(str(1 << 63))],
+    [1e300, Decimal128("1E+300")],
+    [math.inf, Decimal128("Infinity")],
+    [-math.inf, Decimal128("-Infinity")],
+    [math.nan, -math.nan, struct.unpack("<d", b"\1\0\0\0\0\0\xf8\x7f")[0], Decimal128("NaN"), Decimal128("-NaN")],
+    [{"n": 1}, {"n": 1.0}, {"n": Decimal128("1")}],
+    [[1, [2]], [1.0, [Int64(2)]], (1, (2,))],
+    [b"ab", Binary(b"ab", 0)],
+    [LEAP_DAY, LEAP_DAY.astimezone(timezone(timedelta(hours=5))), DatetimeMS(1709208000005)],
+]
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.decimals(places=3, allow_nan=True, min_value=-(10**12), max_value=10**12).map(
+        lambda value: Decimal128(str(value))
+    ),
+    st.builds(ObjectId, st.binary(min_size=12, max_size=12)),
+    st.sampled_from(list(BSON_VALUES.values())),
+)
+names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=5)
+keys = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4), max_leaves=8
+)
+
+
+def region(change: Mapping[str, Any]) -> Any:
+    """A partition rule as users write one."""
+    return change["documentKey"]["region"]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """As deep as MongoDB lets documents be."""
+    return {"a": nested(depth - 1)} if depth else {}
+
+
+class Rules:
+    """A rule may also live in a class."""
+
+    @staticmethod
+    def region(change: Mapping[str, Any]) -> Any:
+        return region(change)
+
+    def __call__(self, change: Mapping[str, Any]) -> Any:
+        return region(change)
+
+
+@pytest.mark.parametrize(("key", "expected"), GOLDEN, ids=lambda value: repr(value)[:30])
+def test_the_hash_of_a_key_is_what_it_always_was(key: object, expected: int) -> None:
+    """P1, P2: golden vectors; a new hash would need a new generation."""
+    assert partition_index(key, WHOLE) == expected
+    assert partition_index(key, 16) == expected % 16
+
+
+def test_the_hash_is_blake2b_over_the_keys_bson() -> None:
+    """The definition, written out for one key: a document with one unnamed int32."""
+    raw = bytes.fromhex("0b000000 10 00 01000000 00".replace(" ", ""))
+    assert partition_index(1, WHOLE) == int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
+    assert HASH_NAME == "blake2b-64"
+
+
+@pytest.mark.parametrize("values", EQUAL, ids=lambda values: repr(values[0])[:20])
+def test_values_that_mongodb_holds_equal_share_a_partition(values: list[Any]) -> None:
+    """P2: `_id: 1` and `_id: 1.0` are one document, whoever wrote which."""
+    assert len({partition_index(value, WHOLE) for value in values}) == 1
+
+
+def test_values_that_differ_are_not_thrown_together() -> None:
+    """One value of each type, and the likely confusions, come out apart."""
+    values = [*BSON_VALUES.values(), "1", b"1", "None", {"a": 1, "b": 2}, {"b": 2, "a": 1}, [], {}, "", "[]", 0, False]
+    distinct = [
+        value
+        for name, value in zip([*BSON_VALUES, *values[len(BSON_VALUES) :]], values, strict=True)
+        if name != "int64"
+    ]
+    assert len({partition_index(value, WHOLE) for value in distinct}) == len(distinct)
+
+
+@given(keys, st.integers(1, 1000))
+def test_every_key_has_an_index_in_range_and_always_the_same(key: object, count: int) -> None:
+    """P1: no key crashes, and reading the change again gives the same partition."""
+    index = partition_index(key, count)
+    assert 0 <= index < count
+    assert partition_index(key, count) == index
+
+
+@given(keys.filter(lambda key: key == key))  # noqa: PLR0124 - NaN is not
+def test_a_key_hashes_like_itself_read_from_the_server(key: object) -> None:
+    """P1: what the listener decodes from the event's bytes is the same key."""
+    try:
+        raw = bson.encode({"key": key})
+    except OverflowError:
+        return  # an integer that no event can hold
+    assert partition_index(bson.decode(raw)["key"], WHOLE) == partition_index(key, WHOLE)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        1 << 64,
+        -(1 << 70),
+        10**400,
+        5e-324,
+        Decimal128("9.999999999999999999999999999999999E+6144"),
+        Decimal128("1E-6176"),
+        Decimal128("sNaN"),
+        DatetimeMS(1 << 62),
+        Code("x", {"y": 1}),
+        DBRef("orders", {"a": 1}, "shop", extra=1),
+        {"": {"": {"": []}}},
+        {"$ref": "x", "a.b": 1, "$where": 2},
+        nested(80),
+    ],
+    ids=lambda key: repr(key)[:30],
+)
+def test_odd_values_have_a_partition_too(key: object) -> None:
+    """P9: the edges of each type, as far as events can hold them and further, never stop the listener."""
+    assert 0 <= partition_index(key, 16) < 16
+
+
+def test_another_process_with_another_hash_seed_agrees() -> None:
+    """P1: worker, listener and next year's listener are different processes."""
+    code = (
+        "from mongo_celery.partitioning import partition_index as p; "
+        "print([p(key, 1 << 64) for key in (1, 'order-1', b'\\x00\\xff', {'a': 1, 'b': 2}, None)])"
+    )
+    expected = [0xFFC5DDB1E563CB55, 0x9612288F1723F5B5, 0x177F11799D4431E5, 0x7EC5D78E9954C1DF, 0xA5A9190DB78B9A43]
+    environment = {**os.environ, "PYTHONHASHSEED": "4711"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        list(range(16_000)),
+        [f"order-{number}" for number in range(16_000)],
+        [ObjectId(f"{0x65000000 + number // 50:08x}{'ab' * 5}{number:06x}") for number in range(16_000)],
+    ],
+    ids=["numbers", "strings", "objectids"],
+)
+def test_sixteen_partitions_get_about_the_same(ids: list[Any]) -> None:
+    """Consecutive ids, as applications make them, fill no partition twice as fast as another (1000 each; s = 31)."""
+    rule = partitioner(None, None, None)
+    counts = Counter(rule.index(event(documentKey={"_id": each}), 16) for each in ids)
+    assert set(counts) == set(range(16))
+    assert max(abs(count - 1000) for count in counts.values()) < 150
+
+
+def test_by_default_the_key_is_namespace_and_id() -> None:
+    """P2: changes of one document stay together; equal ids of two collections do not have to."""
+    rule = partitioner(None, "updateLookup", None)
+    assert rule.name == partitioner("_id", None, None).name == "_id"
+    assert rule.key(event("update", "shop.orders", documentKey={"_id": 7, "region": "eu"})) == ["shop", "orders", 7]
+    assert rule.key(event("drop", "shop.orders")) == ["shop", "orders", None]
+    assert rule.key(event("dropDatabase", "shop")) == ["shop", None, None]
+    assert rule.key(event("invalidate", "")) == [None, None, None]
+    assert document_key(event("delete", documentKey={"_id": None})) == ["shop", "orders", None]
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "expected"),
+    [
+        ("documentKey.region", "documentKey.region", "eu"),
+        ("fullDocument.customer.id", "fullDocument.customer.id", 9),
+        ("customer.id", "fullDocument.customer.id", 9),
+        ("customer.name.first", "fullDocument.customer.name.first", None),
+        ("missing", "fullDocument.missing", None),
+        ("fullDocumentBeforeChange.customer", "fullDocumentBeforeChange.customer", "old"),
+    ],
+)
+def test_a_path_reads_a_field_of_the_event(rule: str, name: str, expected: object) -> None:
+    """A short path means the document; what is missing is null, and has a partition as any other value."""
+    change = event(
+        "replace",
+        documentKey={"_id": 1, "region": "eu"},
+        fullDocument={"customer": {"id": 9, "name": None}},
+        fullDocumentBeforeChange={"customer": "old"},
+    )
+    made = partitioner(rule, "required", "required")
+    assert (made.name, made.key(change)) == (name, expected)
+    assert made.key(event("drop")) is None
+    assert 0 <= made.index(event("drop"), 16) < 16
+
+
+@pytest.mark.parametrize("full_document", [None, "default", "updateLookup", "whenAvailable"])
+@pytest.mark.parametrize("operations", [None, {"update"}, {"insert", "update"}, {"insert", "delete"}])
+def test_a_key_from_a_looked_up_document_is_refused(full_document: str | None, operations: set[str] | None) -> None:
+    """P1: on re-reading it can name a partition whose position is past the change, which would be lost."""
+    with pytest.raises(ConfigurationError, match=r"'customer'.*differently when the change is read again.*Use '_id'"):
+        partitioner("customer", full_document, None, operations)
+
+
+@pytest.mark.parametrize("operations", [{"insert"}, {"replace"}, {"insert", "replace"}])
+def test_inserts_and_replaces_carry_their_document_in_the_oplog(operations: set[str]) -> None:
+    """Such a key is fixed, whatever `full_document` says."""
+    assert partitioner("customer", "updateLookup", None, operations).name == "fullDocument.customer"
+
+
+@pytest.mark.parametrize("before", [None, "off", "whenAvailable"])
+@pytest.mark.parametrize("operations", [None, {"insert", "replace"}, {"update"}])
+def test_a_key_from_an_image_that_may_expire_is_refused(before: str | None, operations: set[str] | None) -> None:
+    """P1: a pre-image is there at the first reading and gone at the second; replaces are no exception."""
+    with pytest.raises(ConfigurationError, match="full_document_before_change='required'"):
+        partitioner("fullDocumentBeforeChange.customer", "required", before, operations)
+
+
+@pytest.mark.parametrize("rule", ["", ".", "a.", ".a", "a..b", 5, ["a"], {}])
+def test_a_rule_that_is_no_path_and_no_function_is_refused(rule: Any) -> None:
+    """P9: when the handler is registered."""
+    with pytest.raises(ConfigurationError, match="must be '_id', a field path or a function"):
+        partitioner(rule, "required", "required")
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        (region, "tests.unit.test_partitioning:region"),
+        (Rules.region, "tests.unit.test_partitioning:Rules.region"),
+    ],
+)
+def test_a_function_is_known_by_its_module_and_name(rule: Any, name: str) -> None:
+    """The name is stored with the layout: under another key the layout is another one."""
+    made = partitioner(rule, None, None)
+    assert made.name == name
+    assert made.key(event(documentKey={"_id": 1, "region": "eu"})) == "eu"
+
+
+def _nested() -> Any:
+    def rule(change: Mapping[str, Any]) -> Any:
+        return change
+
+    return rule
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [lambda change: change, _nested(), functools.partial(region), operator.itemgetter("documentKey"), Rules()],
+    ids=["lambda", "nested", "partial", "itemgetter", "instance"],
+)
+def test_a_function_without_a_name_of_its_own_is_refused(rule: Any) -> None:
+    """P1: two different lambdas would have the same name, and a layout would not notice the change."""
+    with pytest.raises(ConfigurationError, match="must be a function at module level"):
+        partitioner(rule, None, None)

@@ -1,0 +1,190 @@
+"""The judgements of the preflight that need no server, and that nothing shows credentials."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from bson import Timestamp
+from pymongo.errors import AutoReconnect, OperationFailure
+
+from mongo_celery.errors import AccessError, ServerUnavailableError
+from mongo_celery.operations import broker, deployment, exposure
+from mongo_celery.operations.reach import explained, short, without_credentials
+from mongo_celery.operations.workers import judge_workers
+from mongo_celery.stream.start import Oplog
+
+HOUR = 3600
+QUEUES = ["shop.0", "shop.1"]
+NEEDED = ["shop.changes.summarise", "mongo_celery.commit"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "level"),
+    [("noeviction", "ok"), ("allkeys-lru", "error"), ("volatile-ttl", "error"), (None, "warning")],
+)
+def test_only_noeviction_keeps_queued_tasks(policy: str | None, level: str) -> None:
+    """Under every other policy Redis throws messages away."""
+    assert broker.judge_eviction({"maxmemory_policy": policy}).level == level
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "level"),
+    [(0, 10**9, "ok"), (1000, 100, "ok"), (1000, 950, "warning")],
+)
+def test_a_redis_that_is_nearly_full_is_told(limit: int, used: int, level: str) -> None:
+    """Then it refuses tasks."""
+    assert broker.judge_memory({"maxmemory": limit, "used_memory": used}).level == level
+
+
+@pytest.mark.parametrize(
+    ("aof", "snapshots", "level"),
+    [(1, False, "ok"), (0, True, "ok"), (0, False, "warning"), (0, None, "warning")],
+)
+def test_a_redis_without_persistence_is_told(aof: int, snapshots: bool | None, level: str) -> None:
+    """The bridge survives it; other tasks do not."""
+    assert broker.judge_persistence({"aof_enabled": aof}, snapshots).level == level
+
+
+@pytest.mark.parametrize(("multiplier", "level"), [(1, "ok"), (4, "ok"), (0, "warning"), (64, "warning")])
+def test_a_deep_prefetch_is_told(multiplier: int, level: str) -> None:
+    """It costs time, not order."""
+    assert broker.judge_prefetch(multiplier).level == level
+
+
+@pytest.mark.parametrize(
+    ("accepted", "levels"),
+    [
+        (["json"], ["ok"]),
+        (["application/json", "msgpack"], ["ok"]),
+        (["json", "pickle"], ["error"]),
+        (["pickle"], ["error", "error"]),
+        (["yaml"], ["error"]),
+    ],
+)
+def test_pickle_and_the_lack_of_json_are_errors(accepted: list[str], levels: list[str]) -> None:
+    """Whoever may write to the broker must not run code in workers."""
+    assert [finding.level for finding in broker.judge_content(accepted)] == levels
+
+
+def findings_of(active: dict[str, list[str]], registered: dict[str, list[str]]) -> dict[str, tuple[str, str]]:
+    queues = {worker: [{"name": name} for name in names] for worker, names in active.items()}
+    return {each.name: (each.level, each.message) for each in judge_workers(QUEUES, NEEDED, queues, registered)}
+
+
+def test_workers_that_serve_everything_are_well() -> None:
+    """Celery lists a task's options behind its name."""
+    found = findings_of({"a@x": [*QUEUES, "celery"]}, {"a@x": ["mongo_celery.commit", f"{NEEDED[0]} [rate_limit=1/s]"]})
+    assert {level for level, _ in found.values()} == {"ok"}
+
+
+def test_a_queue_that_nobody_consumes_is_an_error() -> None:
+    """Its partitions stand still."""
+    level, message = findings_of({"a@x": ["shop.0"]}, {"a@x": NEEDED})["consumers"]
+    assert level == "error"
+    assert "shop.1" in message
+    assert "shop.0" not in message
+
+
+def test_a_worker_that_lacks_a_task_is_an_error_only_if_it_consumes_our_queues() -> None:
+    """A worker of another app on the same broker is none of our business."""
+    found = findings_of({"a@x": QUEUES, "other@x": ["celery"]}, {"a@x": NEEDED[:1], "other@x": ["add"]})
+    assert found["worker_tasks"][0] == "error"
+    assert "a@x lacks mongo_celery.commit" in found["worker_tasks"][1]
+    assert "other@x" not in found["worker_tasks"][1]
+
+
+def test_no_worker_at_all_is_a_warning() -> None:
+    """A preflight may run before them."""
+    assert findings_of({}, {}) == {"workers": ("warning", findings_of({}, {})["workers"][1])}
+
+
+@pytest.mark.parametrize(
+    ("hours", "fill", "level"),
+    [(48, 1.0, "ok"), (2, 1.0, "warning"), (2, 0.1, "ok"), (2, None, "warning")],
+)
+def test_a_small_oplog_window_is_told_once_the_oplog_is_full(hours: int, fill: float | None, level: str) -> None:
+    """The oplog of a young cluster reaches back to its beginning, which says nothing."""
+    oplog = Oplog(Timestamp(1000, 1), Timestamp(1000 + hours * HOUR, 1))
+    assert deployment._judge_window(oplog, fill).level == level
+
+
+def test_a_position_that_the_oplog_has_passed_is_an_error() -> None:
+    """History is lost, and the remedy is named."""
+    oplog = Oplog(Timestamp(1000, 1), Timestamp(9000, 1))
+    assert deployment._judge_position(oplog, Timestamp(2000, 1)).level == "ok"
+    lost = deployment._judge_position(oplog, Timestamp(999, 1))
+    assert lost.level == "error"
+    assert "--on-history-lost" in lost.message
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts"),
+    [
+        ("mongodb://localhost:27017,127.0.0.1/?replicaSet=rs0", []),
+        ("mongodb://u:p@db1.example:27017,localhost/x?replicaSet=rs0", ["db1.example"]),
+        ("mongodb://db1.example/?tls=true", []),
+        ("mongodb://db1.example/?ssl=true", []),
+        ("mongodb+srv://cluster.example/", []),
+        ("mongodb+srv://cluster.example/?tls=false", ["cluster.example"]),
+        ("mongodb://[::1]:27017/", []),
+        ("mongodb://[fd00::1]:27017/", ["fd00::1"]),
+        ("mongodb://%2Ftmp%2Fmongodb-27017.sock/", []),
+    ],
+)
+def test_plain_text_to_another_machine_is_seen_in_a_mongodb_url(url: str, hosts: list[str]) -> None:
+    """Loopback and sockets stay on this machine."""
+    assert exposure.plain_mongodb_hosts(url) == hosts
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts"),
+    [
+        ("redis://localhost:6379/0", []),
+        ("redis://:secret@cache.example:6379/0", ["cache.example"]),
+        ("rediss://cache.example:6379/0", []),
+        ("amqp://guest@rabbit.example//", ["rabbit.example"]),
+        ("amqps://rabbit.example//", []),
+        ("memory://", []),
+        ("redis+socket:///tmp/redis.sock", []),
+    ],
+)
+def test_plain_text_to_another_machine_is_seen_in_a_broker_url(url: str, hosts: list[str]) -> None:
+    """Only transports that are known to be plain are judged."""
+    assert exposure.plain_broker_hosts(url) == hosts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cannot reach mongodb://u:secret@db.example/x",
+        "mongodb://u:se/secret@db.example/ is not valid",
+        'Bad database name "secret@host/"',
+        "redis://:secret@cache.example:6379/0 and amqp://u:secret@rabbit.example//",
+    ],
+)
+def test_no_text_shows_credentials(text: str) -> None:
+    """Also not the part that a driver takes for something else because the password is not escaped."""
+    shown = without_credentials(text)
+    assert "secret" not in shown
+    assert "***@" in shown
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        (AutoReconnect("connection closed"), ServerUnavailableError),
+        (OperationFailure("Authentication failed.", 18), AccessError),
+        (OperationFailure("not authorized", 13), AccessError),
+        (OperationFailure("odd", 4242), OperationFailure),
+    ],
+)
+def test_an_operators_error_is_one_of_ours_where_there_is_a_cure(failure: Any, kind: type[Exception]) -> None:
+    """An error that nobody has met keeps its own name."""
+    assert type(explained(failure)) is kind
+
+
+def test_a_short_error_ends_before_what_the_driver_appends() -> None:
+    """Topology descriptions fill a screen and help nobody at a prompt."""
+    text = "one:1: refused (configured timeouts: connectTimeoutMS: 20.0ms), Timeout: 4s, Topology Description: <...>"
+    assert short(AutoReconnect(text)) == "one:1: refused"

@@ -1,0 +1,499 @@
+"""What a decorator takes, what it refuses with which sentence, and what the task can do without a listener."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.app.task import Task
+from pymongo import MongoClient
+
+from mongo_celery import Bridge, Change, ConfigurationError, HandlerUsageError
+from mongo_celery.embedding import LISTENER_OPTION, ListenerStep
+from mongo_celery.registration import TASK_OPTIONS
+from mongo_celery.registry import bridges_by_name, chosen_bridges, find_bridge
+from mongo_celery.tasks import COMMIT_TASK, PROTOCOL_ATTRIBUTES, overridden_attributes
+
+URL = "mongodb://127.0.0.1:1/shop?replicaSet=rs0"
+CHANGE = Change.build("insert", ns="shop.orders", full_document={"_id": 7})
+
+
+def make_app(**settings: Any) -> Celery:
+    return Celery("shop", broker="memory://", set_as_current=False, **settings)
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    """Give an app of this test's own."""
+    with make_app() as made:
+        yield made
+
+
+@pytest.fixture
+def bridge(app: Celery) -> Bridge:
+    """Give a bridge of this test's own; nothing connects."""
+    return Bridge(app, URL, name="shop")
+
+
+def handle(change: Change) -> Any:
+    """A handler at module level."""
+    return change.document_key
+
+
+def handle_bound(self: Any, change: Change) -> Any:
+    """A handler that gets its task."""
+    return self.name, change.document_key
+
+
+async def handle_later(change: Change) -> None:
+    """A coroutine function."""
+
+
+async def handle_stream(change: Change) -> Any:
+    """An asynchronous generator."""
+    yield change
+
+
+def handle_without(*, change: Change) -> None:
+    """Takes the change by name only."""
+
+
+def register(bridge: Bridge, **arguments: Any) -> Any:
+    """Register the handler with arguments that no type checker would let pass."""
+    return bridge.on_change("shop.orders", **arguments)(handle)
+
+
+class Shop:
+    """A class with handlers, which cannot be."""
+
+    def handle(self, change: Change) -> None:
+        """A method."""
+
+    def __call__(self, change: Change) -> None:
+        """An instance that can be called."""
+
+
+def key_of(change: Any) -> Any:
+    """A partition rule."""
+    return change["documentKey"]["_id"]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("queue", "the bridge chooses the queue of the change's partition"),
+        ("exchange", "the bridge chooses the queue"),
+        ("routing_key", "the bridge chooses the queue"),
+        ("priority", "a priority would reorder changes"),
+        ("eta", "the listener dispatches a change when its turn comes"),
+        ("countdown", "the listener dispatches a change when its turn comes"),
+        ("expires", "an expired message would be dropped silently"),
+        ("acks_late", "the bridge needs late acknowledgement"),
+        ("acks_on_failure", "the claim in MongoDB decides, not the broker"),
+        ("acks_on_timeout", "the claim in MongoDB decides, not the broker"),
+        ("acks_on_failure_or_timeout", "the claim in MongoDB decides, not the broker"),
+        ("reject_on_worker_lost", "the listener dispatches again, sooner and in order"),
+        ("ignore_result", "a chain has no result"),
+        ("serializer", "the envelope is JSON and carries exact BSON"),
+        ("compression", "set task_compression for the whole app instead"),
+    ],
+)
+def test_an_option_that_would_break_the_protocol_is_refused(bridge: Bridge, option: str, sentence: str) -> None:
+    """P2, P8: the message says who decides instead."""
+    with pytest.raises(ConfigurationError, match=f"option '{option}' cannot be set on a change handler: {sentence}"):
+        register(bridge, **{option: True})
+
+
+@pytest.mark.parametrize(
+    ("option", "suggestion"),
+    [
+        ("max_retry", "max_retries"),
+        ("retry_backof", "retry_backoff"),
+        ("operation", "operations"),
+        ("ratelimit", "rate_limit"),
+    ],
+)
+def test_a_misspelt_option_names_the_right_one(bridge: Bridge, option: str, suggestion: str) -> None:
+    """P9: Celery itself takes any option as an attribute, silently."""
+    with pytest.raises(ConfigurationError, match=rf"option '{option}' .* unknown \(did you mean '{suggestion}'\?\)"):
+        register(bridge, **{option: 3})
+
+
+@pytest.mark.parametrize("option", ["typing", "shared", "abstract", "handler", "request_stack"])
+def test_an_option_that_would_replace_what_is_ours_is_refused(bridge: Bridge, option: str) -> None:
+    """P9: what is not on the list of options that work is not taken."""
+    with pytest.raises(ConfigurationError, match=f"option '{option}' .* unknown"):
+        register(bridge, **{option: None})
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "sentence"),
+    [
+        (handle_later, {}, "must be a plain function; Celery does not await coroutines"),
+        (handle_stream, {}, "must be a plain function; Celery does not await coroutines"),
+        (Shop.handle, {}, "cannot be a method; use a function, with bind=True"),
+        (Shop().handle, {}, "needs a function, not method"),
+        (Shop(), {}, "needs a function, not Shop"),
+        (Shop, {}, "needs a function, not type"),
+        (functools.partial(handle), {}, "needs a function, not partial"),
+        (len, {}, "needs a function, not builtin_function_or_method"),
+        ("handle", {}, "needs a function, not str"),
+        (lambda: None, {}, "must take 1 argument: the change"),
+        (lambda change, more: (change, more), {}, "must take 1 argument: the change"),
+        (handle_without, {}, "must take 1 argument: the change"),
+        (handle, {"bind": True}, "must take 2 arguments: the task and the change"),
+    ],
+)
+def test_what_cannot_be_a_handler_is_refused(
+    bridge: Bridge, function: Any, options: dict[str, Any], sentence: str
+) -> None:
+    """P9: when the decorator runs, not when the first change comes."""
+    with pytest.raises(ConfigurationError, match=sentence):
+        bridge.on_change("shop.orders", name="handler", **options)(function)
+    assert bridge.handlers == []
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_stacked_decorators_are_refused(app: Celery, lazy: bool) -> None:
+    """P9: one function, several sources: they are arguments of one decorator. Also on a bridge without an app."""
+    bridge = Bridge(None if lazy else app, URL, name="shop")
+    once = bridge.on_change("shop.orders")(handle)
+    with pytest.raises(
+        ConfigurationError, match=r"on_change stands on a Celery task; put it on the plain function, once"
+    ):
+        bridge.on_change("shop.invoices")(once)
+
+
+def test_a_handler_on_a_plain_celery_task_is_refused(app: Celery, bridge: Bridge) -> None:
+    """P9: the bridge makes the task itself."""
+    with pytest.raises(ConfigurationError, match=r"on_change stands on a Celery task"):
+        bridge.on_change("shop.orders")(app.task(handle))
+
+
+def test_two_handlers_of_one_name_are_refused(bridge: Bridge) -> None:
+    """P1: they would share one position."""
+    bridge.on_change("shop.orders")(handle)
+    with pytest.raises(ConfigurationError, match=r"already has a handler named 'handle' .* name='\.\.\.'"):
+        bridge.on_change("shop.invoices", name="handle")(handle_bound_to_none)
+
+
+def handle_bound_to_none(change: Change) -> None:
+    """Another handler."""
+
+
+def test_the_same_handler_again_is_a_reloaded_module(bridge: Bridge) -> None:
+    """Autoreloaders and double imports run the decorator twice on the same code."""
+    for _ in range(2):
+        bridge.on_change("shop.orders")(handle)
+    assert [handler.name for handler in bridge.handlers] == ["handle"]
+
+
+def test_two_subscriptions_never_share_a_task(app: Celery, bridge: Bridge) -> None:
+    """P1: Celery would keep the first task of that name, and the second subscription would wait for ever."""
+    bridge.on_change("shop.orders")(handle)
+    sentence = "would share the Celery task tests.unit.test_registration.handle; give each a function with its own name"
+    with pytest.raises(ConfigurationError, match=sentence):
+        bridge.on_change("shop.invoices", name="other")(handle)
+    with pytest.raises(ConfigurationError, match=sentence):
+        Bridge(app, URL, name="second").on_change("shop.orders")(handle)
+    late = Bridge(None, URL, name="late")
+    late.on_change("shop.orders")(handle)
+    with pytest.raises(ConfigurationError, match=sentence):
+        late.init_app(app)
+
+
+def test_a_handler_needs_a_source(bridge: Bridge) -> None:
+    """P9: `@bridge.on_change()` would never be called, and without the parentheses it would be a source."""
+    with pytest.raises(ConfigurationError, match=r"needs at least one source, such as 'shop.orders'"):
+        bridge.on_change()(handle)
+    with pytest.raises(ConfigurationError, match="is not a source"):
+        bridge.on_change(handle)(handle)
+
+
+@pytest.mark.parametrize("source", ["shop.", "admin.x", "*.orders", 42, None, ["shop.orders"]])
+def test_a_bad_source_is_refused_at_once(bridge: Bridge, source: object) -> None:
+    """P9: in the traceback of the decorator, not of the listener."""
+    with pytest.raises(ConfigurationError, match="source"):
+        bridge.on_change("shop.orders", source)(handle)
+
+
+def test_a_source_that_depends_on_the_url_or_on_a_framework_waits(bridge: Bridge) -> None:
+    """The URL may come from settings, and models are set up after imports."""
+    bridge.on_change("orders")(handle)
+    (handler,) = bridge.handlers
+    assert str(handler.interest(bridge.default_database).sources[0]) == "shop.orders"
+    with pytest.raises(ConfigurationError, match="names no database"):
+        handler.interest(None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"partition_by": "customer"}, "may give differently when the change is read again"),
+        ({"partition_by": "fullDocumentBeforeChange.customer"}, "full_document_before_change='required'"),
+        ({"partition_by": lambda change: change}, "must be a function at module level"),
+        ({"failure_policy": "park_key"}, "'park_key' is not part of this version"),
+        ({"failure_policy": "dead-letter"}, "did you mean 'dead_letter'"),
+        ({"operations": {"upsert"}}, "operation 'upsert' is unknown"),
+        ({"operations": "insert"}, "must be a set of names"),
+        ({"fields": "customer"}, "must be a set of names"),
+        ({"match": "$x"}, "must be an aggregation expression"),
+        ({"name": "a.b"}, "handler name 'a.b' must be 1 to 64"),
+        ({"name": "x" * 65}, "must be 1 to 64"),
+    ],
+    ids=repr,
+)
+def test_an_argument_that_cannot_work_is_refused(bridge: Bridge, arguments: dict[str, Any], sentence: str) -> None:
+    """P1, P9: when the decorator runs."""
+    with pytest.raises(ConfigurationError, match=sentence):
+        register(bridge, **arguments)
+    assert bridge.handlers == []
+
+
+def test_a_client_in_place_of_the_url_is_refused(app: Celery) -> None:
+    """A MongoClient that was opened before a fork cannot be used after it."""
+    with (
+        MongoClient[dict[str, Any]](URL, connect=False) as client,
+        pytest.raises(ConfigurationError, match="needs a MongoDB URL, not a client"),
+    ):
+        Bridge(app, client)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"), [({"partitons": 3}, "did you mean 'partitions'"), ({"partitions": 0}, "at least 1")]
+)
+def test_a_wrong_option_of_a_bridge_is_refused_when_it_is_made(options: dict[str, Any], sentence: str) -> None:
+    """P9: before any app is configured."""
+    with pytest.raises(ConfigurationError, match=sentence):
+        Bridge(None, URL, **options)
+
+
+# What is registered
+
+
+def test_a_handler_becomes_a_task_with_the_attributes_of_the_protocol(app: Celery, bridge: Bridge) -> None:
+    """P2: a worker with this task acknowledges late and stores nothing."""
+    task = bridge.on_change("shop.orders", max_retries=8, rate_limit="5/s")(handle)
+    assert task.name == "tests.unit.test_registration.handle"
+    assert app.tasks[task.name] is task._get_current_object()
+    assert {name: getattr(task, name) for name in PROTOCOL_ATTRIBUTES} == PROTOCOL_ATTRIBUTES
+    assert (task.max_retries, task.rate_limit) == (8, "5/s")
+    assert {name: getattr(app.tasks[COMMIT_TASK], name) for name in PROTOCOL_ATTRIBUTES} == PROTOCOL_ATTRIBUTES
+    assert overridden_attributes(app) == {}
+
+
+def test_annotations_that_override_the_protocol_are_found() -> None:
+    """P9: `task_annotations = {"*": {"acks_late": False}}` is common and would break the promise."""
+    with make_app(task_annotations={"*": {"acks_late": False, "rate_limit": "1/s"}}) as app:
+        bridge = Bridge(app, URL)
+        name = bridge.on_change("shop.orders")(handle).name
+        assert overridden_attributes(app) == {name: ["acks_late"], COMMIT_TASK: ["acks_late"]}
+
+
+@pytest.mark.parametrize("option", sorted(TASK_OPTIONS - {"base", "bind", "autoretry_for", "dont_autoretry_for"}))
+def test_celerys_own_options_reach_the_task(bridge: Bridge, option: str) -> None:
+    """What is taken has an effect."""
+    task = register(bridge, **{option: 77})
+    assert getattr(task, option) == 77
+
+
+def test_a_handler_may_have_its_own_rules(bridge: Bridge) -> None:
+    """Its own where it has some, the bridge's where it has none."""
+    register(bridge, name="mine", partition_by=key_of, failure_policy="skip", operations=["delete"])
+    bridge.on_change("shop.orders")(handle_bound_to_none)
+    plain, mine = bridge.handlers
+    assert (mine.name, mine.policy(bridge.options), set(mine.filter.operations)) == ("mine", "skip", {"delete"})
+    assert mine.partitioner(bridge.options).name == "tests.unit.test_registration:key_of"
+    assert (plain.name, plain.policy(bridge.options)) == ("handle_bound_to_none", "halt")
+    assert plain.partitioner(bridge.options).name == "_id"
+
+
+# What the task can do without a listener
+
+
+def test_calling_a_handler_with_a_change_just_runs_it(bridge: Bridge) -> None:
+    """A unit test of a handler needs no server."""
+    assert bridge.on_change("shop.orders")(handle)(CHANGE) == {"_id": 7}
+
+
+def test_a_bound_handler_gets_its_task(bridge: Bridge) -> None:
+    """`bind=True` as everywhere in Celery."""
+    task = bridge.on_change("shop.orders", bind=True)(handle_bound)
+    assert task(CHANGE) == ("tests.unit.test_registration.handle_bound", {"_id": 7})
+
+
+def test_errors_of_a_handler_pass_through_a_direct_call(bridge: Bridge) -> None:
+    """A unit test sees the handler's own error, with autoretry too."""
+
+    def fail(change: Change) -> None:
+        raise LookupError(change.namespace)
+
+    with pytest.raises(LookupError, match=r"shop\.orders"):
+        bridge.on_change("shop.orders", autoretry_for=(LookupError,))(fail)(CHANGE)
+
+
+def test_a_transactional_handler_runs_without_a_transaction_in_a_unit_test(bridge: Bridge) -> None:
+    """There is no execution whose mark could be written with its effects."""
+    task = bridge.on_change("shop.orders", transactional=True)(handle)
+    assert task(CHANGE) == {"_id": 7}
+
+
+@pytest.mark.parametrize("arguments", [(), (7,), ({"_id": 7},), (None,)])
+def test_calling_a_handler_with_anything_else_says_what_it_takes(bridge: Bridge, arguments: tuple[Any, ...]) -> None:
+    """P9: and how to make one."""
+    with pytest.raises(HandlerUsageError, match=r"takes a Change; .*Change\.build\('insert', ns=\.\.\.\)"):
+        bridge.on_change("shop.orders")(handle)(*arguments)
+
+
+@pytest.mark.parametrize(
+    "publish",
+    [
+        lambda task: task.delay(CHANGE),
+        lambda task: task.apply_async((CHANGE,)),
+        lambda task: task.s(CHANGE).delay(),
+        lambda task: task.s(CHANGE).apply_async(countdown=5),
+        lambda task: (task.s(CHANGE) | task.s(CHANGE)).apply_async(),
+    ],
+)
+def test_publishing_a_handler_explains_who_dispatches(bridge: Bridge, publish: Callable[[Any], Any]) -> None:
+    """P2: a message of one's own would stand beside the order."""
+    task = bridge.on_change("shop.orders")(handle)
+    with pytest.raises(HandlerUsageError, match="the listener dispatches it when a document changes"):
+        publish(task)
+
+
+@pytest.mark.parametrize("method", ["replace", "add_to_chord"])
+def test_a_handler_cannot_become_another_task(bridge: Bridge, method: str) -> None:
+    """P2: it would be committed before its replacement has run."""
+    task = bridge.on_change("shop.orders")(handle)
+    with pytest.raises(HandlerUsageError, match="delay"):
+        getattr(task, method)(task.s(CHANGE))
+
+
+class Context:
+    """Whether an application context is open."""
+
+    open = False
+
+
+class ContextTask(Task):  # type: ignore[type-arg]
+    """A task class as Flask's documentation shows it."""
+
+    abstract = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        Context.open = True
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            Context.open = False
+
+
+def test_the_apps_own_call_is_kept() -> None:
+    """Flask opens its application context there, and Django its own things."""
+    with make_app(task_cls=ContextTask) as app:
+        task = Bridge(app, URL).on_change("shop.orders")(lambda_that_looks)
+        assert isinstance(task._get_current_object(), ContextTask)
+        assert task(CHANGE) is True
+        assert not Context.open
+
+
+def lambda_that_looks(_change: Change) -> bool:
+    """A handler that needs the context."""
+    return Context.open
+
+
+class Base(Task):  # type: ignore[type-arg]
+    """A base class of the user's, for one handler."""
+
+    abstract = True
+    colour = "green"
+
+
+def test_a_handler_may_have_a_base_class(bridge: Bridge) -> None:
+    """Our class comes before it, so that it sees changes and not messages."""
+    task = bridge.on_change("shop.orders", base=Base)(handle)
+    assert task.colour == "green"
+    assert task(CHANGE) == {"_id": 7}
+
+
+# Bridges and apps
+
+
+def test_a_bridge_may_meet_its_app_later(app: Celery) -> None:
+    """Handlers that were registered before become tasks then."""
+    bridge = Bridge(None, URL, name="shop")
+    task = bridge.on_change("shop.orders")(handle)
+    with pytest.raises(ConfigurationError, match=r"bridge shop has no app yet; pass one, or call init_app\(app\)"):
+        task(CHANGE)
+    bridge.init_app(app)
+    assert bridge.app is app
+    assert task.name in app.tasks
+    assert task(CHANGE) == {"_id": 7}
+
+
+def test_a_bridge_belongs_to_one_app(app: Celery, bridge: Bridge) -> None:
+    """P9: its tasks would be known to the first only."""
+    with pytest.raises(ConfigurationError, match="bridge shop is already bound to an app"):
+        bridge.init_app(app)
+
+
+def test_an_app_may_have_two_bridges(app: Celery, bridge: Bridge) -> None:
+    """Each has its own handlers, queues and position; the worker's option is there once."""
+    second = Bridge(app, "mongodb://127.0.0.1:2", name="second", partitions=2)
+    first_task = bridge.on_change("shop.orders")(handle)
+    second_task = second.on_change("shop.orders")(handle_bound_to_none)
+    assert (first_task.bridge, second_task.bridge) == (bridge, second)
+    assert bridges_by_name(app) == {"shop": bridge, "second": second}
+    assert not set(bridge.options.queue_names) & set(second.options.queue_names)
+    assert list(app.user_options["worker"]).count(LISTENER_OPTION) == 1
+    assert ListenerStep in app.steps["worker"]
+
+
+def test_two_bridges_of_one_name_are_refused(app: Celery, bridge: Bridge) -> None:
+    """P3: they would share a lease."""
+    with pytest.raises(ConfigurationError, match="already has a bridge named 'shop'; give this one another name"):
+        Bridge(app, URL, name="shop")
+    assert find_bridge(app, "shop") is bridge
+
+
+def test_two_apps_may_have_bridges_of_one_name(app: Celery, bridge: Bridge) -> None:
+    """Tests and factories make an app each."""
+    with make_app() as other_app:
+        other = Bridge(other_app, URL, name="shop")
+        assert find_bridge(app, "shop") is bridge
+        assert find_bridge(other_app, "shop") is other
+
+
+def test_a_command_finds_the_bridges_that_it_names(app: Celery, bridge: Bridge) -> None:
+    """P9: a misspelt name is no bridge, and an app without bridges says how to make one."""
+    second = Bridge(app, URL, name="second")
+    assert chosen_bridges(app, []) == [bridge, second]
+    assert chosen_bridges(app, ["second"]) == [second]
+    with pytest.raises(ConfigurationError, match="there is no bridge 'shops'; this app has second, shop"):
+        chosen_bridges(app, ["shops"])
+    with (
+        make_app() as bare,
+        pytest.raises(ConfigurationError, match=r"this app has no bridge: create one with .*Bridge\("),
+    ):
+        chosen_bridges(bare, [])
+
+
+def test_what_a_bridge_shows_of_itself_hides_the_url(app: Celery) -> None:
+    """A URL may carry a password."""
+    bridge = Bridge(app, "mongodb://user:secret@127.0.0.1:1", name="shop")
+    bridge.on_change("shop.orders")(handle)
+    assert repr(bridge) == "<Bridge shop handlers=['handle']>"
+
+
+def test_a_collection_is_found_by_its_namespace(bridge: Bridge) -> None:
+    """With its database, or in that of the URL; nothing connects."""
+    assert bridge.collection("shop.orders.old").full_name == "shop.orders.old"
+    assert bridge.collection("orders").full_name == "shop.orders"
+    bridge.client.close()

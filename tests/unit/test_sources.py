@@ -1,0 +1,422 @@
+"""What a handler listens to: sources, filters, and the one stream that serves them all."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from bson import ObjectId, Regex
+from pymongo import MongoClient
+
+from mongo_celery.change import FLAGS
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.stream.source import Interest, Scope, Source, filter_of, scope_of, source_of, strip_flags
+from tests.fixtures.samples import event
+
+STATE = "mongo_celery"
+ORDERS = Source("shop", "orders")
+
+
+def interest(
+    *targets: str, name: str = "summarise", operations: Any = None, fields: Any = None, match: Any = None
+) -> Interest:
+    return Interest(name, tuple(source_of(target, None) for target in targets), filter_of(operations, fields, match))
+
+
+def scope(*interests: Interest, **options: Any) -> Scope:
+    return scope_of(interests, state_database=STATE, **options)
+
+
+def update(**description: Any) -> dict[str, Any]:
+    return event("update", updateDescription=description)
+
+
+# Sources
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("shop.orders", ORDERS),
+        ("shop.orders.old", Source("shop", "orders.old")),
+        ("shop.*", Source("shop", None)),
+        ("*", Source(None, None)),
+        ("orders", Source("main", "orders")),
+    ],
+)
+def test_a_source_is_written_as_a_namespace(text: str, source: Source) -> None:
+    """A bare collection belongs to the database in the URL."""
+    assert source_of(text, "main") == source
+
+
+@pytest.mark.parametrize(
+    ("source", "text"), [(ORDERS, "shop.orders"), (Source("shop", None), "shop.*"), (Source(None, None), "*")]
+)
+def test_a_source_reads_as_it_is_written(source: Source, text: str) -> None:
+    """Messages show what the user wrote."""
+    assert str(source) == text
+    assert source_of(text, None) == source
+
+
+def test_a_bare_collection_needs_a_database_in_the_url() -> None:
+    """P9: the message writes out both readings."""
+    with pytest.raises(ConfigurationError, match=r"write 'db\.orders' or 'orders\.\*'"):
+        source_of("orders", None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ".", "shop.", ".orders", "*.orders", "sh*op.orders", "shop.ord*", "$shop.orders", "shop.$x", "shop.a\0b"],
+)
+def test_a_source_of_another_form_is_refused(text: str) -> None:
+    """P9: a pattern that the server would take literally would never match."""
+    with pytest.raises(ConfigurationError, match="source"):
+        source_of(text, None)
+
+
+@pytest.mark.parametrize("database", ["admin", "config", "local"])
+def test_mongodbs_own_databases_cannot_be_watched(database: str) -> None:
+    """P9: the server refuses such streams."""
+    for collection in ("*", "x"):
+        with pytest.raises(ConfigurationError, match=f"MongoDB's own database '{database}'"):
+            source_of(f"{database}.{collection}", None)
+
+
+def test_collections_and_databases_of_the_driver_are_sources() -> None:
+    """Only their names count: the bridge opens clients of its own."""
+    with MongoClient[dict[str, Any]]("mongodb://127.0.0.1:1", connect=False) as client:
+        assert source_of(client["shop"]["orders"], None) == ORDERS
+        assert source_of(client["shop"], None) == Source("shop", None)
+
+
+@pytest.mark.parametrize("target", [None, 7, b"shop.orders", ["shop.orders"], object(), int, dict], ids=repr)
+def test_anything_else_is_no_source(target: object) -> None:
+    """P9: the message says what is one."""
+    with pytest.raises(ConfigurationError, match=r"is not a source|neither a Django model nor a MongoEngine document"):
+        source_of(target, "main")
+
+
+def test_a_django_model_is_the_table_of_its_concrete_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Django says the database and the table; a proxy model has the table of the model behind it."""
+    database = ModuleType("django.db")
+    vars(database).update(
+        connections={"orders": SimpleNamespace(settings_dict={"NAME": "shop"})},
+        router=SimpleNamespace(db_for_write=lambda model: "orders" if model is Proxy else "default"),
+    )
+    monkeypatch.setitem(sys.modules, "django", ModuleType("django"))
+    monkeypatch.setitem(sys.modules, "django.db", database)
+    assert source_of(Proxy, None) == Source("shop", "shop_order")
+
+
+class Order:
+    """What is used of a Django model."""
+
+    _meta: Any = SimpleNamespace(db_table="shop_order")
+
+
+class Proxy(Order):
+    """A proxy model."""
+
+    _meta = SimpleNamespace(db_table="nobody asks", concrete_model=Order)
+
+
+class Invoice:
+    """What is used of a MongoEngine document class."""
+
+    @classmethod
+    def _get_collection_name(cls) -> str | None:
+        return "invoices"
+
+    @classmethod
+    def _get_db(cls) -> Any:
+        return SimpleNamespace(name="shop")
+
+
+class Abstract(Invoice):
+    """An abstract document class has no collection."""
+
+    @classmethod
+    def _get_collection_name(cls) -> str | None:
+        return None
+
+
+def test_a_mongoengine_class_is_its_collection() -> None:
+    """Whatever class-level settings say: the library itself is asked."""
+    assert source_of(Invoice, None) == Source("shop", "invoices")
+
+
+def test_a_class_without_a_collection_is_refused() -> None:
+    """P9: an abstract document names no collection."""
+    with pytest.raises(ConfigurationError, match="class Abstract is neither"):
+        source_of(Abstract, None)
+
+
+# Which events a handler wants
+
+
+@pytest.mark.parametrize(
+    ("targets", "ns", "wanted"),
+    [
+        (["shop.orders"], "shop.orders", True),
+        (["shop.orders"], "shop.invoices", False),
+        (["shop.orders"], "other.orders", False),
+        (["shop.*"], "shop.anything", True),
+        (["shop.*"], "other.orders", False),
+        (["*"], "other.orders", True),
+        (["shop.a", "other.*"], "other.x", True),
+        (["shop.a", "other.*"], "shop.b", False),
+    ],
+)
+def test_an_event_is_wanted_by_its_namespace(targets: list[str], ns: str, wanted: bool) -> None:
+    """Any of the sources may cover it."""
+    assert interest(*targets).wants(event("insert", ns)) is wanted
+
+
+@pytest.mark.parametrize("operation", ["insert", "update", "replace", "delete"])
+def test_changes_of_documents_are_wanted_by_default(operation: str) -> None:
+    """And only those that were named, where some were."""
+    assert interest("shop.orders").wants(event(operation))
+    assert interest("shop.orders", operations=[operation]).wants(event(operation))
+    others = {"insert", "update", "replace", "delete"} - {operation}
+    assert not interest("shop.orders", operations=others).wants(event(operation))
+
+
+@pytest.mark.parametrize(
+    ("operation", "ns"),
+    [("drop", "shop.orders"), ("rename", "shop.orders"), ("dropDatabase", "shop"), ("invalidate", "")],
+)
+def test_other_events_come_only_to_those_who_ask(operation: str, ns: str) -> None:
+    """A handler that reads `full_document` should not meet a `drop` unprepared."""
+    for target in ("shop.orders", "shop.*", "*"):
+        assert not interest(target).wants(event(operation, ns))
+        assert interest(target, operations={operation}).wants(event(operation, ns))
+    if ns:
+        assert not interest("other.orders", operations={operation}).wants(event(operation, ns))
+
+
+@pytest.mark.parametrize("operation", ["create", "createIndexes", "shardCollection", "new in a later server"])
+def test_an_event_of_an_unknown_kind_is_not_wanted(operation: str) -> None:
+    """A newer server may send more than it does today."""
+    assert not interest("*").wants(event(operation))
+
+
+@pytest.mark.parametrize(
+    ("description", "wanted"),
+    [
+        ({"updatedFields": {"customer": 1}}, True),
+        ({"updatedFields": {"customer.name": 1}}, True),
+        ({"updatedFields": {"customer.name.first": 1}}, True),
+        ({"removedFields": ["customer"]}, True),
+        ({"removedFields": ["customer.name"]}, True),
+        ({"truncatedArrays": [{"field": "customer.orders", "newSize": 1}]}, True),
+        ({"updatedFields": {"total": 1}}, False),
+        ({"updatedFields": {"customers": 1}}, False),
+        ({"updatedFields": {"old.customer": 1}}, False),
+        ({"removedFields": ["customer_id"]}, False),
+        ({"updatedFields": {}, "removedFields": [], "truncatedArrays": []}, False),
+        ({"updatedFields": {"total": 1}, "truncatedArrays": None}, False),
+    ],
+)
+def test_an_update_counts_when_it_touches_a_field_or_a_part_of_it(description: dict[str, Any], wanted: bool) -> None:
+    """Names that merely begin alike are other fields."""
+    assert interest("shop.orders", fields={"customer"}).wants(update(**description)) is wanted
+
+
+def test_an_update_of_a_whole_document_touches_a_field_inside_it() -> None:
+    """`$set: {customer: {...}}` may change `customer.name`; array positions are parts of a path."""
+    named = interest("shop.orders", fields={"customer.name", "lines.0.price"})
+    assert named.wants(update(updatedFields={"customer": {"name": "x"}}))
+    assert named.wants(update(updatedFields={"lines": []}))
+    assert named.wants(update(updatedFields={"lines.0": {}}))
+    assert not named.wants(update(updatedFields={"lines.1": {}}))
+    assert not named.wants(update(updatedFields={"customer.mail": "x"}))
+
+
+@pytest.mark.parametrize("operation", ["insert", "replace", "delete"])
+def test_fields_say_nothing_about_other_operations(operation: str) -> None:
+    """A replaced document may differ anywhere."""
+    assert interest("shop.orders", fields={"customer"}).wants(event(operation))
+
+
+def test_an_update_without_a_description_touches_nothing() -> None:
+    """A pipeline of the user's may have removed it; that must not stop the listener."""
+    assert not interest("shop.orders", fields={"customer"}).wants(event("update"))
+
+
+def test_a_match_is_the_servers_verdict_under_the_handlers_name() -> None:
+    """P1: a filter on a looked-up field would make the token unresumable, so it is a flag and no filter."""
+    named = interest("shop.orders", match={"$gt": ["$fullDocument.total", 100]})
+    assert named.wants(event(**{FLAGS: {"summarise": True, "other": False}}))
+    assert not named.wants(event(**{FLAGS: {"summarise": False, "other": True}}))
+    assert not named.wants(event(**{FLAGS: {"other": True}}))
+    assert not named.wants(event())
+
+
+def test_the_flags_are_taken_off_before_a_handler_sees_the_event() -> None:
+    """The event is what the server would have sent without them."""
+    assert strip_flags(event(**{FLAGS: {"summarise": True}})) == event()
+    assert strip_flags(event()) == event()
+
+
+# Filters
+
+
+@pytest.mark.parametrize("name", ["operations", "fields"])
+@pytest.mark.parametrize(
+    "value", ["insert", b"insert", [], set(), iter(["insert"]), {1}, ["insert", None], 5], ids=repr
+)
+def test_a_filter_of_names_is_a_set_of_names(name: str, value: Any) -> None:
+    """P9: `fields="customer"` would be eight fields of one letter each, and an empty set nothing at all."""
+    with pytest.raises(ConfigurationError, match=f"{name}=.* must be a set of names"):
+        filter_of(**{"operations": None, "fields": None, "match": None, name: value})
+
+
+def test_an_unknown_operation_names_the_nearest() -> None:
+    """P9: a misspelt operation would never come."""
+    with pytest.raises(ConfigurationError, match=r"operation 'updated' is unknown \(did you mean 'update'\?\)"):
+        filter_of({"insert", "updated"}, None, None)
+
+
+@pytest.mark.parametrize("match", ["$x", [], 5, True, ["$gt", 1]])
+def test_a_match_is_an_expression(match: object) -> None:
+    """P9: with an example."""
+    with pytest.raises(ConfigurationError, match="must be an aggregation expression"):
+        filter_of(None, None, match)
+
+
+# The stream
+
+
+@pytest.mark.parametrize(
+    ("targets", "database", "collection"),
+    [
+        (["shop.orders"], "shop", "orders"),
+        (["shop.orders", "shop.orders"], "shop", "orders"),
+        (["shop.orders", "shop.invoices"], "shop", None),
+        (["shop.*"], "shop", None),
+        (["shop.*", "shop.orders"], "shop", None),
+        (["shop.orders", "other.orders"], None, None),
+        (["*"], None, None),
+        (["*", "shop.orders"], None, None),
+    ],
+)
+def test_the_stream_is_the_narrowest_that_serves_all(
+    targets: list[str], database: str | None, collection: str | None
+) -> None:
+    """Narrow streams need fewer rights and cost the server less."""
+    found = scope(*(interest(target, name=f"h{number}") for number, target in enumerate(targets)))
+    assert (found.database, found.collection) == (database, collection)
+
+
+def conditions(found: Scope) -> list[dict[str, Any]]:
+    """What our first stage demands of everything but an invalidate."""
+    invalidate, others = found.pipeline[0]["$match"]["$or"]
+    assert invalidate == {"operationType": "invalidate"}
+    wanted: list[dict[str, Any]] = others["$and"]
+    return wanted
+
+
+def test_one_collection_is_filtered_by_operation_alone() -> None:
+    """The scope says the rest; an invalidate always passes, since the stream reopens after its token."""
+    found = scope(
+        interest("shop.orders", operations={"insert"}), interest("shop.orders", name="b", operations={"delete"})
+    )
+    assert conditions(found) == [{"operationType": {"$in": ["delete", "insert"]}}]
+    assert len(found.pipeline) == 1
+
+
+def test_several_collections_are_filtered_by_namespace() -> None:
+    """A collection's own events, and those of its whole database, which have no collection."""
+    found = scope(interest("shop.orders"), interest("shop.invoices", name="b"))
+    namespaces, operations = conditions(found)
+    assert namespaces == {
+        "$or": [
+            {"ns.db": "shop", "ns.coll": {"$in": ["invoices", None]}},
+            {"ns.db": "shop", "ns.coll": {"$in": ["orders", None]}},
+        ]
+    }
+    assert operations == {"operationType": {"$in": ["delete", "insert", "replace", "update"]}}
+
+
+def test_a_stream_of_the_cluster_never_sees_the_bridges_own_state() -> None:
+    """Else every commit would be a change that leads to a commit."""
+    own = {"ns.db": {"$ne": STATE}}
+    everything = conditions(scope(interest("*")))
+    assert own in everything
+    assert not any("$or" in condition for condition in everything)
+    two = conditions(scope(interest("shop.*"), interest("other.x", name="b")))
+    assert own in two
+    assert two[0] == {"$or": [{"ns.db": "other", "ns.coll": {"$in": ["x", None]}}, {"ns.db": "shop"}]}
+
+
+@pytest.mark.parametrize("target", ["mongo_celery.partitions", "mongo_celery.*"])
+def test_a_source_in_the_bridges_own_state_database_is_refused(target: str) -> None:
+    """P9: it would feed the bridge with its own writes."""
+    with pytest.raises(ConfigurationError, match="lies in the bridge's state database 'mongo_celery'"):
+        scope(interest("shop.orders"), interest(target, name="b"))
+
+
+def test_our_stages_come_first_then_the_flags_then_the_users() -> None:
+    """The user's stages may use whatever the server sends, and drop only what is not ours."""
+    match = {"$gt": ["$fullDocument.total", 100]}
+    stages = [{"$match": {"a": 1}}, {"$project": {"fullDocument.secret": 0}}]
+    found = scope(interest("shop.orders", match=match), interest("shop.orders", name="all"), pipeline=stages)
+    assert found.pipeline[1] == {"$addFields": {FLAGS: {"summarise": {"$cond": [match, True, False]}}}}
+    assert list(found.pipeline[2:]) == stages
+
+
+def test_no_filter_of_ours_reads_what_the_oplog_does_not_fix() -> None:
+    """P1: a filter on a looked-up field makes a token unresumable as soon as the document changes."""
+    looked_up = interest("shop.orders", fields={"total"}, match={"$gt": ["$fullDocument.total", 100]})
+    for condition in conditions(scope(looked_up, interest("other.*", name="b"))):
+        assert "fullDocument" not in repr(condition)
+
+
+@pytest.mark.parametrize(
+    ("full_document", "before_change", "options"),
+    [
+        (None, None, {}),
+        ("default", "off", {}),
+        ("updateLookup", None, {"full_document": "updateLookup"}),
+        (None, "whenAvailable", {"full_document_before_change": "whenAvailable"}),
+        ("required", "required", {"full_document": "required", "full_document_before_change": "required"}),
+    ],
+)
+def test_only_options_that_say_something_are_sent(
+    full_document: str | None, before_change: str | None, options: dict[str, str]
+) -> None:
+    """Older servers refuse options that they do not know."""
+    assert scope(interest("shop.orders"), full_document=full_document, before_change=before_change).options == options
+
+
+def test_the_fingerprint_names_the_stream() -> None:
+    """P1: a token goes back only to a stream with the fingerprint it came from."""
+    one = scope(interest("shop.orders"), full_document="updateLookup")
+    assert one.fingerprint == scope(interest("shop.orders", name="renamed"), full_document="updateLookup").fingerprint
+    others = [
+        scope(interest("shop.orders")),
+        scope(interest("shop.invoices"), full_document="updateLookup"),
+        scope(interest("shop.*"), full_document="updateLookup"),
+        scope(interest("shop.orders", operations={"insert"}), full_document="updateLookup"),
+        scope(interest("shop.orders", match={"$eq": [1, 1]}), full_document="updateLookup"),
+        scope(interest("shop.orders"), full_document="updateLookup", pipeline=[{"$match": {"a": 1}}]),
+        scope(interest("shop.orders"), full_document="updateLookup", before_change="required"),
+    ]
+    assert len({one.fingerprint, *(other.fingerprint for other in others)}) == len(others) + 1
+
+
+def test_the_fingerprint_does_not_depend_on_the_order_of_registration() -> None:
+    """Imports come in another order now and then; the stream stays the same."""
+    first, second = interest("shop.a", name="a"), interest("shop.b", name="b")
+    assert scope(first, second).fingerprint == scope(second, first).fingerprint
+
+
+def test_the_fingerprint_covers_every_bson_value_in_a_pipeline() -> None:
+    """A user's stage may compare with anything."""
+    prints = {
+        scope(interest("shop.orders"), pipeline=[{"$match": {"documentKey._id": value}}]).fingerprint
+        for value in (ObjectId("0" * 24), "0" * 24, Regex("0"), 0, None, b"0")
+    }
+    assert len(prints) == 6

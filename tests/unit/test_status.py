@@ -1,0 +1,257 @@
+"""What `status` says, from hand-made documents: no server is needed to judge them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from bson import Timestamp
+from bson.int64 import Int64
+
+from mongo_celery.operations.status import Facts, shape
+from mongo_celery.options import BridgeOptions
+from mongo_celery.state.partitions import Image
+
+Document = dict[str, Any]
+
+NOON = datetime(2030, 1, 1, 12)  # noqa: DTZ001 - naive, as the driver gives them
+SECOND = int(NOON.replace(tzinfo=UTC).timestamp())
+VERSION = Int64(7 << 20)
+IDLE_REPORT = {"outstanding": 0, "buffered": 0, "bufferedBytes": 0, "caughtUp": True, "brokerDown": False}
+
+
+def lease(**changes: Any) -> Document:
+    """A lease that is held and has been renewed once."""
+    return {
+        "_id": "shop",
+        "listenerId": "5f0c",
+        "version": VERSION,
+        "live": True,
+        "state": "leading",
+        "host": "one",
+        "pid": 42,
+        "acquiredAt": NOON,
+        "renewedAt": NOON + timedelta(seconds=3),
+        "expiresAt": NOON + timedelta(seconds=13),
+        "resumeToken": {"_data": "82AA"},
+        "clusterTime": Timestamp(SECOND, 1),
+        "generation": 0,
+        "partitions": 2,
+        "report": IDLE_REPORT,
+        **changes,
+    }
+
+
+def subscription(name: str = "summarise", **changes: Any) -> Document:
+    """A subscription of the term that leads, ten seconds behind `facts`' now."""
+    return {
+        "_id": f"shop/{name}",
+        "epoch": VERSION,
+        "resumeToken": {"_data": "82BB"},
+        "clusterTime": Timestamp(SECOND, 1),
+        "startAtOperationTime": Timestamp(SECOND - 50, 1),
+        **changes,
+    }
+
+
+def image(index: int = 0, **changes: Any) -> Image:
+    """A partition that flows and has nothing to do."""
+    flowing = Image(
+        subscription="summarise",
+        index=index,
+        epoch=VERSION,
+        committed=Int64(5),
+        token={"_data": "82BB"},
+        data="82BB",
+        fence=Int64(9),
+        state="flowing",
+        claim=None,
+        live=False,
+        ahead=0.0,
+        handled=None,
+        due_in=0.0,
+        retries=0,
+        crashes=0,
+        error=None,
+        single=0,
+        head=None,
+    )
+    return replace(flowing, **changes)
+
+
+def facts(**changes: Any) -> Facts:
+    """A bridge whose listener has caught up."""
+    calm = Facts(
+        options=BridgeOptions(name="shop", partitions=2),
+        registered=("summarise",),
+        lease=lease(),
+        subscriptions=[subscription()],
+        images=[image(0), image(1)],
+        letters={},
+        now=Timestamp(SECOND + 10, 1),
+        oplog_window=3600,
+    )
+    return replace(calm, **changes)
+
+
+def test_a_bridge_that_nobody_has_started_says_so() -> None:
+    """No document at all, and a document that only waits for its first acquisition."""
+    for nothing in (None, lease(version=Int64(0), live=False, listenerId=None, acquiredAt=None, report=None)):
+        status = shape(facts(lease=nothing, subscriptions=[], images=[]))
+        assert status["state"] == "never_started"
+        assert status["listener"] is None
+        assert status["version"] == 0
+        assert status["lag_seconds"] is None
+        assert [each["state"] for each in status["subscriptions"]] == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "state"),
+    [("idle", "idle"), ("leading", "idle"), ("failed", "failed"), ("history_lost", "history_lost")],
+)
+def test_a_lease_that_nobody_holds_shows_how_the_last_term_ended(stored: str, state: str) -> None:
+    """A listener that was killed leaves `leading` behind: that is idle, too."""
+    status = shape(facts(lease=lease(live=False, state=stored, error="why")))
+    assert status["state"] == state
+    assert status["error"] == "why"
+    assert status["listener"] is None
+
+
+def test_a_live_listener_is_shown_and_an_old_error_is_not() -> None:
+    """What ended an earlier term is past."""
+    status = shape(facts(lease=lease(error="old")))
+    assert status["state"] == "leading"
+    assert status["error"] is None
+    assert status["listener"] == {
+        "id": "5f0c",
+        "host": "one",
+        "pid": 42,
+        "since": "2030-01-01T12:00:00+00:00",
+        "expires": "2030-01-01T12:00:13+00:00",
+    }
+
+
+def test_the_lag_is_zero_when_the_listener_has_caught_up() -> None:
+    """A watermark is stored lazily where nothing happens; that is no lag."""
+    assert shape(facts())["lag_seconds"] == 0
+
+
+@pytest.mark.parametrize("change", [{"buffered": 1}, {"outstanding": 1}, {"caughtUp": False}])
+def test_the_lag_counts_from_the_watermark_while_anything_is_left(change: Document) -> None:
+    """One change under way is enough."""
+    status = shape(facts(lease=lease(report={**IDLE_REPORT, **change})))
+    assert status["lag_seconds"] == 10
+    assert status["buffered"] == change.get("buffered", 0)
+    assert status["outstanding"] == change.get("outstanding", 0)
+
+
+def test_a_report_of_an_earlier_term_does_not_count() -> None:
+    """A new listener has not reported yet: nobody knows what it has buffered."""
+    status = shape(facts(lease=lease(renewedAt=NOON)))
+    assert status["lag_seconds"] == 10
+    assert status["buffered"] is None
+    assert status["outstanding"] == 0
+
+
+def test_without_a_listener_claims_count_as_outstanding() -> None:
+    """Handlers go on when their listener has ended."""
+    claim = {"owner": "x", "first": Int64(6), "last": Int64(6), "until": NOON, "ttl": Int64(10_000)}
+    running = image(0, claim=claim, live=True)
+    status = shape(facts(lease=lease(live=False), images=[running, image(1)]))
+    assert status["outstanding"] == 1
+    assert status["buffered"] == 0
+    assert status["lag_seconds"] == 10
+
+
+def test_the_lag_before_the_first_watermark_counts_from_the_start() -> None:
+    """Nothing has been done since then."""
+    fresh = subscription(resumeToken=None, clusterTime=None)
+    status = shape(facts(lease=lease(report={}), subscriptions=[fresh]))
+    assert status["lag_seconds"] == 60
+    assert status["subscriptions"][0]["watermark"] is None
+
+
+def test_the_lag_of_the_bridge_is_the_largest_of_its_registered_subscriptions() -> None:
+    """One that no handler serves is shown, but it will not move, so it is no lag."""
+    late = subscription("audit", clusterTime=Timestamp(SECOND - 20, 1))
+    gone = subscription("retired", clusterTime=Timestamp(SECOND - 9000, 1), epoch=Int64(1))
+    status = shape(
+        facts(
+            registered=("audit", "fresh", "summarise"),
+            subscriptions=[subscription(), late, gone],
+            lease=lease(report={**IDLE_REPORT, "buffered": 3}),
+        ),
+    )
+    assert {each["name"]: (each["state"], each["lag_seconds"]) for each in status["subscriptions"]} == {
+        "audit": ("flowing", 30),
+        "fresh": ("new", None),
+        "retired": ("unregistered", 9010),
+        "summarise": ("flowing", 10),
+    }
+    assert status["lag_seconds"] == 30
+
+
+def test_a_report_does_not_speak_for_a_subscription_of_an_older_epoch() -> None:
+    """A handler that the leading listener was not started with has not caught up."""
+    status = shape(facts(subscriptions=[subscription(epoch=Int64(1))]))
+    assert status["lag_seconds"] == 10
+
+
+@pytest.mark.parametrize(
+    ("images", "state"),
+    [
+        ([image(0), image(1)], "flowing"),
+        ([image(0), image(1, due_in=5.0)], "parked"),
+        ([image(0, state="paused"), image(1, due_in=5.0)], "paused"),
+        ([image(0, state="paused"), image(1, state="halted")], "halted"),
+    ],
+)
+def test_a_subscription_is_in_the_state_of_its_worst_partition(images: list[Image], state: str) -> None:
+    """Halted needs a person, paused has one, parked goes on by itself."""
+    assert shape(facts(images=images))["subscriptions"][0]["state"] == state
+
+
+def test_a_partition_tells_all_that_an_operator_needs() -> None:
+    """Claim, retry and head in plain values, tokens as their comparable part."""
+    halted = image(
+        1,
+        state="halted",
+        retries=2,
+        crashes=1,
+        error="ValueError: no",
+        head={"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"},
+    )
+    status = shape(facts(images=[halted, image(0)], letters={"summarise": 2, "retired": 1}))
+    assert [each["index"] for each in status["partitions"]] == [0, 1]
+    assert status["dead_letters"] == 3
+    assert status["subscriptions"][0]["dead_letters"] == 2
+    shown = status["partitions"][1]
+    assert shown == {
+        "subscription": "summarise",
+        "index": 1,
+        "queue": "shop.1",
+        "state": "halted",
+        "committed": 5,
+        "token": "82BB",
+        "epoch": 7 << 20,
+        "fence": 9,
+        "claim": None,
+        "handled": None,
+        "retry": {"count": 2, "crashes": 1, "due_seconds": 0.0, "error": "ValueError: no"},
+        "head": {"token": "82CC", "key": "shop.orders insert 1"},
+    }
+
+
+def test_a_status_is_plain_json() -> None:
+    """With everything in it that the state can hold."""
+    claim = {"owner": "x", "first": Int64(6), "last": Int64(7), "until": NOON, "ttl": Int64(10_000)}
+    full = image(0, claim=claim, live=True, handled={"owner": "x", "last": Int64(7), "resumeToken": {"_data": "82CC"}})
+    gap = {"until": Timestamp(SECOND, 1), "policy": "oldest", "error": "rolled"}
+    status = shape(facts(lease=lease(gaps=[gap]), images=[full]))
+    assert json.loads(json.dumps(status)) == status
+    assert status["partitions"][0]["claim"]["until"] == "2030-01-01T12:00:00+00:00"
+    assert status["gaps"][0]["until"] == "2030-01-01T12:00:00+00:00"
+    assert all(type(each["version"]) is int for each in (status,))

@@ -1,0 +1,358 @@
+"""A subscription in a term: what it takes in, and which runs it hands out with which numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import bson
+import pytest
+from bson import Timestamp
+
+from mongo_celery.change import Change
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.listener.dispatcher import Dispatch
+from mongo_celery.listener.subscription import Plan, Subscription
+from mongo_celery.listener.tracker import Patience, Step, Tracker
+from mongo_celery.options import BridgeOptions
+from mongo_celery.partitioning import Partitioner
+from mongo_celery.registration import make_handler
+from mongo_celery.state.leases import Layout
+from mongo_celery.state.partitions import Image
+from mongo_celery.stream.reader import Event
+from mongo_celery.window import Mark
+from tests.fixtures.samples import event, image, mark, token_data
+
+NOW = 1000.0
+VERSION = 5
+PARTITIONS = 4
+
+
+def handle(_change: Change) -> None:
+    """A handler."""
+
+
+def id_of(document: Mapping[str, Any]) -> int:
+    """The partition is the `_id` itself: tests choose it."""
+    found: int = document["documentKey"]["_id"]
+    return found
+
+
+class Chosen(Partitioner):
+    """A partitioner without a hash."""
+
+    __slots__ = ()
+
+    def index(self, event: Mapping[str, Any], count: int) -> int:
+        found: int = self.key(event)
+        assert found < count
+        return found
+
+
+def subscription(
+    *,
+    start: int = 0,
+    watermark: Mark | None = None,
+    images: Mapping[int, Image] | None = None,
+    transactional: bool = False,
+    **options: Any,
+) -> Subscription:
+    made = BridgeOptions(name="shop", partitions=PARTITIONS, **options)
+    arguments = dict.fromkeys(("name", "operations", "fields", "match", "partition_by", "failure_policy"))
+    handler = make_handler(
+        handle,
+        ("shop.orders",),
+        made,
+        task_name="shop.handle",
+        arguments={**arguments, "transactional": transactional},
+        task_options={},
+    )
+    plan = Plan(
+        handler,
+        handler.interest(None),
+        Chosen("test", id_of),
+        Layout(3, PARTITIONS, {"handle": "blake2b-64:_id"}),
+        VERSION,
+        Timestamp(1000, start),
+        watermark,
+    )
+    found = {index: (images or {}).get(index, image(index=index)) for index in range(PARTITIONS)}
+    trackers = {
+        index: Tracker(f"shop/handle/3/{index}", seen, VERSION, Patience(8.0, 3.0), NOW)
+        for index, seen in found.items()
+    }
+    return Subscription(made, plan, trackers)
+
+
+def change(number: int, index: int = 0, ns: str = "shop.orders", **fields: Any) -> Event:
+    """The change with this place in the stream, of this partition."""
+    document = event("insert", ns, documentKey={"_id": index}, fullDocument={"n": number}, **fields)
+    document["_id"] = {"_data": token_data(number)}
+    return Event(mark(number), document, bson.encode(document))
+
+
+def committed(index: int, count: int, number: int, **changes: Any) -> Image:
+    """A partition that has so many committed changes, the last at this place."""
+    data = token_data(number)
+    return image(index=index, committed=count, token={"_data": data}, data=data, fence=11, **changes)
+
+
+def due(one: Subscription, now: float = NOW) -> list[Dispatch]:
+    """What is due, published as the listener does."""
+    found = []
+    for tracker, dispatch in one.due(now):
+        found.append(dispatch)
+        tracker.sent(now)
+    return found
+
+
+def numbers(dispatch: Dispatch) -> list[int]:
+    """Places in the stream of the changes of a run."""
+    return [bson.decode(raw)["fullDocument"]["n"] for raw in dispatch.run.changes]
+
+
+def taken(one: Subscription) -> str | None:
+    """How far the watermark is."""
+    return one.window.watermark.data if one.window.watermark else None
+
+
+# Taking in
+
+
+def test_a_change_that_is_wanted_waits_for_its_turn_with_the_bytes_of_the_server() -> None:
+    """P11: what is dispatched is what was read."""
+    one = subscription()
+    one.take_in(change(1, index=2))
+    assert (one.window.count, one.is_idle) == (1, False)
+    (run,) = due(one)
+    assert run.run.changes == [change(1, index=2).raw]
+    assert (run.run.partition_id, run.run.version) == ("shop/handle/3/2", VERSION)
+    assert (run.task_name, run.attempt) == ("shop.handle", 0)
+    assert run.label == "(shop.orders insert 2 seq=1)"
+
+
+def test_a_change_that_is_not_wanted_moves_the_watermark() -> None:
+    """P5: a quiet subscription beside a busy one never falls off the oplog."""
+    one = subscription()
+    one.take_in(change(1, ns="shop.invoices"))
+    one.take_in(mark(2))
+    assert (taken(one), one.is_idle) == (token_data(2), True)
+
+
+def test_what_a_reopened_stream_repeats_is_not_taken_in_twice() -> None:
+    """P6: the reader may begin again at an earlier time."""
+    one = subscription()
+    for number in (1, 2, 1, 2, 3):
+        one.take_in(change(number))
+    assert one.window.count == 3
+    one.take_in(mark(2))
+    assert due(one)[0].run.first == 1
+    assert taken(one) is None
+
+
+def test_what_lies_before_the_watermark_is_not_taken_in() -> None:
+    """P6: the stream is opened at the smallest position of all subscriptions."""
+    one = subscription(watermark=mark(5))
+    for number in (4, 5, 6):
+        one.take_in(change(number))
+    assert one.window.count == 1
+    assert numbers(due(one)[0]) == [6]
+
+
+def test_what_its_partition_has_committed_is_done() -> None:
+    """P6: positions of partitions are ahead of the watermark."""
+    one = subscription(images={0: committed(0, 7, 5)})
+    one.take_in(change(4, index=0))
+    one.take_in(change(5, index=0))
+    assert (one.window.count, taken(one)) == (0, token_data(5))
+    one.take_in(change(6, index=0))
+    one.take_in(change(7, index=1))
+    assert {run.run.index: run.run.first for run in due(one)} == {0: 8, 1: 1}
+
+
+def test_what_lies_before_the_start_is_not_owed() -> None:
+    """P1: from the recorded start point; the start itself is inside."""
+    one = subscription(start=3)
+    for number in (1, 2, 3):
+        one.take_in(change(number))
+    assert numbers(due(one)[0]) == [3]
+    assert taken(one) == token_data(2)
+
+
+def test_an_event_without_a_time_is_owed() -> None:
+    """P1: rather once too often."""
+    one = subscription(start=3)
+    one.take_in(replace(change(1), mark=Mark({"_data": token_data(1)}, token_data(1), None)))
+    assert one.window.count == 1
+
+
+def test_while_draining_nothing_behind_the_end_is_taken_in() -> None:
+    """P1, P2: what lies behind belongs to the next layout; neither a change nor a marker may pass it."""
+    one = subscription()
+    one.until = token_data(2)
+    for item in (change(1), change(2), change(3), mark(4)):
+        one.take_in(item)
+    assert one.window.count == 2
+    one.observe(committed(0, 1, 1), NOW)
+    one.observe(committed(0, 2, 2), NOW)
+    due(one)
+    assert (taken(one), one.window.count) == (token_data(2), 0)
+
+
+def test_a_subscription_is_full_at_its_bound_and_not_before() -> None:
+    """Every buffer has a bound; the reader waits while it is full."""
+    one = subscription(buffer_changes=2)
+    full = []
+    for number in (1, 2):
+        one.take_in(change(number))
+        full.append(one.is_full)
+    due(one)
+    one.observe(committed(0, 1, 1), NOW)
+    assert [*full, one.is_full] == [False, True, False]
+
+
+def test_a_partition_rule_that_fails_names_the_handler_and_the_change() -> None:
+    """P9: never skipped, never a bare KeyError."""
+    one = subscription()
+    bad = change(1)
+    bad = replace(bad, document={**bad.document, "documentKey": {}})
+    with pytest.raises(
+        ConfigurationError, match=r"partition_by of handler handle failed for shop.orders insert - *: KeyError"
+    ):
+        one.take_in(bad)
+
+
+# Handing out
+
+
+def test_one_run_is_out_in_a_partition_and_partitions_are_independent() -> None:
+    """P2: window 1. What one partition waits for does not hold the others."""
+    one = subscription()
+    for number, index in enumerate([0, 0, 1, 1, 2], start=1):
+        one.take_in(change(number, index=index))
+    assert sorted(numbers(run) for run in due(one)) == [[1], [3], [5]]
+    assert due(one, NOW + 1) == []
+    assert one.observe(committed(1, 1, 3), NOW + 1) is Step.ENDED
+    assert [numbers(run) for run in due(one, NOW + 1)] == [[4]]
+    assert len(one.outstanding) == 3
+
+
+def test_numbers_are_given_at_dispatch_against_what_is_committed_then() -> None:
+    """P2, P4: a change that was finished elsewhere between reading and dispatch takes its number with it."""
+    one = subscription(images={0: image(index=0, claim={"owner": "a"}, live=True, fence=11)})
+    for number in (1, 2, 3):
+        one.take_in(change(number))
+    assert due(one) == []
+    one.observe(committed(0, 2, 2), NOW)
+    (run,) = due(one)
+    assert (run.run.first, run.run.last, numbers(run)) == (3, 3, [3])
+    assert one.window.count == 1
+
+
+def test_a_position_that_moved_without_a_run_of_ours_is_seen_at_dispatch() -> None:
+    """P6: an operator's skip, or the last commit of the term before."""
+    one = subscription()
+    one.take_in(change(1))
+    one.take_in(change(2))
+    assert one.observe(committed(0, 1, 1), NOW) is Step.WAIT
+    (run,) = due(one)
+    assert (run.run.first, numbers(run)) == (2, [2])
+    assert taken(one) == token_data(1)
+
+
+def test_a_run_carries_as_many_changes_as_the_options_allow() -> None:
+    """At least one, then as many as fit into both limits, numbered without gaps."""
+    one = subscription(run_size=3)
+    for number in range(1, 6):
+        one.take_in(change(number))
+    (run,) = due(one)
+    assert (run.run.first, run.run.last, numbers(run)) == (1, 3, [1, 2, 3])
+    assert run.label == "(shop.orders insert 0 seq=1 and 2 more)"
+    size = len(change(1).raw)
+    for limit, expected in ((1, [1]), (2 * size, [1, 2]), (3 * size - 1, [1, 2])):
+        small = subscription(run_size=3, run_bytes=limit)
+        for number in range(1, 6):
+            small.take_in(change(number))
+        assert numbers(due(small)[0]) == expected
+
+
+def test_after_an_unclean_end_runs_are_one_change_each_until_it_is_passed() -> None:
+    """P6: only the guilty change is charged with the crash."""
+    one = subscription(run_size=10, images={0: image(index=0, committed=3, single=5)})
+    for number in range(1, 8):
+        one.take_in(change(number))
+    (run,) = due(one)
+    assert (run.run.first, run.run.last) == (4, 4)
+    one.observe(committed(0, 4, 1, single=5), NOW)
+    (run,) = due(one)
+    assert (run.run.first, run.run.last) == (5, 5)
+    one.observe(committed(0, 5, 2, single=5), NOW)
+    (run,) = due(one)
+    assert (run.run.first, run.run.last, numbers(run)) == (6, 10, [3, 4, 5, 6, 7])
+
+
+def test_a_transactional_handler_gets_one_change_at_a_time() -> None:
+    """One transaction is one change and its mark."""
+    one = subscription(run_size=10, transactional=True)
+    for number in range(1, 4):
+        one.take_in(change(number))
+    assert numbers(due(one)[0]) == [1]
+
+
+def test_a_lost_run_is_handed_out_again_with_the_same_numbers() -> None:
+    """P8: under another task id, so that a revoke hits one dispatch only."""
+    one = subscription()
+    one.take_in(change(1))
+    (first,) = due(one)
+    one.observe(image(index=0), NOW + 8)
+    (second,) = due(one, NOW + 8)
+    assert second.run == first.run
+    assert (first.attempt, second.attempt) == (0, 1)
+
+
+def test_a_retry_waits_for_its_time_and_says_when() -> None:
+    """The listener sleeps until then, and no longer."""
+    one = subscription()
+    one.take_in(change(1))
+    one.take_in(change(2, index=1))
+    due(one)
+    one.observe(image(index=0, fence=11, retries=1, due_in=30.0), NOW + 1)
+    assert due(one, NOW + 30.9) == []
+    assert one.next_due() == NOW + 31
+    assert [numbers(run) for run in due(one, NOW + 31)] == [[1]]
+    assert one.next_due() == float("inf")
+
+
+def test_a_partition_that_stands_still_holds_its_changes_and_no_others() -> None:
+    """P1, P9: the head stays, with everything behind it in order."""
+    one = subscription(images={0: image(index=0, state="halted")})
+    for number, index in enumerate([0, 1, 0], start=1):
+        one.take_in(change(number, index=index))
+    assert [numbers(run) for run in due(one)] == [[2]]
+    one.observe(committed(1, 1, 2), NOW)
+    assert taken(one) is None
+    one.observe(image(index=0), NOW + 1)
+    assert [numbers(run) for run in due(one, NOW + 1)] == [[1]]
+
+
+def test_an_observed_commit_moves_the_watermark_over_the_prefix_only() -> None:
+    """P5: a later partition that is done does not carry it past an earlier one that is not."""
+    one = subscription()
+    one.take_in(change(1, index=0))
+    one.take_in(change(2, index=1))
+    one.take_in(mark(3))
+    due(one)
+    one.observe(committed(1, 1, 2), NOW)
+    assert taken(one) is None
+    one.observe(committed(0, 1, 1), NOW)
+    assert (taken(one), one.is_idle) == (token_data(3), True)
+
+
+def test_a_newer_term_is_reported_and_changes_nothing() -> None:
+    """P3: the leader steps down; nothing is counted as done by it."""
+    one = subscription()
+    one.take_in(change(1))
+    due(one)
+    assert one.observe(replace(committed(0, 1, 1), epoch=VERSION + 1), NOW) is Step.SUPERSEDED
+    assert one.window.count == 1

@@ -1,0 +1,450 @@
+"""The sweep: what the listener does about one partition, from images and the monotonic time alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mongo_celery.listener.tracker import LONGEST_GRACE, Patience, Step, Tracker
+from mongo_celery.state.partitions import Image
+from tests.fixtures.samples import image
+
+VERSION = 1
+GRACE = 8.0
+COMMIT_GRACE = 3.0
+START = 1000.0
+CLAIM: dict[str, Any] = {"owner": "a", "first": 1, "last": 1, "ttl": 10_000, "until": "2024-01-01T00:00:10Z"}
+HANDLED: dict[str, Any] = {"owner": "a", "last": 1, "resumeToken": {"_data": "8201"}}
+
+FLOWING = image()
+CLAIMED = image(claim=CLAIM, live=True, fence=11)
+LAPSED = replace(CLAIMED, live=False)
+DONE = image(claim=CLAIM, handled=HANDLED, fence=11, live=True)
+COMMITTED = image(committed=1, data="8201", token={"_data": "8201"}, fence=11)
+
+
+def tracker(seen: Image = FLOWING, now: float = START) -> Tracker:
+    return Tracker("shop/summarise/0/0", seen, VERSION, Patience(GRACE, COMMIT_GRACE), now)
+
+
+def dispatched(seen: Image = FLOWING, now: float = START) -> Tracker:
+    made = tracker(seen, now)
+    made.sent(now)
+    return made
+
+
+def is_ready(partition: Tracker, now: float) -> bool:
+    return partition.outstanding is None and partition.ready_at <= now
+
+
+# Without a run
+
+
+def test_a_partition_with_nothing_under_way_is_ready_at_once() -> None:
+    """P7: no message of this term exists yet, so nothing has to be waited for."""
+    assert is_ready(tracker(), START)
+    assert tracker(image(committed=7)).next_sequence == 8
+
+
+def test_a_parked_change_is_ready_when_it_is_due() -> None:
+    """The server says how long that is; a due time that has passed means now."""
+    assert tracker(image(due_in=12.5)).ready_at == START + 12.5
+    assert tracker(image(due_in=-99.0)).ready_at == START
+
+
+def test_a_parked_change_that_an_operator_retries_is_ready_sooner() -> None:
+    """The newest image counts, not the first one."""
+    partition = tracker(image(due_in=3600.0))
+    assert partition.observe(image(due_in=0.0), START + 1) is Step.WAIT
+    assert is_ready(partition, START + 1)
+
+
+@pytest.mark.parametrize("state", ["halted", "paused"])
+def test_a_partition_that_stands_still_is_never_ready(state: str) -> None:
+    """P9: a halt lasts until a person decides; then the partition goes on at once."""
+    partition = tracker(image(state=state))
+    assert partition.ready_at == math.inf
+    partition.observe(FLOWING, START + 1000)
+    assert is_ready(partition, START + 1000)
+
+
+def test_a_sent_run_is_the_only_one() -> None:
+    """P2: window 1. Nothing more is ready until its outcome is known."""
+    partition = dispatched(image(committed=4))
+    assert partition.outstanding is not None
+    assert partition.outstanding.first == 5
+    assert partition.ready_at == math.inf
+
+
+def test_repeated_dispatches_of_one_head_are_counted_for_the_task_id() -> None:
+    """A revoke of one dispatch must not hit the next; the count begins anew with the next change."""
+    partition = tracker()
+    for attempt in range(3):
+        assert partition.attempt == attempt
+        partition.sent(START)
+    partition.observe(COMMITTED, START + 1)
+    assert partition.attempt == 0
+
+
+# Rule 1: handled
+
+
+def test_what_is_handled_is_committed_after_the_commit_grace() -> None:
+    """Sweep 1: the commit task is usually faster; the grace is a matter of speed only."""
+    partition = dispatched()
+    assert partition.observe(DONE, START + 1) is Step.WAIT
+    assert partition.observe(DONE, START + 1 + COMMIT_GRACE - 0.01) is Step.WAIT
+    assert partition.observe(DONE, START + 1 + COMMIT_GRACE) is Step.COMMIT
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        DONE,
+        replace(DONE, live=False),
+        replace(DONE, claim=None, live=False),
+        replace(DONE, state="halted"),
+        replace(DONE, ahead=99.0),
+    ],
+    ids=["live", "lapsed", "unclaimed", "halted", "far ahead"],
+)
+def test_what_is_handled_is_committed_whatever_the_claim_says(seen: Image) -> None:
+    """Sweep 1, P6: a handler that has succeeded is never started again."""
+    partition = dispatched()
+    partition.observe(seen, START)
+    assert partition.observe(seen, START + 10 * LONGEST_GRACE) is Step.COMMIT
+    assert partition.outstanding is not None
+
+
+def test_a_commit_that_was_not_seen_to_work_is_asked_for_again() -> None:
+    """P1: until an image shows the new position."""
+    partition = dispatched()
+    partition.observe(DONE, START)
+    assert [partition.observe(DONE, START + 5 + turn) for turn in range(3)] == [Step.COMMIT] * 3
+    assert partition.observe(COMMITTED, START + 9) is Step.ENDED
+
+
+# The end of a run
+
+
+def test_a_committed_run_has_ended_and_the_next_is_ready() -> None:
+    """P2: in the same turn."""
+    partition = dispatched()
+    assert partition.observe(COMMITTED, START + 1) is Step.ENDED
+    assert is_ready(partition, START + 1)
+    assert partition.next_sequence == 2
+
+
+def test_a_run_that_was_committed_in_part_has_ended_too() -> None:
+    """The rest of the run is dispatched anew, from what is committed now."""
+    partition = dispatched(image(committed=4))
+    assert partition.observe(image(committed=6), START + 1) is Step.ENDED
+    assert partition.next_sequence == 7
+
+
+def test_a_position_that_went_back_ends_the_run() -> None:
+    """P4: a rewind is the one exception, and the run was numbered against the old position."""
+    partition = dispatched(image(committed=4))
+    assert partition.observe(image(committed=2, fence=99), START + 1) is Step.ENDED
+    assert partition.next_sequence == 3
+
+
+def test_a_run_that_ended_in_a_halt_leaves_nothing_ready() -> None:
+    """P9: the prefix of the run is committed, its head stands still."""
+    partition = dispatched()
+    assert partition.observe(replace(COMMITTED, state="halted"), START + 1) is Step.ENDED
+    assert partition.ready_at == math.inf
+
+
+def test_a_commit_whose_successor_is_claimed_already_is_adopted() -> None:
+    """P6: a message of ours for the next change cannot exist, but an operator's retry may."""
+    partition = dispatched()
+    assert partition.observe(replace(COMMITTED, claim=CLAIM, live=True, fence=12), START + 1) is Step.ENDED
+    assert partition.outstanding is not None
+    assert partition.outstanding.first == 2
+
+
+# Rule 2: a live claim
+
+
+def test_a_live_claim_is_waited_for_however_long_it_runs() -> None:
+    """Sweep 2, P6: a slow handler is not a lost one."""
+    partition = dispatched()
+    for minutes in range(600):
+        assert partition.observe(CLAIMED, START + 60.0 * minutes) is Step.WAIT
+    assert partition.outstanding is not None
+
+
+def test_a_claim_that_came_alive_again_begins_the_count_anew() -> None:
+    """Sweep 3: the grace runs from the read that showed the claim lapsed, and a heartbeat may be late."""
+    partition = dispatched()
+    partition.observe(LAPSED, START + 1)
+    partition.observe(CLAIMED, START + 7)
+    partition.observe(LAPSED, START + 8)
+    partition.observe(LAPSED, START + 8 + GRACE - 0.01)
+    assert partition.outstanding is not None
+    partition.observe(LAPSED, START + 8 + GRACE)
+    assert is_ready(partition, START + 8 + GRACE)
+
+
+# Rule 3: lapsed, or never taken
+
+
+def test_a_message_that_nobody_took_is_dispatched_again_after_the_grace() -> None:
+    """Sweep 3, P8: the broker may have lost it."""
+    partition = dispatched()
+    assert partition.observe(FLOWING, START + GRACE - 0.01) is Step.WAIT
+    assert partition.outstanding is not None
+    assert partition.observe(FLOWING, START + GRACE) is Step.WAIT
+    assert is_ready(partition, START + GRACE)
+
+
+def test_a_lapsed_claim_is_dispatched_again_after_the_grace() -> None:
+    """Sweep 3, P8: the worker may have died; the grace runs from the read that showed it."""
+    partition = dispatched()
+    partition.observe(CLAIMED, START + 1)
+    partition.observe(LAPSED, START + 60)
+    partition.observe(LAPSED, START + 60 + GRACE - 0.01)
+    assert partition.outstanding is not None
+    partition.observe(LAPSED, START + 60 + GRACE)
+    assert is_ready(partition, START + 60 + GRACE)
+
+
+def test_any_change_of_the_document_prolongs_the_grace() -> None:
+    """Sweep 3: somebody was there a moment ago."""
+    partition = dispatched()
+    partition.observe(LAPSED, START + 1)
+    partition.observe(replace(LAPSED, fence=12, crashes=1), START + 7)
+    partition.observe(replace(LAPSED, fence=12, crashes=1), START + 1 + GRACE)
+    assert partition.outstanding is not None
+    partition.observe(replace(LAPSED, fence=12, crashes=1), START + 7 + GRACE)
+    assert is_ready(partition, START + 7 + GRACE)
+
+
+def test_the_servers_verdicts_on_times_are_no_change_of_the_document() -> None:
+    """P8: they differ at every reading, and would put off a repair for ever."""
+    partition = dispatched()
+    for second in range(int(GRACE) + 1):
+        partition.observe(replace(FLOWING, due_in=-float(second), ahead=-float(second)), START + second)
+    assert is_ready(partition, START + GRACE)
+
+
+def test_a_change_is_not_dispatched_again_before_it_is_due() -> None:
+    """P8: the claim would refuse it."""
+    partition = dispatched()
+    partition.observe(image(due_in=100.0), START + GRACE)
+    assert partition.outstanding is not None
+    partition.observe(image(due_in=0.0), START + GRACE + 100)
+    assert is_ready(partition, START + GRACE + 100)
+
+
+def waits(partition: Tracker, count: int) -> list[float]:
+    """How long each of so many dispatches stays out, when nobody ever takes a message."""
+    now, found = START, []
+    for _ in range(count):
+        partition.sent(now)
+        before = now
+        while partition.outstanding is not None:
+            now += 0.5
+            partition.observe(FLOWING, now)
+        found.append(now - before)
+    return found
+
+
+def test_the_grace_doubles_up_to_five_minutes() -> None:
+    """Sweep 3: the message may just be waiting behind slow ones; broker and workers are not flooded."""
+    assert waits(tracker(), 9) == [8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 300.0, 300.0, 300.0]
+
+
+def test_a_change_that_nobody_takes_for_a_year_is_still_dispatched() -> None:
+    """P8: without workers the doubling goes on for thousands of rounds, and must not outgrow a float."""
+    partition = tracker()
+    now = START
+    for _ in range(2000):
+        partition.sent(now)
+        now += LONGEST_GRACE
+        assert partition.observe(FLOWING, now) is Step.WAIT
+        assert is_ready(partition, now)
+
+
+def test_the_next_change_has_the_first_grace_again() -> None:
+    """Sweep 3: patience is for one head."""
+    partition = tracker()
+    waits(partition, 4)
+    partition.sent(START)
+    partition.observe(COMMITTED, START)
+    partition.sent(START)
+    partition.observe(COMMITTED, START + GRACE)
+    assert is_ready(partition, START + GRACE)
+
+
+@pytest.mark.parametrize("state", ["halted", "paused"])
+def test_a_partition_that_was_stopped_meanwhile_is_given_up(state: str) -> None:
+    """P9: its message will be refused; when the partition flows again the change is dispatched at once."""
+    partition = dispatched()
+    assert partition.observe(image(state=state, fence=12), START + 1) is Step.WAIT
+    assert partition.outstanding is None
+    assert partition.ready_at == math.inf
+    partition.observe(image(fence=12), START + 2)
+    assert is_ready(partition, START + 2)
+
+
+def test_a_handler_that_runs_while_its_partition_is_paused_may_finish() -> None:
+    """Pausing leaves a running execution alone."""
+    partition = dispatched()
+    partition.observe(replace(CLAIMED, state="paused"), START + 1)
+    assert partition.outstanding is not None
+
+
+# Rule 4: a claim that has ended without an outcome
+
+
+def test_a_retry_is_dispatched_when_it_is_due() -> None:
+    """Sweep 4: the message was used up by the claim, so there is nothing to wait for but the time."""
+    partition = dispatched()
+    partition.observe(CLAIMED, START + 1)
+    assert partition.observe(image(fence=11, retries=1, due_in=30.0), START + 2) is Step.WAIT
+    assert partition.outstanding is None
+    assert partition.ready_at == START + 2 + 30
+
+
+def test_a_retry_that_was_never_seen_claimed_is_recognised_by_its_fence() -> None:
+    """Sweep 4: claim and retry may both fall between two reads."""
+    partition = dispatched()
+    partition.observe(image(fence=11, retries=1), START + 0.5)
+    assert is_ready(partition, START + 0.5)
+
+
+def test_a_retry_begins_with_the_first_grace_again() -> None:
+    """Sweep 4: the message was taken, so workers are there."""
+    partition = tracker()
+    waits(partition, 5)
+    partition.sent(START)
+    partition.observe(image(fence=11, retries=1), START + 1)
+    partition.sent(START + 1)
+    partition.observe(image(fence=11, retries=1), START + 1 + GRACE)
+    assert is_ready(partition, START + 1 + GRACE)
+
+
+# Adoption
+
+
+def test_a_live_claim_of_an_earlier_term_is_adopted() -> None:
+    """P6, P7: the listener counts the partition as outstanding, and its handler finishes undisturbed."""
+    partition = tracker(CLAIMED)
+    assert partition.outstanding is not None
+    assert partition.ready_at == math.inf
+    assert partition.observe(CLAIMED, START + 3600) is Step.WAIT
+    assert partition.observe(COMMITTED, START + 3601) is Step.ENDED
+    assert is_ready(partition, START + 3601)
+
+
+def test_an_adopted_execution_that_is_retried_is_dispatched_when_due() -> None:
+    """Sweep 4: its message is of an older term and used up; no grace is owed."""
+    partition = tracker(CLAIMED)
+    partition.observe(image(fence=11, retries=1, due_in=5.0), START + 1)
+    assert partition.outstanding is None
+    assert partition.ready_at == START + 6
+
+
+def test_an_adopted_claim_that_lapses_is_dispatched_after_the_grace() -> None:
+    """Sweep 3, P7: the worker that ran it has died."""
+    partition = tracker(LAPSED)
+    partition.observe(LAPSED, START + 1)
+    partition.observe(LAPSED, START + 1 + GRACE - 0.01)
+    assert partition.outstanding is not None
+    partition.observe(LAPSED, START + 1 + GRACE)
+    assert is_ready(partition, START + 1 + GRACE)
+
+
+def test_an_outcome_that_is_found_is_adopted_and_committed() -> None:
+    """Sweep 1: a mark that was set between take-over and the first look."""
+    partition = tracker(DONE)
+    assert partition.outstanding is not None
+    partition.observe(DONE, START)
+    assert partition.observe(DONE, START + COMMIT_GRACE) is Step.COMMIT
+
+
+def test_a_claim_that_appears_without_a_dispatch_is_adopted() -> None:
+    """P2: whatever brought it about, nothing is sent beside it."""
+    partition = tracker()
+    partition.observe(CLAIMED, START + 1)
+    assert partition.outstanding is not None
+    assert partition.ready_at == math.inf
+
+
+# Wrong clocks and newer terms
+
+
+def test_an_expiry_that_only_a_wrong_clock_can_write_is_cleared_after_twice_its_ttl() -> None:
+    """P10: by the monotonic clock, from the first sight of this very expiry."""
+    partition = dispatched()
+    far = replace(CLAIMED, ahead=3600.0)
+    assert partition.observe(far, START) is Step.WAIT
+    assert partition.observe(far, START + 20) is Step.WAIT
+    assert partition.observe(far, START + 20.01) is Step.CLEAR
+
+
+def test_an_expiry_that_moves_is_renewed_by_somebody_and_left_alone() -> None:
+    """P10: its owner lives under the same wrong clock."""
+    partition = dispatched()
+    for turn in range(100):
+        far = replace(CLAIMED, ahead=3600.0, claim={**CLAIM, "until": f"2030-{turn}"})
+        assert partition.observe(far, START + 10.0 * turn) is Step.WAIT
+
+
+def test_an_expiry_within_the_slack_of_its_ttl_is_no_fault() -> None:
+    """P10: reading takes time, and the two verdicts are of one moment."""
+    partition = dispatched()
+    for second in range(100):
+        assert partition.observe(replace(CLAIMED, ahead=1.0), START + second) is Step.WAIT
+
+
+def test_a_suspicion_is_dropped_when_the_clock_is_right_again() -> None:
+    """P10: an expiry that looks sane once is not counted as unchanged."""
+    partition = dispatched()
+    partition.observe(replace(CLAIMED, ahead=3600.0), START)
+    partition.observe(CLAIMED, START + 15)
+    assert partition.observe(replace(CLAIMED, ahead=3600.0), START + 21) is Step.WAIT
+
+
+@pytest.mark.parametrize(
+    "seen", [FLOWING, CLAIMED, LAPSED, DONE, COMMITTED], ids=["free", "live", "lapsed", "done", "committed"]
+)
+def test_a_larger_epoch_means_that_this_term_is_over(seen: Image) -> None:
+    """P3: whatever else the image says, with and without a run of one's own."""
+    newer = replace(seen, epoch=VERSION + 1)
+    assert tracker().observe(newer, START) is Step.SUPERSEDED
+    assert dispatched().observe(newer, START) is Step.SUPERSEDED
+
+
+images = st.builds(
+    image,
+    committed=st.integers(0, 2),
+    fence=st.integers(10, 13),
+    state=st.sampled_from(["flowing", "halted", "paused"]),
+    claim=st.none() | st.just(CLAIM),
+    handled=st.none() | st.just(HANDLED),
+    live=st.booleans(),
+    due_in=st.floats(-100, 100),
+    ahead=st.floats(-100, 100),
+).map(lambda seen: replace(seen, live=seen.live and seen.claim is not None))
+
+
+@given(st.lists(st.tuples(images, st.floats(0, 1000), st.booleans()), max_size=12))
+def test_a_run_is_never_out_and_ready_at_once(history: list[tuple[Image, float, bool]]) -> None:
+    """P2: whatever is observed in whatever order, and nothing that stands still is ever ready."""
+    partition, now = tracker(), START
+    for seen, passed, sends in history:
+        now += passed
+        partition.observe(seen, now)
+        assert (partition.outstanding is None) or partition.ready_at == math.inf
+        if partition.ready_at < math.inf:
+            assert seen.state == "flowing"
+            if sends and partition.ready_at <= now:
+                partition.sent(now)
