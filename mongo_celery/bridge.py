@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from bson.raw_bson import RawBSONDocument
@@ -18,7 +19,8 @@ from pymongo.uri_parser import parse_uri
 
 from mongo_celery import embedding
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.options import SETTING_PREFIX, BridgeOptions, PartitionKey, merged
+from mongo_celery.options import SETTING_PREFIX, BridgeOptions, PartitionKey, early, merged
+from mongo_celery.redaction import short
 from mongo_celery.registration import Handler, check_function, make_handler
 from mongo_celery.registry import add_bridge, bridges_by_name, find_bridge
 from mongo_celery.tasks import make_task, register_commit
@@ -63,7 +65,7 @@ class Bridge:
         self.name = name
         self._url = url
         self._given = {"name": name, **options}
-        self._early = merged(self._given, {})
+        self._early = early(self._given)
         self._options: BridgeOptions | None = None
         self._app: Celery | None = None
         self._handlers: dict[str, Handler] = {}
@@ -89,7 +91,7 @@ class Bridge:
             register_commit(app, lambda name: find_bridge(app, name))
             embedding.install(app)
         self._app = app
-        if self._early.autodiscover:
+        if self._given.get("autodiscover", True):
             app.autodiscover_tasks(related_name="changes")
         for handler in self.handlers:
             self._refuse_shared_task(handler)
@@ -129,8 +131,8 @@ class Bridge:
                 return _path(self.url)
             database: str | None = parse_uri(self.url, validate=False)["database"]
             return database
-        except (InvalidURI, ClientConfigurationError) as error:
-            raise ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {error}") from error
+        except (InvalidURI, ClientConfigurationError, ValueError) as error:
+            raise ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {short(error)}") from None
 
     @property
     def handlers(self) -> list[Handler]:
@@ -224,14 +226,15 @@ class Bridge:
         task_options: Mapping[str, Any],
     ) -> Any:
         check_function(function, bind=bool(task_options.get("bind")))  # before its name is asked for
-        handler = make_handler(
+        make = partial(
+            make_handler,
             function,
             sources,
-            self._options or self._early,
             task_name=_task_name(self._app, function),
             arguments=arguments,
             task_options=task_options,
         )
+        handler = self._judged(make)
         known = self._handlers.get(handler.name)
         if known is not None and not handler.is_same_code(known):
             raise ConfigurationError(
@@ -244,6 +247,18 @@ class Bridge:
             return make_task(self, self._app, handler, dict(task_options))
         self._waiting.append(lambda app: make_task(self, app, handler, dict(task_options)))
         return Proxy(lambda: self.app.tasks[handler.task_name])
+
+    def _judged(self, make: Callable[[BridgeOptions], Handler]) -> Handler:
+        """Judge by the options; the app's settings are read now only if a refusal could depend on them."""
+        known = self._options or self._early
+        if known is None:
+            return make(self.options)
+        try:
+            return make(known)
+        except ConfigurationError:
+            if self._options is not None or self._app is None:
+                raise
+            return make(self.options)
 
     def _refuse_shared_task(self, handler: Handler) -> None:
         """Celery keeps the first task of a name: a second subscription would run the first one's function."""
@@ -269,8 +284,8 @@ class Bridge:
     def _connect(self) -> MongoClient[dict[str, Any]]:
         try:
             return MongoClient(self.url, **_client_options(_url_options(self.url)))
-        except (InvalidURI, ClientConfigurationError) as error:
-            raise ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {error}") from error
+        except (InvalidURI, ClientConfigurationError, ValueError) as error:
+            raise ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {short(error)}") from None
 
 
 def _settings(app: Celery) -> dict[str, Any]:

@@ -52,12 +52,24 @@ def install(app: Celery) -> None:
 @signals.celeryd_init.connect(weak=False)
 def _declare_partition_queues(instance: Any = None, **_: Any) -> None:
     """After imports and configuration, before -Q and -X are applied."""
-    from mongo_celery.listener.dispatcher import declare_queues
+    from mongo_celery.broker import declare_queues
 
     if instance is None:
         return
     for bridge in bridges_by_name(instance.app).values():
         declare_queues(instance.app, bridge.options.queue_names)
+
+
+@signals.after_setup_logger.connect(weak=False)
+def _keep_commands_out_of_logs(**_: Any) -> None:
+    """
+    At `-l DEBUG` PyMongo would log each command: whole documents, and the signing key as it is read.
+
+    Whoever wants that sets the level of the logger `pymongo.command` explicitly.
+    """
+    commands = logging.getLogger("pymongo.command")
+    if commands.level == logging.NOTSET and logging.getLogger("pymongo").level == logging.NOTSET:
+        commands.setLevel(logging.INFO)
 
 
 @signals.celeryd_after_setup.connect(weak=False)

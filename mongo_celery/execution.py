@@ -114,6 +114,9 @@ class Execution:
         assert self.claim is not None, "a handler runs under a claim"
         if not self._store.claims.handle(self.claim, change.seq, change.resume_token, session):
             raise SupersededError
+
+    def transaction_committed(self) -> None:
+        """The mark is there. Not known before: a body may run again and then end otherwise."""
         self._handled_in_transaction = True
 
     def _take_claim(self, started: float) -> Claim:

@@ -81,7 +81,11 @@ class Heartbeats:
                     return
                 due = [beat for beat in self._beats.values() if beat.due <= now]
             for beat in due:
-                self._beat(beat)
+                try:
+                    self._beat(beat)
+                except Exception:  # an end of this thread would let every claim of the process lapse
+                    logger.exception("heartbeat of %s failed", beat.claim.partition_id)
+                    beat.due = time.monotonic() + self._period / 4
 
     def _beat(self, beat: Beat) -> None:
         started = time.monotonic()

@@ -89,6 +89,7 @@ class BridgeOptions:
         self._check_choices()
         self._check_times()
         _check_pipeline(self.pipeline)
+        self._check_relations()
 
     @property
     def grace(self) -> float:
@@ -113,7 +114,12 @@ class BridgeOptions:
     def _check_names(self) -> None:
         check_name(self.name, "bridge name")
         database = self.database
-        if not database or database in {"admin", "config", "local"} or re.search(r'[/\\. "$\0]', database):
+        if (
+            not isinstance(database, str)
+            or not database
+            or database in {"admin", "config", "local"}
+            or re.search(r'[/\\. "$\0]', database)
+        ):
             raise ConfigurationError(
                 f"database={database!r} cannot hold the state; use a plain name such as 'mongo_celery'."
             )
@@ -127,12 +133,6 @@ class BridgeOptions:
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigurationError(f"{field}={value!r} must be None or a whole number of at least 1.")
-        if self.queues is not None and self.queues > self.partitions:
-            raise ConfigurationError(f"queues={self.queues} is more than partitions={self.partitions}; lower it.")
-        if self.buffer_changes < self.run_size:
-            raise ConfigurationError(
-                f"buffer_changes={self.buffer_changes} cannot hold one run of run_size={self.run_size}; raise it.",
-            )
 
     def _check_choices(self) -> None:
         check_choice("failure_policy", self.failure_policy, FAILURE_POLICIES)
@@ -158,11 +158,25 @@ class BridgeOptions:
                 raise ConfigurationError(
                     f"{field}={getattr(self, field)} must be more than 0 seconds and at most a day."
                 )
+
+    def _check_relations(self) -> None:
+        """Each error names its options as a fact: at construction a setting may still be missing."""
+        if self.queues is not None and self.queues > self.partitions:
+            raise ConfigurationError(
+                f"queues={self.queues} is more than partitions={self.partitions}; lower it.",
+                options=("queues", "partitions"),
+            )
+        if self.buffer_changes < self.run_size:
+            raise ConfigurationError(
+                f"buffer_changes={self.buffer_changes} cannot hold one run of run_size={self.run_size}; raise it.",
+                options=("buffer_changes", "run_size"),
+            )
         least = self.claim_ttl / 3 + call_timeout(self.claim_ttl)
         if self.grace < least:
             raise ConfigurationError(
                 f"dispatch_grace={self.dispatch_grace} must be at least {least:.1f} s, a heartbeat and a call of "
                 f"claim_ttl={self.claim_ttl}; raise it or lower claim_ttl.",
+                options=("dispatch_grace", "claim_ttl"),
             )
 
 
@@ -237,6 +251,24 @@ def merged(given: Mapping[str, Any], settings: Mapping[str, Any]) -> BridgeOptio
     check_known(list(given), OPTION_NAMES, "option")
     check_known(list(below), OPTION_NAMES, "setting mongo_celery_")
     return BridgeOptions(**{**below, **given})
+
+
+def early(given: Mapping[str, Any]) -> BridgeOptions | None:
+    """
+    What can be judged of a bridge's keyword arguments before the app's settings are known.
+
+    Returns:
+        The options without settings; None when only the settings can tell whether two options fit together.
+
+    Raises:
+        ConfigurationError: a value, or a relation between given values, cannot work.
+    """
+    try:
+        return merged(given, {})
+    except ConfigurationError as error:
+        if set(getattr(error, "options", given)) <= set(given):
+            raise
+        return None
 
 
 def _check_pipeline(pipeline: object) -> None:

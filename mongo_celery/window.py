@@ -11,8 +11,9 @@ Two views of the same entries:
 
 A change that the subscription does not match, or that its partition has already committed, is a
 completed item; neighbours fold into one, so that a quiet subscription beside a busy one moves on and
-costs nothing. A post-batch token is an item too, at its place in the stream; read as a variable beside
-the window it would pass changes that are still under way.
+costs nothing. Changes that are done behind one that is not fold too, from time to time, so that a partition
+that stands still beside busy ones does not make the window grow. A post-batch token is an item too, at its
+place in the stream; read as a variable beside the window it would pass changes that are still under way.
 
 Entries are known by their token, never by a number given at reading: numbers are given at dispatch,
 against what is committed then.
@@ -117,6 +118,8 @@ class Window:
             finished += 1
         self.count -= finished
         self._advance()
+        if len(self._order) > _FOLD_FACTOR * self.count + _FOLD_SLACK:
+            self._fold()
         return finished
 
     def head(self, index: int, limit: int, max_bytes: int) -> list[Entry]:
@@ -141,3 +144,19 @@ class Window:
     def _advance(self) -> None:
         while self._order and self._order[0].done:
             self.watermark = self._order.popleft().mark
+
+    def _fold(self) -> None:
+        """Of neighbours that are done only the last place counts: what is left is at most twice what is not done."""
+        folded: deque[Entry | _Completed] = deque()
+        for item in self._order:
+            if not item.done:
+                folded.append(item)
+            elif folded and folded[-1].done:
+                folded[-1] = _Completed(item.mark)
+            else:
+                folded.append(_Completed(item.mark))
+        self._order = folded
+
+
+_FOLD_FACTOR = 4
+_FOLD_SLACK = 1000

@@ -6,4 +6,7 @@ from mongo_celery.errors import MongoCeleryError
 
 
 class BenchError(MongoCeleryError):
-    """A measurement did not come to its end. The message says which process failed, and quotes its log."""
+    """
+    A measurement did not come to its end. The message says which server did not answer, or which process
+    failed, and quotes its log.
+    """

@@ -15,7 +15,7 @@ from mongo_celery.bench.payload import write_orders
 from mongo_celery.bench.stage import Scene, Stage
 
 _STEPS = 4
-_SETTLED_SECONDS = 3.0
+_SETTLED_SECONDS = 2.0
 _SETTLING_SECONDS_MAX = 60.0
 _LOOK_SECONDS = 0.2
 _SAME_MB = 0.5

@@ -17,6 +17,7 @@ from typing import Any, Self
 import redis
 from pymongo import MongoClient
 from pymongo.collection import Collection
+from pymongo.errors import PyMongoError
 
 from mongo_celery.bench.actors import Actor, cpu_seconds, pause
 from mongo_celery.bench.errors import BenchError
@@ -26,6 +27,7 @@ from mongo_celery.bench.stopwatch import Laps
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
 
 _OPLOG_MB = 2048
+_ANSWER_MILLISECONDS = 5_000
 _PATIENCE_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
 
@@ -59,15 +61,32 @@ class Stage:
                 redis_url = server.url
                 self.server_pids["redis"] = server.pid
             self.mongo_url, self.redis_url = mongo_url, redis_url
-            self.client: MongoClient[dict[str, Any]] = stack.enter_context(MongoClient(mongo_url))
+            self.client: MongoClient[dict[str, Any]] = stack.enter_context(
+                MongoClient(mongo_url, serverSelectionTimeoutMS=_ANSWER_MILLISECONDS)
+            )
             self.broker = redis.Redis.from_url(redis_url)
             stack.callback(self.broker.close)
+            self._greet()
             self.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mongo_celery_bench_")))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    def _greet(self) -> None:
+        """Given servers must answer, and have an oplog: raise BenchError otherwise."""
+        try:
+            present_time(self.client)
+        except PyMongoError as error:
+            text = str(error).split(", Timeout:")[0]
+            raise BenchError(f"MongoDB did not answer: {text}. Check --mongo-url and the server.") from error
+        except KeyError:
+            raise BenchError("A single mongod has no change streams; give --mongo-url of a replica set.") from None
+        try:
+            self.broker.ping()
+        except redis.RedisError as error:
+            raise BenchError(f"Redis did not answer: {error}. Check --redis-url and the server.") from error
 
     @contextlib.contextmanager
     def scene(self, mode: str, **bridge: Any) -> Iterator[Scene]:
@@ -197,7 +216,7 @@ class Scene:
         self._stage.client.drop_database(self.setting.database)
         self._stage.client.drop_database(self.setting.state_database)
         broker = self._stage.broker
-        keys = [*broker.scan_iter(f"{self.setting.name}*"), *broker.scan_iter(f"_kombu.binding.{self.setting.name}*")]
+        keys = [*broker.scan_iter(f"{self.setting.name}*"), *broker.scan_iter(f"_kombu.binding*.{self.setting.name}*")]
         if keys:
             broker.delete(*keys)
 

@@ -73,7 +73,8 @@ def sentence_for(error: BaseException | None) -> str | None:
     from pymongo.errors import PyMongoError
 
     from mongo_celery.errors import MongoCeleryError
-    from mongo_celery.operations.reach import explained, short, without_credentials
+    from mongo_celery.operations.reach import explained
+    from mongo_celery.redaction import short, without_credentials
 
     if isinstance(error, PyMongoError):
         known = explained(error)

@@ -31,7 +31,7 @@ SUBSCRIPTION = click.argument("subscription", required=False)
 @click.pass_context
 @handle_preload_options
 def changes(ctx: click.Context, **_: Any) -> None:
-    """Look at the change bridges of an app, and act on their partitions."""
+    """Show and steer the change bridges of an app."""
     del ctx
 
 
@@ -54,7 +54,7 @@ def changes(ctx: click.Context, **_: Any) -> None:
 @click.pass_context
 def status(ctx: click.Context, bridge: str | None, as_json: bool, everything: bool, watch: float | None) -> None:
     """
-    Show who leads, how far behind it is, and what stands still.
+    Show who leads, the lag, and what is halted.
 
     The lag is the time from the position up to which all is done to MongoDB's latest operation. Numbers
     of changes under way come from the listener's last report, a few seconds old.
@@ -128,7 +128,9 @@ def _status_or_error(bridge: Bridge) -> dict[str, Any]:
 @click.pass_context
 def queues(ctx: click.Context, bridge: str | None, as_json: bool, with_default: bool) -> None:
     """
-    Print the partition queues on one line, separated by commas, for workers that serve only changes.
+    Print the queues for workers that serve only changes.
+
+    They stand on one line, separated by commas:
 
     \b
     celery -A shop worker -Q "$(celery -A shop changes queues)"
@@ -159,9 +161,10 @@ def queues(ctx: click.Context, bridge: str | None, as_json: bool, with_default: 
 @click.pass_context
 def pause(ctx: click.Context, /, subscription: str | None, **given: Any) -> None:
     """
-    Let no new handler start; those that run may finish, and nothing is lost.
+    Let no new handler start.
 
-    Without SUBSCRIPTION all of the bridge. A pause longer than the oplog's window loses history.
+    Those that run may finish, and nothing is lost. Without SUBSCRIPTION all of the bridge. A pause
+    longer than the oplog's window loses history.
     """
     from mongo_celery.operations import commands
 
@@ -175,7 +178,7 @@ def pause(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
 @JSON
 @click.pass_context
 def resume(ctx: click.Context, /, subscription: str | None, **given: Any) -> None:
-    """Let paused partitions flow again; without SUBSCRIPTION all of the bridge."""
+    """Let paused partitions flow again. Without SUBSCRIPTION all of the bridge."""
     from mongo_celery.operations import commands
 
     _command(ctx, commands.resume, "resumed", subscription, **given)
@@ -189,9 +192,9 @@ def resume(ctx: click.Context, /, subscription: str | None, **given: Any) -> Non
 @click.pass_context
 def retry(ctx: click.Context, /, subscription: str | None, **given: Any) -> None:
     """
-    Run what halted, or waits for its retry time, again at once.
+    Run halted and parked changes again at once.
 
-    Its attempts are counted anew. Without SUBSCRIPTION all halted and parked partitions of the bridge.
+    Their attempts are counted anew. Without SUBSCRIPTION all halted and parked partitions of the bridge.
     """
     from mongo_celery.operations import commands
 
@@ -252,9 +255,9 @@ def skip(
     yes: bool,
 ) -> None:
     """
-    Pass over the change at which a partition has halted: it will not be handled.
+    Pass over the change that halted a partition.
 
-    SUBSCRIPTION may be left out where the bridge has only one.
+    It will not be handled. SUBSCRIPTION may be left out where the bridge has only one.
     """
     from mongo_celery.operations import commands
 
@@ -285,9 +288,10 @@ def _describe(head: Head) -> None:
 @click.pass_context
 def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
     """
-    Look at everything a bridge needs: MongoDB, rights, oplog, broker, workers, settings.
+    Look at everything that a bridge needs.
 
-    Takes some seconds, changes nothing, and ends with status 1 if anything is wrong.
+    MongoDB, rights, oplog, broker, workers and settings. Takes some seconds, changes nothing, and ends with
+    status 1 if anything is wrong.
     """
     from mongo_celery.operations.preflight import check as preflight
 

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import click
 
-from mongo_celery.cli.ending import ended_by_signals
-from mongo_celery.embedded import MongoReplicaSet, RedisServer, find_binary
-
 _PORT = click.IntRange(1, 65535)
 
 _EXAMPLE = """\
@@ -50,6 +47,9 @@ def services(mongo_port: int | None, redis_port: int | None, directory: Path | N
 
     They listen on 127.0.0.1 only, without passwords: for development, not for production.
     """
+    from mongo_celery.embedded import MongoReplicaSet, RedisServer, find_binary
+    from mongo_celery.embedded.ending import ended_by_signals
+
     under = (directory / "mongodb", directory / "redis") if directory else (None, None)
     find_binary("redis-server")  # said before three seconds are spent on the other one
     with ended_by_signals():

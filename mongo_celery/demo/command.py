@@ -11,11 +11,11 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from mongo_celery.cli.ending import ended_by_signals
 from mongo_celery.demo.run import Result, Wishes, run_demo
 from mongo_celery.demo.servers import given_urls
 from mongo_celery.demo.setting import VARIABLE
 from mongo_celery.demo.view import verdict_table, view_for
+from mongo_celery.embedded.ending import ended_by_signals
 
 DEFAULT_ORDERS = 120
 
@@ -74,6 +74,7 @@ def _object(result: Result) -> dict[str, object]:
         "unexpected": len(verdict.unexpected),
         "finished": result.unfinished is None,
         "findings": [*verdict.lost, *verdict.out_of_order, *verdict.unexpected],
+        "events": list(result.progress.events),
         "kept": str(result.kept) if result.kept else None,
     }
 

@@ -31,7 +31,7 @@ from mongo_celery.stream.start import operation_time
 
 _LOOK_SECONDS = 0.05
 _READY_SECONDS_MAX = 60.0
-_STALL_SECONDS_MAX = 45.0
+_STALL_SECONDS_MAX = 100.0  # more than the 60 s for which a given server keeps a killed transaction
 _LOAD_SECONDS = 12.0
 _LOAD_SECONDS_WITHOUT_FAULTS = 4.0
 _FIRST_COMMITS = 30
@@ -75,6 +75,7 @@ class Result:
 
     def figures(self) -> dict[str, object]:
         """The figures, as `--json` names them."""
+        takeover = self.progress.takeover_seconds
         return {
             "written": self.progress.written,
             "committed": self.progress.committed,
@@ -82,8 +83,8 @@ class Result:
             "out_of_order": len(self.verdict.out_of_order),
             "duplicates": self.verdict.duplicates,
             "stale_writes_refused": self.verdict.stale_writes_refused,
-            "takeover_seconds": self.progress.takeover_seconds,
-            "seconds": self.progress.seconds,
+            "takeover_seconds": None if takeover is None else round(takeover, 2),
+            "seconds": round(self.progress.seconds, 2),
         }
 
 
@@ -252,7 +253,7 @@ class _Run:
         self._progress = replace(
             self._progress,
             phase=phase,
-            seconds=round(time.monotonic() - self._started, 2),
+            seconds=time.monotonic() - self._started,
             written=self._record.count,
             committed=self._latest.done(self._record),
             holder=self._latest.holder,

@@ -21,6 +21,10 @@ _LEAST_OPLOG_MB = 64
 _ORDERS_A_MEGABYTE = 20  # what an order, its changes and the bridge's own writes take in the oplog
 _ANSWER_SECONDS_MAX = 10.0
 
+_PARAMETERS = ["transactionLifetimeLimitSeconds=5"]
+"""A fenced upsert that creates a document is a transaction. If its process is killed within, the server keeps it,
+and the document locked, for this time; with the server's default of 60 s a demo would look as if it hung."""
+
 
 @dataclass(frozen=True, slots=True)
 class Urls:
@@ -59,7 +63,7 @@ def embedded_servers(orders: int, directory: Path | None) -> Iterator[Urls]:
     oplog_mb = _LEAST_OPLOG_MB + orders // _ORDERS_A_MEGABYTE
     under = (directory / "mongodb", directory / "redis") if directory else (None, None)
     with (
-        MongoReplicaSet(oplog_mb=oplog_mb, directory=under[0]) as mongo,
+        MongoReplicaSet(oplog_mb=oplog_mb, directory=under[0], parameters=_PARAMETERS) as mongo,
         RedisServer(directory=under[1]) as broker,
     ):
         yield Urls(mongo.url, broker.url)

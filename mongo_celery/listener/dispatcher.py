@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from celery import Celery
+from kombu import Connection
 
+from mongo_celery.broker import bounded_connection, declare_queues
 from mongo_celery.envelope import Run, seal
 from mongo_celery.options import BridgeOptions
 from mongo_celery.tasks import COMMIT_TASK
@@ -38,13 +40,6 @@ class Dispatch:
     label: str
 
 
-def declare_queues(app: Celery, names: Sequence[str]) -> None:
-    """Make the partition queues known to this app, beside whatever queues it has."""
-    for name in names:
-        if name not in app.amqp.queues:
-            app.amqp.queues.select_add(app.amqp.queues.new_missing(name))
-
-
 class Dispatcher:
     """Publishes for one bridge. Used by one thread."""
 
@@ -52,30 +47,44 @@ class Dispatcher:
         self._app = app
         self._options = options
         self._key = key
-        self._declared_on: Any = None
+        self._connection: Connection | None = None
+        self._producer: Any = None
         self._origin = f"listener.{options.name}.{os.getpid()}@{socket.gethostname()}"
         declare_queues(app, options.queue_names)
 
     def publish(self, dispatches: Sequence[Dispatch]) -> None:
         """
-        Publish in one batch where the transport can.
+        Publish in one batch where the transport can. Ends within a bound, also when the broker is frozen.
 
         Raises:
             Exception: of the broker's client; none, some or all of the messages may have been published.
         """
-        with self._app.producer_pool.acquire(block=True) as producer, _batch(producer):
-            self._declare(producer)
-            for dispatch in dispatches:
-                self._publish(producer, dispatch)
+        try:
+            producer = self._ready_producer()
+            with _batch(producer):
+                for dispatch in dispatches:
+                    self._publish(producer, dispatch)
+        except Exception:
+            self.close()
+            raise
 
-    def _declare(self, producer: Any) -> None:
-        """Once per connection: an undeclared queue makes RabbitMQ drop a message silently."""
-        connection = producer.channel.connection.client if hasattr(producer.channel.connection, "client") else None
-        identity = (id(connection), id(producer.channel))
-        if self._declared_on != identity:
+    def close(self) -> None:
+        """Drop the connection; the next publish makes a new one."""
+        connection, self._connection, self._producer = self._connection, None, None
+        if connection is not None:
+            with contextlib.suppress(Exception):
+                connection.release()
+
+    def _ready_producer(self) -> Any:
+        """On a new connection the queues are declared: RabbitMQ drops a message to an unknown queue silently."""
+        if self._producer is None:
+            self._connection = bounded_connection(self._app, _BROKER_SECONDS)
+            self._connection.ensure_connection(max_retries=1, interval_start=0, timeout=_BROKER_SECONDS)
+            channel = self._connection.default_channel
             for name in self._options.queue_names:
-                self._app.amqp.queues[name].bind(producer.channel).declare()
-            self._declared_on = identity
+                self._app.amqp.queues[name].bind(channel).declare()
+            self._producer = self._app.amqp.Producer(channel, auto_declare=False)
+        return self._producer
 
     def _publish(self, producer: Any, dispatch: Dispatch) -> None:
         run = dispatch.run
@@ -127,3 +136,6 @@ def _batch(producer: Any) -> Iterator[None]:
             yield
     else:
         yield
+
+
+_BROKER_SECONDS = 5

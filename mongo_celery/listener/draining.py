@@ -6,6 +6,10 @@ to the largest token that any of its partitions has committed; then everything b
 every partition, and the place is a position for the new layout. A crash in the middle leaves the old
 generation valid, and the next term does it again.
 
+A handler that was running at the take-over may commit a change behind that place, and move it on. What was
+read and left for the new layout must then be read again, so the term begins again. A claim behind that place
+whose execution has died is ended; its change belongs to the new layout.
+
 Partitions that stand still would be left behind, so they refuse the change.
 """
 
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from mongo_celery.errors import LayoutError, LeaseLostError
@@ -23,11 +28,25 @@ from mongo_celery.options import BridgeOptions
 from mongo_celery.partitioning import HASH_NAME
 from mongo_celery.registration import Handler
 from mongo_celery.state.leases import Layout
+from mongo_celery.state.partitions import Image
+from mongo_celery.stream.start import time_of_token
+from mongo_celery.window import Mark
 
 if TYPE_CHECKING:
     from mongo_celery.state.store import Store
 
 logger = logging.getLogger("mongo_celery.listener")
+
+
+class Drain(Enum):
+    """How far the old partitions are, in the order of their ways there."""
+
+    BEGIN_AGAIN = 0
+    READING = 1
+    RUNNING = 2
+    """All is done but what runs, or has died, behind the place."""
+
+    DONE = 3
 
 
 def check_can_drain(options: BridgeOptions, handlers: Iterable[Handler], taken: Taken) -> None:
@@ -39,12 +58,7 @@ def check_can_drain(options: BridgeOptions, handlers: Iterable[Handler], taken: 
     """
     for name, images in taken.images.items():
         for image in images:
-            if image.state != "flowing":
-                raise LayoutError(
-                    f"The partitions of bridge {options.name} cannot change from {taken.layout.partitions} to "
-                    f"{taken.wanted.partitions}: partition {image.index} of {name} is {image.state}. Resume, retry or "
-                    "skip it first, with the old layout.",
-                )
+            _check_flows(options, taken, name, image)
     for handler in handlers:
         old = taken.layout.keys.get(handler.name)
         if old is None or old == f"{HASH_NAME}:{handler.partitioner(options).name}":
@@ -57,6 +71,15 @@ def check_can_drain(options: BridgeOptions, handlers: Iterable[Handler], taken: 
             )
 
 
+def _check_flows(options: BridgeOptions, taken: Taken, name: str, image: Image) -> None:
+    if image.state != "flowing":
+        raise LayoutError(
+            f"The partitions of bridge {options.name} cannot change from {taken.layout.partitions} to "
+            f"{taken.wanted.partitions}: partition {image.index} of {name} is {image.state}. Resume, retry or "
+            "skip it first, with the old layout.",
+        )
+
+
 def _is_drained_by_document(taken: Taken, name: str) -> bool:
     token = taken.documents[name]["resumeToken"]
     position = token["_data"] if token else ""
@@ -66,22 +89,45 @@ def _is_drained_by_document(taken: Taken, name: str) -> bool:
     )
 
 
-def limit(subscriptions: Iterable[Subscription]) -> bool:
+def limit(options: BridgeOptions, taken: Taken, subscriptions: Iterable[Subscription]) -> Drain:
     """
-    Hold each subscription to what its old partitions need, and say whether all of it is done.
+    Hold each subscription to what its old partitions need, and say how far that is.
 
-    Called again and again while draining: a claim that is still running may move the place on.
+    Called again and again while draining.
+
+    Raises:
+        LayoutError: a partition has come to a standstill meanwhile.
     """
-    drained = True
+    found: list[Drain] = []
     for subscription in subscriptions:
         images = [tracker.image for tracker in subscription.trackers.values()]
-        until = max((image.data for image in images), default="")
-        subscription.until = until
+        for image in images:
+            _check_flows(options, taken, subscription.name, image)
+        last = max(images, key=lambda image: image.data)
+        until = subscription.until = _mark(last) if last.token else None
+        if until is not None and subscription.left is not None and subscription.left <= until.data:
+            return Drain.BEGIN_AGAIN
         watermark = subscription.window.watermark
-        reached = not until or (watermark is not None and watermark.data >= until)
+        reached = until is None or (watermark is not None and watermark.data >= until.data)
         running = any(image.claim is not None or image.handled is not None for image in images)
-        drained = drained and reached and not running and subscription.is_idle
-    return drained
+        done = reached and not subscription.window.count
+        idle = not running and subscription.is_idle
+        found.append((Drain.DONE if idle else Drain.RUNNING) if done else Drain.READING)
+    return min(found, key=lambda drain: drain.value, default=Drain.DONE)
+
+
+def end_dead_claims(store: Store, subscriptions: Iterable[Subscription]) -> None:
+    """End the claims that have lapsed, once there is nothing left to dispatch in the old layout."""
+    for subscription in subscriptions:
+        for tracker in subscription.trackers.values():
+            image = tracker.image
+            if image.claim is not None and image.handled is None and not image.live:
+                store.partitions.clear_impossible_claim(tracker.partition_id, image.fence, image.claim["until"])
+
+
+def _mark(image: Image) -> Mark:
+    token = dict(image.token or {})
+    return Mark(token, image.data, time_of_token(token, None))
 
 
 def flip(store: Store, renewal: Renewal, taken: Taken, subscriptions: Iterable[Subscription]) -> None:

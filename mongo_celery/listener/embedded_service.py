@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from typing import Any
@@ -18,6 +19,7 @@ from mongo_celery.registry import chosen_bridges
 logger = logging.getLogger("mongo_celery.listener")
 
 _STOP_SECONDS = 5
+_WATCH_SECONDS = 0.5
 
 
 def embedded_listener(app: Celery, *, as_process: bool) -> Any:
@@ -30,7 +32,7 @@ class _ListenerProcess:
 
     def __init__(self, app: Celery) -> None:
         self._app = app
-        self._process = Process(target=_main, args=(app,), daemon=True)
+        self._process = Process(target=_main, args=(app, os.getpid()), daemon=True)
 
     def start(self, *_: Any) -> None:
         self._process.start()
@@ -42,10 +44,20 @@ class _ListenerProcess:
     terminate = stop
 
 
-def _main(app: Celery) -> None:
+def _main(app: Celery, worker: int) -> None:
+    """Listen until the worker ends this process, or has itself been killed: nobody else could end it."""
     set_process_title("celery", info="listener")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker, which ends this process
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # not the worker's own handler, which was inherited
+    threading.Thread(target=_end_with, args=(worker,), name="mongo_celery-worker-watch", daemon=True).start()
     raise SystemExit(run_listeners(app, []))
+
+
+def _end_with(worker: int) -> None:
+    pause = threading.Event()
+    while os.getppid() == worker:
+        pause.wait(_WATCH_SECONDS)
+    logger.warning("the worker is gone: stepping down", extra={"event": "worker_gone"})
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class _ListenerThreads:

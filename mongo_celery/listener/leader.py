@@ -25,13 +25,12 @@ from mongo_celery.listener.renewal import Renewal
 from mongo_celery.listener.subscription import Plan, Subscription, make_trackers
 from mongo_celery.listener.takeover import Taken, find_starts, open_position, take_over
 from mongo_celery.listener.tracker import Step
+from mongo_celery.listener.watermarks import Watermarks
 from mongo_celery.stream.reactions import is_transient, needs_deployment
 from mongo_celery.stream.reader import Failed, Item, Position, StreamReader
 from mongo_celery.stream.start import start_time
 
 if TYPE_CHECKING:
-    from bson import Timestamp
-
     from mongo_celery.bridge import Bridge
     from mongo_celery.state.partitions import Image
     from mongo_celery.stream.source import Interest, Scope
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.listener")
 
 _SWEEP_SECONDS = 1.0
-_FLUSH_SECONDS = 1.0
-_IDLE_FLUSH_SECONDS = 5.0
 _LONGEST_LOOK = 0.25
 _SHORTEST_LOOK = 0.005
 _BUSY_LOOK = 0.02
@@ -91,10 +88,10 @@ class Leader:
         self._reader: StreamReader | None = None
         self._subscriptions: dict[str, Subscription] = {}
         self._taken: Taken | None = None
-        self._floor: Timestamp | None = None
+        self._watermarks = Watermarks(self._store, renewal, scope.fingerprint, self.report)
         self._repins = 0
         self._caught_up = False
-        self._looked_at = self._swept_at = self._flushed_at = self._moved_at = 0.0
+        self._looked_at = self._swept_at = self._moved_at = 0.0
         self._broker_pause = 0.0
         self._broker_at = 0.0
         self._complained_at = -math.inf
@@ -122,7 +119,8 @@ class Leader:
         finally:
             if self._reader is not None:
                 self._reader.stop()
-            self._flush(time.monotonic(), final=True)
+            self._watermarks.store(self._subscriptions.values(), time.monotonic())
+            self._dispatcher.close()
 
     def wake(self) -> None:
         """End the current wait; callable from any thread."""
@@ -203,7 +201,7 @@ class Leader:
             logger.warning("reading partitions failed, trying again: %s", error)
             self._looked_at = self._swept_at = now
         self._dispatch()
-        self._flush(now, final=False)
+        self._watermarks.flush(self._subscriptions.values(), now, self._moved_at)
         self._wait()
 
     def _take_in(self, now: float) -> None:
@@ -305,9 +303,15 @@ class Leader:
         assert self._taken is not None, "a term drains after it has taken over"
         if self._taken.layout is self._taken.wanted:
             return
-        if draining.limit(self._subscriptions.values()):
-            self._flush(time.monotonic(), final=True)
-            draining.flip(self._store, self._renewal, self._taken, self._subscriptions.values())
+        led = self._subscriptions.values()
+        drain = draining.limit(self._options, self._taken, led)
+        if drain is draining.Drain.RUNNING:
+            draining.end_dead_claims(self._store, led)
+        elif drain is draining.Drain.BEGIN_AGAIN:
+            raise Relayout
+        elif drain is draining.Drain.DONE:
+            self._watermarks.store(led, time.monotonic())
+            draining.flip(self._store, self._renewal, self._taken, led)
             raise Relayout
 
     # -- dispatching -------------------------------------------------------------------------------
@@ -337,43 +341,6 @@ class Leader:
             tracker.sent(sent)
         self._moved_at = sent
 
-    # -- watermarks --------------------------------------------------------------------------------
-
-    def _flush(self, now: float, *, final: bool) -> None:
-        """Store the watermarks that have moved: soon where changes were done, lazily where nothing happens."""
-        pause = _IDLE_FLUSH_SECONDS if now - self._moved_at > _IDLE_FLUSH_SECONDS else _FLUSH_SECONDS
-        if not final and now - self._flushed_at < pause:
-            return
-        self._flushed_at = now
-        try:
-            self._store_watermarks()
-        except PyMongoError as error:
-            logger.warning("storing watermarks failed, trying again: %s", error)
-
-    def _store_watermarks(self) -> None:
-        assert self._taken is not None or not self._subscriptions, "watermarks belong to a term"
-        for subscription in self._subscriptions.values():
-            mark = subscription.window.watermark
-            if mark is None or mark is subscription.stored or self._below_floor(mark.cluster_time):
-                continue
-            self._store.subscriptions.advance(
-                subscription.name,
-                subscription.plan.version,
-                mark.token,
-                mark.cluster_time,
-                self._scope.fingerprint,
-            )
-            subscription.stored = mark
-        marks = [subscription.stored for subscription in self._subscriptions.values()]
-        known = [mark for mark in marks if mark is not None]
-        if known and len(known) == len(marks):
-            smallest = min(known, key=lambda mark: mark.data)
-            self._store.leases.record_position(self._renewal.term, smallest.token, smallest.cluster_time)
-
-    def _below_floor(self, cluster_time: Timestamp | None) -> bool:
-        """After lost history, an older place must not be stored over the new start."""
-        return self._floor is not None and (cluster_time is None or cluster_time < self._floor)
-
     # -- failures of the stream --------------------------------------------------------------------
 
     def _failed(self, error: MongoCeleryError) -> None:
@@ -393,7 +360,7 @@ class Leader:
         assert self._taken is not None, "a term reads after it has taken over"
         self._store.subscriptions.move_start(list(self._subscriptions), self._taken.version, start)
         self._store.leases.record_gap(self._renewal.term, {"until": start, "policy": policy, "error": str(error)})
-        self._floor = start
+        self._watermarks.floor = start
         self._read_from(Position(None, start))
 
     def _history_policy(self) -> str:

@@ -12,9 +12,11 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import pymongo
 from kombu.exceptions import OperationalError
 from pymongo.errors import PyMongoError
 
+from mongo_celery.broker import bounded_connection
 from mongo_celery.errors import (
     ConfigurationError,
     HistoryLostError,
@@ -24,6 +26,7 @@ from mongo_celery.errors import (
 )
 from mongo_celery.listener.leader import Leader, Relayout
 from mongo_celery.listener.renewal import Renewal
+from mongo_celery.redaction import short
 from mongo_celery.state.leases import Leases, Term
 from mongo_celery.stream.reactions import is_transient, needs_deployment
 from mongo_celery.stream.source import Interest, Scope, scope_of
@@ -37,6 +40,7 @@ logger = logging.getLogger("mongo_celery.listener")
 _STANDBY_SECONDS = 0.4
 _SUSPICION_SECONDS = 2.0
 _SERVER_PAUSE = 1.0
+_ATTEMPT_SECONDS = 10.0
 
 
 class Listener:
@@ -84,6 +88,7 @@ class Listener:
             term = self._stand_by(leases)
             if term is not None:
                 self._lead(leases, term, interests, scope)
+                self._pause()  # whatever ended the term may end the next one as soon: no hot loop
 
     def _check_app(self) -> None:
         conf = self._bridge.app.conf
@@ -127,7 +132,9 @@ class Listener:
 
     def _missing_server(self) -> tuple[str, str] | None:
         try:
-            check_topology(self._bridge.client)
+            # By default the driver would look for a server for longer than a short `start_timeout`.
+            with pymongo.timeout(min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS)):
+                check_topology(self._bridge.client)
             self._bridge.worker.store.leases.ensure()
         except PyMongoError as error:
             final = needs_deployment(error)
@@ -135,12 +142,12 @@ class Listener:
                 raise final from error
             if not is_transient(error):
                 raise
-            return "MongoDB", str(error).split(", Timeout:")[0]
+            return "MongoDB", short(error)
         try:
-            with self._bridge.app.connection_for_write() as connection:
+            with bounded_connection(self._bridge.app, int(_ATTEMPT_SECONDS)) as connection:
                 connection.ensure_connection(max_retries=1, interval_start=0, timeout=int(_SERVER_PAUSE))
         except (OperationalError, OSError) as error:
-            return "the broker", str(error)
+            return "the broker", short(error)
         return None
 
     def _stand_by(self, leases: Leases) -> Term | None:
@@ -165,8 +172,11 @@ class Listener:
             if final is not None:
                 raise final from error
             logger.warning("standing by; MongoDB does not answer: %s", error)
-        self._stopping.wait(_STANDBY_SECONDS * random.uniform(0.5, 1.0))  # noqa: S311 - spreads standbys
+        self._pause()
         return None
+
+    def _pause(self) -> None:
+        self._stopping.wait(_STANDBY_SECONDS * random.uniform(0.5, 1.0))  # noqa: S311 - spreads standbys
 
     def _lead(self, leases: Leases, term: Term, interests: list[Interest], scope: Scope) -> None:
         """One term, from its acquisition to its end."""
@@ -184,7 +194,10 @@ class Listener:
         except LeaseLostError:
             logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
         except PyMongoError as failure:
-            if needs_deployment(failure) is not None or not is_transient(failure):
+            error = needs_deployment(failure)
+            if error is not None:
+                raise error from failure
+            if not is_transient(failure):
                 raise
             logger.warning("leading ended: %s; standing by", failure, extra={"event": "lease_lost"})
         except MongoCeleryError as failure:

@@ -45,6 +45,10 @@ class Subscription:
         options: the bridge's options.
         plan: what this term fixes.
         trackers: its partitions, by index.
+
+    Attributes:
+        until: while an old layout is drained, the place up to which this is done.
+        left: the first place behind it that was read, and left.
     """
 
     def __init__(self, options: BridgeOptions, plan: Plan, trackers: Mapping[int, Tracker]) -> None:
@@ -52,7 +56,8 @@ class Subscription:
         self.plan = plan
         self.trackers = trackers
         self.window = Window(plan.watermark)
-        self.until: str | None = None
+        self.until: Mark | None = None
+        self.left: str | None = None
         self.stored: Mark | None = plan.watermark
         self._options = options
         self._candidates: set[int] = set()
@@ -70,7 +75,10 @@ class Subscription:
     def take_in(self, item: Event | Mark) -> None:
         """Put what the reader handed over into the window."""
         mark = item if isinstance(item, Mark) else item.mark
-        if not self.window.is_new(mark.data) or (self.until is not None and mark.data > self.until):
+        if not self.window.is_new(mark.data):
+            return
+        if self.until is not None and mark.data > self.until.data:
+            self._leave(mark, self.until)
             return
         if isinstance(item, Mark) or not self._owes(item):
             self.window.pass_over(mark)
@@ -81,6 +89,12 @@ class Subscription:
             return
         self.window.add(Entry(mark, index, item.raw))
         self._candidates.add(index)
+
+    def _leave(self, mark: Mark, until: Mark) -> None:
+        """Behind the place up to which old partitions are drained, all is left for the new layout."""
+        if self.left is None:
+            self.left = mark.data
+            self.window.pass_over(until)
 
     def _owes(self, event: Event) -> bool:
         time_ = event.mark.cluster_time

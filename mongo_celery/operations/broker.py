@@ -8,8 +8,9 @@ from typing import Any
 from celery import Celery
 from kombu import Connection
 
+from mongo_celery.broker import bounded_connection
 from mongo_celery.operations.findings import Finding, error, ok, warning
-from mongo_celery.operations.reach import short
+from mongo_celery.redaction import short
 
 BROKER_SECONDS = 3
 """How long the preflight waits for the broker's answer."""
@@ -24,19 +25,11 @@ _PREFETCH_DEFAULT = 4
 
 def check_broker(app: Celery) -> Iterator[Finding]:
     """The broker itself, then the settings of Celery that belong to it."""
-    with bounded_connection(app) as connection:
+    with bounded_connection(app, BROKER_SECONDS) as connection:
         yield from _check_connection(connection)
     yield _judge_visibility(app)
     yield judge_prefetch(app.conf.worker_prefetch_multiplier)
     yield from judge_content(app.conf.accept_content)
-
-
-def bounded_connection(app: Celery) -> Connection:
-    """A connection that a frozen Redis cannot hold for ever; other transports bound their calls themselves."""
-    with app.connection_for_write() as plain:
-        is_redis = plain.transport.driver_type == _REDIS
-    bounds = {"socket_timeout": BROKER_SECONDS, "socket_connect_timeout": BROKER_SECONDS}
-    return app.connection_for_write(connect_timeout=BROKER_SECONDS, transport_options=bounds if is_redis else None)
 
 
 def _check_connection(connection: Connection) -> Iterator[Finding]:

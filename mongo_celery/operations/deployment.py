@@ -14,7 +14,8 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.errors import ConfigurationError, DeploymentError, MongoCeleryError, TopologyError
 from mongo_celery.operations.findings import Finding, error, ok, warning
-from mongo_celery.operations.reach import ANSWER_SECONDS, explained, short
+from mongo_celery.operations.reach import ANSWER_SECONDS, explained
+from mongo_celery.redaction import short
 from mongo_celery.state.store import Store
 from mongo_celery.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.stream.source import Interest, Scope, Source, scope_of

@@ -17,8 +17,9 @@ from mongo_celery.operations.broker import check_broker
 from mongo_celery.operations.deployment import check_mongodb
 from mongo_celery.operations.exposure import check_exposure
 from mongo_celery.operations.findings import Finding, error, ok
-from mongo_celery.operations.reach import explained, reach, without_credentials
+from mongo_celery.operations.reach import explained, reach
 from mongo_celery.operations.workers import check_workers
+from mongo_celery.redaction import without_credentials
 from mongo_celery.tasks import overridden_attributes
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import pymongo
@@ -10,6 +9,7 @@ from pymongo import MongoClient
 from pymongo.errors import ConnectionFailure, OperationFailure, PyMongoError
 
 from mongo_celery.errors import AccessError, ConfigurationError, ServerUnavailableError
+from mongo_celery.redaction import short
 from mongo_celery.stream.reactions import needs_deployment
 
 if TYPE_CHECKING:
@@ -19,9 +19,6 @@ ANSWER_SECONDS = 4.0
 """How long a command waits for the first answer of a server."""
 
 _AUTHENTICATION_FAILED = 18
-_USER_INFO = re.compile(r"(://)?[^\s\"'(]*@")
-"""Also the pieces into which drivers cut a URL whose password is not escaped."""
-
 
 
 def reach(bridge: Bridge) -> MongoClient[dict[str, Any]]:
@@ -62,16 +59,3 @@ def explained(error: PyMongoError) -> Exception:
             f"MongoDB refused the login; check user, password and authSource in the URL. It said: {short(error)}",
         )
     return needs_deployment(error) or error
-
-
-def short(error: BaseException) -> str:
-    """An error's own words, without what drivers append, and without credentials."""
-    text = str(error) or type(error).__name__
-    for tail in (" (configured timeouts:", ", Timeout:", ", full error:"):
-        text = text.split(tail, 1)[0]
-    return without_credentials(text.rstrip("."))
-
-
-def without_credentials(text: str) -> str:
-    """A text whose URLs show no user and no password."""
-    return _USER_INFO.sub(r"\1***@", text)

@@ -2,8 +2,8 @@
 What `status` shows of a bridge: read in a few majority reads, then shaped by pure functions.
 
 The stored positions are facts. What only the listener knows (how much it has buffered, whether it has
-caught up) comes from the report that it leaves in the lease at each renewal, so it is up to a third of
-`lease_ttl` old, and it counts only while that listener's lease is live.
+caught up) comes from the report that it leaves in the lease within a second of any change, and it counts
+only while that listener's lease is live.
 """
 
 from __future__ import annotations
@@ -163,10 +163,7 @@ def _state(lease: Mapping[str, Any], *, live: bool) -> str:
 
 
 def _report(lease: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The report of the term that leads; the one in the lease may still be its predecessor's."""
-    acquired, renewed = lease.get("acquiredAt"), lease.get("renewedAt")
-    if acquired is None or renewed is None or renewed <= acquired:
-        return {}
+    """The report of the term that leads; an acquisition clears its predecessor's."""
     return lease.get("report") or {}
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.operations.broker import bounded_connection
+from mongo_celery.broker import bounded_connection
+from mongo_celery.operations.broker import BROKER_SECONDS
 from mongo_celery.operations.findings import Finding, error, ok, warning
-from mongo_celery.operations.reach import short
+from mongo_celery.redaction import short
 from mongo_celery.tasks import COMMIT_TASK
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _QUEUES_SHOWN = 4
 def check_workers(bridge: Bridge) -> Iterator[Finding]:
     """Ask the workers that run now; a solo pool that is busy does not answer."""
     try:
-        with bounded_connection(bridge.app) as connection:
+        with bounded_connection(bridge.app, BROKER_SECONDS) as connection:
             inspect = bridge.app.control.inspect(timeout=INSPECT_SECONDS, connection=connection)
             queues = inspect.active_queues() or {}
             tasks = inspect.registered() or {}

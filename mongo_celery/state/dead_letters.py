@@ -28,7 +28,7 @@ class DeadLetters:
     def count(self) -> dict[str, int]:
         """How many letters there are, by subscription."""
         stages: list[dict[str, Any]] = [
-            {"$match": {"bridge": self._bridge}},
+            {"$match": {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}},
             {"$group": {"_id": "$subscription", "count": {"$sum": 1}}},
         ]
         with pymongo.timeout(self._timeout):

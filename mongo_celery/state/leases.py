@@ -45,6 +45,7 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.options import call_timeout
+from mongo_celery.state.clock import last_operation_time
 from mongo_celery.state.expressions import SHIFT, after, literal, millis, next_number
 
 
@@ -115,7 +116,7 @@ class Leases:
 
     def _operation_number(self) -> Int64:
         with pymongo.timeout(self._timeout):
-            time_ = self._collection.database.command("ping").get("operationTime")
+            time_ = last_operation_time(self._collection.database.client)
         return Int64(time_.time * SHIFT + time_.inc) if time_ is not None else Int64(0)
 
     def acquire(self, *, observed: Mapping[str, Any] | None = None) -> Term | None:
@@ -148,6 +149,7 @@ class Leases:
                             "host": literal(socket.gethostname()),
                             "pid": literal(os.getpid()),
                             "state": "leading",
+                            "report": None,
                             "error": None,
                         },
                     },
@@ -252,9 +254,17 @@ class Leases:
         with pymongo.timeout(self._timeout):
             return self._collection.update_one(self._mine(term), {"$set": change}).matched_count == 1
 
-    def record_position(self, term: Term, token: Mapping[str, Any], cluster_time: Timestamp | None) -> bool:
-        """Store the smallest watermark; False when the term has ended."""
-        change = {"resumeToken": dict(token), "clusterTime": cluster_time}
+    def record_position(
+        self,
+        term: Term,
+        token: Mapping[str, Any] | None,
+        cluster_time: Timestamp | None,
+        report: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Store the smallest watermark, where there is one, and the report; False when the term has ended."""
+        change: dict[str, Any] = {"report": dict(report) if report is not None else None}
+        if token is not None:
+            change |= {"resumeToken": dict(token), "clusterTime": cluster_time}
         with pymongo.timeout(self._timeout):
             return self._collection.update_one(self._mine(term), {"$set": change}).matched_count == 1
 

@@ -96,7 +96,12 @@ class Partitions:
         with pymongo.timeout(self._timeout):
             present = {doc["_id"] for doc in self._collection.find(_under(prefix), {"_id": 1})}
             missing = [
-                {"_id": f"{prefix}{index}", **_DEFAULTS, "fence": Int64(version), "resumeToken": dict(token) if token else None}
+                {
+                    "_id": f"{prefix}{index}",
+                    **_DEFAULTS,
+                    "fence": Int64(version),
+                    "resumeToken": dict(token) if token else None,
+                }
                 for index in range(count)
                 if f"{prefix}{index}" not in present
             ]
@@ -144,7 +149,7 @@ class Partitions:
 
     def clear_impossible_claim(self, partition_id: str, fence: int, until: Any) -> bool:
         """
-        End a claim whose expiry only a wrong clock can have written, as it was seen.
+        End a claim as it was seen: one whose expiry only a wrong clock can have written, or one that has lapsed.
 
         It counts as a crash, like a claim that lapsed.
         """

@@ -60,6 +60,7 @@ _REFUSED = {2, 9, 14, 15, 17, 72, 73, 168, 193, 40324, 40415, 40647, 50811, 5105
 _REOPEN = {
     6, 7, 43, 50, 63, 89, 91, 112, 133, 134, 150, 189, 216, 234, 237, 262, 9001, 10107, 11600, 11601, 11602,
     13388, 13435, 13436, 175, 211, 248, 346, 365, 384,
+    51144,  # $$CLUSTER_TIME is not available: a set with authentication that is still making its keys
 }  # fmt: skip
 _FIRST_LOCATION = 10_000  # assertions in the aggregation parser have numbers of this size
 

@@ -20,6 +20,7 @@ from bson import json_util
 
 from mongo_celery.change import FLAGS
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.fenced import TOMBSTONES
 from mongo_celery.options import check_known
 
 DOCUMENT_OPERATIONS = frozenset({"insert", "update", "replace", "delete"})
@@ -36,6 +37,8 @@ class Source:
 
     def covers(self, database: str | None, collection: str | None) -> bool:
         """Whether an event of this namespace belongs to the source; a collection-wide event has no collection."""
+        if self.collection is None and collection is not None and collection.endswith(TOMBSTONES):
+            return False  # what fenced deletes leave behind belongs to nobody's data
         if database is None or self.database is None:
             return True
         return self.database == database and (self.collection is None or collection in (None, self.collection))

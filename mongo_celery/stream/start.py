@@ -19,6 +19,7 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 
 from mongo_celery.errors import AccessError, DeploymentError, TopologyError
+from mongo_celery.state.clock import last_operation_time
 
 _UNAUTHORIZED = 13
 
@@ -45,11 +46,10 @@ def check_topology(client: MongoClient[dict[str, Any]]) -> None:
 
 def operation_time(client: MongoClient[dict[str, Any]]) -> Timestamp:
     """The cluster time of the last operation that the primary has applied."""
-    answer = client.admin.command("ping")
-    time = answer.get("operationTime")
+    time = last_operation_time(client)
     if time is None:
         raise TopologyError
-    return Timestamp(time.time, time.inc)
+    return time
 
 
 def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:

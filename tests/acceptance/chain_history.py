@@ -1,6 +1,9 @@
 """
 What happened to changes on their way through chains, and pure judgements of it.
 
+Beside `history.py`, which judges by the order of the oplog, this one knows the numbers that a partition gives,
+and counts spare starts for each change, since here single changes are hit by single faults.
+
 A history is what writers wrote, what handlers recorded when they started, and the effects that the fenced
 sink accepted, in the order in which it accepted them. Each checker returns sentences, one for each
 violation; none means that the property holds. `tests/unit/test_chain_history.py` gives each of them bad
@@ -92,7 +95,8 @@ def lost(history: History) -> list[str]:
 def phantoms(history: History) -> list[str]:
     """P11: nothing starts and nothing has an effect that was not written."""
     written = set(history.written)
-    return [f"never written: {fact}" for fact in (*history.starts, *history.effects) if fact.item not in written]
+    facts: list[Start | Effect] = [*history.starts, *history.effects]
+    return [f"never written: {fact}" for fact in facts if fact.item not in written]
 
 
 def out_of_order(history: History) -> list[str]:
@@ -106,8 +110,8 @@ def out_of_order(history: History) -> list[str]:
     for effects in _by_partition(history.effects):
         newest: dict[str, int] = {}
         firsts: dict[int, int] = {}
-        for before, effect in pairwise([None, *effects]):
-            assert effect is not None, "only the first has none before it"
+        before: Effect | None = None
+        for effect in effects:
             firsts.setdefault(effect.fence, effect.seq)
             if before is not None and before.fence < effect.fence and firsts[before.fence] <= effect.seq < before.seq:
                 newest.clear()
@@ -116,6 +120,7 @@ def out_of_order(history: History) -> list[str]:
             if effect.item.n < newest.get(effect.item.key, effect.item.n):
                 found.append(f"went back for its key: {effect}")
             newest[effect.item.key] = max(effect.item.n, newest.get(effect.item.key, effect.item.n))
+            before = effect
     return found
 
 

@@ -102,6 +102,7 @@ class Chain:
     def __enter__(self) -> Self:
         if self._own_redis:
             self.redis.start()
+        self.data.create_collection("sink")  # else a transaction would have to create it
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -172,8 +173,8 @@ class Chain:
         return {process.output.name: process.text for process in self._processes.started}
 
     @property
-    def broker(self) -> redis.Redis:
-        """A client of the own Redis; close it, or use it in a `with`."""
+    def broker(self) -> Any:
+        """A `redis.Redis` of the own server; use it in a `with`."""
         return redis.Redis.from_url(self.redis.url)
 
     def open_gate(self, name: str) -> None:
@@ -268,7 +269,7 @@ class Chain:
             if item.handler in chosen and item not in self._standing:
                 place = f"{item.handler}/{self.partition_of(item.handler, item.key)}"
                 owed[place] = owed.get(place, 0) + 1
-        last = {place: 0 for place in owed}
+        last = dict.fromkeys(owed, 0)
 
         def done() -> bool:
             for document in self.state["partitions"].find({"epoch": {"$gt": 0}}):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ def longest_gap(history: Sequence[Fact], since: float, until: float) -> float:
     """P7: the longest time without a start, between two times while writes went on, in seconds."""
     times = [fact.at for fact in history if isinstance(fact, Started) and since <= fact.at <= until]
     marks = [since, *times, until]
-    return max(later - earlier for earlier, later in zip(marks, marks[1:], strict=False))
+    return max(later - earlier for earlier, later in pairwise(marks))
 
 
 def violations(history: Sequence[Fact], handlers: Handlers, *, faults: int = 0) -> list[str]:

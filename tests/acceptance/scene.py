@@ -32,7 +32,7 @@ OPTIONS: Document = {
     "commit_grace": 0.5,
 }
 KEYS = tuple(f"key{number}" for number in range(8))
-_WRITE_PAUSE = 0.02
+_WRITE_PAUSE = 0.04
 _APP = "tests.acceptance.project.app"
 
 
@@ -185,6 +185,17 @@ class Scene:
         """The lease document."""
         return self.state["leases"].find_one({"_id": "project"}) or {}
 
+    def last_place_before(self, key: str, n: int, more: int = 0) -> str:
+        """A place between the write before this one (or, with `more`, this one) and the next."""
+        written = wait_for(lambda: self._written_until(key, n))
+        places = [fact.place for fact in written]
+        return places[-1] if more else places[-2]
+
+    def _written_until(self, key: str, n: int) -> list[Written]:
+        written = [fact for fact in self.watcher.history if isinstance(fact, Written)]
+        found = next((at for at, fact in enumerate(written) if (fact.key, fact.n) == (key, n)), None)
+        return [] if found is None else written[: found + 1]
+
     def flows(self, seconds: float = 10.0, more: int = 20) -> None:
         """Wait until more handlers have started."""
         enough = len(self.starts) + more
@@ -201,7 +212,7 @@ class Scene:
 
         return wait_for(first, seconds, "a handler starts under a new term")
 
-    def settle(self, seconds: float = 20.0, *, faults: int = 0) -> None:
+    def settle(self, seconds: float = 40.0, *, faults: int = 0) -> None:
         """Wait until everything written is done and the watermark is there; then judge the history."""
         history = self.watcher.history
         last = self.items.find_one(sort=[("n", -1)])

@@ -48,7 +48,7 @@ def _queues(chain: Chain) -> list[str]:
 def _waiting(chain: Chain) -> dict[str, list[bytes]]:
     """The messages in the queues of the partitions, as the broker has them."""
     with chain.broker as broker:
-        return {name: list(broker.lrange(name, 0, -1)) for name in _queues(chain)}  # type: ignore[arg-type]
+        return {name: list(broker.lrange(name, 0, -1)) for name in _queues(chain)}
 
 
 def _push(chain: Chain, queue: str, *messages: bytes) -> None:
@@ -56,37 +56,37 @@ def _push(chain: Chain, queue: str, *messages: bytes) -> None:
         broker.lpush(queue, *messages)
 
 
-def _keep_pushing(chain: Chain, done: Callable[[], bool], seen: dict[str, list[bytes]]) -> None:
-    """Push copies of every message that was seen, in random order, until all is done."""
-    shuffled = random.Random(7)
-
-    def pushed() -> bool:
-        for queue, messages in _waiting(chain).items():
-            seen.setdefault(queue, []).extend(messages)
-        everything = [message for messages in seen.values() for message in messages]
-        if everything:
-            for queue in _queues(chain):
-                _push(chain, queue, *shuffled.sample(everything, min(len(everything), 6)))
-        return done()
-
-    wait_for(pushed, 40)
+def _seen(chain: Chain) -> set[bytes]:
+    """Messages that wait or are being worked on, and for each run the commit behind it."""
+    with chain.broker as broker:
+        taken: Any = broker.hvals("unacked")
+    found = {message for messages in _waiting(chain).values() for message in messages}
+    found |= {json.dumps(json.loads(value)[0]).encode() for value in taken}
+    commits = set()
+    for message in map(json.loads, found):
+        if message["headers"]["task"] != COMMIT:
+            commits.add(_forge(message, COMMIT, _envelopes(message)[1]))
+    return found | commits
 
 
 def test_repeated_and_reordered_messages_run_nothing_twice(chain: Chain) -> None:
     """P6, P8: copies of runs and commits on any queue, in any order, long after they are done."""
     chain.listener()
-    chain.write_many("plain", ["a", "b", "c"], 4)
-    seen: dict[str, list[bytes]] = {}
-    wait_for(lambda: sum(map(len, _waiting(chain).values())) >= 2)
-    seen.update(_waiting(chain))
+    shuffled = random.Random(7)
+    chain.write_many("plain", [next(chain.keys("plain", 0)), next(chain.keys("plain", 1))], 8, seconds=0.05)
+    wait_for(lambda: all(_waiting(chain).values()))
+    seen = _seen(chain)
     chain.worker()
 
     def done() -> bool:
-        return sum(each["committed"] for each in chain.state["partitions"].find()) >= 12
+        seen.update(_seen(chain))
+        for queue in _queues(chain):
+            _push(chain, queue, shuffled.choice(sorted(seen)))
+        return bool(sum(each["committed"] for each in chain.state["partitions"].find()) >= 16)
 
-    _keep_pushing(chain, done, seen)
+    wait_for(done, 40)
     chain.judge()
-    assert max(map(len, seen.values())) > 2
+    assert len({json.loads(message)["headers"]["id"] for message in seen}) > 8
 
 
 def test_lost_messages_are_dispatched_again(chain: Chain) -> None:
@@ -222,6 +222,8 @@ def _forgeries(message: dict[str, Any], key: bytes, forged: Item) -> list[bytes]
         made = Run(given["b"], given["s"], given["g"], given["i"], given["v"], first, last, [given["c"]])
         return seal(given["k"], made, key)
 
+    odd: list[tuple[Any, ...]] = [(), ("",), ("garbage",), ("\u00fc",), (None,), (7,), ([],), ({"b": 1},)]
+    odd += [(nested,), (unknown,)]
     return [
         _forge(message, COMMIT, commit),  # valid, but nothing is handled yet
         _forge(message, COMMIT, run),
@@ -233,11 +235,7 @@ def _forgeries(message: dict[str, Any], key: bytes, forged: Item) -> list[bytes]
         _forge(message, PLAIN, signed(n=[2, 2], c=bson.encode(event))),
         _forge(message, PLAIN, signed(b="no-such-bridge")),
         _forge(message, COMMIT, signed(k="commit", i=99)),
-        *(
-            _forge(message, task, *args)
-            for task in (PLAIN, COMMIT)
-            for args in ((), ("",), ("garbage",), ("\u00fc",), (None,), (7,), ([],), ({"b": 1},), (nested,), (unknown,))
-        ),
+        *(_forge(message, task, *args) for task in (PLAIN, COMMIT) for args in odd),
         _forge(message, COMMIT, commit, "more", than="needed"),
         _forge(message, PLAIN, run, "more", than="needed"),
     ]

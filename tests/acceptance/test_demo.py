@@ -67,8 +67,8 @@ def test_the_demo_loses_nothing_while_listener_and_worker_process_are_killed(
 
     status = process.wait(SECONDS_MAX)
 
+    assert status == 0, process.text
     result = result_of(process)
-    assert status == 0, result
     assert result["written"] == result["committed"] > 30
     assert (result["lost"], result["out_of_order"], result["unexpected"]) == (0, 0, 0)
     assert result["stale_writes_refused"] >= 1  # the handler that froze before its write

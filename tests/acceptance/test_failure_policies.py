@@ -126,7 +126,9 @@ def test_a_soft_time_limit_is_an_exception_like_others(chain: Chain) -> None:
     assert _letter(chain, item)["error"].startswith("SoftTimeLimitExceeded")
 
 
-@pytest.mark.parametrize("act", ["die", "leave", "kill", "segv"])
+@pytest.mark.parametrize(
+    "act", ["leave", "kill", pytest.param("die", marks=pytest.mark.slow), pytest.param("segv", marks=pytest.mark.slow)]
+)
 def test_a_change_that_kills_its_worker_is_caught_by_the_policy(chain: Chain, act: str) -> None:
     """P6, P9: after `max_crashes` deaths one more ends in the policy; its partition goes on, nobody else is charged."""
     asked = {"kill": {"act": "signal", "signal": "SIGKILL"}, "segv": {"act": "signal", "signal": "SIGSEGV"}}

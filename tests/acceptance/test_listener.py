@@ -7,18 +7,26 @@ per key, no stale write, monotone numbers and tokens, watermarks over a prefix o
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 from pymongo import MongoClient
 
-from tests.acceptance.history import longest_gap
-from tests.acceptance.scene import LEASE_TTL, TAKE_OVER_SECONDS_MAX, Scene, now
-from tests.fixtures.process import Processes, wait_for
+from mongo_celery.embedded import MongoReplicaSet, RedisServer
+from mongo_celery.embedded.ground import free_port
+from tests.acceptance.history import going_back, longest_gap, lost, reused_fences, shared_versions, stale
+from tests.acceptance.scene import KEYS, TAKE_OVER_SECONDS_MAX, Scene, now
+from tests.fixtures.process import Processes, ProjectProcess, wait_for
+from tests.fixtures.proxy import Proxy
+from tests.fixtures.rights import DATA, STATE, UrlOf
 
 Document = dict[str, Any]
+Record = Callable[[str, object], None]
+Failpoint = Callable[..., AbstractContextManager[None]]
 HANDOVER_SECONDS_MAX = 1.5
 
 
@@ -28,7 +36,7 @@ def scene(processes: Processes, mongo_client: MongoClient[Document], mongo_url: 
         yield scene
 
 
-def test_a_standby_takes_over_when_the_leader_is_killed_under_load(scene: Scene) -> None:
+def test_a_standby_takes_over_when_the_leader_is_killed_under_load(scene: Scene, record_property: Record) -> None:
     """P7, P1, P2, P5: SIGKILL of the leader; within the ttl + 2 s the standby dispatches, and nothing is lost."""
     leader, _ = scene.pair()
     with scene.load():
@@ -37,12 +45,14 @@ def test_a_standby_takes_over_when_the_leader_is_killed_under_load(scene: Scene)
         leader.kill()
         seconds = scene.resumed_after(at, 10)
         scene.flows()
-    print(f"take-over after SIGKILL: {seconds:.2f} s")
+    record_property("takeover_seconds", round(seconds, 2))
     assert seconds < TAKE_OVER_SECONDS_MAX
     scene.settle(faults=1)
 
 
-def test_a_regular_stop_hands_over_at_once_and_repeats_no_running_handler(scene: Scene) -> None:
+def test_a_regular_stop_hands_over_at_once_and_repeats_no_running_handler(
+    scene: Scene, record_property: Record
+) -> None:
     """P7, P6: SIGTERM while a long handler runs; the gap is short, and the handler is adopted, not repeated."""
     leader, _ = scene.pair(workers=2)
     with scene.load():
@@ -55,7 +65,8 @@ def test_a_regular_stop_hands_over_at_once_and_repeats_no_running_handler(scene:
         scene.flows()
         gap = longest_gap(scene.watcher.history, at - 1, now())
         scene.open_gate("slow")
-    print(f"hand-over after SIGTERM: {seconds:.2f} s, gap {gap:.2f} s")
+    record_property("handover_seconds", round(seconds, 2))
+    record_property("gap_seconds", round(gap, 2))
     assert status == 0
     assert gap < HANDOVER_SECONDS_MAX
     scene.settle(faults=0)
@@ -80,3 +91,273 @@ def test_a_frozen_leader_stands_by_when_it_wakes_and_can_lead_again(scene: Scene
     assert first.running
     assert first.text.count("leading bridge") == 2
     scene.settle(faults=2)
+
+
+def test_what_a_frozen_leader_had_on_its_way_is_refused(
+    scene: Scene, redis_server: RedisServer, make_proxy: Callable[[int], Proxy]
+) -> None:
+    """P3, P8: a dispatch that was held in the network until another one leads starts nothing."""
+    proxy = make_proxy(redis_server.port)
+    worker = scene.worker()
+    zombie = scene.leader("zombie", added={"PROJECT_BROKER": proxy.redis_url})
+    worker.wait_for_output("ready")
+    scene.write("first")
+    scene.settle()
+    proxy.hold(b"LPUSH")
+    scene.write("held")
+    proxy.wait_until_held()
+    zombie.pause()
+    scene.leader("second")
+    wait_for(lambda: any(start.key == "held" for start in scene.starts), 10)
+    scene.write("held", "held")
+    scene.settle()
+    proxy.release()
+    zombie.resume()
+    zombie.wait_for_output("the lease is lost; standing by")
+    scene.write("last")
+    scene.settle(faults=0)
+
+
+def test_two_listeners_that_start_at_the_same_instant_are_one_leader_and_one_standby(scene: Scene) -> None:
+    """P3: on an empty state database; the loser neither fails nor leads."""
+    leader, standby = scene.pair()
+    scene.write("one", "two")
+    scene.settle()
+    assert len(scene.terms) == 1
+    assert leader.terminate() == standby.terminate() == 0
+
+
+def test_oldest_delivers_what_was_written_before_the_first_start(scene: Scene) -> None:
+    """P1: pinned at the oldest oplog entry, and printed with its age."""
+    scene.write("early", "early", "other")
+    listener = scene.leader()
+    listener.wait_for_output(r"starts for the first time, at .*oldest, \d+ s ago")
+    scene.worker()
+    scene.settle()
+
+
+def test_now_delivers_what_is_written_from_the_first_start_on(scene: Scene) -> None:
+    """P1: nothing from before; everything from the pin on, though its holder was killed before the first commit."""
+    scene.write("early", "other")
+    first = scene.leader("first", start_from="now")
+    first.kill()
+    pinned = scene.lease()["startAtOperationTime"]
+    scene.write("early", "late")
+    scene.leader("second", start_from="now")
+    assert scene.lease()["startAtOperationTime"] == pinned
+    scene.worker()
+    scene.handlers = {"record": scene.last_place_before("late", 1, more=1)}
+    scene.settle()
+    assert {(start.key, start.n) for start in scene.starts} == {("early", 2), ("late", 1)}
+
+
+def test_a_time_delivers_what_was_written_from_then_on(scene: Scene) -> None:
+    """P1: a start in the past, as a bson Timestamp."""
+    scene.write("early")
+    time = scene.client.admin.command("ping")["operationTime"]
+    scene.write("late", "early")
+    scene.leader(start_from=[time.time, time.inc + 1])
+    scene.worker()
+    scene.handlers = {"record": scene.last_place_before("late", 1)}
+    scene.settle()
+    assert {(start.key, start.n) for start in scene.starts} == {("early", 2), ("late", 1)}
+
+
+def test_a_changed_layout_keeps_the_order_of_each_key_across_a_crash(scene: Scene) -> None:
+    """P2: four partitions, then seven, then three, under load, with SIGKILL while the old ones are drained."""
+    scene.worker()
+    leader = scene.leader(partitions=4)
+    with scene.load():
+        scene.flows()
+        leader.kill()
+        drained = scene.listener("drained", partitions=7)
+        drained.wait_for_output("leading bridge")
+        drained.kill()
+        seven = scene.listener("seven", partitions=7)
+        seven.wait_for_output("partition layout changed: generation 1, 7 partitions")
+        scene.flows()
+        seven.terminate()
+        scene.listener("three", partitions=3).wait_for_output("partition layout changed: generation 2, 3 partitions")
+        scene.flows()
+    scene.settle(faults=4)
+
+
+def test_a_layout_changes_around_a_handler_that_runs_and_one_that_died(scene: Scene) -> None:
+    """P2, P6: the old layout is drained up to what runs; what died behind that place belongs to the new one."""
+    scene.worker("worker")
+    leader = scene.leader(partitions=4)
+    scene.write("before", "slow")
+    wait_for(lambda: any(start.key == "slow" for start in scene.starts))
+    leader.terminate()
+    scene.write(*KEYS, *KEYS)
+    seven = scene.leader("seven", partitions=7)
+    assert "partition layout changed" not in seven.text, "it waits for what runs"
+    scene.open_gate("slow")
+    seven.wait_for_output("partition layout changed: generation 1, 7 partitions")
+    scene.settle(faults=0)
+
+
+def test_a_layout_changes_although_a_worker_died_in_the_middle_of_a_change(scene: Scene) -> None:
+    """P1: its claim lapses behind the place up to which the old partitions are drained, and is ended."""
+    worker = scene.worker("worker")
+    leader = scene.leader(partitions=4)
+    scene.write("before", "slow")
+    wait_for(lambda: any(start.key == "slow" for start in scene.starts))
+    worker.send_group(signal.SIGKILL)
+    leader.terminate()
+    scene.write(*KEYS)
+    scene.open_gate("slow")
+    scene.worker("another")
+    scene.listener("three", partitions=3).wait_for_output("partition layout changed: generation 1, 3 partitions")
+    scene.settle(faults=1)
+
+
+def test_a_halted_partition_refuses_another_layout(scene: Scene) -> None:
+    """P9: one sentence with the cure and status 1; under the old layout everything goes on."""
+    scene.worker(added={"PROJECT_FAIL": "1"})
+    leader = scene.leader(partitions=4)
+    scene.write("failing")
+    halted = wait_for(lambda: scene.state["partitions"].find_one({"state": "halted"}), 15)
+    leader.terminate()
+    refused = scene.listener("refused", partitions=7)
+    assert refused.wait(20) == 1
+    assert re.search(
+        r"cannot change from 4 to 7: partition \d of record is halted. Resume, retry or skip", refused.text
+    )
+    assert "Traceback" not in refused.text
+    scene.leader("old", partitions=4)
+    scene.state["partitions"].update_one({"_id": halted["_id"]}, {"$set": {"state": "flowing", "head": None}})
+    scene.settle(faults=1)
+
+
+def test_a_handler_that_is_added_later_begins_where_the_bridge_stands(scene: Scene) -> None:
+    """P1: not with days of old changes; and it says so."""
+    scene.write("early")
+    first = scene.leader("first")
+    working = scene.worker("first-worker")
+    scene.settle()
+    start = scene.last_place_before("early", 1, more=1)
+    for each in (first, working):
+        each.terminate()
+    scene.write("late", "early")
+    both = {"PROJECT_HANDLERS": "audit"}
+    listener = scene.leader("second", added=both)
+    listener.wait_for_output("handler audit is new: it begins where the bridge stands")
+    scene.worker("second-worker", added=both)
+    scene.handlers = {"record": "", "audit": start}
+    scene.settle()
+    assert {(fact.key, fact.n) for fact in scene.starts if fact.handler == "audit"} == {("late", 1), ("early", 2)}
+
+
+def test_a_dropped_state_database_is_made_anew_and_no_version_is_reused(scene: Scene) -> None:
+    """P4, P9: the leader steps down loudly, a new term begins from the start point, with larger versions and fences."""
+    leader, standby = scene.pair()
+    with scene.load():
+        scene.flows()
+        scene.client.drop_database(scene.state)
+        wait_for(lambda: "the lease is lost; standing by" in leader.text + standby.text, 10)
+        wait_for(lambda: len(scene.terms) == 2, 10)
+        scene.flows(20)
+    wait_for(lambda: not lost(scene.watcher.history, scene.handlers), 30)
+    assert leader.running
+    assert standby.running
+    history = list(scene.watcher.history)
+    for check in (shared_versions, going_back, stale, reused_fences):
+        assert check(history) == []
+
+
+def test_a_stepdown_of_the_primary_under_load_loses_nothing(
+    processes: Processes, make_replica_set: Callable[..., MongoReplicaSet], redis_url: str, record_property: Record
+) -> None:
+    """P1, P2: listener, workers and load all wait for the new primary, and go on."""
+    servers = make_replica_set()
+    with MongoClient[Document](servers.url) as client, Scene(processes, client, servers.url, redis_url) as scene:
+        scene.pair()
+        with scene.load():
+            scene.flows()
+            step_down = {"replSetStepDown": 2, "secondaryCatchUpPeriodSecs": 1, "force": True}
+            client.admin.command(step_down)
+            at = now()
+            scene.flows(20)
+            record_property("stepdown_gap_seconds", round(longest_gap(scene.watcher.history, at, now()), 2))
+        scene.settle(30, faults=2)
+
+
+def test_a_term_that_fails_at_once_is_not_begun_again_at_once(scene: Scene, failpoint: Failpoint) -> None:
+    """P9: no hot loop of acquisitions; when the cause is gone all goes on."""
+    with failpoint(failCommands=["insert"], errorCode=112, appName="mongo_celery"):
+        listener = scene.listener()
+        wait_for(lambda: len(scene.terms) >= 4, 20)
+    times = [term.at for term in scene.terms[:4]]
+    assert times[-1] - times[0] > 3 * 0.2
+    listener.wait_for_output("reading from")
+    scene.worker()
+    scene.write("one")
+    scene.settle()
+
+
+def test_a_right_that_is_missed_in_the_middle_ends_with_one_sentence(scene: Scene, failpoint: Failpoint) -> None:
+    """P9: also where the lease could be written, and the partitions cannot."""
+    with failpoint(failCommands=["insert"], errorCode=13, appName="mongo_celery"):
+        _refused(scene.listener(), "readWrite")
+    assert scene.lease()["state"] == "failed"
+
+
+def test_a_bad_pipeline_ends_with_one_sentence(scene: Scene) -> None:
+    """P9: non-zero, no traceback, no retry storm; the server's own words are in it."""
+    _refused(scene.listener(pipeline=[{"$matsch": {"a": 1}}]), r"refuses the change stream's pipeline.*\$matsch")
+    assert len(scene.terms) == 1, "tried once"
+
+
+def test_a_bridge_that_watches_its_own_state_is_refused(scene: Scene) -> None:
+    """P6, P9: found when the listener starts."""
+    _refused(scene.listener(added={"PROJECT_STATE": f"{scene.names}_data"}), "Choose another database for the state")
+
+
+def test_a_standalone_server_ends_with_one_sentence(scene: Scene, standalone_url: str) -> None:
+    """P9: the topology, and how to get the right one."""
+    _refused(scene.listener(added={"PROJECT_MONGO": standalone_url}), "--replSet")
+
+
+@pytest.mark.parametrize(
+    ("user", "words"),
+    [
+        ("without_stream", "grant the actions changeStream and find"),
+        ("without_oplog", r"find on \{db: 'local', collection: 'oplog.rs'\}, or set start_from"),
+        ("without_state", "readWrite"),
+    ],
+)
+def test_a_missing_right_ends_with_one_sentence(scene: Scene, guarded_url: UrlOf, user: str, words: str) -> None:
+    """P9: the right is named."""
+    rights = {"PROJECT_MONGO": guarded_url(user), "PROJECT_DATA": DATA, "PROJECT_STATE": STATE}
+    with MongoClient[Document](guarded_url("admin")) as client:
+        client.drop_database(STATE)
+    _refused(scene.listener(added=rights), words)
+
+
+def test_servers_that_stay_away_end_with_one_sentence_after_the_stated_time(scene: Scene) -> None:
+    """P9: waits with a message, then gives up."""
+    nowhere = f"mongodb://127.0.0.1:{free_port()}/?replicaSet=rs0"
+    listener = scene.listener(added={"PROJECT_MONGO": nowhere}, start_timeout=2)
+    listener.wait_for_output("waiting for MongoDB")
+    _refused(listener, r"MongoDB gave no answer within 2 s \(start_timeout\)", 6)
+
+
+def test_a_broker_that_is_down_at_the_start_is_waited_for(scene: Scene, make_redis: Callable[..., RedisServer]) -> None:
+    """P9, P8: the lease is not held by one who cannot dispatch; when the broker comes all goes on."""
+    port = free_port()
+    broker = {"PROJECT_BROKER": f"redis://127.0.0.1:{port}/0"}
+    listener = scene.listener(added=broker)
+    listener.wait_for_output("waiting for the broker")
+    assert scene.terms == []
+    scene.write("early")
+    make_redis(port=port)
+    scene.worker(added=broker)
+    scene.settle()
+
+
+def _refused(listener: ProjectProcess, words: str, seconds: float = 20) -> None:
+    status = listener.wait(seconds)
+    assert status == 1
+    assert len(re.findall(words, listener.text)) in {1, 2}, f"once, and once in the log: {listener.text}"
+    assert "Traceback" not in listener.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +33,7 @@ def chain(
 
 
 def _seconds_between(starts: list[Start]) -> list[float]:
-    return [(later.at - earlier.at) / 1e9 for earlier, later in zip(starts, starts[1:], strict=False)]
+    return [(later.at - earlier.at) / 1e9 for earlier, later in itertools.pairwise(starts)]
 
 
 def _retries(chain: Chain, item: Item) -> list[int]:

@@ -55,7 +55,11 @@ class Reading:
 
     def _client(self, timeout: float) -> MongoClient[RawBSONDocument]:
         return MongoClient(
-            self._url, document_class=RawBSONDocument, appname=APP_NAME, socketTimeoutMS=int(timeout * 1000), heartbeatFrequencyMS=500
+            self._url,
+            document_class=RawBSONDocument,
+            appname=APP_NAME,
+            socketTimeoutMS=int(timeout * 1000),
+            heartbeatFrequencyMS=500,
         )
 
     def _take(self, item: Item) -> None:

@@ -213,7 +213,9 @@ def test_an_execution_may_write_its_outcome(rig: Rig, act: Outcome) -> None:
 
 @outcome
 @pytest.mark.parametrize("change", [{"fence": 1 << 60}, {"claim.owner": "other"}, {"committed": 1}, {"claim": None}])
-def test_an_outcome_is_refused_when_fence_owner_or_position_have_moved(rig: Rig, act: Outcome, change: Document) -> None:
+def test_an_outcome_is_refused_when_fence_owner_or_position_have_moved(
+    rig: Rig, act: Outcome, change: Document
+) -> None:
     """Rule 3, P3: each of the conditions for itself; nothing is written."""
     claim = rig.claim()
     rig.spoil(**change)
@@ -469,7 +471,7 @@ def test_a_change_can_be_set_aside_again_after_a_rewind(rig: Rig) -> None:
 
 
 def test_an_error_that_no_retry_cures_reaches_the_caller(
-    rig: Rig, make_client: MakeClient, failpoint: Failpoint, state_database: str
+    make_client: MakeClient, failpoint: Failpoint, state_database: str
 ) -> None:
     """P9: a claim that cannot be taken raises; it does not look like a duplicate."""
     client = make_client(appname="claimant")

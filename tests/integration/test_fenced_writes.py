@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pymongo
 import pytest
 from pymongo import (
     DeleteMany,
@@ -335,7 +336,7 @@ def test_strings_and_names_that_begin_with_a_dollar_are_stored_as_they_are(
         [{"$set": {"n": 1, "x": 2}}, {"$unset": "x"}],
         [{"$replaceWith": {"n": 1}}],
         [{"$replaceRoot": {"newRoot": {"$mergeObjects": ["$$ROOT", {"n": 1}]}}}],
-        [{"$set": {"sub": {"n": 1, "_fence": {KEY: {"g": 99}}}}}, {"$replaceWith": "$sub"}],
+        [{"$set": {"sub": {"n": 1, "_fence": {"shop/forged": {"g": 99}}}}}, {"$replaceWith": "$sub"}],
         [{"$set": {"n": 1, "x": 2}}, {"$project": {"n": 1}}],
         [{"$set": {"n": 1, "x": 2}}, {"$project": {"x": 0}}],
         [{"$set": {"n": 1, "x": {"y": 2}}}, {"$project": {"x": {"y": 0}, "_id": 0}}, {"$unset": ["x"]}],
@@ -504,8 +505,9 @@ def test_a_stale_upsert_cannot_revive_what_was_deleted(
 def test_a_stale_write_to_what_was_deleted_is_refused(target: Collection[Document], act: str) -> None:
     """P3: the tombstone is the stamp of what is gone, and a stale delete does not take it back."""
     view(target, 6).delete_one({"_id": 1})
-    with pytest.raises(StaleFencingTokenError):
+    with pytest.raises(StaleFencingTokenError) as caught:
         WRITES["bulk update" if act == "bulk" else act](view(target, 5))
+    assert vars(caught.value)["document_id"] == 1
     grave = graves(target).find_one({"_id": 1})
     assert grave is not None
     assert grave[FENCE] == stamp(6)
@@ -904,7 +906,7 @@ def test_the_first_fenced_write_of_a_process_may_stand_in_a_users_transaction(
         mine.replace_one({"_id": 1}, {"a": 1}, upsert=True, session=session)
         mine.delete_one({"_id": 2}, session=session)
 
-    with client.start_session() as session:
+    with client.start_session() as session, pymongo.timeout(DEADLINE_S):
         session.with_transaction(body)
     assert stored(target) == {"_id": 1, "a": 1, FENCE: stamp(5)}
 

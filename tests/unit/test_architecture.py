@@ -18,14 +18,14 @@ FUNCTION_LINES_MAX = 60
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "models", "types", "base"}
 
 FLOORS = (
-    {"errors"},
+    {"errors", "redaction"},
     {"options"},
     {"fencing", "envelope", "window", "partitioning"},
     {"fenced"},
     {"change"},
     {"state"},
     {"stream"},
-    {"registry", "registration", "heartbeat"},
+    {"registry", "registration", "heartbeat", "broker"},
     {"execution", "worker"},
     {"tasks"},
     {"listener"},
@@ -33,7 +33,7 @@ FLOORS = (
     {"bridge"},
     {"operations", "embedded"},
     {""},
-    {"testing", "demo", "bench"},
+    {"demo", "bench"},
     {"cli"},
 )
 """The ground floor first. A name is a module or a package of the first level; the empty one is the package itself."""

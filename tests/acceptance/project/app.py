@@ -5,6 +5,7 @@ Everything about it comes from the environment, so that one module serves all te
 
 - `PROJECT_MONGO`, `PROJECT_BROKER`: the bridge's servers;
 - `PROJECT_SINK`: the server that remembers; `PROJECT_NAMES`: the name that all databases begin with;
+- `PROJECT_DATA`, `PROJECT_STATE`: databases with other names, where the rights of a user say so;
 - `PROJECT_OPTIONS`: the bridge's options as JSON; `PROJECT_HANDLERS`: names, separated by commas;
 - `PROJECT_FAIL`: how often the handler fails for the key `failing` before it succeeds.
 """
@@ -27,13 +28,16 @@ from mongo_celery import Bridge, Change
 from mongo_celery.execution import current
 
 NAMES = os.environ["PROJECT_NAMES"]
+ITEMS = os.environ.get("PROJECT_DATA", f"{NAMES}_data") + ".items"
+STATE = os.environ.get("PROJECT_STATE", f"{NAMES}_state")
 GATE_SECONDS_MAX = 30.0
 SLOW = "slow"
 FAILING = "failing"
 
 
 def _options() -> dict[str, Any]:
-    options: dict[str, Any] = json.loads(os.environ.get("PROJECT_OPTIONS", "{}"))
+    options: dict[str, Any] = {"database": STATE}
+    options |= json.loads(os.environ.get("PROJECT_OPTIONS", "{}"))
     if isinstance(options.get("start_from"), list):
         options["start_from"] = Timestamp(*options["start_from"])
     return options
@@ -42,7 +46,7 @@ def _options() -> dict[str, Any]:
 app = Celery("project", broker=os.environ["PROJECT_BROKER"])
 app.conf.worker_hijack_root_logger = True
 app.conf.broker_connection_retry_on_startup = True
-bridge = Bridge(app, os.environ["PROJECT_MONGO"], name="project", database=f"{NAMES}_state", **_options())
+bridge = Bridge(app, os.environ["PROJECT_MONGO"], name="project", **_options())
 
 
 @functools.cache
@@ -99,7 +103,7 @@ def _fail(fact: dict[str, Any]) -> None:
         raise ValueError("as the test asked")
 
 
-@bridge.on_change(f"{NAMES}_data.items", name="record", autoretry_for=(ConnectionError,), max_retries=3)
+@bridge.on_change(ITEMS, name="record", autoretry_for=(ConnectionError,), max_retries=3)
 def record(change: Change) -> None:
     """The handler that every test has."""
     note("record", change)
@@ -107,7 +111,7 @@ def record(change: Change) -> None:
 
 if "audit" in os.environ.get("PROJECT_HANDLERS", ""):
 
-    @bridge.on_change(f"{NAMES}_data.items", name="audit")
+    @bridge.on_change(ITEMS, name="audit")
     def audit(change: Change) -> None:
         """A handler that some tests add later."""
         note("audit", change)

@@ -1,0 +1,168 @@
+"""Workers as users start them: every pool, `--listener`, `-Q`, and apps with a `__call__` of their own."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+from pymongo import MongoClient
+
+from tests.acceptance.chain_rig import Chain
+from tests.fixtures.process import ProjectProcess, wait_for
+
+Document = dict[str, Any]
+
+
+def _chain(client: MongoClient[Document], url: str, directory: Path, **options: Any) -> Chain:
+    return Chain(client, url, directory, **{"handlers": ["plain", "auto"], **options})
+
+
+def _flow(chain: Chain) -> None:
+    """Plain changes and a retry, through whatever runs."""
+    chain.write_many("plain", ["a", "b", "c"], 3, seconds=0.05)
+    chain.allow(chain.write("auto", "again", 1, act="raise", times=2), 2)
+    chain.wait_done()
+    chain.judge()
+
+
+@pytest.mark.parametrize("pool", ["threads", "solo"])
+def test_other_pools_keep_the_same_promises(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, pool: str
+) -> None:
+    """P1, P2, P6: a plain worker consumes the queues of the partitions; a long handler keeps its claim."""
+    with _chain(mongo_client, mongo_url, tmp_path) as chain:
+        chain.listener()
+        chain.worker("-P", pool, concurrency=3)
+        long = chain.write("plain", "long", 1, seconds=4)
+        _flow(chain)
+        assert len(chain.starts(long)) == 1
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_worker_embeds_a_listener_and_ends_it(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, pool: str
+) -> None:
+    """One command does it all; SIGTERM ends the worker with status 0, and the lease is free."""
+    with _chain(mongo_client, mongo_url, tmp_path) as chain:
+        worker = chain.worker("-P", pool, "--listener")
+        worker.wait_for_output("reading from", 30)
+        _flow(chain)
+        descendants = psutil.Process(worker.pid).children(recursive=True)
+        assert worker.terminate() == 0
+        assert all(not _runs(child) for child in descendants)
+        lease = chain.state["leases"].find_one({"_id": "chain"})
+        assert lease is not None
+        assert lease["listenerId"] is None
+        assert "Traceback" not in worker.text
+
+
+def test_an_embedded_listener_does_not_outlive_a_worker_that_is_killed(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """P7: SIGKILL of the worker alone; a listener that nobody can end would lead on for ever."""
+    with _chain(mongo_client, mongo_url, tmp_path) as chain:
+        worker = chain.worker("--listener")
+        worker.wait_for_output("reading from", 30)
+        descendants = psutil.Process(worker.pid).children(recursive=True)
+        worker.kill()
+        wait_for(lambda: not any(_runs(child) for child in descendants), 10, lambda: f"{descendants}")
+        lease = chain.state["leases"].find_one({"_id": "chain"})
+        assert lease is not None
+        assert lease["listenerId"] is None
+
+
+def test_ctrl_c_at_a_worker_with_a_listener_ends_both_without_a_trace(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """SIGINT reaches the whole group, as from a terminal; a running handler is finished first."""
+    with _chain(mongo_client, mongo_url, tmp_path) as chain:
+        worker = chain.worker("--listener")
+        worker.wait_for_output("reading from", 30)
+        item = chain.write("plain", "running", 1, seconds=1.5)
+        chain.wait_started(item)
+        worker.send_group(signal.SIGINT)
+        worker.wait(20)  # the status is Celery's own matter, which differs between versions
+        chain.wait_state(item, lambda state: state["handled"] or state["committed"])
+        assert "Traceback" not in worker.text
+        assert len(chain.starts(item)) == 1
+
+
+def _runs(process: psutil.Process) -> bool:
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+
+
+def test_queues_can_be_chosen_with_the_option_of_celery(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """`-Q`: each worker takes its share of the partitions' queues, and only that."""
+    with _chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options={"partitions": 2}) as chain:
+        chain.listener()
+        zero = chain.worker("-Q", "chain.0", name="zero")
+        one = chain.worker("-Q", "chain.1", name="one")
+        chain.write_many("plain", [f"k{number}" for number in range(6)], 2)
+        chain.wait_done()
+        chain.judge()
+        pids = {0: _pids(zero), 1: _pids(one)}
+        assert {start.partition for start in chain.starts()} == {0, 1}
+        assert all(start.pid in pids[start.partition] for start in chain.starts())
+
+
+def _pids(worker: ProjectProcess) -> set[int]:
+    return {worker.pid, *worker.children()}
+
+
+@pytest.mark.parametrize("task_class", ["context", "super"])
+def test_an_app_with_a_call_of_its_own_wraps_each_change(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, task_class: str
+) -> None:
+    """Flask's application context, and one that calls on to Celery's `__call__`; with several changes in a run."""
+    with _chain(
+        mongo_client,
+        mongo_url,
+        tmp_path,
+        options={"partitions": 1, "run_size": 10},
+        environment={"CHAIN_TASK_CLASS": task_class},
+    ) as chain:
+        chain.both()
+        first = chain.write("plain", "first", 1, gate="open")
+        chain.wait_started(first)
+        items = [chain.write("plain", "run", n) for n in range(1, 6)]
+        chain.open_gate("open")
+        failing = chain.allow(chain.write("auto", "again", 1, act="raise", times=2), 2)
+        chain.wait_done()
+        chain.judge()
+        contexts = list(chain.facts["context"].find({"task": {"$ne": "mongo_celery.commit"}}).sort("at"))
+        assert len(contexts) == len(chain.starts())
+        assert [each["retries"] for each in contexts if each["task"].endswith(".auto")] == [0, 1, 2]
+        assert [start.retries for start in chain.starts(failing)] == [0, 1, 2]
+        assert len({start.fence for start in chain.starts(*items)}) < len(items)
+
+
+@pytest.mark.slow
+def test_children_that_end_after_each_task_lose_nothing(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """`--max-tasks-per-child 1`: clients and heartbeats are made anew in each child."""
+    with _chain(mongo_client, mongo_url, tmp_path) as chain:
+        chain.listener()
+        chain.worker("--max-tasks-per-child", "1")
+        _flow(chain)
+        assert len({start.pid for start in chain.starts()}) > 2
+
+
+def test_a_warm_shutdown_finishes_what_runs_and_repeats_nothing(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """P6: SIGTERM with a handler running and messages prefetched; the next worker takes the rest."""
+    with _chain(mongo_client, mongo_url, tmp_path, options={"partitions": 2}) as chain:
+        _, worker = chain.both()
+        item = chain.write("plain", "running", 1, seconds=1.5)
+        chain.wait_started(item)
+        chain.write_many("plain", ["x", "y"], 3)
+        assert worker.terminate() == 0
+        chain.worker(name="next")
+        chain.wait_done()
+        chain.judge()

@@ -1,0 +1,130 @@
+"""`transactional=True`: effects and the mark that they are done are there together, or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from tests.acceptance.chain_history import Item
+from tests.acceptance.chain_rig import Chain
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.process import wait_for
+
+Document = dict[str, Any]
+
+
+@pytest.fixture
+def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
+    """Give a bridge of one partition with transactional handlers, whose transactions last up to eight seconds."""
+    options = {"partitions": 1, "transaction_seconds": 8}
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["together", "together_auto"], options=options) as made:
+        yield made
+
+
+def _effects(chain: Chain) -> Counter[Item]:
+    return Counter(effect.item for effect in chain.effects())
+
+
+def test_effects_are_exactly_once_when_the_worker_dies_inside(chain: Chain) -> None:
+    """P6 and more: killed after its write and before the mark; nothing of the first attempt is seen."""
+    _, worker = chain.both()
+    item = chain.write("together", "a", 1, late_gate="open")
+    successor = chain.write("together", "a", 2)
+    start = chain.wait_started(item)
+    assert start.pid in worker.children()
+    os.kill(start.pid, signal.SIGKILL)
+    assert chain.effects() == []
+    chain.client.admin.command("killAllSessions", [])  # as the server does itself after a minute
+    chain.open_gate("open")
+    chain.wait_done(timeout=40)
+    chain.allow(item)
+    chain.judge()
+    assert _effects(chain) == {item: 1, successor: 1}
+
+
+def test_a_write_conflict_repeats_the_body_and_not_the_effect(chain: Chain) -> None:
+    """The driver repeats the body under the same claim; `autoretry_for` does not see the conflict."""
+    chain.both()
+    item = chain.write("together_auto", "b", 1, gate="open")
+    chain.wait_started(item)
+    sink = chain.data["sink"]
+    sink.insert_one({"_id": "together_auto-0", "effects": []})
+    with chain.client.start_session() as session, session.start_transaction():
+        sink.update_one({"_id": "together_auto-0"}, {"$set": {"touched": True}}, session=session)
+        chain.open_gate("open")
+        chain.wait_started(item, 3)
+    chain.wait_done()
+    starts = chain.starts(item)
+    assert len({start.fence for start in starts}) == 1
+    assert {start.retries for start in starts} == {0}
+    assert _effects(chain) == {item: 1}
+
+
+def test_autoretry_stands_outside_of_the_transaction(chain: Chain) -> None:
+    """An error of the handler aborts the transaction, parks the change, and the retry takes effect once."""
+    chain.both()
+    item = chain.allow(chain.write("together_auto", "c", 1, act="raise", after=True, times=2), 2)
+    chain.wait_done()
+    chain.judge()
+    assert [start.retries for start in chain.starts(item)] == [0, 1, 2]
+    assert _effects(chain) == {item: 1}
+
+
+def test_a_lost_answer_of_the_commit_repeats_no_effect(chain: Chain, failpoint: Failpoint) -> None:
+    """The transaction is committed, the answer is cut off; the driver asks again."""
+    chain.both()
+    cut = {"failCommands": ["commitTransaction"], "appName": chain.app_name("worker"), "closeConnection": True}
+    with failpoint(mode={"times": 1}, **cut):
+        item = chain.write("together", "d", 1)
+        chain.wait_done()
+    assert _effects(chain) == {item: 1}
+    assert chain.letters("together") == []
+
+
+def test_a_body_that_ends_otherwise_when_it_is_repeated_counts_as_it_ended(chain: Chain, failpoint: Failpoint) -> None:
+    """The first body's mark is gone with its transaction; the second ignores the change, which is then done."""
+    chain.both()
+    refused = {"failCommands": ["commitTransaction"], "appName": chain.app_name("worker"), "errorCode": 251}
+    with failpoint(mode={"times": 1}, **refused, errorLabels=["TransientTransactionError"]):
+        asked = {"from": 2, "times": 9, "act": "ignore"}
+        item = chain.give_up(chain.write("together", "g", 1, **asked))
+        chain.wait_done()
+    assert len(chain.starts(item)) == 2
+    assert len({start.fence for start in chain.starts(item)}) == 1
+    assert _effects(chain) == {}
+
+
+def test_a_failed_handler_leaves_no_effect_but_its_letter(chain: Chain) -> None:
+    """What it wrote is gone; the policy applies to the change."""
+    chain.both()
+    item = chain.give_up(chain.write("together", "e", 1, act="raise", after=True, times=9))
+    good = chain.write("together", "e", 2)
+    ignored = chain.give_up(chain.write("together", "e", 3, act="ignore", times=9))
+    chain.wait_done()
+    chain.judge()
+    assert [letter["error"] for letter in chain.letters("together")] == ["WantedError: as asked"]
+    assert _effects(chain) == {good: 1}
+    assert len(chain.starts(item)) == len(chain.starts(ignored)) == 1
+
+
+def test_a_transaction_that_was_taken_over_cannot_commit(chain: Chain) -> None:
+    """P3: an operator's retry raises the fence while it runs; its mark is refused, and all of it with it."""
+    chain.both()
+    item = chain.write("together", "f", 1, late_gate="open")
+    start = chain.wait_started(item)
+    wait_for(lambda: chain.of(item)["claim"])
+    chain.state["partitions"].update_one(
+        {"_id": chain.of(item)["_id"]}, {"$inc": {"fence": 1}, "$set": {"claim": None}}
+    )
+    chain.wait_started(item, 2)
+    chain.open_gate("open")
+    chain.wait_done()
+    assert _effects(chain) == {item: 1}
+    assert chain.effects()[0].fence > start.fence
