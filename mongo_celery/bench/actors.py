@@ -35,7 +35,10 @@ class Actor:
         self._log = log
         with log.open("ab") as output:
             self._process: subprocess.Popen[bytes] = start_tied(
-                [sys.executable, *arguments], output=output, environment={**os.environ, **environment}
+                [sys.executable, *arguments],
+                output=output,
+                environment={**os.environ, **environment},
+                directory=log.parent,  # `python -m` imports from where it is started: nothing of the user's
             )
 
     @property

@@ -45,14 +45,13 @@ class Chain:
 
     Args:
         client: the test's own client; facts and judgements go through it.
-        url: of the MongoDB that the bridge uses; `facts_url` of the one that keeps the facts.
+        url: of the MongoDB for data, state and facts; failpoints name the bridge's clients, not that of the facts.
         directory: for the processes' output and the gates.
         options: of the bridge, over `SHORT_TIMES`.
         handlers: the project's handlers to register; all of them if left out.
         transport: Celery's `broker_transport_options`.
         conf: more of Celery's settings.
         environment: more variables.
-        broker: address of the broker for the processes; the own Redis by default.
     """
 
     def __init__(
@@ -66,23 +65,19 @@ class Chain:
         transport: Mapping[str, Any] | None = None,
         conf: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
-        broker: RedisServer | None = None,
-        broker_url: str | None = None,
     ) -> None:
         self.name = f"chain_{uuid4().hex[:10]}"
         self.client = client
         self.data = client[f"{self.name}_data"]
         self.facts = client[f"{self.name}_facts"]
         self.state = client[f"{self.name}_state"]
-        self.redis = RedisServer() if broker is None else broker
+        self.redis = RedisServer()
         self.partitions: int = {**SHORT_TIMES, **(options or {})}["partitions"]
         self.written: list[Item] = []
         self._spare: Counter[Item] = Counter()
         self._without_effect: set[Item] = set()
         self._standing: set[Item] = set()
         self._url = url
-        self._own_redis = broker is None
-        self._broker_url = broker_url
         self._gates = directory / f"{self.name}-gates"
         self._gates.mkdir()
         self._directory = directory / self.name
@@ -100,15 +95,13 @@ class Chain:
         }
 
     def __enter__(self) -> Self:
-        if self._own_redis:
-            self.redis.start()
+        self.redis.start()
         self.data.create_collection("sink")  # else a transaction would have to create it
         return self
 
     def __exit__(self, *error: object) -> None:
         self._processes.__exit__()
-        if self._own_redis:
-            self.redis.stop()
+        self.redis.stop()
         for database in (self.data, self.facts, self.state):
             self.client.drop_database(database)
 
@@ -124,7 +117,7 @@ class Chain:
             level,
             name=name,
             environment={
-                "CHAIN_BROKER": self._broker_url or self.redis.url,
+                "CHAIN_BROKER": self.redis.url,
                 "CHAIN_MONGO": url,
                 **self._environment,
                 **environment,

@@ -1,0 +1,107 @@
+"""Names, a spy on commands and all kinds of writes, for the tests of fenced writes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pymongo import (
+    DeleteOne,
+    MongoClient,
+    ReplaceOne,
+    UpdateMany,
+    UpdateOne,
+)
+from pymongo.collection import Collection
+from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
+
+from mongo_celery.fenced import TOMBSTONES, FencedCollection
+from mongo_celery.fencing import Fence
+
+Document = dict[str, Any]
+MakeClient = Callable[..., MongoClient[Document]]
+
+KEY = "shop/summarise"
+DEADLINE_S = 20
+FENCE = "_fence"
+RIVAL = "rival"
+
+
+def fence(token: int, *, index: int = 0, generation: int = 1, key: str = KEY) -> Fence:
+    return Fence(key, generation, index, token)
+
+
+def stamp(token: int, *, index: int = 0, generation: int = 1, key: str = KEY) -> Document:
+    return {key: {"g": generation, "p": {str(index): token}}}
+
+
+class Commands(CommandListener):
+    """
+    Counts a client's commands, holds the first thread that starts the awaited one, and before
+    the n-th command runs what `meanwhile` has under n.
+    """
+
+    def __init__(self, observer: MongoClient[Document]) -> None:
+        self.observer = observer
+        self.started_names: list[str] = []
+        self.concerns: list[Any] = []
+        self.failures = threading.Event()
+        self.reached = threading.Event()
+        self.go = threading.Event()
+        self.awaited: tuple[str, str] | None = None
+        self.meanwhile: dict[int, Callable[[], Any]] = {}
+
+    def hold(self, command: str, collection: str) -> None:
+        self.awaited = (command, collection)
+
+    def started(self, event: CommandStartedEvent) -> None:
+        self.started_names.append(event.command_name)
+        self.concerns.append(event.command.get("writeConcern"))
+        self.meanwhile.pop(len(self.started_names), bool)()
+        if self.awaited == (event.command_name, event.command.get(event.command_name)):
+            self.awaited = None
+            self.reached.set()
+            assert self.go.wait(DEADLINE_S)
+
+    def succeeded(self, event: CommandSucceededEvent) -> None:
+        """Nothing; a test may put something here."""
+
+    def failed(self, event: CommandFailedEvent) -> None:  # noqa: ARG002 - the listener's signature
+        self.failures.set()
+
+
+def view(collection: Collection[Document], token: int, **options: Any) -> FencedCollection:
+    ttl = {"tombstone_ttl": options.pop("tombstone_ttl")} if "tombstone_ttl" in options else {}
+    return FencedCollection(collection, fence(token, **options), **ttl)
+
+
+def graves(collection: Collection[Document]) -> Collection[Document]:
+    return collection.database[collection.name + TOMBSTONES]
+
+
+def stored(collection: Collection[Document], document_id: Any = 1) -> Document | None:
+    return collection.find_one({"_id": document_id})
+
+
+Act = Callable[[FencedCollection], Any]
+
+WRITES: dict[str, Act] = {
+    "update_one": lambda c: c.update_one({"_id": 1}, {"$set": {"by": "stale"}}),
+    "update_one upsert": lambda c: c.update_one({"_id": 1}, {"$set": {"by": "stale"}}, upsert=True),
+    "update_one pipeline": lambda c: c.update_one({"_id": 1}, [{"$set": {"by": "stale"}}]),
+    "replace_one": lambda c: c.replace_one({"_id": 1}, {"by": "stale"}),
+    "replace_one upsert": lambda c: c.replace_one({"_id": 1}, {"by": "stale"}, upsert=True),
+    "find_one_and_update": lambda c: c.find_one_and_update({"_id": 1}, {"$set": {"by": "stale"}}),
+    "find_one_and_update upsert": lambda c: c.find_one_and_update({"_id": 1}, {"$inc": {"n": 1}}, upsert=True),
+    "delete_one": lambda c: c.delete_one({"_id": 1}),
+    "update_many": lambda c: c.update_many({"kind": "a"}, {"$set": {"by": "stale"}}),
+    "bulk update": lambda c: c.bulk_write([UpdateOne({"_id": 1}, {"$set": {"by": "stale"}})]),
+    "bulk replace": lambda c: c.bulk_write([ReplaceOne({"_id": 1}, {"by": "stale"}, upsert=True)]),
+    "bulk delete": lambda c: c.bulk_write([DeleteOne({"_id": 1})]),
+    "bulk update_many": lambda c: c.bulk_write([UpdateMany({"kind": "a"}, {"$set": {"by": "stale"}})]),
+    "by another field": lambda c: c.update_one({"kind": "a"}, {"$set": {"by": "stale"}}),
+    "delete by another field": lambda c: c.delete_one({"kind": "a"}),
+}
+every_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())

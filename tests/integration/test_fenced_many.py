@@ -1,0 +1,274 @@
+"""Fenced writes of many documents, in users' transactions, and what each of them costs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pymongo
+import pytest
+from pymongo import (
+    DeleteMany,
+    DeleteOne,
+    InsertOne,
+    MongoClient,
+    ReplaceOne,
+    UpdateMany,
+    UpdateOne,
+)
+from pymongo.collection import Collection
+from pymongo.errors import BulkWriteError, DuplicateKeyError
+
+from mongo_celery.errors import ConfigurationError, ForkedClientError, StaleFencingTokenError
+from tests.integration.fenced_rig import (
+    DEADLINE_S,
+    FENCE,
+    KEY,
+    WRITES,
+    Act,
+    Commands,
+    Document,
+    MakeClient,
+    every_write,
+    graves,
+    stamp,
+    stored,
+    view,
+)
+
+
+def test_update_many_guards_each_document(target: Collection[Document]) -> None:
+    """P3: one that is newer raises; the admitted ones are updated and stamped, the newer one is as it was."""
+    target.insert_many([{"_id": i, "kind": "a"} for i in range(4)])
+    view(target, 6).update_one({"_id": 2}, {"$set": {"by": "newer"}})
+    with pytest.raises(StaleFencingTokenError) as caught:
+        view(target, 5).update_many({"kind": "a"}, {"$set": {"by": "me"}})
+    assert vars(caught.value)["document_id"] == 2
+    assert [d.get("by") for d in target.find(sort=[("_id", 1)])] == ["me", "me", "newer", "me"]
+    assert view(target, 6).update_many({"kind": "a"}, {"$set": {"by": "me"}}).matched_count == 4
+
+
+def test_update_many_meets_each_document_once(target: Collection[Document], monkeypatch: pytest.MonkeyPatch) -> None:
+    """P2: also when the update moves documents along the index that finds them, and over several batches."""
+    monkeypatch.setattr("mongo_celery.fenced.bulk.BATCH", 50)
+    target.create_index("n")
+    target.insert_many([{"_id": i, "n": 0} for i in range(220)])
+    result = view(target, 5).update_many({"n": {"$gte": 0}}, {"$inc": {"n": 1}}, hint="n_1")
+    assert (result.matched_count, result.modified_count) == (220, 220)
+    assert target.count_documents({"n": 1, f"{FENCE}.{KEY}.p.0": 5}) == 220
+
+
+def test_a_bulk_write_is_judged_document_by_document(target: Collection[Document]) -> None:
+    """P3: stale raises, missing is the user's matter, what was admitted stays."""
+    target.insert_many([{"_id": 1}, {"_id": 2, FENCE: stamp(6)}, {"_id": 3}])
+    mine = view(target, 5)
+    result = mine.bulk_write([UpdateOne({"_id": i}, {"$set": {"by": "me"}}) for i in (1, 9, 3)])
+    assert (result.matched_count, result.modified_count) == (2, 2)
+    with pytest.raises(StaleFencingTokenError) as caught:
+        mine.bulk_write([UpdateOne({"_id": i}, {"$set": {"by": "again"}}) for i in (1, 9, 2)])
+    assert vars(caught.value)["document_id"] == 2
+    assert [d.get("by") for d in target.find(sort=[("_id", 1)])] == ["again", None, "me"]
+
+
+def test_a_bulk_write_does_not_lose_a_document_that_appears_before_it_is_judged(
+    target: Collection[Document], spied: tuple[Collection[Document], Commands]
+) -> None:
+    """P1: the command missed it, the look finds it with an older stamp: it is written then, once."""
+    collection, commands = spied
+    commands.meanwhile[2] = lambda: view(target, 4).replace_one({"_id": 2}, {"n": 10}, upsert=True)
+    result = view(collection, 5).bulk_write([UpdateOne({"_id": i}, {"$inc": {"n": 1}}, upsert=True) for i in (1, 2, 3)])
+    assert {d["_id"]: d["n"] for d in target.find()} == {1: 1, 2: 11, 3: 1}
+    assert (result.matched_count, result.upserted_ids) == (1, {0: 1, 2: 3})
+
+
+def test_a_bulk_write_does_all_kinds_in_the_users_order(target: Collection[Document]) -> None:
+    """P2: a document that occurs twice sees its requests in order; counts and places are PyMongo's."""
+    target.insert_many([{"_id": 1, "n": 1, "kind": "a"}, {"_id": 2, "n": 2, "kind": "a"}])
+    result = view(target, 5).bulk_write(
+        [
+            UpdateOne({"_id": 1}, {"$inc": {"n": 10}}),
+            ReplaceOne({"_id": 7}, {"n": 7}, upsert=True),
+            UpdateOne({"_id": 8}, [{"$set": {"n": 8}}], upsert=True),
+            UpdateOne({"_id": 7}, {"$inc": {"n": 1}}),
+            DeleteOne({"_id": 2}),
+            UpdateOne({"_id": 2, "kind": "a"}, {"$set": {"n": 22}}, upsert=True),
+            UpdateMany({"kind": "a"}, {"$inc": {"n": 100}}),
+            UpdateOne({"n": 8}, {"$set": {"last": True}}),
+        ]
+    )
+    assert {d["_id"]: d["n"] for d in target.find()} == {1: 111, 2: 122, 7: 8, 8: 8}
+    assert all(d[FENCE] == stamp(5) for d in target.find())
+    assert result.upserted_ids == {1: 7, 2: 8, 5: 2}
+    assert (result.matched_count, result.deleted_count, result.upserted_count) == (5, 1, 3)
+
+
+def test_a_bulk_writes_errors_name_the_users_places(target: Collection[Document]) -> None:
+    """P9: ordered stops at the first, unordered goes on; both report PyMongo's error."""
+    target.create_index("email", unique=True)
+    target.insert_many([{"_id": 1, "email": "a"}, {"_id": 2, "email": "b"}, {"_id": 3, "email": "c"}])
+    requests: list[Any] = [
+        UpdateOne({"_id": 1}, {"$set": {"x": 1}}),
+        UpdateOne({"_id": 2}, {"$set": {"email": "a"}}),
+        UpdateOne({"_id": 3}, {"$set": {"x": 1}}),
+        ReplaceOne({"_id": 4, "q": 1}, {"email": "a"}, upsert=True),
+    ]
+    for ordered, places, third in [(True, [1], None), (False, [1, 3], 1)]:
+        with pytest.raises(BulkWriteError) as caught:
+            view(target, 5).bulk_write(requests, ordered)
+        assert [e["index"] for e in caught.value.details["writeErrors"]] == places
+        document = stored(target, 3)
+        assert document is not None
+        assert document.get("x") == third
+
+
+@pytest.mark.parametrize("request_", [InsertOne({"_id": 1}), DeleteMany({})])
+def test_a_bulk_write_refuses_what_it_cannot_fence(target: Collection[Document], request_: Any) -> None:
+    """P9: before anything is written."""
+    with pytest.raises(ConfigurationError, match=type(request_).__name__):
+        view(target, 5).bulk_write([ReplaceOne({"_id": 1}, {}, upsert=True), request_])
+    assert target.count_documents({}) == 0
+
+
+# ---------------------------------------------------------------- sessions, concerns, costs, forks
+
+
+def test_a_users_transaction_holds_every_write(
+    target: Collection[Document], mongo_client: MongoClient[Document]
+) -> None:
+    """P3: `session` is passed through: an abort undoes documents, stamps and tombstones alike."""
+    target.insert_one({"_id": 1, "a": 1})
+    view(target, 1).delete_one({"_id": 0})
+    with mongo_client.start_session() as session, session.start_transaction():
+        mine = view(target, 5)
+        mine.delete_one({"_id": 1}, session=session)
+        mine.replace_one({"_id": 2}, {"a": 2}, upsert=True, session=session)
+        mine.update_one({"a": 2}, {"$inc": {"a": 1}}, session=session)
+        mine.update_many({"a": 3}, {"$inc": {"a": 1}}, session=session)
+        mine.bulk_write([ReplaceOne({"_id": i}, {"b": 1}, upsert=True) for i in (3, 4)], session=session)
+        assert mine.find_one_and_update({"_id": 2}, {"$inc": {"a": 1}}, session=session)["a"] == 4
+        assert stored(target) == {"_id": 1, "a": 1}
+        session.abort_transaction()
+    assert list(target.find()) == [{"_id": 1, "a": 1}]
+    assert [d["_id"] for d in graves(target).find()] == [0]
+
+
+def test_a_stale_upsert_in_a_users_transaction_is_stale_there_too(
+    target: Collection[Document], mongo_client: MongoClient[Document]
+) -> None:
+    """P3: E11000 has ended the transaction in the server, so the stamp is read outside of it."""
+    view(target, 6).replace_one({"_id": 1}, {"by": "newer"}, upsert=True)
+    with mongo_client.start_session() as session, session.start_transaction():
+        with pytest.raises(StaleFencingTokenError):
+            view(target, 5).replace_one({"_id": 1}, {"by": "stale"}, upsert=True, session=session)
+        session.abort_transaction()
+    with mongo_client.start_session() as session, session.start_transaction():
+        with pytest.raises(DuplicateKeyError):
+            view(target, 7).replace_one({"_id": 1, "by": "x"}, {"by": "y"}, upsert=True, session=session)
+        session.abort_transaction()
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_the_first_fenced_write_of_a_process_may_stand_in_a_users_transaction(
+    target: Collection[Document], make_client: MakeClient, restored: bool
+) -> None:
+    """P9: making the tombstones' index, also if it was lost, does not wait for the transaction around it."""
+    if restored:
+        graves(target).insert_one({"_id": 0, FENCE: stamp(1)})
+    client = make_client()
+    mine = view(client[target.database.name][target.name], 5)
+
+    def body(session: Any) -> None:
+        mine.update_one({"_id": 9}, {"$set": {"a": 1}}, session=session)
+        mine.replace_one({"_id": 1}, {"a": 1}, upsert=True, session=session)
+        mine.delete_one({"_id": 2}, session=session)
+
+    with client.start_session() as session, pymongo.timeout(DEADLINE_S):
+        session.with_transaction(body)
+    assert stored(target) == {"_id": 1, "a": 1, FENCE: stamp(5)}
+
+
+COSTS: dict[str, tuple[Act, list[str]]] = {
+    "update_one": (WRITES["update_one"], ["update"]),
+    "update_one upsert": (WRITES["update_one upsert"], ["update"]),
+    "update_one pipeline": (WRITES["update_one pipeline"], ["update"]),
+    "replace_one upsert": (WRITES["replace_one upsert"], ["update"]),
+    "find_one_and_update": (WRITES["find_one_and_update"], ["findAndModify"]),
+    "by another field": (WRITES["by another field"], ["find", "update"]),
+    "update_many": (WRITES["update_many"], ["find", "update"]),
+    "bulk": (lambda c: c.bulk_write([ReplaceOne({"_id": 1}, {}, upsert=True)] * 1), ["update"]),
+    "delete_one": (WRITES["delete_one"], ["findAndModify", "findAndModify", "update", "commitTransaction"]),
+    "insert": (
+        lambda c: c.replace_one({"_id": 2}, {}, upsert=True),
+        ["update", "findAndModify", "update", "delete", "commitTransaction"],
+    ),
+    "bulk of two inserts": (
+        lambda c: c.bulk_write([ReplaceOne({"_id": i}, {}, upsert=True) for i in (2, 3)]),
+        ["update", "find", "update", "find", "update", "delete", "commitTransaction"],
+    ),
+}
+
+
+@pytest.mark.parametrize("cost", COSTS)
+def test_round_trips_are_those_of_the_table(
+    target: Collection[Document], spied: tuple[Collection[Document], Commands], cost: str
+) -> None:
+    """P3 is cheap: one round trip by `_id` where the document exists, and majority always."""
+    collection, commands = spied
+    weak = collection.with_options(write_concern=collection.write_concern.__class__(w=1))
+    view(weak, 4).delete_one({"_id": 0})
+    target.insert_one({"_id": 1, "kind": "a", FENCE: stamp(4)})
+    commands.started_names.clear()
+    commands.concerns.clear()
+    write, expected = COSTS[cost]
+    write(view(weak, 5))
+    assert commands.started_names == expected
+    # A transaction's commands carry no concern but the commit's.
+    concerns = dict(zip(commands.started_names, commands.concerns, strict=True))
+    last = "commitTransaction" if "commitTransaction" in expected else expected[-1]
+    assert concerns[last] == {"w": "majority"}
+
+
+def test_without_tombstones_inserts_and_deletes_are_cheap(
+    spied: tuple[Collection[Document], Commands],
+) -> None:
+    """P3: two round trips and one; what is given up is written at `tombstone_ttl`."""
+    collection, commands = spied
+    mine = view(collection, 5, tombstone_ttl=0)
+    mine.replace_one({"_id": 1}, {"a": 1}, upsert=True)
+    mine.delete_one({"_id": 1})
+    assert commands.started_names == ["update", "update", "delete"]
+    assert all(concern == {"w": "majority"} for concern in commands.concerns)
+
+
+@every_write
+def test_a_client_from_before_a_fork_is_refused(
+    target: Collection[Document], write: Act, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P9: before any command; a child that shares its parent's sockets reads another's answers."""
+    target.insert_one({"_id": 1, "kind": "a"})
+    parent = os.getpid()
+    monkeypatch.setattr("os.getpid", lambda: parent + 1)
+    with pytest.raises(ForkedClientError):
+        write(view(target, 5))
+    monkeypatch.undo()
+    assert stored(target) == {"_id": 1, "kind": "a"}
+
+
+def test_the_sql_example_does_what_it_says() -> None:
+    """P3 in another store: the example checks itself, and its README shows its output."""
+    folder = Path(__file__).parents[2] / "examples" / "fenced_sql"
+    done = subprocess.run(
+        [sys.executable, folder / "fenced_sql.py"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = re.search(r"```text\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert shown is not None
+    assert done.stdout == shown[1]

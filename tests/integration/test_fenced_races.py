@@ -1,0 +1,408 @@
+"""
+Fenced writes that race each other: creation, deletion and their tombstones (P3).
+
+Races are made, not awaited: a listener holds one thread at a named command while a rival runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from pymongo import (
+    ReplaceOne,
+)
+from pymongo.collection import Collection
+from pymongo.errors import DuplicateKeyError, OperationFailure
+from pymongo.monitoring import CommandStartedEvent, CommandSucceededEvent
+
+from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
+from mongo_celery.fenced import TOMBSTONES
+from tests.integration.fenced_rig import (
+    DEADLINE_S,
+    FENCE,
+    KEY,
+    RIVAL,
+    WRITES,
+    Act,
+    Commands,
+    Document,
+    MakeClient,
+    graves,
+    stamp,
+    stored,
+    view,
+)
+
+
+@pytest.mark.parametrize("ttl", [0, 60], ids=["no tombstones", "tombstones"])
+@pytest.mark.parametrize(("rival", "wins"), [(5, True), (4, True), (6, False)])
+def test_a_document_that_appears_during_an_upsert_is_updated_or_judged(
+    target: Collection[Document],
+    spied: tuple[Collection[Document], Commands],
+    ttl: int,
+    rival: int,
+    wins: bool,
+) -> None:
+    """P3: E11000 on `_id` is tried once more; equal tokens both pass; a newer one has won."""
+    collection, commands = spied
+    act = view(collection, 5, tombstone_ttl=ttl)
+    if ttl:
+        view(collection, 1, tombstone_ttl=ttl).delete_one({"_id": 0})  # makes the index
+    original = commands.succeeded
+
+    def after_miss(event: CommandSucceededEvent) -> None:
+        original(event)
+        if event.command_name == "update" and not commands.reached.is_set():
+            commands.hold("findAndModify" if ttl else "update", target.name + (TOMBSTONES if ttl else ""))
+
+    commands.succeeded = after_miss  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        upsert = pool.submit(act.update_one, {"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
+        assert commands.reached.wait(DEADLINE_S)
+        view(target, rival, tombstone_ttl=ttl).update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
+        commands.go.set()
+        if wins:
+            assert upsert.result(DEADLINE_S).matched_count == 1
+        else:
+            with pytest.raises(StaleFencingTokenError):
+                upsert.result(DEADLINE_S)
+    assert stored(target) == {"_id": 1, "n": 2 if wins else 1, FENCE: stamp(max(rival, 5))}
+
+
+@pytest.mark.parametrize("ttl", [0, 60], ids=["no tombstones", "tombstones"])
+def test_a_duplicate_key_of_another_index_is_the_users_error(
+    target: Collection[Document], spied: tuple[Collection[Document], Commands], ttl: int
+) -> None:
+    """P9: on an insert and on an update, at once, never a verdict about the fence."""
+    collection, commands = spied
+    target.create_index("email", unique=True)
+    target.insert_many([{"_id": 1, "email": "a"}, {"_id": 2, "email": "b"}])
+    mine = view(collection, 5, tombstone_ttl=ttl)
+    for document_id in (2, 3):
+        with pytest.raises(DuplicateKeyError) as caught:
+            mine.update_one({"_id": document_id}, {"$set": {"email": "a"}}, upsert=True)
+        assert caught.value.details is not None
+        assert caught.value.details["keyPattern"] == {"email": 1}
+    assert commands.started_names.count("update") == 3
+    assert target.count_documents({}) == 2
+
+
+def test_an_upsert_whose_other_conditions_fail_is_a_duplicate_key(target: Collection[Document]) -> None:
+    """P9: as in PyMongo, since the `_id` is taken; the stamp admits, so it is not stale."""
+    target.insert_one({"_id": 1, "n": 1, FENCE: stamp(5)})
+    with pytest.raises(DuplicateKeyError):
+        view(target, 5).update_one({"_id": 1, "n": 2}, {"$set": {"a": 1}}, upsert=True)
+    with pytest.raises(StaleFencingTokenError):
+        view(target, 4).update_one({"_id": 1, "n": 2}, {"$set": {"a": 1}}, upsert=True)
+
+
+def test_rivals_that_create_and_delete_in_turns_do_not_wear_out_an_upsert(
+    target: Collection[Document], spied: tuple[Collection[Document], Commands]
+) -> None:
+    """P1: by `_id` alone an admitted upsert gets through, for each of its misses is a rival's success."""
+    collection, commands = spied
+    rival = view(target, 9, index=7, tombstone_ttl=0)
+    # update (miss), update (insert), find (judge), and so on
+    for place in (2, 5, 8):
+        commands.meanwhile[place] = lambda: rival.replace_one({"_id": 1}, {}, upsert=True)
+    for place in (4, 7):
+        commands.meanwhile[place] = lambda: rival.delete_one({"_id": 1})
+    view(collection, 5, tombstone_ttl=0).update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
+    assert commands.started_names == ["update", "update", "find"] * 3 + ["update"]
+    assert stored(target) == {"_id": 1, "n": 1, FENCE: {KEY: {"g": 1, "p": {"0": 5, "7": 9}}}}
+
+
+# ---------------------------------------------------------------- deletes
+
+
+UPSERTS: dict[str, Act] = {
+    "update_one": lambda c: c.update_one({"_id": 1}, {"$set": {"by": "me"}}, upsert=True),
+    "pipeline": lambda c: c.update_one({"_id": 1}, [{"$set": {"by": "me"}}], upsert=True),
+    "replace_one": lambda c: c.replace_one({"_id": 1}, {"by": "me"}, upsert=True),
+    "find_one_and_update": lambda c: c.find_one_and_update({"_id": 1}, {"$set": {"by": "me"}}, upsert=True),
+    "bulk": lambda c: c.bulk_write([ReplaceOne({"_id": 1}, {"by": "me"}, upsert=True)]),
+    "bulk of two": lambda c: c.bulk_write([ReplaceOne({"_id": i}, {"by": "me"}, upsert=True) for i in (2, 1)]),
+}
+every_upsert = pytest.mark.parametrize("upsert", UPSERTS.values(), ids=UPSERTS.keys())
+
+
+@every_upsert
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_stale_upsert_cannot_revive_what_was_deleted(
+    target: Collection[Document], upsert: Act, existed: bool
+) -> None:
+    """P3: nor what the newer one found already gone; readers of the collection see no tombstone."""
+    if existed:
+        view(target, 4).replace_one({"_id": 1}, {"by": "me"}, upsert=True)
+    view(target, 6).delete_one({"_id": 1})
+    with pytest.raises(StaleFencingTokenError) as caught:
+        upsert(view(target, 5))
+    assert vars(caught.value)["document_id"] == 1
+    assert stored(target) is None
+    assert target.count_documents({"_id": 1}) == 0
+
+
+@pytest.mark.parametrize("act", ["update_one", "delete_one", "bulk", "update_one upsert"])
+def test_a_stale_write_to_what_was_deleted_is_refused(target: Collection[Document], act: str) -> None:
+    """P3: the tombstone is the stamp of what is gone, and a stale delete does not take it back."""
+    view(target, 6).delete_one({"_id": 1})
+    with pytest.raises(StaleFencingTokenError) as caught:
+        WRITES["bulk update" if act == "bulk" else act](view(target, 5))
+    assert vars(caught.value)["document_id"] == 1
+    grave = graves(target).find_one({"_id": 1})
+    assert grave is not None
+    assert grave[FENCE] == stamp(6)
+
+
+@every_upsert
+def test_a_newer_upsert_after_a_delete_works_and_keeps_all_stamps(target: Collection[Document], upsert: Act) -> None:
+    """P4, T2, T3: the tombstone's stamps move into the document, those of other subscriptions, too."""
+    view(target, 50, key="shop/other").replace_one({"_id": 1}, {"a": 1}, upsert=True)
+    view(target, 90, index=3).update_one({"_id": 1}, {"$set": {"a": 2}})
+    view(target, 6).delete_one({"_id": 1})
+    upsert(view(target, 7))
+    expected = {**stamp(50, key="shop/other"), KEY: {"g": 1, "p": {"0": 7, "3": 90}}}
+    assert stored(target) == {"_id": 1, "by": "me", FENCE: expected}
+    assert graves(target).count_documents({}) == 0
+    for stale in (view(target, 6), view(target, 89, index=3), view(target, 49, key="shop/other")):
+        with pytest.raises(StaleFencingTokenError):
+            upsert(stale)
+
+
+def test_a_delete_by_another_subscription_does_not_forget_the_first(target: Collection[Document]) -> None:
+    """P3, T3: a tombstone holds the stamps of all, so a stale execution of either is refused."""
+    view(target, 6).replace_one({"_id": 1}, {"a": 1}, upsert=True)
+    view(target, 2, key="shop/cleanup").delete_one({"_id": 1})
+    with pytest.raises(StaleFencingTokenError):
+        view(target, 5).replace_one({"_id": 1}, {"a": 1}, upsert=True)
+
+
+def test_a_tombstone_expires_by_the_servers_clock(target: Collection[Document]) -> None:
+    """P10: `tombstone_ttl` seconds after the delete; None is for ever; 0 leaves none."""
+    now = target.database.command("hello")["localTime"]
+    view(target, 5, tombstone_ttl=3600).delete_one({"_id": 1})
+    view(target, 5, tombstone_ttl=None).delete_one({"_id": 2})
+    view(target, 5, tombstone_ttl=0).delete_one({"_id": 3})
+    found = {d["_id"]: d.get("expireAt") for d in graves(target).find()}
+    assert set(found) == {1, 2}
+    assert 3600 <= (found[1] - now).total_seconds() < 3600 + DEADLINE_S
+    assert found[2] is None
+    assert graves(target).index_information()["expireAt_1"]["expireAfterSeconds"] == 0
+    with pytest.raises(ConfigurationError):
+        view(target, 5, tombstone_ttl=-1)
+
+
+def test_deletes_do_not_trip_unique_indexes_or_validators(target: Collection[Document]) -> None:
+    """P9: the reason why tombstones are not stubs in the collection itself."""
+    target.create_index("email", unique=True)
+    target.database.command("collMod", target.name, validator={"email": {"$type": "string"}})
+    for i in (1, 2):
+        view(target, 5).replace_one({"_id": i}, {"email": str(i)}, upsert=True)
+    assert [view(target, 6).delete_one({"_id": i}).deleted_count for i in (1, 2)] == [1, 1]
+
+
+def _wait_until_met(seen: Commands) -> None:
+    """Until a rival's command has failed, or waits in the server for another transaction's write."""
+    blocked: list[Document] = [
+        {"$currentOp": {}},
+        {"$match": {"appName": RIVAL, "writeConflicts": {"$gt": 0}}},
+    ]
+    deadline = time.monotonic() + DEADLINE_S
+    while not seen.failures.wait(0.01) and not list(seen.observer.admin.aggregate(blocked)):
+        assert time.monotonic() < deadline
+
+
+def _race(
+    paused: Callable[[], Any],
+    commands: Commands,
+    hold: tuple[str, str],
+    rival: Callable[[], Any],
+    seen: Commands,
+) -> tuple[Any, Any]:
+    """Hold `paused` at a command until `rival` has met it or has ended; the outcomes of both."""
+    commands.hold(*hold)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(paused)
+        assert commands.reached.wait(DEADLINE_S)
+        second = pool.submit(rival)
+        second.add_done_callback(lambda _: seen.failures.set())
+        _wait_until_met(seen)
+        commands.go.set()
+        return tuple(f.exception(DEADLINE_S) or f.result() for f in (first, second))  # type: ignore[return-value]
+
+
+STEPS = {
+    "before its slot": ("findAndModify", TOMBSTONES),
+    "before its insert": ("update", ""),
+    "before its settling": ("delete", TOMBSTONES),
+    "before its commit": ("commitTransaction", None),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_stale_upsert_that_overlaps_a_newer_delete_leaves_nothing(
+    target: Collection[Document],
+    spied: tuple[Collection[Document], Commands],
+    make_client: MakeClient,
+    step: str,
+) -> None:
+    """P3, T1: wherever the upsert is when the delete comes; it is refused, or its document is deleted."""
+    collection, commands = spied
+    view(target, 1).delete_one({"_id": 0})
+    seen = Commands(target.database.client)
+    rival = make_client(event_listeners=[seen], appname=RIVAL)[target.database.name][target.name]
+    view(rival, 1).delete_one({"_id": 0})
+    view(collection, 1).delete_one({"_id": 0})
+    command, suffix = STEPS[step]
+    if step == "before its insert":
+        # The first `update` is the miss outside the transaction; the insert is the second.
+        original = commands.started
+        counted = Counter[str]()
+
+        def second_only(event: CommandStartedEvent) -> None:
+            counted[event.command_name] += event.command_name == "update"
+            if counted["update"] == 2 and event.command_name == "update":
+                commands.awaited = ("update", target.name)
+            original(event)
+
+        commands.started = second_only  # type: ignore[method-assign]
+        hold = ("never", "")
+    else:
+        hold = (command, 1 if suffix is None else target.name + suffix)  # type: ignore[assignment]
+    upserted, deleted = _race(
+        lambda: view(collection, 5).replace_one({"_id": 1}, {"by": "stale"}, upsert=True),
+        commands,
+        hold,
+        lambda: view(rival, 6).delete_one({"_id": 1}),
+        seen,
+    )
+    assert stored(target) is None
+    grave = graves(target).find_one({"_id": 1})
+    assert grave is not None
+    assert grave[FENCE] == stamp(6)
+    if isinstance(upserted, StaleFencingTokenError):
+        assert deleted.deleted_count == 0
+    else:
+        assert (upserted.upserted_id, deleted.deleted_count) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        ("findAndModify", TOMBSTONES),
+        ("findAndModify", ""),
+        ("update", TOMBSTONES),
+        ("commitTransaction", None),
+    ],
+    ids=["before its slot", "before its delete", "before its tombstone", "before its commit"],
+)
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_newer_delete_that_is_overlapped_by_a_stale_upsert_leaves_nothing(
+    target: Collection[Document],
+    spied: tuple[Collection[Document], Commands],
+    make_client: MakeClient,
+    hold: tuple[str, str | None],
+    existed: bool,
+) -> None:
+    """P3, T1: the other order, at each of the delete's steps."""
+    collection, commands = spied
+    seen = Commands(target.database.client)
+    rival = make_client(event_listeners=[seen], appname=RIVAL)[target.database.name][target.name]
+    view(rival, 1).delete_one({"_id": 0})
+    view(collection, 1).delete_one({"_id": 0})
+    if existed:
+        view(target, 4).replace_one({"_id": 1}, {"by": "older"}, upsert=True)
+    command, suffix = hold
+    deleted, _ = _race(
+        lambda: view(collection, 6).delete_one({"_id": 1}),
+        commands,
+        (command, 1 if suffix is None else target.name + suffix),  # type: ignore[arg-type]
+        lambda: view(rival, 5).replace_one({"_id": 1}, {"by": "stale"}, upsert=True),
+        seen,
+    )
+    assert not isinstance(deleted, Exception)
+    assert stored(target) is None
+    grave = graves(target).find_one({"_id": 1})
+    assert grave is not None
+    assert grave[FENCE] == stamp(6)
+
+
+@pytest.mark.parametrize("skip", range(4))
+@pytest.mark.parametrize("act", ["insert", "delete"])
+def test_a_write_that_breaks_off_at_any_step_leaves_everything_as_it_was(
+    target: Collection[Document], make_client: MakeClient, act: str, skip: int
+) -> None:
+    """P3, T3: stamps are in the document or in its tombstone at every moment; the repetition succeeds."""
+    name = f"breaks-{act}-{skip}"
+    client = make_client(appname=name)
+    collection = client[target.database.name][target.name]
+    view(collection, 4).replace_one({"_id": 1}, {"a": 1}, upsert=True)
+    if act == "insert":
+        view(collection, 5).delete_one({"_id": 1})
+    before = (stored(target), graves(target).find_one({"_id": 1}))
+    write: Callable[[], Any] = (
+        (lambda: view(collection, 6).find_one_and_update({"_id": 1}, {"$set": {"a": 2}}, upsert=True))
+        if act == "insert"
+        else (lambda: view(collection, 6).delete_one({"_id": 1}))
+    )
+    missed = 2 if act == "insert" else 0  # the two guarded statements that find no document
+    client.admin.command(
+        "configureFailPoint",
+        "failCommand",
+        mode={"skip": missed + skip},
+        data={
+            "failCommands": ["findAndModify", "update", "delete", "commitTransaction"],
+            "errorCode": 8000,
+            "appName": name,
+        },
+    )
+    try:
+        with pytest.raises(OperationFailure):
+            write()
+    finally:
+        client.admin.command("configureFailPoint", "failCommand", mode="off")
+    assert (stored(target), graves(target).find_one({"_id": 1})) == before
+    write()
+    left = stored(target) or graves(target).find_one({"_id": 1})
+    assert left is not None
+    assert left[FENCE] == stamp(6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_many_executions_at_once_the_newest_decides(target: Collection[Document], seed: int) -> None:
+    """P2, P3: eight tokens upsert, replace, delete at once; the largest one's effect is left."""
+    acts: list[Callable[[int], Any]] = [
+        lambda t: view(target, t).update_one({"_id": 1}, {"$set": {"by": t}}, upsert=True),
+        lambda t: view(target, t).replace_one({"_id": 1}, {"by": t}, upsert=True),
+        lambda t: view(target, t).delete_one({"_id": 1}),
+        lambda t: view(target, t).update_one({"_id": 1}, [{"$set": {"by": t}}], upsert=True),
+    ]
+    view(target, 0).delete_one({"_id": 0})
+    barrier = threading.Barrier(8)
+
+    def run(token: int) -> None:
+        barrier.wait(DEADLINE_S)
+        try:
+            acts[(token + seed) % 4](token)
+        except StaleFencingTokenError:
+            assert token < 8
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, range(1, 9)))
+    left, grave = stored(target), graves(target).find_one({"_id": 1})
+    if (8 + seed) % 4 == 2:
+        assert left is None
+        assert grave is not None
+        assert grave[FENCE] == stamp(8)
+    else:
+        assert left == {"_id": 1, "by": 8, FENCE: stamp(8)}
+        assert grave is None
+
+
+# ---------------------------------------------------------------- many documents
