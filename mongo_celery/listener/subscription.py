@@ -143,7 +143,9 @@ class Subscription:
 
     def _limit(self, tracker: Tracker) -> int:
         """After an unclean end runs are one change each, so that only the guilty change is charged."""
-        if self.plan.handler.transactional or tracker.next_sequence <= tracker.image.single:
+        claim = tracker.image.claim  # a lapsed one: its successor will note it in `single`
+        unclean = max(tracker.image.single, claim["last"] if claim else 0)
+        if self.plan.handler.transactional or tracker.next_sequence <= unclean:
             return 1
         return self._options.run_size
 

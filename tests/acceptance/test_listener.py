@@ -202,6 +202,8 @@ def test_a_layout_changes_although_a_worker_died_in_the_middle_of_a_change(scene
     leader = scene.leader(partitions=4)
     scene.write("before", "slow")
     wait_for(lambda: any(start.key == "slow" for start in scene.starts))
+    # A transaction of a killed process keeps its locks for a minute: let the other handler end first.
+    wait_for(lambda: any(effect.key == "before" for effect in scene.effects))
     worker.send_group(signal.SIGKILL)
     leader.terminate()
     scene.write(*KEYS)

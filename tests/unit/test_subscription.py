@@ -305,6 +305,20 @@ def test_after_an_unclean_end_runs_are_one_change_each_until_it_is_passed() -> N
     assert (run.run.first, run.run.last, numbers(run)) == (6, 10, [3, 4, 5, 6, 7])
 
 
+def test_a_run_whose_claim_has_lapsed_is_sent_again_change_by_change() -> None:
+    """P6: `single` is written only by the next claim, so the lapsed claim itself says how far to go singly."""
+    one = subscription(run_size=10)
+    for number in range(1, 5):
+        one.take_in(change(number))
+    assert numbers(due(one)[0]) == [1, 2, 3, 4]
+
+    lapsed = image(index=0, fence=11, claim={"owner": "x", "first": 1, "last": 4, "ttl": 10_000, "until": None})
+    one.observe(lapsed, NOW + 1)
+    one.observe(lapsed, NOW + 60)
+
+    assert numbers(due(one, NOW + 60)[0]) == [1]
+
+
 def test_a_transactional_handler_gets_one_change_at_a_time() -> None:
     """One transaction is one change and its mark."""
     one = subscription(run_size=10, transactional=True)
