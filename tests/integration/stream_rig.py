@@ -13,6 +13,7 @@ from pymongo import MongoClient
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.stream.reader import Event, Failed, Item, Position, StreamReader
 from mongo_celery.stream.source import Interest, Scope, filter_of, scope_of, source_of
+from mongo_celery.stream.start import operation_time
 from mongo_celery.window import Mark
 from tests.fixtures.process import wait_for
 
@@ -33,7 +34,7 @@ def scope_on(*targets: str, pipeline: Sequence[Mapping[str, Any]] = (), **condit
 
 def now(client: MongoClient[Any]) -> Position:
     """The position behind everything that was written."""
-    time: Timestamp = client.admin.command("ping")["operationTime"]
+    time = operation_time(client)
     return Position(None, Timestamp(time.time, time.inc + 1))
 
 
