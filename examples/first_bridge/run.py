@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mongo_celery.embedded import MongoReplicaSet, RedisServer
 from pymongo import MongoClient
+
+from mongo_celery.embedded import MongoReplicaSet, RedisServer
 
 HERE = Path(__file__).parent
 ORDERS = 12

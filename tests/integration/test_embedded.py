@@ -81,9 +81,7 @@ def test_data_in_a_given_directory_outlives_the_object(tmp_path: Path, mongo_url
         assert client.test.kept.find_one() == {"_id": 1}
 
 
-def test_stop_leaves_no_process_and_no_directory(
-    make_replica_set: MakeReplicaSet, make_redis: MakeRedis
-) -> None:
+def test_stop_leaves_no_process_and_no_directory(make_replica_set: MakeReplicaSet, make_redis: MakeRedis) -> None:
     """After stop() the processes and the temporary directories are gone."""
     own, cache = make_replica_set(), make_redis()
     pids = [own.pid, cache.pid]
@@ -112,9 +110,7 @@ def test_three_members_elect_another_primary_and_take_the_old_one_back(
     assert len({member.pid for member in three_members.members}) == 3
 
 
-def test_a_paused_set_answers_after_it_is_resumed(
-    make_replica_set: MakeReplicaSet, make_client: MakeClient
-) -> None:
+def test_a_paused_set_answers_after_it_is_resumed(make_replica_set: MakeReplicaSet, make_client: MakeClient) -> None:
     """pause() freezes without cutting connections."""
     own = make_replica_set()
     client = make_client(own.url, socketTimeoutMS=300, retryReads=False, directConnection=True)
@@ -155,9 +151,7 @@ def test_a_standalone_has_no_change_streams(standalone_url: str, make_client: Ma
 
 
 @pytest.mark.parametrize("appendonly", [True, False])
-def test_redis_keeps_its_data_over_a_restart_only_if_told_to(
-    make_redis: MakeRedis, *, appendonly: bool
-) -> None:
+def test_redis_keeps_its_data_over_a_restart_only_if_told_to(make_redis: MakeRedis, *, appendonly: bool) -> None:
     """With an append-only file a regular restart loses nothing; without one it loses everything."""
     cache = make_redis(appendonly=appendonly)
     url = cache.url
@@ -239,9 +233,7 @@ def test_the_proxy_passes_delays_swallows_holds_and_cuts(
 def test_processes_get_signals_one_by_one_and_leave_no_child(processes: Processes) -> None:
     """A child of the process can be hit alone; at the end orphans are found and ended too."""
     process = processes.python("parent", "-c", _PARENT_OF_TWO)
-    first, second = wait_for(
-        lambda: pids if len(pids := process.children()) == 2 else None, 10, "two children"
-    )
+    first, second = wait_for(lambda: pids if len(pids := process.children()) == 2 else None, 10, "two children")
 
     assert process.send_child(signal.SIGKILL) == first
     wait_for(lambda: process.children() == [second], 10, "one child less")

@@ -114,9 +114,7 @@ def take_over(world: World, state: State, which: int) -> Steps:
         epoch = after.partitions[index].epoch
         images = (*listener.images, image)
         numbered = world.broken is Broken.NUMBERED_AT_READING
-        taken = listener._replace(
-            taken=listener.taken + 1, images=images, at_opening=images if numbered else ()
-        )
+        taken = listener._replace(taken=listener.taken + 1, images=images, at_opening=images if numbered else ())
     listener = taken if epoch == listener.term else ended(listener)
     yield Step("take over", listener), after._replace(listeners=put(state.listeners, which, listener))
 

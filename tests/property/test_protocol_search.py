@@ -43,9 +43,7 @@ def test_every_invariant_and_every_rule_has_a_variant_that_breaks_it() -> None:
     assert {variant.world.broken for variant in CAUGHT} == set(Broken) - {Broken.NOTHING}
 
 
-@pytest.mark.parametrize(
-    "broken", [Broken.CLAIM_IGNORES_EPOCH, Broken.TWO_IMAGES, Broken.NUMBERED_AT_READING], ids=str
-)
+@pytest.mark.parametrize("broken", [Broken.CLAIM_IGNORES_EPOCH, Broken.TWO_IMAGES, Broken.NUMBERED_AT_READING], ids=str)
 def test_some_rules_look_superfluous_without_a_rewind_or_other_matches(broken: Broken) -> None:
     """P1, P5: in plain scenarios nobody misses these rules, so the others must stay in the table above."""
     plain = World("three changes, two terms", (0, 0, 0), terms=2, broken=broken)

@@ -11,8 +11,8 @@ from pymongo.errors import AutoReconnect, OperationFailure
 from mongo_celery.errors import AccessError, ServerUnavailableError
 from mongo_celery.operations import broker, deployment, exposure
 from mongo_celery.operations.reach import explained
-from mongo_celery.redaction import short, without_credentials
 from mongo_celery.operations.workers import judge_workers
+from mongo_celery.redaction import short, without_credentials
 from mongo_celery.stream.start import Oplog
 
 HOUR = 3600

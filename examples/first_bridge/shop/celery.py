@@ -3,6 +3,7 @@
 import os
 
 from celery import Celery
+
 from mongo_celery import Bridge
 
 app = Celery("shop", broker=os.environ.get("REDIS_URL", "redis://localhost:6379/0"), include=["shop.changes"])

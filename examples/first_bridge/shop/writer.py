@@ -11,7 +11,9 @@ from pymongo import MongoClient
 def main() -> None:
     """Write orders; without a number, one a second for ever."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else None
-    client: MongoClient[dict[str, Any]] = MongoClient(os.environ.get("MONGO_URL", "mongodb://localhost:27017/?replicaSet=rs0"))
+    client: MongoClient[dict[str, Any]] = MongoClient(
+        os.environ.get("MONGO_URL", "mongodb://localhost:27017/?replicaSet=rs0")
+    )
     orders = client["shop"]["orders"]
     number = 0
     while count is None or number < count:
