@@ -225,8 +225,7 @@ class Scene:
 
     def _start(self, name: str, arguments: list[str]) -> Actor:
         log = Path(self.setting.clock) / f"{name}.log"
-        # A console of its own for nobody: a measured process must not be slowed down by its output.
-        environment = {**self.setting.environment(), "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(_PATH)}
+        environment = {**self.setting.environment(), "PYTHONPATH": os.pathsep.join(_PATH)}
         actor = Actor(name, arguments, environment, log)
         self._actors.append(actor)
         return actor

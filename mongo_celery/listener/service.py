@@ -144,8 +144,9 @@ class Listener:
                 raise
             return "MongoDB", short(error)
         try:
-            with bounded_connection(self._bridge.app, int(_ATTEMPT_SECONDS)) as connection:
-                connection.ensure_connection(max_retries=1, interval_start=0, timeout=int(_SERVER_PAUSE))
+            bound = int(min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS))
+            with bounded_connection(self._bridge.app, bound) as connection:
+                connection.ensure_connection(max_retries=1, interval_start=0, timeout=bound)
         except (OperationalError, OSError) as error:
             return "the broker", short(error)
         return None

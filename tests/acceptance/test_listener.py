@@ -344,6 +344,18 @@ def test_servers_that_stay_away_end_with_one_sentence_after_the_stated_time(scen
     _refused(listener, r"MongoDB gave no answer within 2 s \(start_timeout\)", 6)
 
 
+def test_a_frozen_broker_ends_with_one_sentence_after_the_stated_time(
+    scene: Scene, make_redis: Callable[..., RedisServer]
+) -> None:
+    """P9: a broker that accepts connections and never answers does not hold the listener for ever."""
+    redis = make_redis()
+    redis.pause()
+    listener = scene.listener(added={"PROJECT_BROKER": redis.url}, start_timeout=4)
+    listener.wait_for_output("waiting for the broker", 15)
+    _refused(listener, r"the broker gave no answer within 4 s \(start_timeout\)", 20)
+    redis.resume()
+
+
 def test_a_broker_that_is_down_at_the_start_is_waited_for(scene: Scene, make_redis: Callable[..., RedisServer]) -> None:
     """P9, P8: the lease is not held by one who cannot dispatch; when the broker comes all goes on."""
     port = free_port()

@@ -1,0 +1,144 @@
+"""What happens when the oplog no longer reaches back: stop and say so, or go on as somebody decided."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from bson import Timestamp
+from pymongo import MongoClient
+
+from mongo_celery.embedded import MongoReplicaSet
+from tests.acceptance.scene import OPTIONS
+from tests.fixtures.process import Processes, ProjectProcess, wait_for
+
+Document = dict[str, Any]
+APP = "tests.acceptance.project.app"
+PADDING = "x" * 100_000
+
+
+class Rolled:
+    """A bridge whose position has rolled out of the oplog while no listener ran."""
+
+    def __init__(self, processes: Processes, watched: MongoClient[Document], sink: MongoClient[Document]) -> None:
+        self.names = f"rolled_{uuid4().hex[:10]}"
+        self.watched = watched
+        self.items = watched[f"{self.names}_data"]["items"]
+        self.starts = sink[f"{self.names}_sink"]["starts"]
+        self.state = watched[f"{self.names}_state"]
+        self._processes = processes
+        self._environment: dict[str, str] = {}
+
+    def begin(self, url: str, sink_url: str, broker: str) -> None:
+        """Handle one change, stop the listener, write another, and roll the oplog over both."""
+        self._environment = {
+            "PROJECT_MONGO": url,
+            "PROJECT_SINK": sink_url,
+            "PROJECT_BROKER": broker,
+            "PROJECT_NAMES": self.names,
+            "PROJECT_OPTIONS": json.dumps(OPTIONS),
+        }
+        self.start("worker", "-c", "1", "--without-gossip", "--without-mingle")
+        first = self.start("listener")
+        self.write("before")
+        self.wait_for("before")
+        wait_for(self._position, 20, "a stored position")
+        first.terminate()
+        first.wait()
+        self.write("lost")
+        self._roll()
+
+    def start(self, *arguments: str) -> ProjectProcess:
+        """Start a process of the project."""
+        return self._processes.start(
+            arguments[0], sys.executable, "-m", "celery", "-A", APP, *arguments, environment=self._environment
+        )
+
+    def write(self, key: str) -> None:
+        """Write a document that the bridge watches."""
+        self.items.insert_one({"_id": key, "n": 1})
+
+    def wait_for(self, key: str) -> None:
+        """Wait until the handler has started for a key."""
+        wait_for(lambda: key in self.handled, 30, f"the handler of {key}")
+
+    @property
+    def handled(self) -> set[str]:
+        """Keys for which the handler has started."""
+        return {start["key"] for start in self.starts.find()}
+
+    @property
+    def lease(self) -> Document:
+        """The lease document."""
+        return self.state["leases"].find_one({"_id": "project"}) or {}
+
+    def _position(self) -> Timestamp | None:
+        return self.lease.get("clusterTime")
+
+    def _roll(self) -> None:
+        position = self._position()
+        assert position is not None
+
+        def rolled() -> bool:
+            self.watched["elsewhere"]["padding"].insert_many([{"padding": PADDING} for _ in range(40)])
+            oldest = self.watched["local"]["oplog.rs"].find_one(sort=[("$natural", 1)])
+            return oldest is not None and oldest["ts"] > Timestamp(position.time + 1, 0)
+
+        wait_for(rolled, 30, "the oplog has rolled over the position")
+
+
+@pytest.fixture
+def rolled(
+    processes: Processes,
+    rolling_oplog: MongoReplicaSet,
+    make_client: Callable[..., MongoClient[Document]],
+    mongo_client: MongoClient[Document],
+    mongo_url: str,
+    redis_url: str,
+) -> Rolled:
+    bridge = Rolled(processes, make_client(rolling_oplog.url), mongo_client)
+    bridge.begin(rolling_oplog.url, mongo_url, redis_url)
+    return bridge
+
+
+def test_lost_history_stops_the_listener_until_somebody_decides(rolled: Rolled) -> None:
+    """P1, P9: never skipped silently, also by a supervisor's restarts; the remedy is in the sentence and works."""
+    for _ in range(2):
+        listener = rolled.start("listener")
+        assert listener.wait(20) == 1
+        assert "no longer reaches back" in listener.text
+        assert "--on-history-lost" in listener.text
+        assert "Traceback" not in listener.text
+    assert rolled.lease["state"] == "history_lost"
+    assert rolled.lease["listenerId"] is None
+
+    going_on = rolled.start("listener", "--on-history-lost", "now")
+    going_on.wait_for_output("history was lost; going on from")
+    rolled.write("after")
+    rolled.wait_for("after")
+
+    assert rolled.handled == {"before", "after"}
+    assert [gap["policy"] for gap in rolled.lease["gaps"]] == ["now"]
+
+    wait_for(lambda: (rolled.lease["clusterTime"] or Timestamp(0, 0)) > rolled.lease["gaps"][0]["until"], 20)
+    going_on.terminate()
+    assert going_on.wait(20) == 0
+    again = rolled.start("listener")
+    rolled.write("later")
+    rolled.wait_for("later")
+    assert again.running, "the new position is in the oplog: no decision is needed any more"
+
+
+def test_going_on_at_the_oldest_entry_delivers_all_that_the_oplog_still_holds(rolled: Rolled) -> None:
+    """P1: what was written before the start, and is still in the oplog, is not lost."""
+    rolled.write("still there")
+    rolled.start("listener", "--on-history-lost", "oldest").wait_for_output("history was lost; going on from")
+
+    rolled.wait_for("still there")
+
+    assert "lost" not in rolled.handled
+    assert [gap["policy"] for gap in rolled.lease["gaps"]] == ["oldest"]
