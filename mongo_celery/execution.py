@@ -80,6 +80,7 @@ class Execution:
         self._handler = handler
         self._run = run
         self._store = bridge.worker.store
+        self._codec = bridge.client.codec_options
         self.claim: Claim | None = None
         self._handled_in_transaction = False
 
@@ -120,6 +121,18 @@ class Execution:
         self._handled_in_transaction = True
 
     def _take_claim(self, started: float) -> Claim:
+        """The claim, after one more attempt where the first got no answer."""
+        try:
+            return self._try_claim(started)
+        except PyMongoError as error:
+            if not is_transient(error):
+                raise Ignore from error
+        try:
+            return self._try_claim(started)
+        except PyMongoError as error:
+            raise Ignore from error
+
+    def _try_claim(self, started: float) -> Claim:
         run, owner = self._run, secrets.token_hex(8)
         ttl = self._claim_ttl()
         try:
@@ -135,7 +148,7 @@ class Execution:
         except PyMongoError as error:
             logger.warning("claim of %s failed: %s", run.partition_id, error, extra={"event": "claim_failed"})
             self._relinquish(owner)
-            raise Ignore from error
+            raise
         if claim is None:
             logger.debug("dropped a message for %s: duplicate, stale or early", run.partition_id)
             raise Ignore
@@ -304,7 +317,7 @@ class Execution:
                 pause = min(pause * 2, 1.0)
 
     def _change(self, claim: Claim, raw: bytes, offset: int) -> Change:
-        event = strip_flags(bson.decode(raw, self._bridge.client.codec_options))
+        event = strip_flags(bson.decode(raw, self._codec))
         return Change(
             event,
             partition=self._run.index,

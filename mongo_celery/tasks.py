@@ -183,6 +183,38 @@ def in_transaction(bridge: Bridge, function: Callable[..., Any]) -> Callable[...
     return run
 
 
+class CommitTask:
+    """Mixed into the app's task class: publishes the link of a chain without what only user tasks need."""
+
+    if TYPE_CHECKING:
+        app: Celery
+        name: str
+
+    def apply_async(self, args: Any = None, _kwargs: Any = None, *_rest: Any, **options: Any) -> Any:
+        """
+        Publish the link that the worker takes from a handler's message after the handler has succeeded.
+
+        The listener has already chosen queue, id and label, so routes, canvas and representations of the
+        arguments need not be worked out again.
+        """
+        amqp, task_id, queue = self.app.amqp, options["task_id"], options["queue"]
+        message = amqp.as_task_v2(
+            task_id,
+            self.name,
+            tuple(args or ()),
+            {},
+            root_id=options.get("root_id"),
+            parent_id=options.get("parent_id"),
+            ignore_result=True,
+            argsrepr=options.get("argsrepr", "()"),
+            kwargsrepr="{}",
+            create_sent_event=self.app.conf.task_send_sent_event,
+        )
+        with self.app.producer_or_acquire(options.get("producer")) as producer:
+            amqp.send_task_message(producer, self.name, message, queue=queue, serializer="json", declare=[])
+        return self.app.AsyncResult(task_id)
+
+
 def register_commit(app: Celery, find: Callable[[str], Bridge | None]) -> None:
     """Register the commit task of an app, once for all its bridges."""
 
@@ -203,8 +235,9 @@ def register_commit(app: Celery, find: Callable[[str], Bridge | None]) -> None:
             raise Ignore
         _commit(lambda: bridge.worker.store.claims.commit(run.partition_id, run.first), run.partition_id)
 
+    base = type("CommitTask", (CommitTask, app.Task), {"abstract": True})
     register: Any = app.task
-    register(name=COMMIT_TASK, shared=False, typing=False, **PROTOCOL_ATTRIBUTES)(commit)
+    register(name=COMMIT_TASK, base=base, shared=False, typing=False, **PROTOCOL_ATTRIBUTES)(commit)
 
 
 def _commit(write: Callable[[], bool], partition_id: str) -> None:

@@ -40,9 +40,10 @@ logger = logging.getLogger("mongo_celery.listener")
 _SWEEP_SECONDS = 1.0
 _LONGEST_LOOK = 0.25
 _SHORTEST_LOOK = 0.005
-_BUSY_LOOK = 0.02
+_BUSY_LOOK = 0.03
 _BUSY = 3
 _ITEMS_A_TURN = 2000
+_ITEMS_A_CHECK = 16
 _READ_AHEAD = 2000
 _LONGEST_BROKER_PAUSE = 10.0
 _COMPLAINT_SECONDS = 30.0
@@ -205,7 +206,7 @@ class Leader:
         self._wait()
 
     def _take_in(self, now: float) -> None:
-        for _ in range(_ITEMS_A_TURN):
+        for number in range(_ITEMS_A_TURN):
             if self._held is None:
                 try:
                     self._held = self._inbox.get_nowait()
@@ -217,7 +218,7 @@ class Leader:
                 self._failed(self._held.error)
                 self._held = None
                 return
-            if self._is_full():
+            if number % _ITEMS_A_CHECK == 0 and self._is_full():
                 self._complain(now)
                 return
             self._caught_up = not hasattr(self._held, "raw")

@@ -20,7 +20,7 @@ The partition's document is the authority on who may run what::
 
 | failure | what happens |
 |---|---|
-| the answer of a claim is lost | ended by owner, best effort; no crash is counted |
+| the answer of a claim is lost | ended by owner, best effort, and claimed anew; no crash is counted |
 | a heartbeat is late | the claim lapses; the execution may still finish if nobody claimed since |
 | `handled` is lost in a rollback (it is written with w:1) | the change runs once more, nothing else |
 | the worker dies | the claim lapses; the next claim counts a crash and runs change by change |
@@ -35,11 +35,12 @@ from typing import Any
 
 import pymongo
 from bson.int64 import Int64
-from pymongo import ReturnDocument, WriteConcern
+from pymongo import WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.options import call_timeout
+from mongo_celery.state.commands import ACKNOWLEDGED, Commands
 from mongo_celery.state.expressions import after, literal, millis, next_number
 
 
@@ -68,7 +69,7 @@ class Claims:
 
     def __init__(self, collection: Collection[dict[str, Any]], letters: Collection[dict[str, Any]], ttl: float) -> None:
         self._collection = collection
-        self._fast = collection.with_options(write_concern=WriteConcern(w=1))
+        self._commands = Commands(collection, call_timeout(ttl))
         self._letters = letters
         self._ttl = ttl
         self._timeout = call_timeout(ttl)
@@ -111,26 +112,24 @@ class Claims:
             "error": {"$ifNull": ["$retry.error", None]},
         }
         single = {"$cond": [replaced, {"$max": ["$single", "$claim.last"]}, "$single"]}
-        with pymongo.timeout(self._timeout):
-            document = self._collection.find_one_and_update(
-                {
-                    "_id": partition_id,
-                    "epoch": version,
-                    "committed": first - 1,
-                    "handled": None,
-                    "state": "flowing",
-                    "$expr": {
-                        "$and": [
-                            {"$lte": ["$claim.until", "$$NOW"]},
-                            {"$lte": ["$retry.notBefore", "$$NOW"]},
-                            {"$lt": ["$resumeToken._data", literal(token)]},
-                        ],
-                    },
+        document = self._commands.find_and_update(
+            {
+                "_id": partition_id,
+                "epoch": version,
+                "committed": first - 1,
+                "handled": None,
+                "state": "flowing",
+                "$expr": {
+                    "$and": [
+                        {"$lte": ["$claim.until", "$$NOW"]},
+                        {"$lte": ["$retry.notBefore", "$$NOW"]},
+                        {"$lt": ["$resumeToken._data", literal(token)]},
+                    ],
                 },
-                [{"$set": {"fence": next_number("fence"), "claim": claim, "retry": retry, "single": single}}],
-                projection={"fence": 1, "retry": 1},
-                return_document=ReturnDocument.AFTER,
-            )
+            },
+            [{"$set": {"fence": next_number("fence"), "claim": claim, "retry": retry, "single": single}}],
+            {"fence": 1, "retry": 1},
+        )
         if document is None:
             return None
         counts = document["retry"]
@@ -171,15 +170,13 @@ class Claims:
         Repeating it is harmless. Outside a transaction it is written with w:1: losing it costs one
         more run of the change, and nothing else.
         """
-        collection = self._fast if session is None else self._collection
         guard = _own(claim)
         del guard["handled"]
         guard["$or"] = [{"handled": None}, {"handled.owner": claim.owner}]
         change = {"handled": {"owner": claim.owner, "last": Int64(last), "resumeToken": dict(token)}}
         if session is not None:  # the transaction's own limits hold, and its write concern
-            return collection.update_one(guard, {"$set": change}, session=session).matched_count == 1
-        with pymongo.timeout(self._timeout):
-            return collection.update_one(guard, {"$set": change}).matched_count == 1
+            return self._collection.update_one(guard, {"$set": change}, session=session).matched_count == 1
+        return self._commands.update(guard, {"$set": change}, ACKNOWLEDGED)
 
     def commit(self, partition_id: str, first: int | None = None) -> bool:
         """
@@ -195,8 +192,7 @@ class Claims:
         guard: dict[str, Any] = {"_id": partition_id, "handled": {"$ne": None}}
         if first is not None:
             guard["committed"] = first - 1
-        with pymongo.timeout(self._timeout):
-            return self._collection.update_one(guard, [{"$set": COMMIT}]).matched_count == 1
+        return self._commands.update(guard, [{"$set": COMMIT}])
 
     def park(self, claim: Claim, *, delay: float | None, not_before: datetime | None, error: str) -> bool:
         """

@@ -97,7 +97,9 @@ class StreamReader:
         self._scope = scope
         self._position = position
         self._deliver = deliver
-        self._room = threading.Semaphore(room)
+        self._limit = room
+        self._sent = self._taken = 0  # each counted by one thread only
+        self._room = threading.Event()
         self._batch_size = batch_size
         self._comment = comment
         self._stopping = threading.Event()
@@ -113,11 +115,13 @@ class StreamReader:
     def stop(self) -> None:
         """Read no more. Does not wait: a read may still be under way, and its result is dropped."""
         self._stopping.set()
-        self._room.release(_MOST_UNITS)
+        self._room.set()
 
     def made_room(self, item: Item) -> None:
         """The listener has taken in an item."""
-        self._room.release(_units(item))
+        self._taken += _units(item)
+        if not self._room.is_set():
+            self._room.set()
 
     def _run(self) -> None:
         pause = _FIRST_PAUSE
@@ -212,10 +216,13 @@ class StreamReader:
             self._position = replace(self._position, token=mark.token, time=mark.cluster_time or self._position.time)
 
     def _hand_over(self, item: Item) -> bool:
-        for _ in range(_units(item)):
-            self._room.acquire()
+        while self._sent - self._taken >= self._limit and not self._stopping.is_set():
+            self._room.clear()
+            if self._sent - self._taken >= self._limit:  # looked at again: room may just have been made
+                self._room.wait()
         if self._stopping.is_set():
             return False
+        self._sent += _units(item)
         self._deliver(item)
         return True
 
@@ -235,5 +242,3 @@ def _units(item: Item) -> int:
 
 
 _UNIT_SHIFT = 15
-_MOST_UNITS = 2 + (17 << 20 >> _UNIT_SHIFT)
-"""Of the largest event; enough to free a reader that waits for room."""
