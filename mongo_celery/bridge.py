@@ -92,7 +92,8 @@ class Bridge:
             embedding.install(app)
         self._app = app
         if self._given.get("autodiscover", True):
-            app.autodiscover_tasks(related_name="changes")
+            app.autodiscover_tasks(related_name="changes")  # Django's applications
+            app.autodiscover_tasks(lambda: _packages(app), related_name="changes")
         for handler in self.handlers:
             self._refuse_shared_task(handler)
         for register in self._waiting:
@@ -286,6 +287,12 @@ class Bridge:
             return MongoClient(self.url, **_client_options(_url_options(self.url)))
         except (InvalidURI, ClientConfigurationError, ValueError) as error:
             raise ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {short(error)}") from None
+
+
+def _packages(app: Celery) -> list[str]:
+    """Packages of the modules that the app includes: a module named `changes` may stand beside them."""
+    modules = (*(app.conf.include or ()), *(app.conf.imports or ()))
+    return sorted({package for package in (module.rpartition(".")[0] for module in modules) if package})
 
 
 def _settings(app: Celery) -> dict[str, Any]:

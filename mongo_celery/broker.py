@@ -7,21 +7,25 @@ from collections.abc import Sequence
 from celery import Celery
 from kombu import Connection
 
-_REDIS = "redis"
+_BOUNDS = {
+    "redis": ("socket_timeout", "socket_connect_timeout"),
+    "amqp": ("read_timeout", "write_timeout"),
+}
+"""What bounds a call, by the kind of transport."""
 
 
 def bounded_connection(app: Celery, seconds: int) -> Connection:
     """
     A connection of its own to publish with, every call of which ends within a bound.
 
-    Redis has no bound by itself; other transports bound their calls themselves. What the app's
-    `broker_transport_options` say about it counts more.
+    Neither Redis nor RabbitMQ has a bound by itself. What the app's `broker_transport_options` say about it
+    counts more.
     """
     with app.connection_for_write() as plain:
-        is_redis = plain.transport.driver_type == _REDIS
+        names = _BOUNDS.get(plain.transport.driver_type, ())
     given = app.conf.broker_transport_options or {}
-    bounds = {name: seconds for name in ("socket_timeout", "socket_connect_timeout") if name not in given}
-    return app.connection_for_write(connect_timeout=seconds, transport_options=bounds if is_redis else None)
+    bounds = {name: seconds for name in names if name not in given}
+    return app.connection_for_write(connect_timeout=seconds, transport_options=bounds)
 
 
 def declare_queues(app: Celery, names: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import bson
 from bson.errors import BSONError
+from bson.raw_bson import RawBSONDocument
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_make_aware
 from pymongo.errors import PyMongoError
@@ -230,7 +231,7 @@ class Execution:
         when: Any = retry.when
         not_before = maybe_make_aware(when) if isinstance(when, datetime) else None
         delay = None if not_before is not None else max(float(when or 0), 0.0)
-        error = _text(retry.exc) if isinstance(retry.exc, BaseException) else str(retry.message or "retry")
+        error = _text(retry.exc) if isinstance(retry.exc, BaseException) else _storable(str(retry.message or "retry"))
         accepted = self._persist(
             lambda: self._store.claims.park(claim, delay=delay, not_before=not_before, error=error),
         )
@@ -272,7 +273,7 @@ class Execution:
             key=self._describe(raw),
             change=raw,
             error=_text(error),
-            traceback="".join(traceback.format_exception(error))[-_ERROR_CHARS * 4 :],
+            traceback=_storable("".join(traceback.format_exception(error))[-_ERROR_CHARS * 4 :]),
             # What has crashed too often is not started once more.
             attempts=claim.retries + claim.crashes + (not isinstance(error, HandlerCrashedError)),
         )
@@ -354,12 +355,16 @@ _LENIENT: bson.CodecOptions[Any] = bson.CodecOptions(
 
 
 def _token_of(raw: bytes) -> Mapping[str, Any]:
-    token: Mapping[str, Any] = bson.decode(raw, _LENIENT)["_id"]
-    return token
+    return dict(RawBSONDocument(raw)["_id"])  # the rest of the event may be large
 
 
 def _text(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
+    return _storable(f"{type(error).__name__}: {error}"[:_ERROR_CHARS])
+
+
+def _storable(text: str) -> str:
+    """Without lone surrogates, as file names have them: BSON refuses those, and the outcome would be lost."""
+    return text.encode("utf-8", "replace").decode()
 
 
 @dataclass(frozen=True, slots=True)

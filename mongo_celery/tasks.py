@@ -178,6 +178,7 @@ def in_transaction(bridge: Bridge, function: Callable[..., Any]) -> Callable[...
                 read_concern=ReadConcern("snapshot"),
                 write_concern=WriteConcern("majority"),
             )
+        execution.transaction_committed()
         return None
 
     return run

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import bson
 from bson import Timestamp
+from bson.raw_bson import RawBSONDocument
 
 from mongo_celery.change import describe
 from mongo_celery.envelope import Run
@@ -19,7 +19,7 @@ from mongo_celery.partitioning import Partitioner
 from mongo_celery.registration import Handler
 from mongo_celery.state.leases import Layout
 from mongo_celery.state.partitions import Image
-from mongo_celery.stream.reader import LISTENER_CODEC, Event
+from mongo_celery.stream.reader import Event
 from mongo_celery.stream.source import Interest
 from mongo_celery.window import Entry, Mark, Window
 
@@ -171,7 +171,7 @@ class Subscription:
 
 def _label(entries: list[Entry], first: int) -> str:
     more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
-    return f"({describe(bson.decode(entries[0].raw, LISTENER_CODEC))} seq={first}{more})"
+    return f"({describe(RawBSONDocument(entries[0].raw))} seq={first}{more})"
 
 
 def make_trackers(

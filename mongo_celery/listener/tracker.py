@@ -84,6 +84,8 @@ class Tracker:
         self._version = version
         self._patience = patience
         self._repeats = 0
+        self._is_repeat = False
+        self._given_up: int | None = None
         self._changed_at = now
         self._suspect: tuple[Any, float] | None = None
         self.observe(image, now)
@@ -98,6 +100,8 @@ class Tracker:
         self.outstanding = Outstanding(self.next_sequence, self.image.fence, now)
         self.ready_at = _NEVER
         self.attempt += 1
+        self._repeats += self._is_repeat
+        self._is_repeat = False
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in a newer image."""
@@ -105,6 +109,7 @@ class Tracker:
             self._changed_at = now
             if image.committed != self.image.committed:
                 self.attempt = self._repeats = 0
+                self._is_repeat = False
         self.image = image
         if image.epoch > self._version:
             return Step.SUPERSEDED
@@ -123,13 +128,17 @@ class Tracker:
 
     def _without_run(self, image: Image, now: float) -> Step:
         """Nothing of mine is out: adopt what runs, or be ready when the head is due."""
-        if image.claim is not None or image.handled is not None:
+        if image.handled is not None or (image.claim is not None and not self._is_given_up(image)):
             # One less than its fence: the message of a claim that exists is used up.
             self.outstanding = Outstanding(image.committed + 1, image.fence - 1, now)
             self.ready_at = _NEVER
         else:
             self.ready_at = now + max(image.due_in, 0.0) if image.state == "flowing" else _NEVER
         return Step.WAIT
+
+    def _is_given_up(self, image: Image) -> bool:
+        """A lapsed claim whose grace has passed is waited for only once, also if the broker is down meanwhile."""
+        return not image.live and image.fence == self._given_up
 
     def _handled(self, run: Outstanding, now: float) -> Step:
         run.handled_at = run.handled_at or now
@@ -152,12 +161,13 @@ class Tracker:
         grace = min(self._patience.dispatch_grace * 2**doublings, LONGEST_GRACE)
         if now >= max(since + grace, now + image.due_in):
             self._give_up()
-            self._repeats += 1
+            self._is_repeat = True
             self.ready_at = now
         return Step.WAIT
 
     def _give_up(self) -> None:
         self.outstanding = None
+        self._given_up = self.image.fence
 
     def _suspicious(self, image: Image, now: float) -> Step:
         """A claim that ends later than its own ttl allows, unchanged for twice that time."""

@@ -17,9 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import bson
 from bson import Timestamp
-from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.change_stream import ChangeStream
@@ -34,12 +32,10 @@ from mongo_celery.window import Mark
 logger = logging.getLogger("mongo_celery.stream")
 
 _MAX_AWAIT_SECONDS = 1.0
+_FIRST_PATIENCE = 5.0
+_LONGEST_PATIENCE = 86_400.0
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 10.0
-LISTENER_CODEC: CodecOptions[Any] = CodecOptions(
-    unicode_decode_error_handler="replace",  # reading must not fail on what a handler may never look at
-    datetime_conversion=DatetimeConversion.DATETIME_AUTO,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A change event: its place, the decoded document to match on, and the bytes to pass on."""
+    """A change event: its place, the document to match on, of which only the top is decoded, and its bytes."""
 
     mark: Mark
     document: Mapping[str, Any]
@@ -161,18 +157,18 @@ class StreamReader:
     def _read_one_stream(self, progress: _Progress) -> None:
         """Open, and read until the stream ends (an invalidate) or fails. Ends quietly when stopped."""
         # A first read may have to scan much of the oplog: each time-out without progress doubles the patience.
-        timeout = min(5.0 * 2**self._timeouts, 300.0)
+        timeout = min(_FIRST_PATIENCE * 2**self._timeouts, _LONGEST_PATIENCE)
         with self._make_client(timeout) as client, self._open(client) as stream:
             progress.opened = True
             while not self._stopping.is_set() and stream.alive:
                 document = stream.try_next()
-                progress.read = True
-                self._unknown = 0
                 if document is not None:
-                    progress.taken = True
                     self._take(document)
+                    progress.taken = True
                 elif stream.resume_token is not None:
                     self._pass_marker(stream.resume_token)
+                progress.read = True
+                self._unknown = 0
 
     def _open(self, client: MongoClient[RawBSONDocument]) -> ChangeStream[RawBSONDocument]:
         options: dict[str, Any] = dict(self._scope.options)
@@ -197,11 +193,9 @@ class StreamReader:
         return database if self._scope.collection is None else database[self._scope.collection]
 
     def _take(self, document: Any) -> None:
-        raw = bytes(document.raw)
-        event = bson.decode(raw, LISTENER_CODEC)
-        token = event["_id"]
-        time = event.get("clusterTime") or time_of_token(token, self._position.time)
-        self._arrived(Event(Mark(token, token["_data"], time), event, raw))
+        token = dict(document["_id"])
+        time = document.get("clusterTime") or time_of_token(token, self._position.time)
+        self._arrived(Event(Mark(token, token["_data"], time), document, document.raw))
 
     def _pass_marker(self, token: Mapping[str, Any]) -> None:
         if self._position.token is not None and token["_data"] <= self._position.token["_data"]:

@@ -158,7 +158,14 @@ class Interest:
     filter: Filter
 
     def wants(self, event: Mapping[str, Any]) -> bool:
-        """Whether an event belongs to this subscription."""
+        """
+        Whether an event belongs to this subscription.
+
+        Raises:
+            ConfigurationError: the bridge's pipeline has removed what this is judged by. To pass over the
+                event would be a silent loss.
+        """
+        self._check_is_whole(event)
         operation = event["operationType"]
         if operation not in self.filter.operations:
             return False
@@ -169,6 +176,24 @@ class Interest:
         if self.filter.match is not None and not event.get(FLAGS, {}).get(self.name, False):
             return False
         return self.filter.fields is None or operation != "update" or _touches(event, self.filter.fields)
+
+    def _check_is_whole(self, event: Mapping[str, Any]) -> None:
+        operation = event.get("operationType")
+        needed = ["operationType"]
+        if operation != "invalidate":
+            needed.append("ns")
+        if operation in DOCUMENT_OPERATIONS:
+            needed.append("documentKey")
+        if self.filter.fields is not None and operation == "update":
+            needed.append("updateDescription")
+        if self.filter.match is not None:
+            needed.append(FLAGS)
+        missing = [name for name in needed if name not in event]
+        if missing:
+            raise ConfigurationError(
+                f"the bridge's pipeline removes {', '.join(missing)} from events, by which handler {self.name} is "
+                "chosen; keep these fields, or leave out the projection.",
+            )
 
 
 def _touches(event: Mapping[str, Any], fields: frozenset[str]) -> bool:

@@ -448,3 +448,32 @@ def test_a_run_is_never_out_and_ready_at_once(history: list[tuple[Image, float, 
             assert seen.state == "flowing"
             if sends and partition.ready_at <= now:
                 partition.sent(now)
+
+
+def test_a_lapsed_claim_is_given_up_once_also_while_nothing_can_be_dispatched() -> None:
+    """
+    Sweep 3: the grace runs once for a claim that has lapsed, and doubles only with what was sent.
+
+    While the broker is down the head stays ready; it must not wait again, and longer, with every look.
+    """
+    one = tracker(LAPSED, START)
+    one.observe(LAPSED, START)
+    one.observe(LAPSED, START + 10)
+    assert one.ready_at == START + 10
+
+    for seconds in range(11, 60):
+        one.observe(LAPSED, START + seconds)
+        assert one.outstanding is None
+        assert one.ready_at <= START + seconds
+
+
+def test_a_lapsed_claim_whose_heartbeat_comes_after_all_is_adopted_again() -> None:
+    """P6: the execution lives; its change is not given to another one."""
+    one = tracker(LAPSED, START)
+    one.observe(LAPSED, START)
+    one.observe(LAPSED, START + 10)
+
+    one.observe(CLAIMED, START + 11)
+
+    assert one.outstanding is not None
+    assert one.ready_at == math.inf
