@@ -152,6 +152,7 @@ class Bridge:
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
         """A client of its own for one change stream, with a socket timeout in seconds."""
+        embedding.keep_commands_out_of_logs()
         given = _url_options(self.url)
         options = _client_options(given)
         if "sockettimeoutms" not in given:
@@ -283,6 +284,7 @@ class Bridge:
         return process
 
     def _connect(self) -> MongoClient[dict[str, Any]]:
+        embedding.keep_commands_out_of_logs()
         try:
             return MongoClient(self.url, **_client_options(_url_options(self.url)))
         except (InvalidURI, ClientConfigurationError, ValueError) as error:

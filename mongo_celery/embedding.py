@@ -9,11 +9,14 @@ reconnect, and the lease must not.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import click
 from celery import Celery, bootsteps, signals
 
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.registry import bridges_by_name
 
 logger = logging.getLogger("mongo_celery.worker")
@@ -24,6 +27,9 @@ LISTENER_OPTION = click.Option(
     help="Also run the listener of this app's bridges, as -B runs beat. Safe on any number of workers: one leads.",
 )
 """One object for all apps: Celery keeps a set of options by identity."""
+
+
+_ENDING_STATES = ("closing", "terminating")
 
 
 class ListenerStep(bootsteps.StartStopStep):
@@ -40,7 +46,18 @@ class ListenerStep(bootsteps.StartStopStep):
         """The service that the worker starts and stops."""
         from mongo_celery.listener.embedded_service import embedded_listener
 
-        return embedded_listener(worker.app, as_process=worker.pool_cls.__module__.endswith("prefork"))
+        as_process = worker.pool_cls.__module__.endswith("prefork")
+        return embedded_listener(worker.app, as_process=as_process, is_ending=partial(_is_ending, worker))
+
+
+def _is_ending(worker: Any) -> bool:
+    """Whether a worker shuts down: told by a signal, or already stopping its steps."""
+    from celery.worker import state as worker_state  # a web server has no use for all that it imports
+
+    told: tuple[Any, ...] = (worker_state.should_stop, worker_state.should_terminate)  # an exit status, and 0 is one
+    if any(each is not None and each is not False for each in told):
+        return True
+    return worker.blueprint.human_state() in _ENDING_STATES
 
 
 def install(app: Celery) -> None:
@@ -50,22 +67,44 @@ def install(app: Celery) -> None:
 
 
 @signals.celeryd_init.connect(weak=False)
-def _declare_partition_queues(instance: Any = None, **_: Any) -> None:
-    """After imports and configuration, before -Q and -X are applied."""
+def _declare_partition_queues(instance: Any = None, options: Mapping[str, Any] | None = None, **_: Any) -> None:
+    """
+    After imports and configuration, before -Q and -X are applied.
+
+    Celery turns an exception in here into a line of its log and starts the worker, which would then
+    consume no partition: only `SystemExit` gets through.
+    """
     from mongo_celery.broker import declare_queues
 
     if instance is None:
         return
     for bridge in bridges_by_name(instance.app).values():
-        declare_queues(instance.app, bridge.options.queue_names)
+        try:
+            names = bridge.options.queue_names
+        except ConfigurationError as error:
+            _set_up_logging(instance, options or {})
+            logger.critical(
+                "the worker ends, for bridge %s cannot work: %s",
+                bridge.name,
+                error,
+                extra={"event": "configuration_refused", "bridge": bridge.name},
+            )
+            raise SystemExit(1) from None
+        declare_queues(instance.app, names)
+
+
+def _set_up_logging(worker: Any, options: Mapping[str, Any]) -> None:
+    """As the worker would do it later: a detached one has nothing but its log file to say why it ends."""
+    worker.app.log.setup(logging.INFO, options.get("logfile"), redirect_stdouts=False, hostname=worker.hostname)
 
 
 @signals.after_setup_logger.connect(weak=False)
-def _keep_commands_out_of_logs(**_: Any) -> None:
+def keep_commands_out_of_logs(**_: Any) -> None:
     """
     At `-l DEBUG` PyMongo would log each command: whole documents, and the signing key as it is read.
 
-    Whoever wants that sets the level of the logger `pymongo.command` explicitly.
+    Whoever wants that sets the level of the logger `pymongo.command`, or `pymongo`, explicitly. Also
+    called where clients are made: an app that sets up logging by itself never sends the signal.
     """
     commands = logging.getLogger("pymongo.command")
     if commands.level == logging.NOTSET and logging.getLogger("pymongo").level == logging.NOTSET:

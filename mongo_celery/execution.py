@@ -279,8 +279,10 @@ class Execution:
         )
 
     def _record_handled(self, claim: Claim, done: Change) -> None:
-        token = dict(done.resume_token)
-        if not self._persist(lambda: self._store.claims.handle(claim, done.seq, token)):
+        token, after_transaction = dict(done.resume_token), self._handler.transactional
+        if not self._persist(
+            lambda: self._store.claims.handle(claim, done.seq, token, retryable=after_transaction),
+        ):
             self._refused(claim, "handled")
 
     def _record_crash(self, claim: Claim, done: Change | None, error: BaseException) -> None:

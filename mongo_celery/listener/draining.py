@@ -10,20 +10,24 @@ A handler that was running at the take-over may commit a change behind that plac
 read and left for the new layout must then be read again, so the term begins again. A claim behind that place
 whose execution has died is ended; its change belongs to the new layout.
 
-Partitions that stand still would be left behind, so they refuse the change.
+Partitions that stand still would be left behind, so they refuse the change; so do those of a subscription
+that has no handler now and would do again in the new layout what it has done in the old one.
+
+A listener that was frozen in the middle of its flip may wake when its successor's new layout is at work. It
+removes only what no later term has prepared, and a flip goes on only with partitions that carry its own epoch.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mongo_celery.errors import LayoutError, LeaseLostError
 from mongo_celery.listener.renewal import Renewal
 from mongo_celery.listener.subscription import Subscription
-from mongo_celery.listener.takeover import Taken
+from mongo_celery.listener.takeover import Absent, Taken
 from mongo_celery.options import BridgeOptions
 from mongo_celery.partitioning import HASH_NAME
 from mongo_celery.registration import Handler
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from mongo_celery.state.store import Store
 
 logger = logging.getLogger("mongo_celery.listener")
+
+_ROUNDS = 5
 
 
 class Drain(Enum):
@@ -54,8 +60,11 @@ def check_can_drain(options: BridgeOptions, handlers: Iterable[Handler], taken: 
     Refuse a change of layout that would lose the order of a key.
 
     Raises:
-        LayoutError: a partition stands still, or the old key of a handler is no longer known.
+        LayoutError: a partition stands still, the old key of a handler is no longer known, or a subscription
+            without a handler has not been drained.
     """
+    for absent in taken.absent:
+        _check_is_drained(options, taken, absent)
     for name, images in taken.images.items():
         for image in images:
             _check_flows(options, taken, name, image)
@@ -80,9 +89,38 @@ def _check_flows(options: BridgeOptions, taken: Taken, name: str, image: Image) 
         )
 
 
+def _check_is_drained(options: BridgeOptions, taken: Taken, absent: Absent) -> None:
+    position = _data_of(absent.document)
+    for image in absent.images:
+        reason = _remainder(image, position)
+        if reason is None:
+            continue
+        where = f"{options.name}/{absent.name}"
+        raise LayoutError(
+            f"The partitions of bridge {options.name} cannot change from {taken.layout.partitions} to "
+            f"{taken.wanted.partitions}: partition {image.index} of {absent.name}, which has no handler here, "
+            f"{reason}. Register the handler again, with the old layout, until `status` shows no lag and nothing halted, "
+            f"paused or outstanding. Or give it up: in the database {options.database} delete the document {where!r} from "
+            f"subscriptions, and from partitions those whose _id begins with {where + '/'!r}.",
+        )
+
+
+def _remainder(image: Image, position: str) -> str | None:
+    if image.state in {"halted", "paused"}:
+        return f"is {image.state}"
+    if image.claim is not None:
+        return "is claimed"
+    if image.handled is not None:
+        return "holds an outcome"
+    return "is ahead of its watermark" if image.data > position else None
+
+
+def _data_of(document: Mapping[str, Any]) -> str:
+    return str((document["resumeToken"] or {}).get("_data", ""))
+
+
 def _is_drained_by_document(taken: Taken, name: str) -> bool:
-    token = taken.documents[name]["resumeToken"]
-    position = token["_data"] if token else ""
+    position = _data_of(taken.documents[name])
     return all(
         image.data <= position and image.claim is None and image.handled is None and image.retries == 0
         for image in taken.images[name]
@@ -140,22 +178,39 @@ def flip(store: Store, renewal: Renewal, taken: Taken, subscriptions: Iterable[S
     layout = Layout(taken.layout.generation + 1, taken.wanted.partitions, taken.wanted.keys)
     led = list(subscriptions)
     for subscription in led:
-        mark = subscription.window.watermark
-        store.partitions.discard(subscription.name, layout.generation)
-        store.partitions.prepare(
-            subscription.name,
-            layout.generation,
-            layout.partitions,
-            taken.version,
-            mark.token if mark is not None else None,
-        )
+        _prepare(store, layout, taken.version, subscription)
     if not store.leases.set_layout(renewal.term, layout):
         raise LeaseLostError
-    for subscription in led:
-        store.partitions.close(subscription.name, taken.layout.generation, taken.version)
+    store.partitions.close_others(layout.generation, taken.version)
     logger.warning(
         "partition layout changed: generation %d, %d partitions",
         layout.generation,
         layout.partitions,
         extra={"event": "layout_changed"},
     )
+
+
+def _prepare(store: Store, layout: Layout, version: int, subscription: Subscription) -> None:
+    """
+    Make the new partitions of a subscription, all of them mine.
+
+    A listener that wakes in between may put its own there, at an older place; then it is done again. Once all
+    are mine, nobody can get in between: what is there is not prepared again.
+    """
+    mark = subscription.window.watermark
+    mine = dict.fromkeys(range(layout.partitions), version)
+    for _ in range(_ROUNDS):
+        store.partitions.discard(subscription.name, layout.generation, version)
+        if any(image.epoch > version for image in store.partitions.of([subscription.name], layout.generation)):
+            break
+        store.partitions.prepare(
+            subscription.name,
+            layout.generation,
+            layout.partitions,
+            version,
+            mark.token if mark is not None else None,
+        )
+        made = store.partitions.of([subscription.name], layout.generation)
+        if {image.index: image.epoch for image in made} == mine:
+            return
+    raise LeaseLostError

@@ -1,4 +1,9 @@
-"""A listener inside a worker: the counterpart of Celery's embedded beat."""
+"""
+A listener inside a worker: the counterpart of Celery's embedded beat.
+
+Nobody else watches it, so whatever ends it without `stop` is logged as critical, and it is started again
+after a pause. A worker that is about to end starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,48 +11,113 @@ import logging
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from billiard.context import Process
 from celery import Celery
 from celery.platforms import set_process_title
 
-from mongo_celery.listener.process import run_listeners
+from mongo_celery.listener.process import Backoff, ListenerThreads, Pauses, run_listeners
 from mongo_celery.listener.service import Listener
 from mongo_celery.registry import chosen_bridges
 
 logger = logging.getLogger("mongo_celery.listener")
 
-_STOP_SECONDS = 5
+EMBEDDED = Pauses(first=5.0, longest=60.0)
+"""For an embedded listener: shorter than for a failed bridge, since the cause may be a server that was away."""
+
+_STOP_SECONDS = 5.0
 _WATCH_SECONDS = 0.5
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def embedded_listener(app: Celery, *, as_process: bool) -> Any:
-    """A service with `start` and `stop` for the worker's step."""
-    return _ListenerProcess(app) if as_process else _ListenerThreads(app)
+def embedded_listener(
+    app: Celery, *, as_process: bool, is_ending: Callable[[], bool], pauses: Pauses = EMBEDDED
+) -> Any:
+    """
+    A service with `start` and `stop` for the worker's step.
+
+    Args:
+        app: the worker's app.
+        as_process: in a process of its own, else in threads.
+        is_ending: whether the worker shuts down; then an ended listener is left alone.
+        pauses: before a listener that has ended by itself is started again.
+    """
+    return (_ListenerProcess if as_process else _EmbeddedThreads)(app, is_ending, pauses)
 
 
 class _ListenerProcess:
     """The listeners of an app in a process of their own, as the prefork pool's worker embeds beat."""
 
-    def __init__(self, app: Celery) -> None:
+    def __init__(self, app: Celery, is_ending: Callable[[], bool], pauses: Pauses) -> None:
         self._app = app
-        self._process = Process(target=_main, args=(app, os.getpid()), daemon=True)
+        self._is_ending = is_ending
+        self._pauses = pauses
+        self._process: Any = None
+        self._stopping = threading.Event()
+        self._watch = threading.Thread(target=self._keep_running, name="mongo_celery-listener-watch", daemon=True)
 
     def start(self, *_: Any) -> None:
-        self._process.start()
+        self._launch()
+        self._watch.start()
 
     def stop(self, *_: Any) -> None:
+        self._stopping.set()
+        self._watch.join()  # first: from here on nobody starts another process
         self._process.terminate()
         self._process.join(_STOP_SECONDS)
 
     terminate = stop
 
+    def _launch(self) -> None:
+        """Signals wait until the child is itself: the worker's handlers, which it inherits, would swallow them."""
+        process = Process(target=_main, args=(self._app, os.getpid()), daemon=True)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._process = process
+
+    def _keep_running(self) -> None:
+        backoff = Backoff(self._pauses)
+        started = time.monotonic()
+        while not self._stopping.wait(_WATCH_SECONDS):
+            if self._process.is_alive():
+                continue
+            if self._is_ending():
+                return
+            pause = backoff.after(time.monotonic() - started)
+            logger.critical(
+                "the embedded listener has ended with status %s; starting it again in %.0f s",
+                self._process.exitcode,
+                pause,
+                extra={"event": "listener_failed"},
+            )
+            if self._stopping.wait(pause) or self._is_ending():
+                return
+            started = time.monotonic()
+            self._relaunch()
+
+    def _relaunch(self) -> None:
+        """A fork that fails leaves the ended process in place, so that it is tried again."""
+        ended = self._process
+        try:
+            self._launch()
+        except OSError as error:
+            logger.critical("cannot start the embedded listener: %s", error, extra={"event": "listener_failed"})
+            return
+        ended.join(0)  # it has ended: this frees what the worker still holds of it
+
 
 def _main(app: Celery, worker: int) -> None:
     """Listen until the worker ends this process, or has itself been killed: nobody else could end it."""
+    for number in (signal.SIGQUIT, *_ENDING_SIGNALS):
+        signal.signal(number, signal.SIG_DFL)  # not the worker's own handlers, which were inherited
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
     set_process_title("celery", info="listener")
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # not the worker's own handler, which was inherited
     threading.Thread(target=_end_with, args=(worker,), name="mongo_celery-worker-watch", daemon=True).start()
     raise SystemExit(run_listeners(app, []))
 
@@ -60,30 +130,17 @@ def _end_with(worker: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class _ListenerThreads:
+class _EmbeddedThreads:
     """The listeners of an app in threads, for pools without processes."""
 
-    def __init__(self, app: Celery) -> None:
-        self._listeners = [Listener(bridge) for bridge in chosen_bridges(app, [])]
-        self._threads = [
-            threading.Thread(target=self._run, args=(listener,), name="mongo_celery-listener", daemon=True)
-            for listener in self._listeners
-        ]
+    def __init__(self, app: Celery, is_ending: Callable[[], bool], pauses: Pauses) -> None:
+        listeners = [(bridge.name, Listener(bridge)) for bridge in chosen_bridges(app, [])]
+        self._threads = ListenerThreads(listeners, pauses, is_ending=is_ending)
 
     def start(self, *_: Any) -> None:
-        for thread in self._threads:
-            thread.start()
+        self._threads.start()
 
     def stop(self, *_: Any) -> None:
-        for listener in self._listeners:
-            listener.stop()
-        for thread in self._threads:
-            thread.join(_STOP_SECONDS)
+        self._threads.stop(_STOP_SECONDS)
 
     terminate = stop
-
-    def _run(self, listener: Listener) -> None:
-        try:
-            listener.run()
-        except Exception:
-            logger.exception("the embedded listener has ended", extra={"event": "listener_failed"})

@@ -21,6 +21,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
 from mongo_celery.listener import draining
 from mongo_celery.listener.dispatcher import Dispatcher
+from mongo_celery.listener.history import LostHistory
 from mongo_celery.listener.renewal import Renewal
 from mongo_celery.listener.subscription import Plan, Subscription, make_trackers
 from mongo_celery.listener.takeover import Taken, find_starts, open_position, take_over
@@ -28,7 +29,6 @@ from mongo_celery.listener.tracker import Step
 from mongo_celery.listener.watermarks import Watermarks
 from mongo_celery.stream.reactions import is_transient, needs_deployment
 from mongo_celery.stream.reader import Failed, Item, Position, StreamReader
-from mongo_celery.stream.start import start_time
 
 if TYPE_CHECKING:
     from mongo_celery.bridge import Bridge
@@ -47,7 +47,6 @@ _ITEMS_A_CHECK = 16
 _READ_AHEAD = 2000
 _LONGEST_BROKER_PAUSE = 10.0
 _COMPLAINT_SECONDS = 30.0
-_REPIN_LIMIT = 3
 
 
 class Relayout(Exception):  # noqa: N818 - not an error: the layout has changed, lead again
@@ -83,14 +82,20 @@ class Leader:
         self._interests = interests
         self._scope = scope
         self._stopping = stopping
-        self._on_history_lost = on_history_lost
         self._inbox: SimpleQueue[Item | None] = SimpleQueue()
         self._held: Item | None = None
         self._reader: StreamReader | None = None
         self._subscriptions: dict[str, Subscription] = {}
         self._taken: Taken | None = None
         self._watermarks = Watermarks(self._store, renewal, scope.fingerprint, self.report)
-        self._repins = 0
+        self._history = LostHistory(
+            self._store,
+            bridge.client,
+            renewal,
+            self._options,
+            decision=on_history_lost,
+            fingerprint=scope.fingerprint,
+        )
         self._caught_up = False
         self._looked_at = self._swept_at = self._moved_at = 0.0
         self._broker_pause = 0.0
@@ -278,7 +283,9 @@ class Leader:
 
     def _observe(self, image: Image, now: float) -> None:
         subscription = self._subscriptions[image.subscription]
-        tracker = subscription.trackers[image.index]
+        tracker = subscription.trackers.get(image.index)
+        if tracker is None:  # prepared by a listener with another layout, whose flip came too late
+            return
         step = subscription.observe(image, now)
         if step is Step.SUPERSEDED:
             raise LeaseLostError
@@ -347,30 +354,7 @@ class Leader:
     def _failed(self, error: MongoCeleryError) -> None:
         if not isinstance(error, HistoryLostError):
             raise error
-        policy = self._history_policy()
-        if policy == "halt":
-            raise error
-        start = start_time(self._bridge.client, policy)
-        logger.error(
-            "history was lost; going on from %s (%s), as on_history_lost says: %s",
-            start.as_datetime().isoformat(),
-            policy,
-            error,
-            extra={"event": "history_lost"},
-        )
-        assert self._taken is not None, "a term reads after it has taken over"
-        self._store.subscriptions.move_start(list(self._subscriptions), self._taken.version, start)
-        self._store.leases.record_gap(self._renewal.term, {"until": start, "policy": policy, "error": str(error)})
-        self._watermarks.floor = start
-        self._read_from(Position(None, start))
-
-    def _history_policy(self) -> str:
-        """A start at the oldest entry that rolled away before it was read is chosen again, a few times."""
-        unread = all(subscription.window.watermark is None for subscription in self._subscriptions.values())
-        if unread and self._options.start_from == "oldest" and self._repins < _REPIN_LIMIT:
-            self._repins += 1
-            return "oldest"
-        return self._on_history_lost
+        self._read_from(self._history.go_on(error, self._subscriptions, self._watermarks))
 
     # -- waiting -----------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ In this order, each step safe to repeat after a crash:
 
 1. subscriptions and partitions are raised to the new version; from then on no message of an older term
    can claim. A larger epoch (after a rewind, or a lease that was restored from a backup) raises the
-   lease's version above it, and the step begins again.
+   lease's version above it, and the step begins again. All generations but the one in force are closed.
 2. the layout is compared with the options; another layout means that this term drains the old one.
 3. the start is pinned where there is none.
 """
@@ -41,6 +41,15 @@ _ROUNDS = 10
 
 
 @dataclass(frozen=True, slots=True)
+class Absent:
+    """A subscription that has no handler in this process, and its partitions."""
+
+    name: str
+    document: Mapping[str, Any]
+    images: Sequence[Image]
+
+
+@dataclass(frozen=True, slots=True)
 class Taken:
     """
     What a take-over found.
@@ -50,6 +59,8 @@ class Taken:
         wanted: the layout of the options; another one than `layout` means that this term only drains.
         documents: the subscriptions' documents by name.
         images: the partitions' images by subscription.
+        absent: subscriptions without a handler, if this term drains the old layout; nothing can begin there any
+            more, and what runs may finish.
     """
 
     version: int
@@ -57,6 +68,7 @@ class Taken:
     wanted: Layout
     documents: Mapping[str, Mapping[str, Any]]
     images: Mapping[str, Sequence[Image]]
+    absent: Sequence[Absent] = ()
 
 
 def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: Sequence[Handler]) -> Taken:
@@ -79,17 +91,31 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
         for name in names:
             token = documents[name]["resumeToken"]
             store.partitions.prepare(name, layout.generation, layout.partitions, version, token)
-            images[name] = store.partitions.take_over(name, layout.generation, version)
-        largest = max(
-            [document["epoch"] for document in documents.values()]
-            + [image.epoch for found in images.values() for image in found],
-        )
+            images[name] = _won(store, name, layout, version)
+        absent = [] if layout is wanted else _absent(store, names, layout, version)
+        largest = max([store.partitions.largest_epoch()] + [document["epoch"] for document in documents.values()])
         if largest <= version:
-            return Taken(version, layout, wanted, documents, images)
+            store.partitions.close_others(layout.generation, version)
+            return Taken(version, layout, wanted, documents, images, absent)
         logger.warning("an epoch of %d is larger than version %d; raising the version", largest, version)
         if not renewal.raise_version(largest):
             break
     raise LeaseLostError
+
+
+def _won(store: Store, name: str, layout: Layout, version: int) -> list[Image]:
+    """A listener with other options, whose flip came too late, may have left partitions that belong to nobody."""
+    images = store.partitions.take_over(name, layout.generation, version)
+    return [image for image in images if image.index < layout.partitions]
+
+
+def _absent(store: Store, names: Sequence[str], layout: Layout, version: int) -> list[Absent]:
+    documents = {str(document["_id"]).partition("/")[2]: document for document in store.subscriptions.read_all()}
+    return [
+        Absent(name, document, _won(store, name, layout, version))
+        for name, document in documents.items()
+        if name not in names
+    ]
 
 
 def _wanted_layout(stored: Layout | None, options: BridgeOptions, handlers: Sequence[Handler]) -> Layout:
@@ -114,6 +140,13 @@ class Start:
     watermark: Mark | None
     fingerprint: str | None
 
+    @property
+    def place(self) -> tuple[Timestamp, str]:
+        """Where it must be read from: comparable, by cluster time and then by token."""
+        if self.watermark is None:
+            return self.time, ""
+        return self.watermark.cluster_time or self.time, self.watermark.data
+
 
 def find_starts(
     store: Store,
@@ -132,18 +165,28 @@ def find_starts(
     fresh = [name for name, document in taken.documents.items() if document["startAtOperationTime"] is None]
     if fresh:
         _pin(store, client, renewal, options, taken, fresh)
-        documents: Mapping[str, Mapping[str, Any]] = store.subscriptions.take_over(list(taken.documents), taken.version)
-    else:
-        documents = taken.documents
-    return {name: _start(document) for name, document in documents.items()}
+        return read_starts(store, list(taken.documents), taken.version)
+    return {name: _start(document, taken.version) for name, document in taken.documents.items()}
 
 
-def _start(document: Mapping[str, Any]) -> Start:
-    token = document["resumeToken"]
-    mark = Mark(token, token["_data"], document["clusterTime"]) if token else None
-    if document["startAtOperationTime"] is None:
+def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, Start]:
+    """
+    The starts of some subscriptions, as they are stored now.
+
+    Raises:
+        LeaseLostError: a later term has taken one of them.
+    """
+    documents = store.subscriptions.take_over(names, version)
+    return {name: _start(document, version) for name, document in documents.items()}
+
+
+def _start(document: Mapping[str, Any], version: int) -> Start:
+    start, token, time_ = document["startAtOperationTime"], document["resumeToken"], document["clusterTime"]
+    if start is None or document["epoch"] != version:
         raise LeaseLostError  # somebody else has taken the epoch meanwhile
-    return Start(document["startAtOperationTime"], mark, document["fingerprint"])
+    if token is None or (time_ is not None and time_ < start):  # before its start nothing is owed
+        return Start(start, None, document["fingerprint"])
+    return Start(start, Mark(token, token["_data"], time_), document["fingerprint"])
 
 
 def _pin(
@@ -188,14 +231,6 @@ def open_position(starts: Mapping[str, Start], fingerprint: str) -> Position:
 
     After its token when the token came from a stream with the same fingerprint, else at its cluster time.
     """
-
-    def place(start: Start) -> tuple[Timestamp, str]:
-        if start.watermark is None:
-            return start.time, ""
-        return start.watermark.cluster_time or start.time, start.watermark.data
-
-    smallest = min(starts.values(), key=place)
-    if smallest.watermark is None:
-        return Position(None, smallest.time)
-    time_ = smallest.watermark.cluster_time or smallest.time
-    return Position(smallest.watermark.token if smallest.fingerprint == fingerprint else None, time_)
+    smallest = min(starts.values(), key=lambda start: start.place)
+    mark = smallest.watermark
+    return Position(mark.token if mark is not None and smallest.fingerprint == fingerprint else None, smallest.place[0])

@@ -111,7 +111,7 @@ class Tracker:
                 self.attempt = self._repeats = 0
                 self._is_repeat = False
         self.image = image
-        if image.epoch > self._version:
+        if image.epoch != self._version:  # a smaller one: what was won is gone, and somebody has put it there anew
             return Step.SUPERSEDED
         if self.outstanding is None:
             return self._without_run(image, now)

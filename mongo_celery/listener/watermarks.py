@@ -11,6 +11,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.listener.renewal import Renewal
 from mongo_celery.listener.subscription import Subscription
+from mongo_celery.window import Mark
 
 if TYPE_CHECKING:
     from mongo_celery.state.store import Store
@@ -32,7 +33,8 @@ class Watermarks:
         report: gives what `status` shows of the listener.
 
     Attributes:
-        floor: after lost history, the new start; an older place must not be stored over it.
+        floors: the new starts of subscriptions that have lost history, by name; a place that is not behind its
+            floor must not be stored over it.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Watermarks:
         fingerprint: str,
         report: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self.floor: Timestamp | None = None
+        self.floors: dict[str, Timestamp] = {}
         self._store = store
         self._renewal = renewal
         self._fingerprint = fingerprint
@@ -70,7 +72,7 @@ class Watermarks:
 
     def _advance(self, subscription: Subscription) -> None:
         mark = subscription.window.watermark
-        if mark is None or mark is subscription.stored or self._below_floor(mark.cluster_time):
+        if mark is None or mark is subscription.stored or self._below_floor(subscription.name, mark):
             return
         self._store.subscriptions.advance(
             subscription.name, subscription.plan.version, mark.token, mark.cluster_time, self._fingerprint
@@ -90,5 +92,6 @@ class Watermarks:
         )
         self._reported = report
 
-    def _below_floor(self, cluster_time: Timestamp | None) -> bool:
-        return self.floor is not None and (cluster_time is None or cluster_time < self.floor)
+    def _below_floor(self, name: str, mark: Mark) -> bool:
+        floor = self.floors.get(name)
+        return floor is not None and (mark.cluster_time is None or mark.cluster_time <= floor)

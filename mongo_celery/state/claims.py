@@ -163,12 +163,21 @@ class Claims:
         last: int,
         token: Mapping[str, Any],
         session: ClientSession | None = None,
+        *,
+        retryable: bool = False,
     ) -> bool:
         """
         Record that the handler succeeded up to `last`; from then on no message can start it again.
 
         Repeating it is harmless. Outside a transaction it is written with w:1: losing it costs one
         more run of the change, and nothing else.
+
+        Args:
+            claim: under which the handler ran.
+            last: number of the last change that is done, `token` its resume token.
+            session: of a transactional handler.
+            retryable: as the driver's retryable write. After a transaction it comes on the same server
+                session and ends what a lost answer has left open there, which would block this document.
         """
         guard = _own(claim)
         del guard["handled"]
@@ -176,6 +185,10 @@ class Claims:
         change = {"handled": {"owner": claim.owner, "last": Int64(last), "resumeToken": dict(token)}}
         if session is not None:  # the transaction's own limits hold, and its write concern
             return self._collection.update_one(guard, {"$set": change}, session=session).matched_count == 1
+        if retryable:
+            fast = self._collection.with_options(write_concern=WriteConcern(w=1))
+            with pymongo.timeout(self._timeout):
+                return fast.update_one(guard, {"$set": change}).matched_count == 1
         return self._commands.update(guard, {"$set": change}, ACKNOWLEDGED)
 
     def commit(self, partition_id: str, first: int | None = None) -> bool:

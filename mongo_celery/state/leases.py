@@ -268,11 +268,25 @@ class Leases:
         with pymongo.timeout(self._timeout):
             return self._collection.update_one(self._mine(term), {"$set": change}).matched_count == 1
 
-    def record_gap(self, term: Term, gap: Mapping[str, Any]) -> bool:
-        """Keep a lasting note of history that was given up on purpose; the last 20 are kept."""
-        push = {"$push": {"gaps": {"$each": [dict(gap)], "$slice": -20}}}
+    def record_gap(
+        self,
+        term: Term,
+        gap: Mapping[str, Any],
+        token: Mapping[str, Any] | None = None,
+        time_: Timestamp | None = None,
+    ) -> bool:
+        """
+        Keep a lasting note of history that was given up on purpose; the last 20 are kept.
+
+        With a time, it becomes the bridge's position at once, with the token or without: the lost one must not
+        stay, since a subscription that is added later begins there.
+        """
+        change: dict[str, Any] = {"$push": {"gaps": {"$each": [dict(gap)], "$slice": -20}}}
+        if time_ is not None:
+            position = {"resumeToken": dict(token) if token else None, "clusterTime": time_}
+            change["$set"] = {**position, "startAtOperationTime": time_}
         with pymongo.timeout(self._timeout):
-            return self._collection.update_one(self._mine(term), push).matched_count == 1
+            return self._collection.update_one(self._mine(term), change).matched_count == 1
 
     def read(self) -> dict[str, Any] | None:
         """The lease document, or None before the first start; `live` says whether somebody holds it now."""

@@ -90,7 +90,8 @@ class Partitions:
         """
         Create the partitions of a subscription that are missing, positioned at `token`.
 
-        Their fences count from the lease's version, which is above all that was ever given.
+        Their fences count from the lease's version, which is above all that was ever given. Their epoch is that
+        version too: so it shows whose they are, and a later term knows what an older one has left.
         """
         prefix = self.partition_id(subscription, generation, 0)[:-1]
         with pymongo.timeout(self._timeout):
@@ -99,6 +100,7 @@ class Partitions:
                 {
                     "_id": f"{prefix}{index}",
                     **_DEFAULTS,
+                    "epoch": Int64(version),
                     "fence": Int64(version),
                     "resumeToken": dict(token) if token else None,
                 }
@@ -115,11 +117,15 @@ class Partitions:
             if any(failure["code"] != _DUPLICATE_KEY for failure in error.details["writeErrors"]):
                 raise
 
-    def discard(self, subscription: str, generation: int) -> None:
-        """Remove partitions of a generation that never became valid, before they are prepared again."""
+    def discard(self, subscription: str, generation: int, version: int) -> None:
+        """
+        Remove partitions of a generation that never became valid, before they are prepared again.
+
+        What a later term has prepared stays: there the generation may be in force, and at work.
+        """
         prefix = self.partition_id(subscription, generation, 0)[:-1]
         with pymongo.timeout(self._timeout):
-            self._collection.delete_many(_under(prefix))
+            self._collection.delete_many({**_under(prefix), "epoch": {"$lte": version}})
 
     def take_over(self, subscription: str, generation: int, version: int) -> list[Image]:
         """
@@ -167,14 +173,25 @@ class Partitions:
             )
         return result.matched_count == 1
 
-    def close(self, subscription: str, generation: int, version: int) -> None:
-        """Shut a generation that has been replaced: no version can claim there any more."""
-        scope = _under(f"{self._bridge}/{subscription}/{generation}/")
+    def close_others(self, generation: int, version: int) -> None:
+        """
+        Shut every generation but this one, of all subscriptions: no version can claim there any more.
+
+        Also those of subscriptions that have no handler now, and what a crash has left open.
+        """
+        others = {"$not": {"$regex": f"/{generation}/[0-9]+$"}}
+        scope = _under(f"{self._bridge}/")["_id"]
         with pymongo.timeout(self._timeout):
             self._collection.update_many(
-                {**scope, "epoch": {"$lte": version}},
+                {"_id": {**scope, **others}, "epoch": {"$lte": version}, "state": {"$ne": "closed"}},
                 {"$set": {"epoch": Int64(version), "state": "closed"}},
             )
+
+    def largest_epoch(self) -> int:
+        """The largest epoch of any partition of the bridge, in whatever generation; 0 where there is none."""
+        with pymongo.timeout(self._timeout):
+            found = self._collection.find_one(_under(f"{self._bridge}/"), {"epoch": 1}, sort=[("epoch", -1)])
+        return int(found["epoch"]) if found else 0
 
     def pause(self, image: Image, generation: int) -> bool:
         """Let no new claim begin; what runs may finish."""

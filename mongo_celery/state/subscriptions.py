@@ -64,18 +64,29 @@ class Subscriptions:
             )
         return result.matched_count == 1
 
-    def move_start(self, names: Sequence[str], version: int, start: Timestamp) -> None:
+    def move_start(self, name: str, version: int, start: Timestamp) -> bool:
         """
         Begin again at a later time, after history was lost and an operator decided to go on.
 
-        The token is dropped, since the server no longer accepts it; what partitions have committed stays.
+        The token is dropped, since the server no longer accepts it; what partitions have committed stays. A start
+        that was pinned later still is kept.
+
+        Returns:
+            False when the epoch has moved on, or the subscription stands behind this time already.
         """
-        change = {"startAtOperationTime": start, "resumeToken": None, "clusterTime": start, "fingerprint": None}
         with pymongo.timeout(self._timeout):
-            self._collection.update_many(
-                {"_id": {"$in": [self._id(name) for name in names]}, "epoch": version},
-                {"$set": change},
+            result = self._collection.update_one(
+                {
+                    "_id": self._id(name),
+                    "epoch": version,
+                    "$or": [{"clusterTime": None}, {"clusterTime": {"$lte": start}}],
+                },
+                [
+                    {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}}},
+                    {"$set": {"resumeToken": None, "clusterTime": "$startAtOperationTime", "fingerprint": None}},
+                ],
             )
+        return result.matched_count == 1
 
     def advance(
         self,

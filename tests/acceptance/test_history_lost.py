@@ -33,9 +33,10 @@ class Rolled:
         self._processes = processes
         self._environment: dict[str, str] = {}
 
-    def begin(self, url: str, sink_url: str, broker: str) -> None:
+    def begin(self, url: str, sink_url: str, broker: str, handlers: str = "") -> None:
         """Handle one change, stop the listener, write another, and roll the oplog over both."""
         self._environment = {
+            "PROJECT_HANDLERS": handlers,
             "PROJECT_MONGO": url,
             "PROJECT_SINK": sink_url,
             "PROJECT_BROKER": broker,
@@ -62,14 +63,24 @@ class Rolled:
         """Write a document that the bridge watches."""
         self.items.insert_one({"_id": key, "n": 1})
 
-    def wait_for(self, key: str) -> None:
+    def wait_for(self, key: str, handler: str = "record") -> None:
         """Wait until the handler has started for a key."""
-        wait_for(lambda: key in self.handled, 30, f"the handler of {key}")
+        wait_for(lambda: key in self.handled_by(handler), 30, f"the handler {handler} of {key}")
 
     @property
     def handled(self) -> set[str]:
-        """Keys for which the handler has started."""
+        """Keys for which a handler has started."""
         return {start["key"] for start in self.starts.find()}
+
+    def handled_by(self, handler: str) -> set[str]:
+        """Keys for which this handler has started."""
+        return {start["key"] for start in self.starts.find({"handler": handler})}
+
+    def put_at_the_tip(self, handler: str) -> None:
+        """Let a handler stand at this moment, as if only the others had stood still."""
+        now = self.watched.admin.command("ping")["operationTime"]
+        place = {"startAtOperationTime": now, "clusterTime": now, "resumeToken": None, "fingerprint": None}
+        self.state["subscriptions"].update_one({"_id": f"project/{handler}"}, {"$set": place})
 
     @property
     def lease(self) -> Document:
@@ -92,17 +103,27 @@ class Rolled:
 
 
 @pytest.fixture
-def rolled(
+def roll(
     processes: Processes,
     rolling_oplog: MongoReplicaSet,
     make_client: Callable[..., MongoClient[Document]],
     mongo_client: MongoClient[Document],
     mongo_url: str,
     redis_url: str,
-) -> Rolled:
-    bridge = Rolled(processes, make_client(rolling_oplog.url), mongo_client)
-    bridge.begin(rolling_oplog.url, mongo_url, redis_url)
-    return bridge
+) -> Callable[..., Rolled]:
+    """Give what makes such a bridge, with these handlers beside `record`."""
+
+    def make(handlers: str = "") -> Rolled:
+        bridge = Rolled(processes, make_client(rolling_oplog.url), mongo_client)
+        bridge.begin(rolling_oplog.url, mongo_url, redis_url, handlers)
+        return bridge
+
+    return make
+
+
+@pytest.fixture
+def rolled(roll: Callable[..., Rolled]) -> Rolled:
+    return roll()
 
 
 def test_lost_history_stops_the_listener_until_somebody_decides(rolled: Rolled) -> None:
@@ -142,3 +163,19 @@ def test_going_on_at_the_oldest_entry_delivers_all_that_the_oplog_still_holds(ro
 
     assert "lost" not in rolled.handled
     assert [gap["policy"] for gap in rolled.lease["gaps"]] == ["oldest"]
+
+
+def test_a_handler_whose_history_can_be_read_loses_nothing_of_it(roll: Callable[..., Rolled]) -> None:
+    """P1: `record` stood still since long ago; `audit` goes on where it stood, although the decision was `now`."""
+    rolled = roll("audit")
+    rolled.put_at_the_tip("audit")
+    rolled.write("readable")
+    listener = rolled.start("listener", "--on-history-lost", "now")
+    listener.wait_for_output("history was lost; going on from")
+    rolled.write("after")
+
+    for handler in ("record", "audit"):
+        rolled.wait_for("after", handler)
+    assert "readable" in rolled.handled_by("audit")
+    assert rolled.handled_by("record") == {"before", "after"}
+    assert [gap["subscriptions"] for gap in rolled.lease["gaps"]] == [["record"]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from pymongo import MongoClient
 
 from tests.acceptance.chain_rig import Chain
 from tests.fixtures.process import ProjectProcess, wait_for
+from tests.fixtures.proxy import Proxy
 
 Document = dict[str, Any]
 
@@ -88,6 +91,70 @@ def test_ctrl_c_at_a_worker_with_a_listener_ends_both_without_a_trace(
         chain.wait_state(item, lambda state: state["handled"] or state["committed"])
         assert "Traceback" not in worker.text
         assert len(chain.starts(item)) == 1
+
+
+def test_an_embedded_listener_that_is_killed_is_started_again(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """P1: as by the kernel when memory runs out; the worker lives on, and nobody else watches the listener."""
+    with _chain(mongo_client, mongo_url, tmp_path) as chain:
+        worker = chain.worker("--listener")
+        worker.wait_for_output("reading from", 30)
+        killed = _listener_pid(chain)
+        os.kill(killed, signal.SIGKILL)
+        worker.wait_for_output("CRITICAL.*embedded listener has ended with status -9; starting it again in 5 s")
+        _flow(chain)
+        assert killed != _listener_pid(chain)
+        descendants = psutil.Process(worker.pid).children(recursive=True)
+        assert worker.terminate() == 0
+        assert all(not _runs(child) for child in descendants)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_an_embedded_listener_that_gave_up_on_mongodb_is_started_again(
+    mongo_client: MongoClient[Document],
+    mongo_url: str,
+    tmp_path: Path,
+    make_proxy: Callable[[int], Proxy],
+    pool: str,
+) -> None:
+    """P1: MongoDB comes up after `start_timeout`; a final error is final for one attempt only."""
+    assert mongo_client.address is not None
+    proxy = make_proxy(mongo_client.address[1])
+    proxy.refuse()
+    with _chain(mongo_client, mongo_url, tmp_path, options={"start_timeout": 1}) as chain:
+        worker = chain.worker("-P", pool, "--listener", CHAIN_MONGO=proxy.mongo_url)
+        worker.wait_for_output("CRITICAL.*starting it again in 5 s", 40)
+        proxy.pass_through()
+        worker.wait_for_output("reading from", 30)
+        _flow(chain)
+        assert worker.terminate() == 0
+
+
+def test_a_worker_that_shuts_down_does_not_start_its_listener_again(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """The listener ends while a handler is finished: told by the same Ctrl-C, or killed."""
+    with _chain(mongo_client, mongo_url, tmp_path) as chain:
+        worker = chain.worker("--listener")
+        worker.wait_for_output("reading from", 30)
+        item = chain.write("plain", "running", 1, gate="open")
+        chain.wait_started(item)
+        listener = psutil.Process(_listener_pid(chain))
+        worker.send(signal.SIGTERM)
+        worker.wait_for_output("Warm shutdown")
+        if listener.is_running():
+            listener.kill()
+        wait_for(lambda: not listener.is_running(), 10, "the worker has seen that its listener has ended")
+        chain.open_gate("open")
+        assert worker.wait(20) == 0
+        assert "the embedded listener has ended" not in worker.text
+
+
+def _listener_pid(chain: Chain) -> int:
+    lease = chain.state["leases"].find_one({"_id": "chain"})
+    assert lease is not None
+    return int(lease["pid"])
 
 
 def _runs(process: psutil.Process) -> bool:

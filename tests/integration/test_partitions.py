@@ -50,7 +50,14 @@ def test_names_that_begin_alike_are_kept_apart(rig: Rig) -> None:
     assert len(rig.partitions.take_over(SUBSCRIPTION, 1, LATER)) == 1
     taken = {document["_id"] for document in rig.documents.find({"epoch": LATER})}
     assert taken == {f"{BRIDGE}/{SUBSCRIPTION}/1/0"}
-    rig.partitions.discard(SUBSCRIPTION, 1)
+    rig.partitions.discard(SUBSCRIPTION, 1, LATER)
+    assert rig.documents.count_documents({}) == 3
+
+
+def test_discarding_leaves_what_a_later_term_has_prepared(rig: Rig) -> None:
+    """P1: there the generation may be in force, and at work."""
+    rig.partitions.prepare(SUBSCRIPTION, 1, 2, LATER)
+    rig.partitions.discard(SUBSCRIPTION, 1, VERSION)
     assert rig.documents.count_documents({}) == 3
 
 
@@ -108,16 +115,9 @@ def test_a_take_over_keeps_a_partition_that_stands_still_standing(rig: Rig, stat
 
 def test_a_closed_generation_can_never_be_claimed_again(rig: Rig) -> None:
     """New layout: the old partitions are shut, for the current version and for those of later terms' messages."""
-    rig.partitions.close(SUBSCRIPTION, 0, VERSION)
+    rig.partitions.close_others(1, VERSION)
     assert rig.try_claim() is None
     assert rig.document["state"] == "closed"
-
-
-def test_a_generation_of_a_later_term_is_not_closed_by_an_older_one(rig: Rig) -> None:
-    """P3: closing is guarded by the epoch like everything else."""
-    rig.take_over(LATER)
-    rig.partitions.close(SUBSCRIPTION, 0, VERSION)
-    assert rig.document["state"] == "flowing"
 
 
 # -- images ------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_an_older_term_moves_nothing_of_a_subscription(rig: Rig) -> None:
     before = subscriptions.read_all()
     assert not subscriptions.advance("record", VERSION, token(3), None, "f")
     assert not subscriptions.pin("record", VERSION, Timestamp(1, 1), None)
-    subscriptions.move_start(["record"], VERSION, Timestamp(1, 1))
+    assert not subscriptions.move_start("record", VERSION, Timestamp(1, 1))
     assert subscriptions.read_all() == before
 
 
@@ -343,10 +343,23 @@ def test_moving_the_start_drops_the_token_that_the_server_no_longer_accepts(rig:
     subscriptions = rig.store.subscriptions
     subscriptions.take_over(["record"], VERSION)
     assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
-    subscriptions.move_start(["record"], VERSION, Timestamp(9, 1))
+    assert subscriptions.move_start("record", VERSION, Timestamp(9, 1))
     (document,) = subscriptions.read_all()
     assert (document["resumeToken"], document["fingerprint"]) == (None, None)
     assert document["startAtOperationTime"] == document["clusterTime"] == Timestamp(9, 1)
+
+
+def test_a_start_is_never_lowered(rig: Rig) -> None:
+    """P4: neither a position behind the new start, nor a start that was pinned behind it."""
+    subscriptions = rig.store.subscriptions
+    subscriptions.take_over(["record", "audit"], VERSION)
+    assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
+    assert not subscriptions.move_start("record", VERSION, Timestamp(5, 1))
+    assert subscriptions.pin("audit", VERSION, Timestamp(20, 1), None)
+    assert subscriptions.move_start("audit", VERSION, Timestamp(5, 1))
+    audit, record = sorted(subscriptions.read_all(), key=lambda document: str(document["_id"]))
+    assert (record["resumeToken"], record["clusterTime"]) == (token(3), Timestamp(6, 1))
+    assert audit["startAtOperationTime"] == audit["clusterTime"] == Timestamp(20, 1)
 
 
 @pytest.mark.parametrize("text", NASTY)

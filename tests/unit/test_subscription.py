@@ -25,7 +25,7 @@ from mongo_celery.window import Mark
 from tests.fixtures.samples import event, image, mark, token_data
 
 NOW = 1000.0
-VERSION = 5
+VERSION = 1
 PARTITIONS = 4
 
 

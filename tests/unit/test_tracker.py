@@ -413,14 +413,15 @@ def test_a_suspicion_is_dropped_when_the_clock_is_right_again() -> None:
     assert partition.observe(replace(CLAIMED, ahead=3600.0), START + 21) is Step.WAIT
 
 
+@pytest.mark.parametrize("epoch", [VERSION + 1, VERSION - 1], ids=["larger", "smaller"])
 @pytest.mark.parametrize(
     "seen", [FLOWING, CLAIMED, LAPSED, DONE, COMMITTED], ids=["free", "live", "lapsed", "done", "committed"]
 )
-def test_a_larger_epoch_means_that_this_term_is_over(seen: Image) -> None:
-    """P3: whatever else the image says, with and without a run of one's own."""
-    newer = replace(seen, epoch=VERSION + 1)
-    assert tracker().observe(newer, START) is Step.SUPERSEDED
-    assert dispatched().observe(newer, START) is Step.SUPERSEDED
+def test_another_epoch_means_that_this_term_is_over(seen: Image, epoch: int) -> None:
+    """P3: whatever else the image says, with and without a run of one's own; P9: what was won may be gone."""
+    other = replace(seen, epoch=epoch)
+    assert tracker().observe(other, START) is Step.SUPERSEDED
+    assert dispatched().observe(other, START) is Step.SUPERSEDED
 
 
 images = st.builds(

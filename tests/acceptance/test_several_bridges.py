@@ -1,0 +1,179 @@
+"""Several bridges in one listener process: one that fails for good leaves the others alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from pymongo import MongoClient
+
+from mongo_celery import Bridge
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.listener.process import FAILED_BRIDGE, Backoff, ListenerThreads, Pauses, run_listeners
+from mongo_celery.listener.service import Listener
+from tests.fixtures.process import Processes, ProjectProcess, wait_for
+
+Document = dict[str, Any]
+SHORT = Pauses(first=1.0, longest=2.0)
+_REFUSED = [{"$match": {"$expr": {"$noSuchOperator": 1}}}]
+_MAIN = "from tests.acceptance.test_several_bridges import main; main()"
+
+
+def main() -> None:
+    """Listen as the command does, with short pauses; told by JSON in the first argument."""
+    told = json.loads(sys.argv[1])
+    app = Celery("several", broker=told["broker"])
+    for name in told["bridges"]:
+        bridge = Bridge(
+            app,
+            told["mongo"],
+            name=name,
+            database=f"{told['names']}_state",
+            autodiscover=False,
+            partitions=1,
+            lease_ttl=2,
+            pipeline=_REFUSED if name.startswith("bad") else [],
+        )
+        bridge.on_change(f"{told['names']}_data.items", name=name)(_handler(name))
+    app.log.setup(logging.INFO)
+    sys.exit(run_listeners(app, [], pauses=SHORT))
+
+
+def _handler(name: str) -> Callable[[Any], None]:
+    def handle(change: Any) -> None:
+        raise AssertionError(f"no worker runs here: {change}")
+
+    handle.__name__ = name
+    return handle
+
+
+class Several:
+    """Listener processes for some bridges, on real servers."""
+
+    def __init__(self, processes: Processes, client: MongoClient[Document], mongo: str, broker: str) -> None:
+        self.names = f"several_{uuid4().hex[:10]}"
+        self.items = client[f"{self.names}_data"]["items"]
+        self.leases = client[f"{self.names}_state"]["leases"]
+        self._processes = processes
+        self._told = {"mongo": mongo, "broker": broker, "names": self.names}
+
+    def listen(self, *bridges: str) -> ProjectProcess:
+        """Start a process for these bridges; does not wait."""
+        told = json.dumps({**self._told, "bridges": bridges})
+        return self._processes.python("listener", "-c", _MAIN, told)
+
+    def version(self, bridge: str) -> int:
+        """The version of a bridge's lease."""
+        lease = self.leases.find_one({"_id": bridge})
+        assert lease is not None
+        return int(lease["version"])
+
+
+@pytest.fixture
+def several(
+    processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str
+) -> Iterator[Several]:
+    """Give bridges named `good...`, and `bad...` whose pipeline the server refuses."""
+    made = Several(processes, mongo_client, mongo_url, redis_url)
+    yield made
+    processes.__exit__()
+    for part in ("data", "state"):
+        mongo_client.drop_database(f"{made.names}_{part}")
+
+
+def test_a_bridge_that_fails_for_good_leaves_the_others_alone(several: Several, redis_client: Any) -> None:
+    """P1: the healthy one keeps its term and dispatches; the other is tried again, and each failure is loud."""
+    listener = several.listen("good", "bad")
+    listener.wait_for_output("leading bridge good")
+    listener.wait_for_output("CRITICAL.*bridge bad has failed")
+    version = wait_for(lambda: several.version("good"))
+    wait_for(lambda: listener.text.count("bridge bad has failed") >= 3, 20, "tried again, and once more")
+    several.items.insert_one({"_id": 1})
+    wait_for(lambda: redis_client.llen("good.0"), 10, "the healthy bridge dispatches")
+    assert listener.running
+    assert several.version("good") == version
+    assert "starting it again in 1 s" in listener.text
+    assert "starting it again in 2 s" in listener.text
+    assert listener.terminate() == 0
+
+
+@pytest.mark.parametrize("bridges", [["bad"], ["bad1", "bad2"]])
+def test_the_process_ends_with_status_1_once_every_bridge_has_failed(several: Several, bridges: list[str]) -> None:
+    """So that a supervisor restarts it, and sees that it cannot."""
+    listener = several.listen(*bridges)
+    assert listener.wait(30) == 1
+    for name in bridges:
+        assert f"bridge {name} has failed" in listener.text
+
+
+class _Fake:
+    """A listener that fails so many times, then listens until it is stopped."""
+
+    def __init__(self, failures: int) -> None:
+        self.left = failures
+        self.listens = threading.Event()
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        if self.left:
+            self.left -= 1
+            raise ConfigurationError("as the test asked")
+        self.listens.set()
+        self._stopping.wait()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+
+def _threads(*fakes: _Fake, **more: Any) -> ListenerThreads:
+    named = [(f"bridge{number}", cast("Listener", fake)) for number, fake in enumerate(fakes)]
+    return ListenerThreads(named, Pauses(0.01, 0.02), **more)
+
+
+def test_threads_of_a_worker_never_give_up() -> None:
+    """No supervisor would notice: the worker lives on. Also when it is the only bridge."""
+    fake = _Fake(5)
+    threads = _threads(fake)
+    threads.start()
+    assert fake.listens.wait(10)
+    assert not threads.ended.is_set()
+    threads.stop()
+    assert not threads.all_failed
+
+
+def test_nothing_is_started_again_while_the_worker_ends() -> None:
+    """The worker waits for its handlers perhaps long before it stops its listener."""
+    fake = _Fake(2)
+    threads = _threads(fake, is_ending=lambda: True)
+    threads.start()
+    threads._threads[0].join(10)
+    assert not threads._threads[0].is_alive()
+    assert fake.left == 1
+    threads.stop()
+
+
+def test_stop_ends_a_pause() -> None:
+    """A shutdown does not wait for ten minutes."""
+    fakes = [_Fake(9), _Fake(0)]
+    threads = ListenerThreads(
+        [(str(number), cast("Listener", fake)) for number, fake in enumerate(fakes)], FAILED_BRIDGE, ends_with_all=True
+    )
+    threads.start()
+    wait_for(lambda: fakes[0].left == 8)
+    threads.stop(10)
+    assert not any(thread.is_alive() for thread in threads._threads)
+    assert fakes[0].left == 8
+
+
+def test_pauses_double_up_to_a_bound_and_begin_anew_after_a_long_life() -> None:
+    """Half a minute, a minute, ... ten minutes."""
+    backoff = Backoff(FAILED_BRIDGE)
+    assert [backoff.after(1) for _ in range(7)] == [30, 60, 120, 240, 480, 600, 600]
+    assert [backoff.after(601), backoff.after(1)] == [30, 60]

@@ -1,0 +1,110 @@
+"""Terms of a listener without its threads: a lease, what it has taken over, and what it leads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bson import Timestamp
+from pymongo import MongoClient
+from pymongo.collection import Collection
+from pymongo.database import Database
+
+from mongo_celery.change import Change
+from mongo_celery.listener.renewal import Renewal
+from mongo_celery.listener.subscription import Plan, Subscription, make_trackers
+from mongo_celery.listener.takeover import Taken, take_over
+from mongo_celery.options import BridgeOptions
+from mongo_celery.registration import Handler, make_handler
+from mongo_celery.state.store import Store
+from mongo_celery.window import Mark
+
+Document = dict[str, Any]
+
+BRIDGE = "shop"
+TTL = 5.0
+
+
+def handle(_change: Change) -> None:
+    """A handler."""
+
+
+def mark_at(time: Timestamp) -> Mark:
+    """A place with this cluster time, as the server writes it."""
+    data = f"82{time.time:08x}{time.inc:08x}2b02"
+    return Mark({"_data": data}, data, time)
+
+
+@dataclass(frozen=True, slots=True)
+class TermRig:
+    """One term: its store, its lease, and the options and handlers of its process."""
+
+    store: Store
+    renewal: Renewal
+    options: BridgeOptions
+    handlers: Sequence[Handler]
+    database: Database[Document]
+
+    @property
+    def version(self) -> int:
+        return self.renewal.term.version
+
+    @property
+    def partitions(self) -> Collection[Document]:
+        return self.database["partitions"]
+
+    def take_over(self) -> Taken:
+        """What the term does first."""
+        return take_over(self.store, self.renewal, self.options, self.handlers)
+
+    def led(self, taken: Taken, marks: Mapping[str, Mark | None]) -> list[Subscription]:
+        """The subscriptions of this term, drained up to these places."""
+        return [self._led(taken, handler, marks.get(handler.name)) for handler in self.handlers]
+
+    def _led(self, taken: Taken, handler: Handler, mark: Mark | None) -> Subscription:
+        images = taken.images[handler.name]
+        generation = taken.layout.generation
+        ids = {
+            image.index: self.store.partitions.partition_id(handler.name, generation, image.index) for image in images
+        }
+        plan = Plan(
+            handler,
+            handler.interest(None),
+            handler.partitioner(self.options),
+            taken.layout,
+            taken.version,
+            Timestamp(1, 1),
+            mark,
+        )
+        return Subscription(self.options, plan, make_trackers(images, ids, taken.version, self.options))
+
+    def documents(self) -> dict[str, Document]:
+        """All partitions as they are stored."""
+        return {document["_id"]: document for document in self.partitions.find()}
+
+
+def begin_term(
+    client: MongoClient[Document], database: str, partitions: int, names: Sequence[str] = ("record",)
+) -> TermRig:
+    """A new term, whatever the one before is doing: its lease has lapsed."""
+    options = BridgeOptions(name=BRIDGE, database=database, lease_ttl=TTL, claim_ttl=TTL, partitions=partitions)
+    store = Store(client, options)
+    store.leases.ensure()
+    client[database]["leases"].update_one({"_id": BRIDGE}, {"$set": {"expiresAt": None}})
+    term = store.leases.acquire()
+    assert term is not None, "the lease has lapsed"
+    handlers = [_handler(name, options) for name in names]
+    return TermRig(store, Renewal(store.leases, term, TTL, dict), options, handlers, client[database])
+
+
+def _handler(name: str, options: BridgeOptions) -> Handler:
+    arguments = dict.fromkeys(("name", "operations", "fields", "match", "partition_by", "failure_policy"))
+    return make_handler(
+        handle,
+        ("shop.orders",),
+        options,
+        task_name=f"shop.{name}",
+        arguments={**arguments, "name": name, "transactional": False},
+        task_options={},
+    )

@@ -1,0 +1,232 @@
+"""
+Going on after lost history: who is moved, whereto, and what stays.
+
+The set's own oplog decides: it holds this moment, and nothing of 1970. P1 to P10 are the design's invariants.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from bson import Timestamp
+from pymongo import MongoClient
+
+from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
+from mongo_celery.listener import history
+from mongo_celery.listener.history import LostHistory
+from mongo_celery.listener.subscription import Subscription
+from mongo_celery.listener.takeover import find_starts
+from mongo_celery.listener.watermarks import Watermarks
+from mongo_celery.stream.reader import Position
+from mongo_celery.stream.start import operation_time, read_oplog
+from mongo_celery.window import Mark
+from tests.integration.term_rig import TermRig, begin_term, mark_at
+
+Document = dict[str, Any]
+
+ROLLED = mark_at(Timestamp(5, 1))
+PINNED = Timestamp(1, 1)
+STREAM = "the fingerprint"
+FUTURE = Timestamp(4_000_000_000, 1)
+
+
+@dataclass
+class Bridge:
+    """A term with subscriptions at places of the test's choice."""
+
+    client: MongoClient[Document]
+    rig: TermRig
+    led: dict[str, Subscription]
+    watermarks: Watermarks
+
+    def history(self, decision: str) -> LostHistory:
+        return LostHistory(
+            self.rig.store,
+            self.client,
+            self.rig.renewal,
+            self.rig.options,
+            decision=decision,
+            fingerprint=STREAM,
+        )
+
+    def go_on(self, decision: str) -> Position:
+        return self.history(decision).go_on(HistoryLostError(), self.led, self.watermarks)
+
+    def document(self, name: str) -> Document:
+        found = self.rig.database["subscriptions"].find_one({"_id": f"shop/{name}"})
+        assert found is not None, "it was taken over"
+        return found
+
+    @property
+    def lease(self) -> Document:
+        return self.rig.store.leases.read() or {}
+
+    @property
+    def oldest(self) -> Timestamp:
+        return read_oplog(self.client).first
+
+
+class Make:
+    """Makes a bridge whose subscriptions stand at these marks, or nowhere yet."""
+
+    def __init__(self, client: MongoClient[Document], database: str) -> None:
+        self._client = client
+        self._database = database
+
+    def __call__(self, *, pinned: Timestamp = PINNED, **marks: Mark | None) -> Bridge:
+        rig = begin_term(self._client, self._database, 2, list(marks))
+        taken = rig.take_over()
+        for name, mark in marks.items():
+            assert rig.store.subscriptions.pin(name, rig.version, pinned, None)
+            if mark is not None:
+                rig.store.subscriptions.advance(name, rig.version, mark.token, mark.cluster_time, STREAM)
+        led = {each.name: each for each in rig.led(taken, marks)}
+        bridge = Bridge(self._client, rig, led, Watermarks(rig.store, rig.renewal, STREAM, dict))
+        bridge.watermarks.store(led.values(), 0.0)
+        return bridge
+
+
+@pytest.fixture
+def make(mongo_client: MongoClient[Document], state_database: str) -> Make:
+    return Make(mongo_client, state_database)
+
+
+@pytest.fixture
+def tip(mongo_client: MongoClient[Document]) -> Mark:
+    return mark_at(operation_time(mongo_client))
+
+
+def test_only_what_lies_before_the_oldest_entry_is_moved(make: Make, tip: Mark) -> None:
+    """P1: the others' changes can still be read, whatever was decided; the stream is opened there."""
+    bridge = make(record=ROLLED, audit=tip)
+    before = bridge.document("audit")
+    assert bridge.go_on("now") == Position(tip.token, tip.cluster_time)
+    assert bridge.document("audit") == before
+    moved = bridge.document("record")
+    assert moved["resumeToken"] is None
+    assert moved["startAtOperationTime"] == moved["clusterTime"] > tip.cluster_time
+    assert bridge.led["record"].plan.start == moved["startAtOperationTime"]
+    assert (bridge.led["record"].stored, bridge.led["audit"].stored) == (None, tip)
+    assert bridge.watermarks.floors == {"record": moved["startAtOperationTime"]}
+
+
+def test_the_lost_position_does_not_stay_in_the_lease(make: Make, tip: Mark) -> None:
+    """P1: a handler that is added later is pinned there, and would lose history once more."""
+    bridge = make(record=ROLLED, audit=tip)
+    assert bridge.lease["resumeToken"] == ROLLED.token
+    bridge.go_on("now")
+    lease = bridge.lease
+    assert (lease["resumeToken"], lease["clusterTime"]) == (tip.token, tip.cluster_time)
+    assert lease["gaps"][0]["subscriptions"] == ["record"]
+
+
+def test_a_handler_that_is_added_after_lost_history_begins_where_the_bridge_went_on(make: Make, tip: Mark) -> None:
+    """P1: also before the first watermark behind it was stored."""
+    bridge = make(record=ROLLED, audit=tip)
+    oldest = bridge.oldest
+    assert bridge.go_on("oldest") == Position(None, oldest)
+    lease = bridge.lease
+    assert (lease["resumeToken"], lease["clusterTime"], lease["startAtOperationTime"]) == (None, oldest, oldest)
+    rig = begin_term(bridge.client, bridge.rig.options.database, 2, ("record", "audit", "late"))
+    starts = find_starts(rig.store, bridge.client, rig.renewal, rig.options, rig.take_over())
+    assert starts["late"].place == (oldest, "")
+
+
+def test_the_oldest_entry_does_not_lower_a_start_that_was_pinned_behind_it(make: Make) -> None:
+    """P1, P4: what lies before a handler's own start was never asked for."""
+    bridge = make(record=ROLLED, audit=ROLLED)
+    later = {"$set": {"startAtOperationTime": FUTURE}}
+    bridge.rig.database["subscriptions"].update_one({"_id": "shop/record"}, later)
+    assert bridge.go_on("oldest") == Position(None, bridge.oldest)
+    assert bridge.document("record")["startAtOperationTime"] == FUTURE
+    assert bridge.document("audit")["startAtOperationTime"] == bridge.oldest
+    assert bridge.lease["gaps"][0]["subscriptions"] == ["audit"]
+
+
+def test_a_place_before_the_new_start_is_not_stored_over_it(make: Make, tip: Mark) -> None:
+    """P4: the stream is read from where another handler stands, and passes places that are not owed."""
+    bridge = make(record=ROLLED, audit=tip)
+    bridge.go_on("now")
+    start = bridge.led["record"].plan.start
+    for led in bridge.led.values():
+        led.window.pass_over(mark_at(start))
+    bridge.watermarks.store(bridge.led.values(), 0.0)
+    assert bridge.document("record")["resumeToken"] is None
+    assert bridge.document("audit")["resumeToken"] == mark_at(start).token
+    behind = mark_at(Timestamp(start.time, start.inc + 1))
+    bridge.led["record"].window.pass_over(behind)
+    bridge.watermarks.store(bridge.led.values(), 0.0)
+    assert bridge.document("record")["resumeToken"] == behind.token
+    assert bridge.lease["resumeToken"] == mark_at(start).token
+
+
+def test_what_was_done_since_the_last_flush_counts(make: Make, tip: Mark) -> None:
+    """P1: a handler is judged by where it is, not by where it was a second ago."""
+    bridge = make(record=ROLLED, audit=ROLLED)
+    bridge.led["audit"].window.pass_over(tip)
+    assert bridge.go_on("now") == Position(tip.token, tip.cluster_time)
+
+
+def test_without_the_right_to_read_the_oplog_the_smallest_position_is_moved(
+    make: Make, tip: Mark, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P9: said in the log; the next failure moves the next one, until the stream opens."""
+    caplog.set_level(logging.ERROR, "mongo_celery.listener")
+    bridge = make(record=ROLLED, audit=mark_at(Timestamp(6, 1)), third=tip)
+
+    def refuse(_client: object) -> None:
+        raise AccessError
+
+    monkeypatch.setattr(history, "read_oplog", refuse)
+    assert bridge.go_on("now").time == Timestamp(6, 1)
+    assert "['record'] (the oplog cannot be read here" in caplog.text
+    assert bridge.go_on("now") == Position(tip.token, tip.cluster_time)
+    with pytest.raises(AccessError):
+        bridge.go_on("oldest")
+
+
+def test_a_token_that_is_refused_within_the_oplog_is_replaced_by_its_time_once(make: Make, tip: Mark) -> None:
+    """P1, P9: nothing is skipped, and no hot loop where that does not help."""
+    later = mark_at(Timestamp(FUTURE.time, 1))
+    bridge = make(record=tip, audit=later)
+    assert bridge.go_on("oldest") == Position(None, tip.cluster_time)
+    bridge.watermarks.store(bridge.led.values(), 0.0)
+    assert bridge.document("record")["resumeToken"] is None, "the refused token does not come back"
+    assert bridge.document("audit")["resumeToken"] == later.token
+    with pytest.raises(HistoryLostError):
+        bridge.go_on("oldest")
+
+
+def test_nothing_is_moved_until_somebody_has_decided(make: Make, tip: Mark) -> None:
+    """P1, P9: the listener stops, and its state says where."""
+    bridge = make(record=ROLLED, audit=tip)
+    with pytest.raises(HistoryLostError):
+        bridge.go_on("halt")
+    assert bridge.document("record")["resumeToken"] == ROLLED.token
+    assert "gaps" not in bridge.lease
+
+
+def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_a_few_times(make: Make) -> None:
+    """P1: `oldest` was asked for, and a young bridge races a fast oplog."""
+    bridge = make(record=None)
+    lost = bridge.history("halt")
+    for _ in range(3):
+        assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) == Position(None, bridge.oldest)
+        rolled = {"startAtOperationTime": PINNED, "clusterTime": None}
+        bridge.rig.database["subscriptions"].update_one({}, {"$set": rolled})
+    with pytest.raises(HistoryLostError):
+        lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks)
+
+
+def test_a_term_that_has_ended_moves_nothing(make: Make, tip: Mark) -> None:
+    """P3: somebody else leads and decides."""
+    bridge = make(record=ROLLED, audit=tip)
+    later = begin_term(bridge.client, bridge.rig.options.database, 2, ("record", "audit"))
+    later.take_over()
+    before = bridge.document("record")
+    with pytest.raises(LeaseLostError):
+        bridge.go_on("now")
+    assert bridge.document("record") == before

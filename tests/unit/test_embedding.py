@@ -1,0 +1,109 @@
+"""How a bridge enters a worker: what it refuses, what it keeps out of logs, when it leaves things alone."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery, bootsteps
+from celery.worker import state as worker_state
+
+from mongo_celery import Bridge
+from mongo_celery.embedding import _is_ending
+from tests.fixtures.process import Processes
+
+_URL = "mongodb://127.0.0.1:1/?connect=false"
+_APP = """
+from celery import Celery
+from mongo_celery import Bridge
+
+app = Celery("shop", broker="memory://")
+app.conf.update({settings})
+good = Bridge(app, "{url}", name="good", autodiscover=False)
+bad = Bridge(app, "{url}", name="bad", autodiscover=False, {options})
+"""
+_COMMANDS = "pymongo.command"
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "named"),
+    [
+        ("mongo_celery_partitons=8", "", r"bridge good .*partitons.*did you mean 'partitions'"),
+        ("mongo_celery_partitions=8", "queues=12", r"bridge bad .*queues=12 is more than partitions=8"),
+    ],
+)
+@pytest.mark.parametrize("logfile", [False, True])
+def test_a_worker_whose_bridge_cannot_work_ends_and_says_why(
+    processes: Processes, tmp_path: Path, settings: str, options: str, named: str, logfile: bool
+) -> None:
+    """Without partition queues it would run, and consume nothing; a detached one says so in its log file."""
+    (tmp_path / "shop.py").write_text(_APP.format(settings=settings, options=options, url=_URL), encoding="utf-8")
+    where = tmp_path / "worker-file.log"
+    more = ["--logfile", str(where)] if logfile else []
+    worker = processes.celery("shop", "worker", "-P", "solo", *more, environment={"PYTHONPATH": str(tmp_path)})
+    assert worker.wait(20) == 1
+    text = where.read_text(encoding="utf-8") if logfile else worker.text
+    critical = [line for line in text.splitlines() if "CRITICAL" in line]
+    assert len(critical) == 1
+    assert re.search(named, critical[0])
+    assert "Traceback" not in text
+
+
+@pytest.fixture
+def loggers() -> Iterator[tuple[logging.Logger, logging.Logger]]:
+    """Give the loggers `pymongo` and `pymongo.command` as if nobody had touched them."""
+    both = logging.getLogger("pymongo"), logging.getLogger(_COMMANDS)
+    levels = [each.level for each in both]
+    for each in both:
+        each.setLevel(logging.NOTSET)
+    yield both
+    for each, level in zip(both, levels, strict=True):
+        each.setLevel(level)
+
+
+@pytest.mark.parametrize("which", ["client", "stream"])
+@pytest.mark.parametrize(
+    ("driver", "commands", "kept"),
+    [
+        (logging.NOTSET, logging.NOTSET, logging.INFO),
+        (logging.DEBUG, logging.NOTSET, logging.NOTSET),
+        (logging.NOTSET, logging.DEBUG, logging.DEBUG),
+    ],
+)
+def test_a_client_logs_no_commands_unless_someone_asked_for_them(
+    loggers: tuple[logging.Logger, logging.Logger], which: str, driver: int, commands: int, kept: int
+) -> None:
+    """Where the app sets up logging by itself, Celery sends no signal; a root at DEBUG would show the key."""
+    loggers[0].setLevel(driver)
+    loggers[1].setLevel(commands)
+    bridge = Bridge(Celery("quiet", broker="memory://", set_as_current=False), _URL, autodiscover=False)
+    client: Any = bridge._connect() if which == "client" else bridge.stream_client(1.0)
+    client.close()
+    assert loggers[1].level == kept
+
+
+@pytest.mark.parametrize(
+    ("should_stop", "should_terminate", "state", "expected"),
+    [
+        (None, None, "running", False),
+        (False, False, "running", False),
+        (0, None, "running", True),
+        (None, 1, "running", True),
+        (None, None, "closing", True),
+        (None, None, "terminating", True),
+    ],
+)
+def test_a_worker_is_ending_from_the_signal_on(
+    monkeypatch: pytest.MonkeyPatch, should_stop: Any, should_terminate: Any, state: str, expected: bool
+) -> None:
+    """Celery keeps the exit status there, and 0 is one; a remote shutdown shows in the blueprint only."""
+    monkeypatch.setattr(worker_state, "should_stop", should_stop)
+    monkeypatch.setattr(worker_state, "should_terminate", should_terminate)
+    blueprint: Any = bootsteps.Blueprint(name="worker")
+    blueprint.state = {name: number for number, name in blueprint.state_to_name.items()}[state]
+    assert _is_ending(SimpleNamespace(blueprint=blueprint)) is expected
