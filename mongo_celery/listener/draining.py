@@ -99,9 +99,10 @@ def _check_is_drained(options: BridgeOptions, taken: Taken, absent: Absent) -> N
         raise LayoutError(
             f"The partitions of bridge {options.name} cannot change from {taken.layout.partitions} to "
             f"{taken.wanted.partitions}: partition {image.index} of {absent.name}, which has no handler here, "
-            f"{reason}. Register the handler again, with the old layout, until `status` shows no lag and nothing halted, "
-            f"paused or outstanding. Or give it up: in the database {options.database} delete the document {where!r} from "
-            f"subscriptions, and from partitions those whose _id begins with {where + '/'!r}.",
+            f"{reason}. Register the handler again, with the old layout, until `status` shows no lag and nothing "
+            "halted, paused or outstanding. Or give it up: in the database "
+            f"{options.database} delete the document {where!r} from subscriptions, and from partitions those whose "
+            f"_id begins with {where + '/'!r}.",
         )
 
 
