@@ -20,6 +20,7 @@ from mongo_celery.registry import chosen_bridges
 logger = logging.getLogger("mongo_celery.listener")
 
 _STOP_SECONDS = 10.0
+_SIGNAL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +150,18 @@ def run_listeners(
     listeners = [(bridge.name, Listener(bridge, on_history_lost)) for bridge in chosen_bridges(app, names)]
     threads = ListenerThreads(listeners, pauses, ends_with_all=True)
 
+    told: list[int] = []
+
     def told_to_end(number: int, _frame: FrameType | None) -> None:
-        logger.info("%s: stepping down", signal.Signals(number).name)
-        threads.ended.set()
+        told.append(number)  # no more: it may interrupt this thread while it holds the lock of an event or a log
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, told_to_end)
     threads.start()
-    while not threads.ended.wait(1.0):
+    while not told and not threads.ended.wait(_SIGNAL_SECONDS):
         pass
+    if told:
+        logger.info("%s: stepping down", signal.Signals(told[0]).name)
     threads.stop()
     return 1 if threads.all_failed else 0
 
