@@ -54,12 +54,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.worker")
 
-_OUTCOME_SECONDS = 30.0
+_ANSWER_SECONDS = 30.0
 _ERROR_CHARS = 2000
 _LETTER_BYTES = 15 << 20
 
 current: contextvars.ContextVar[Execution | None] = contextvars.ContextVar("mongo_celery_execution", default=None)
 """The execution whose handler runs in this context."""
+
+
+def until_answered(write: Callable[[], bool], what: str) -> bool:
+    """
+    Repeat a write that got no answer, for a bounded time; an answer, also a refusal, is final.
+
+    Raises:
+        PyMongoError: what the last attempt said, or what repeating cannot cure.
+    """
+    until = time.monotonic() + _ANSWER_SECONDS
+    pause = 0.05
+    while True:
+        try:
+            return write()
+        except PyMongoError as error:
+            if not is_transient(error) or time.monotonic() > until:
+                raise
+            logger.warning("writing %s failed, trying again: %s", what, error)
+            time.sleep(pause)
+            pause = min(pause * 2, 1.0)
 
 
 class SupersededError(Ignore):
@@ -306,18 +326,7 @@ class Execution:
         raise Ignore
 
     def _persist(self, write: Callable[[], bool]) -> bool:
-        """Repeat a write that got no answer, for a bounded time; an answer, also a refusal, is final."""
-        until = time.monotonic() + _OUTCOME_SECONDS
-        pause = 0.05
-        while True:
-            try:
-                return write()
-            except PyMongoError as error:
-                if not is_transient(error) or time.monotonic() > until:
-                    raise
-                logger.warning("writing an outcome failed, trying again: %s", error)
-                time.sleep(pause)
-                pause = min(pause * 2, 1.0)
+        return until_answered(write, f"an outcome of {self._run.partition_id}")
 
     def _change(self, claim: Claim, raw: bytes, offset: int) -> Change:
         event = strip_flags(bson.decode(raw, self._codec))

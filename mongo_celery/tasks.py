@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +23,12 @@ from celery import Celery
 from celery.app.task import Task
 from celery.exceptions import Ignore, Reject
 from pymongo import WriteConcern
-from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.change import Change
 from mongo_celery.envelope import bridge_of
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
-from mongo_celery.execution import Execution, ParkedSignature, current, refuse_new_arguments
-from mongo_celery.stream.reactions import is_transient
+from mongo_celery.execution import Execution, ParkedSignature, current, refuse_new_arguments, until_answered
 
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
@@ -54,8 +51,6 @@ PROTOCOL_ATTRIBUTES: dict[str, Any] = {
     "expires": None,
 }
 """What the protocol needs of a task; `check` and every worker look whether annotations override it."""
-
-_COMMIT_SECONDS = 30.0
 
 
 class ChangeTask:
@@ -234,28 +229,13 @@ def register_commit(app: Celery, find: Callable[[str], Bridge | None]) -> None:
         run = bridge.worker.open("commit", envelope, None)
         if run is None:
             raise Ignore
-        _commit(lambda: bridge.worker.store.claims.commit(run.partition_id, run.first), run.partition_id)
+        claims = bridge.worker.store.claims
+        if not until_answered(lambda: claims.commit(run.partition_id, run.first), f"a commit of {run.partition_id}"):
+            logger.debug("commit of %s found its work done", run.partition_id)
 
     base = type("CommitTask", (CommitTask, app.Task), {"abstract": True})
     register: Any = app.task
     register(name=COMMIT_TASK, base=base, shared=False, typing=False, **PROTOCOL_ATTRIBUTES)(commit)
-
-
-def _commit(write: Callable[[], bool], partition_id: str) -> None:
-    """Transient errors are retried here, inside the task; after that the listener commits."""
-    until = time.monotonic() + _COMMIT_SECONDS
-    pause = 0.05
-    while True:
-        try:
-            if not write():
-                logger.debug("commit of %s found its work done", partition_id)
-            return
-        except PyMongoError as error:
-            if not is_transient(error) or time.monotonic() > until:
-                raise
-            logger.warning("commit of %s failed, trying again: %s", partition_id, error)
-            time.sleep(pause)
-            pause = min(pause * 2, 1.0)
 
 
 def overridden_attributes(app: Celery) -> dict[str, list[str]]:
