@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         CommandRefusedError,
         ConfigurationError,
         DeploymentError,
+        DocumentLockedError,
         EmbeddedServerError,
         ForkedClientError,
         HandlerCrashedError,
@@ -27,21 +28,38 @@ if TYPE_CHECKING:
         LayoutError,
         LeaseLostError,
         MongoCeleryError,
+        OutboxRefusedError,
         ServerUnavailableError,
         StaleFencingTokenError,
         StreamError,
         StreamRefusedError,
         TopologyError,
+        TransactionCanceledError,
+        TransactionError,
+        TransactionRequiredError,
+        TransactionStateError,
+        TransactionTimeoutError,
         UnreadableEventError,
     )
     from mongo_celery.fenced import FencedCollection
     from mongo_celery.fencing import Fence
+    from mongo_celery.locking import select_for_update, select_many_for_update, transactional
+    from mongo_celery.outbox import Event, Outbox, once
+    from mongo_celery.twophase import Participant, TwoPhaseCommit
 
 _HOMES = {
     "Bridge": "bridge",
     "Change": "change",
+    "Event": "outbox",
     "Fence": "fencing",
     "FencedCollection": "fenced",
+    "Outbox": "outbox",
+    "Participant": "twophase",
+    "TwoPhaseCommit": "twophase",
+    "once": "outbox",
+    "select_for_update": "locking",
+    "select_many_for_update": "locking",
+    "transactional": "locking",
 }
 
 __all__ = [
@@ -51,7 +69,9 @@ __all__ = [
     "CommandRefusedError",
     "ConfigurationError",
     "DeploymentError",
+    "DocumentLockedError",
     "EmbeddedServerError",
+    "Event",
     "Fence",
     "FencedCollection",
     "ForkedClientError",
@@ -62,12 +82,25 @@ __all__ = [
     "LayoutError",
     "LeaseLostError",
     "MongoCeleryError",
+    "Outbox",
+    "OutboxRefusedError",
+    "Participant",
     "ServerUnavailableError",
     "StaleFencingTokenError",
     "StreamError",
     "StreamRefusedError",
     "TopologyError",
+    "TransactionCanceledError",
+    "TransactionError",
+    "TransactionRequiredError",
+    "TransactionStateError",
+    "TransactionTimeoutError",
+    "TwoPhaseCommit",
     "UnreadableEventError",
+    "once",
+    "select_for_update",
+    "select_many_for_update",
+    "transactional",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from celery import Celery
 from kombu import Connection
@@ -14,17 +15,24 @@ _BOUNDS = {
 """What bounds a call, by the kind of transport."""
 
 
-def bounded_connection(app: Celery, seconds: int) -> Connection:
+def bounded_connection(app: Celery, seconds: int, *, confirm: bool = False) -> Connection:
     """
     A connection of its own to publish with, every call of which ends within a bound.
 
     Neither Redis nor RabbitMQ has a bound by itself. What the app's `broker_transport_options` say about it
     counts more.
+
+    Args:
+        app: the Celery app, for its broker.
+        seconds: the bound of a call.
+        confirm: whether RabbitMQ confirms each message; Redis always answers.
     """
     with app.connection_for_write() as plain:
-        names = _BOUNDS.get(plain.transport.driver_type, ())
+        kind = plain.transport.driver_type
     given = app.conf.broker_transport_options or {}
-    bounds = {name: seconds for name in names if name not in given}
+    bounds: dict[str, Any] = {name: seconds for name in _BOUNDS.get(kind, ()) if name not in given}
+    if confirm and kind == "amqp":
+        bounds.setdefault("confirm_publish", given.get("confirm_publish", True))
     return app.connection_for_write(connect_timeout=seconds, transport_options=bounds)
 
 

@@ -21,6 +21,13 @@ Every error that mongo_celery raises, in one tree.
      +-- HandlerCrashedError           a change has killed its worker too often
      +-- HandlerUsageError             a handler was used in a way it cannot serve
      +-- CommandRefusedError           an operator's command met another state
+     +-- OutboxRefusedError            the outbox cannot take or deliver this
+     +-- TransactionError              a transaction did not succeed
+     |    +-- TransactionRequiredError a lock was asked for outside a transaction
+     |    +-- DocumentLockedError      another transaction holds the document
+     |    +-- TransactionTimeoutError  the time for repeating it is used up
+     |    +-- TransactionCanceledError a two-phase transaction was rolled back
+     |    +-- TransactionStateError    its state does not allow this step
      +-- EmbeddedServerError           a development server did not start
 
 A class's docstring is its default message and says what to do. Facts are keyword
@@ -149,6 +156,50 @@ class HandlerUsageError(MongoCeleryError):
 
 class CommandRefusedError(MongoCeleryError):
     """The state has changed since the command read it, or does not allow it. Look at `status`, then repeat it."""
+
+
+class OutboxRefusedError(MongoCeleryError):
+    """
+    The outbox refuses this write; nothing was written. The message names the reason: an entry that
+    cannot be encoded, too many pending entries, a document beyond 16 MB, or `pendingEvents` in the update.
+    """
+
+
+class TransactionError(MongoCeleryError):
+    """A transaction did not succeed. The subclass says why."""
+
+
+class TransactionRequiredError(TransactionError):
+    """
+    A document can only be locked inside a transaction on a replica set or sharded cluster. Pass the
+    session of a transaction in progress, such as the one that `transactional` hands to the function.
+    """
+
+
+class DocumentLockedError(TransactionError):
+    """Another transaction holds the document. Try again later, or allow more time for waiting."""
+
+    retryable = True
+
+
+class TransactionTimeoutError(TransactionError):
+    """
+    The transaction met transient errors until its time was used up. Look for a holder that stands still,
+    for contention, or for an election; then try again.
+    """
+
+    retryable = True
+
+
+class TransactionCanceledError(TransactionError):
+    """A two-phase transaction was rolled back; no participant keeps any of its changes. The message says why."""
+
+
+class TransactionStateError(TransactionError):
+    """
+    The transaction's state does not allow this: it is unknown, foreign, or too far on. Look at it with
+    `celery -A app transactions show ID`.
+    """
 
 
 class EmbeddedServerError(MongoCeleryError):

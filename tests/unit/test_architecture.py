@@ -26,6 +26,8 @@ FLOORS = (
     {"state"},
     {"stream"},
     {"registry", "registration", "heartbeat", "broker"},
+    {"locking", "twophase"},
+    {"outbox"},
     {"execution", "worker"},
     {"tasks"},
     {"listener"},

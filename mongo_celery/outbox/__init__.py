@@ -1,0 +1,8 @@
+"""The transactional outbox: tasks and events that are saved with their document, or not at all."""
+
+from mongo_celery.outbox.bulk import Write
+from mongo_celery.outbox.events import Event
+from mongo_celery.outbox.once import once
+from mongo_celery.outbox.outbox import Outbox
+
+__all__ = ["Event", "Outbox", "Write", "once"]

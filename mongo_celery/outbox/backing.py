@@ -1,0 +1,172 @@
+"""What stands behind an outbox: its collection, opened as the protocol needs it, its relay and its dead letters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+from bson.codec_options import CodecOptions
+from celery import Celery
+from pymongo import ReadPreference, WriteConcern
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.errors import PyMongoError
+from pymongo.read_concern import ReadConcern
+
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.locking import after_commit
+from mongo_celery.options import seconds
+from mongo_celery.outbox import index
+from mongo_celery.outbox.dead_letters import COLLECTION, DeadLetters
+from mongo_celery.outbox.metrics import Counters, OutboxStatus
+from mongo_celery.outbox.publisher import Publisher
+from mongo_celery.outbox.relay import Relay
+from mongo_celery.outbox.writes import Writer, Written
+from mongo_celery.redaction import short
+
+logger = logging.getLogger("mongo_celery.outbox")
+
+Duration = float | timedelta
+Source = Collection[Any] | Callable[[], Collection[Any]]
+_SECONDS_MAX = 3600.0
+
+
+class Backing:
+    """
+    The parts of one outbox; each is made when it is first needed.
+
+    Args:
+        app: the Celery app.
+        source: the user's collection, or a callable that returns it.
+        publisher: to the broker.
+        database: of the dead letters.
+        at_once: whether a write is dispatched right away.
+        claim_ttl: seconds for which a document belongs to one relay.
+        max_pending: how many entries a document may hold.
+        max_attempts: how often an entry may fail through its own fault.
+    """
+
+    def __init__(
+        self,
+        app: Celery,
+        source: Source,
+        publisher: Publisher,
+        *,
+        database: str,
+        at_once: bool,
+        claim_ttl: Duration,
+        max_pending: int,
+        max_attempts: int,
+    ) -> None:
+        for name, value in (("max_pending", max_pending), ("max_attempts", max_attempts)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
+        if not isinstance(source, Collection) and not callable(source):
+            raise ConfigurationError(
+                f"{source!r} is no PyMongo collection and no callable that returns one; pass client.db.collection."
+            )
+        self.app = app
+        self.publisher = publisher
+        self.at_once = at_once
+        self.counters = Counters()
+        self._source = source
+        self._database = database
+        self._claim_ttl = bounded(claim_ttl, "claim_ttl")
+        self._max_pending = max_pending
+        self._max_attempts = max_attempts
+
+    @cached_property
+    def collection(self) -> Collection[Any]:
+        """The user's collection with its own types, majority writes and majority reads from the primary."""
+        # A Collection is callable, only to say that it is not.
+        source = self._source if isinstance(self._source, Collection) else self._source()
+        return source.with_options(
+            write_concern=WriteConcern("majority"),
+            read_concern=ReadConcern("majority"),
+            read_preference=ReadPreference.PRIMARY,
+        )
+
+    @cached_property
+    def plain(self) -> Collection[dict[str, Any]]:
+        """The same with plain dicts, whatever types the user's collection decodes to."""
+        return self.collection.with_options(codec_options=CodecOptions(tz_aware=True))
+
+    @cached_property
+    def writer(self) -> Writer:
+        """Writes changes and entries."""
+        return Writer(self.collection, max_pending=self._max_pending, claim_ttl=self._claim_ttl)
+
+    @cached_property
+    def relay(self) -> Relay:
+        """Delivers documents; the index exists afterwards."""
+        index.ensure(self.collection)
+        return Relay(
+            self.plain,
+            self.publisher,
+            lambda: self.dead_letters,
+            claim_ttl=self._claim_ttl,
+            max_attempts=self._max_attempts,
+            counters=self.counters,
+        )
+
+    @property
+    def dead_letters(self) -> DeadLetters:
+        """What could not be published."""
+        store: Collection[dict[str, Any]] = self.plain.database.client[self._database].get_collection(
+            COLLECTION,
+            codec_options=CodecOptions(tz_aware=True),
+            write_concern=WriteConcern("majority"),
+            read_concern=ReadConcern("majority"),
+            read_preference=ReadPreference.PRIMARY,
+        )
+        return DeadLetters(store, self.collection.full_name)
+
+    def may_claim(self, session: ClientSession | None) -> bool:
+        """Whether a write may claim its document in order to dispatch at once."""
+        return self.at_once and not (session is not None and session.in_transaction)
+
+    def dispatch_at_once(self, written: Written, session: ClientSession | None) -> None:
+        """The fast path: whatever goes wrong, the entries are in the document, and the sweep finds them."""
+        document_id = written.document_id
+        if not self.at_once or not (written.matched or written.upserted):
+            return
+        if session is not None and session.in_transaction:
+            after_commit(session, lambda: self.dispatch_at_once(Written(document_id, matched=True), None))
+            return
+        try:
+            if written.owner is None or written.events is None:
+                self.relay.deliver(document_id, judge=False)
+            else:
+                self.relay.deliver_claimed(document_id, written.events, written.owner, written.claimed_at, judge=False)
+        except PyMongoError as error:
+            logger.warning("outbox: document %r is left to the sweep: %s", document_id, short(error))
+
+    def status(self) -> OutboxStatus:
+        """Counts and ages of what is pending; reads only documents in the index."""
+        found = index.waiting(self.plain)
+        return OutboxStatus(
+            outbox=self.collection.full_name,
+            documents=found["documents"],
+            pending=found["pending"],
+            oldest_seconds=found["seconds"],
+            failing=found["failing"],
+            dead_letters=self.dead_letters.count(),
+            dispatched=self.counters.dispatched,
+            failures=self.counters.failures,
+        )
+
+
+def bounded(value: Duration, name: str) -> float:
+    """
+    A duration in seconds.
+
+    Raises:
+        ConfigurationError: not more than 0, or more than an hour.
+    """
+    found = seconds(value, name)
+    if not 0 < found <= _SECONDS_MAX:
+        raise ConfigurationError(f"{name}={value!r} must be more than 0 seconds and at most an hour.")
+    return found

@@ -1,0 +1,64 @@
+"""Entries that could not be published, set aside with their error until a person decides."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from pymongo.collection import Collection
+from pymongo.errors import DuplicateKeyError
+
+from mongo_celery.outbox.entries import Entry
+from mongo_celery.redaction import short
+
+COLLECTION = "outbox_dead_letters"
+_TRACEBACK_CHARS = 8000
+
+
+class DeadLetters:
+    """
+    The dead letters of one outbox.
+
+    Args:
+        collection: where they are kept, with majority writes.
+        outbox: namespace of the documents that they come from.
+    """
+
+    def __init__(self, collection: Collection[dict[str, Any]], outbox: str) -> None:
+        self._collection = collection
+        self._outbox = outbox
+
+    def add(self, document_id: object, entry: Entry | Mapping[str, Any], error: BaseException) -> None:
+        """Store an entry by its id; a second time changes nothing, so that it may be repeated after a crash."""
+        stored = entry.to_document() if isinstance(entry, Entry) else dict(entry)
+        letter = {
+            "_id": f"{self._outbox}/{stored.get('id')}",
+            "outbox": self._outbox,
+            "document": document_id,
+            "entry": stored,
+            "error": f"{type(error).__name__}: {short(error)}",
+            "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
+        }
+        try:
+            self._collection.update_one(
+                {"_id": letter.pop("_id")}, {"$setOnInsert": letter, "$currentDate": {"at": True}}, upsert=True
+            )
+        except DuplicateKeyError:  # two relays at once; the other's is the same
+            return
+
+    def count(self) -> int:
+        """How many there are."""
+        return self._collection.count_documents({"outbox": self._outbox})
+
+    def find(self, limit: int = 0) -> list[dict[str, Any]]:
+        """The oldest first."""
+        return list(self._collection.find({"outbox": self._outbox}).sort("at", 1).limit(limit))
+
+    def get(self, letter_id: str) -> dict[str, Any] | None:
+        """One by the id of its entry."""
+        return self._collection.find_one({"_id": f"{self._outbox}/{letter_id}"})
+
+    def remove(self, letter_id: str) -> bool:
+        """Forget one; False if there is none."""
+        return bool(self._collection.delete_one({"_id": f"{self._outbox}/{letter_id}"}).deleted_count)

@@ -1,0 +1,84 @@
+"""Events for consumers that are not Celery: JSON with the attributes of CloudEvents 1.0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date, datetime
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+from bson import Decimal128, ObjectId
+
+from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.redaction import short
+
+CONTENT_TYPE = "application/json"
+_KEY_BYTES_MAX = 255  # AMQP's short string
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """
+    A message for a topic exchange, published with the document that it tells of.
+
+    Args:
+        routing_key: of the topic exchange, such as `order.placed`; also the event's `type` unless one is given.
+        body: what JSON can hold; dates become ISO 8601 text, ObjectIds, UUIDs and decimals become text.
+        type: CloudEvents' type of the event.
+        subject: CloudEvents' subject; by default the document's `_id` where it is known at writing.
+        attributes: further CloudEvents attributes (extensions), names of lower-case letters and digits.
+
+    Raises:
+        OutboxRefusedError: when it is written, if it cannot be encoded.
+    """
+
+    routing_key: str
+    body: Any = None
+    type: str | None = None
+    subject: str | None = None
+    attributes: Mapping[str, str | int | bool] = field(default_factory=dict)
+
+
+def cloud_event(event: Event, *, id: str, source: str, time: datetime, subject: str | None) -> str:  # noqa: A002
+    """
+    The event as JSON text: CloudEvents 1.0, structured mode.
+
+    Raises:
+        OutboxRefusedError: a body that JSON cannot hold, or a routing key or attribute that the formats refuse.
+    """
+    key = event.routing_key
+    if not isinstance(key, str) or not key or len(key.encode()) > _KEY_BYTES_MAX:
+        raise OutboxRefusedError(f"routing key {key!r} must be text of 1 to {_KEY_BYTES_MAX} bytes.")
+    for name in event.attributes:
+        if not (isinstance(name, str) and name.isascii() and name.isalnum() and name.lower() == name) or name in _OWN:
+            raise OutboxRefusedError(f"attribute {name!r} must be lower-case letters and digits, and none of {_OWN}.")
+    subject = event.subject or subject
+    document = {
+        "specversion": "1.0",
+        "id": id,
+        "source": source,
+        "type": event.type or key,
+        "time": time.isoformat().replace("+00:00", "Z"),
+        **({"subject": subject} if subject else {}),
+        **event.attributes,
+        "datacontenttype": CONTENT_TYPE,
+        "data": event.body,
+    }
+    try:
+        return json.dumps(document, default=_plain, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OutboxRefusedError(f"event {key!r} cannot be encoded as JSON: {short(error)}.") from error
+
+
+_OWN = ("specversion", "id", "source", "type", "time", "subject", "datacontenttype", "data")
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, (datetime, date)):
+        return value.isoformat()
+    if isinstance(value, (ObjectId, UUID, Decimal, Decimal128)):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -1,0 +1,376 @@
+"""The outbox of one collection: writes that carry their tasks and events, and their delivery."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from bson import ObjectId
+from celery import Celery
+from celery.result import AsyncResult
+from pymongo import ReturnDocument
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
+
+from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.options import seconds
+from mongo_celery.outbox import pending, registry
+from mongo_celery.outbox.backing import Backing, Duration, Source, bounded
+from mongo_celery.outbox.bulk import Write, write_in_bulk
+from mongo_celery.outbox.dead_letters import DeadLetters
+from mongo_celery.outbox.entries import FIELD, Entry, event_entry, task_entry
+from mongo_celery.outbox.events import Event
+from mongo_celery.outbox.metrics import OutboxStatus
+from mongo_celery.outbox.publisher import Publisher
+from mongo_celery.outbox.relay import Delivery
+from mongo_celery.outbox.writes import Change, Written, size_errors
+
+
+class Outbox:
+    """
+    Saves documents together with the tasks and events that are to follow: both, or neither.
+
+    Each write stores its entries in the document itself (`pendingEvents`), by the same atomic write. Afterwards
+    they are dispatched: at once by the writer, by a bridge that watches the collection, and by a sweep for what
+    was left behind. In order per document, at least once; consumers deduplicate by the id (see `once`).
+
+    Not promised: that an entry is dispatched only once; an order between documents; anything for documents that
+    are deleted or replaced behind the outbox's back while something is pending.
+
+    Args:
+        app: the Celery app.
+        collection: a PyMongo collection, or a callable that returns one (prefork workers make their clients
+            after the fork).
+        name: what commands and logs call it; by default the collection's full name.
+        sweep_after: seconds after which the sweep takes an entry.
+        sweep_every: seconds between two sweeps by `celery beat`; None for no beat entry.
+        at_once: whether a write dispatches right away what it has written.
+        claim_ttl: seconds for which a document belongs to one relay.
+        max_pending: how many entries a document may hold.
+        max_attempts: how often an entry may fail through its own fault before it is a dead letter.
+        database: where dead letters are kept.
+        exchange: topic exchange of the events.
+        source: CloudEvents' source; by default `/<database>/<collection>`.
+        foreign_tasks: publish tasks that this app does not know, for another app to run.
+
+    Raises:
+        ConfigurationError: an option cannot work, or the app has an outbox of this name.
+    """
+
+    def __init__(
+        self,
+        app: Celery,
+        collection: Source,
+        *,
+        name: str | None = None,
+        sweep_after: Duration = 5.0,
+        sweep_every: Duration | None = 5.0,
+        at_once: bool = True,
+        claim_ttl: Duration = 10.0,
+        max_pending: int = 1000,
+        max_attempts: int = 5,
+        database: str = "mongo_celery",
+        exchange: str = "mongo_celery.events",
+        source: str | None = None,
+        foreign_tasks: bool = False,
+    ) -> None:
+        self.app = app
+        self.sweep_after = bounded(sweep_after, "sweep_after")
+        self.publisher = Publisher(app, exchange, foreign_tasks=foreign_tasks)
+        self.backing = Backing(
+            app,
+            collection,
+            self.publisher,
+            database=database,
+            at_once=at_once,
+            claim_ttl=claim_ttl,
+            max_pending=max_pending,
+            max_attempts=max_attempts,
+        )
+        self._name = name or (collection.full_name if isinstance(collection, Collection) else None)
+        self._source = source
+        registry.add_outbox(app, self, self._name, None if sweep_every is None else bounded(sweep_every, "sweep_every"))
+
+    def __repr__(self) -> str:
+        return f"<Outbox {self._name or '(not opened yet)'}>"
+
+    @property
+    def name(self) -> str:
+        """What commands and logs call it."""
+        return self._name or self.collection.full_name
+
+    @property
+    def collection(self) -> Collection[Any]:
+        """The user's collection, with majority writes and reads from the primary."""
+        return self.backing.collection
+
+    @property
+    def dead_letters(self) -> DeadLetters:
+        """Entries that could not be published."""
+        return self.backing.dead_letters
+
+    # -- writes ------------------------------------------------------------------------------------
+
+    def insert_one(
+        self,
+        document: Any,
+        *,
+        tasks: Sequence[object] = (),
+        events: Sequence[Event] = (),
+        session: ClientSession | None = None,
+        **options: Any,
+    ) -> InsertOneResult:
+        """
+        Insert a document with its tasks and events, as PyMongo's `insert_one`; then dispatch them.
+
+        Args:
+            document: gets an `_id` if it has none, as with PyMongo; is not changed otherwise.
+            tasks: signatures, chains, groups, chords.
+            events: events.
+            session: inside a transaction nothing is dispatched before the commit.
+            options: further options of PyMongo's `insert_one`.
+
+        Raises:
+            OutboxRefusedError: nothing was written; the message says why.
+        """
+        pending.refuse_own_field(document)
+        if "_id" not in document:
+            document["_id"] = ObjectId()
+        entries = self._entries(tasks, events, document["_id"])
+        if not entries:
+            return self.collection.insert_one(document, session=session, **options)
+        whole, written = self.backing.writer.insertion(document, entries, claim=self.backing.may_claim(session))
+        with size_errors(self.collection.full_name):
+            self.collection.insert_one(whole, session=session, **options)
+        self.backing.dispatch_at_once(written, session)
+        return InsertOneResult(document["_id"], acknowledged=True)
+
+    def update_one(
+        self,
+        filter: Mapping[str, Any],  # noqa: A002 - PyMongo's word
+        update: pending.Update,
+        *,
+        upsert: bool = False,
+        tasks: Sequence[object] = (),
+        events: Sequence[Event] = (),
+        session: ClientSession | None = None,
+        **options: Any,
+    ) -> UpdateResult:
+        """
+        Update one document and add its tasks and events, as PyMongo's `update_one`; then dispatch them.
+
+        If no document matches and `upsert` is false, nothing is written and nothing is dispatched.
+
+        Raises:
+            OutboxRefusedError: nothing was written; the message says why.
+        """
+        entries = self._entries(tasks, events, filter.get("_id"))
+        if not entries:
+            pending.refuse_own_field(update)
+            return self.collection.update_one(filter, update, upsert=upsert, session=session, **options)
+        sort = options.pop("sort", None)
+        return self._write(
+            Change(filter=filter, update=update, upsert=upsert, sort=sort, options=options), entries, session
+        ).result()
+
+    def replace_one(
+        self,
+        filter: Mapping[str, Any],  # noqa: A002 - PyMongo's word
+        replacement: Mapping[str, Any],
+        *,
+        upsert: bool = False,
+        tasks: Sequence[object] = (),
+        events: Sequence[Event] = (),
+        session: ClientSession | None = None,
+        **options: Any,
+    ) -> UpdateResult:
+        """
+        Replace one document, as PyMongo's `replace_one`; what is pending in it stays, and the new is added.
+
+        Raises:
+            OutboxRefusedError: nothing was written; the message says why.
+        """
+        pending.refuse_own_field(replacement)
+        if any(str(key).startswith("$") for key in replacement):
+            raise ValueError("replacement can not include $ operators")  # PyMongo's own words
+        entries = self._entries(tasks, events, filter.get("_id"))
+        sort = options.pop("sort", None)
+        change = Change(filter=filter, replacement=replacement, upsert=upsert, sort=sort, options=options)
+        return self._write(change, entries, session).result()
+
+    def find_one_and_update(
+        self,
+        filter: Mapping[str, Any],  # noqa: A002 - PyMongo's word
+        update: pending.Update,
+        *,
+        projection: Any = None,
+        sort: Any = None,
+        upsert: bool = False,
+        return_document: bool = ReturnDocument.BEFORE,
+        tasks: Sequence[object] = (),
+        events: Sequence[Event] = (),
+        session: ClientSession | None = None,
+        **options: Any,
+    ) -> Any:
+        """
+        Update one document, add its tasks and events and return it, as PyMongo's `find_one_and_update`.
+
+        Raises:
+            OutboxRefusedError: nothing was written; the message says why.
+        """
+        entries = self._entries(tasks, events, filter.get("_id"))
+        given = {"projection": projection, "sort": sort, "upsert": upsert, "return_document": return_document}
+        if not entries:
+            pending.refuse_own_field(update)
+            return self.collection.find_one_and_update(filter, update, session=session, **given, **options)
+        change = Change(filter=filter, update=update, options=options, **given)
+        return self._write(change, entries, session).document
+
+    def bulk_write(
+        self,
+        requests: Sequence[Any],
+        *,
+        tasks: Sequence[object] = (),
+        events: Sequence[Event] = (),
+        ordered: bool = True,
+        session: ClientSession | None = None,
+    ) -> Any:
+        """
+        PyMongo's `bulk_write`, each request with its tasks and events.
+
+        Args:
+            requests: PyMongo's `InsertOne`, `UpdateOne` and `ReplaceOne`, bare or in a `Write(request, tasks=[...])`
+                or `(request, [task, ...])`.
+            tasks: in addition, for every request.
+            events: in addition, for every request.
+            ordered: as PyMongo's.
+            session: inside a transaction nothing is dispatched before the commit.
+
+        Raises:
+            OutboxRefusedError: a request that changes many documents or deletes cannot carry entries, and a
+                document that is full; nothing was written.
+        """
+        writes = [Write.of(request, tasks, events) for request in requests]
+        with size_errors(self.collection.full_name):
+            result, ids = write_in_bulk(self.backing.writer, writes, self._entries, ordered=ordered, session=session)
+        for document_id in ids:
+            self.backing.dispatch_at_once(Written(document_id, matched=True), session)
+        return result
+
+    def delete_one(
+        self,
+        filter: Mapping[str, Any],
+        *,
+        session: ClientSession | None = None,
+        **options: Any,  # noqa: A002
+    ) -> DeleteResult:
+        """
+        Deliver what is pending in a document, then delete it.
+
+        A delete that does not go through the outbox takes the pending entries with it.
+
+        Raises:
+            OutboxRefusedError: something could not be delivered; the document is still there.
+        """
+        empty = {f"{FIELD}.count": {"$not": {"$gt": 0}}}
+        for _ in range(3):
+            guard = {**filter, "$and": [*filter.get("$and", ()), empty]}
+            result = self.collection.delete_one(guard, session=session, **options)
+            found = None if result.deleted_count else self.backing.plain.find_one(filter, {"_id": 1}, session=session)
+            if found is None:
+                return result
+            delivery = self.backing.relay.deliver(found["_id"])
+        raise OutboxRefusedError(
+            f"document {found['_id']!r} has pending entries that could not be delivered "
+            f"({delivery.error or 'another relay holds them'}); it was not deleted. Try again when they are.",
+            document=found["_id"],
+        )
+
+    def delay(self, document_id: object, task: Any, *args: Any, **kwargs: Any) -> AsyncResult[Any]:
+        """
+        `task.delay(...)` for code that has a document at hand: the task is stored in the document, then dispatched.
+
+        Args:
+            document_id: `_id` of the document, or the document itself.
+            task: a Celery task.
+            args: of the task.
+            kwargs: of the task.
+
+        Returns:
+            The result that `delay` would return.
+
+        Raises:
+            OutboxRefusedError: there is no such document, or the entry is refused.
+        """
+        if isinstance(document_id, Mapping) and "_id" in document_id:
+            document_id = document_id["_id"]
+        entry = task_entry(self.app, task.s(*args, **kwargs), datetime.now(UTC))
+        change = Change(filter={"_id": document_id}, update={}, options={})
+        written = self._write(change, [entry], None)
+        if not written.matched:
+            raise OutboxRefusedError(f"there is no document {document_id!r} in {self.collection.full_name}.")
+        return self.app.AsyncResult(entry.id)
+
+    def save(self, instance: Any, *, tasks: Sequence[object] = (), events: Sequence[Event] = ()) -> Any:
+        """
+        Save an instance of a Django model (django-mongodb-backend) with its tasks and events.
+
+        Afterwards the instance is as after its own `save()`: it has its primary key, and Django's signals were sent.
+
+        Raises:
+            OutboxRefusedError: nothing was written; the message says why.
+            ConfigurationError: the instance is no Django model, or its collection is another.
+        """
+        from mongo_celery.outbox.django import save
+
+        return save(self, instance, tasks=tasks, events=events)
+
+    # -- delivery ----------------------------------------------------------------------------------
+
+    def dispatch(self, document_id: object) -> Delivery:
+        """
+        Deliver what is pending in one document now, in order.
+
+        Another relay may hold the document; then nothing is done here.
+        """
+        return self.backing.relay.deliver(document_id)
+
+    def sweep(self, *, older_than: Duration | None = None, limit: int = 1000) -> Delivery:
+        """
+        Deliver what was left behind in this collection.
+
+        Args:
+            older_than: seconds that the oldest entry of a document has waited; by default `sweep_after`.
+            limit: how many documents at most.
+
+        Returns:
+            The sum of what was done.
+        """
+        from mongo_celery.outbox.sweep import sweep_one
+
+        age = self.sweep_after if older_than is None else seconds(older_than, "older_than")
+        return sweep_one(self, age, limit)
+
+    def status(self) -> OutboxStatus:
+        """Counts and ages of what is pending; reads only documents in the index."""
+        return self.backing.status()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _entries(self, tasks: Sequence[object], events: Sequence[Event], document_id: object) -> list[Entry]:
+        now = datetime.now(UTC)
+        if isinstance(tasks, (str, bytes, Mapping)) or isinstance(events, (str, bytes, Event)):
+            raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
+        subject = None if document_id is None or isinstance(document_id, Mapping) else str(document_id)
+        source = self._source or "/" + self.collection.full_name.replace(".", "/", 1)
+        found = [task_entry(self.app, task, now) for task in tasks]
+        return [*found, *(event_entry(event, now, source=source, subject=subject) for event in events)]
+
+    def _write(self, change: Change, entries: Sequence[Entry], session: ClientSession | None) -> Written:
+        claim = bool(entries) and change.return_document is None and self.backing.may_claim(session)
+        written = self.backing.writer.change(change, entries, session=session, claim=claim)
+        if entries:
+            self.backing.dispatch_at_once(written, session)
+        return written

@@ -1,0 +1,131 @@
+"""Publishing entries: bounded connections of the outbox's own, made anew after a fork."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from celery import Celery
+from celery.canvas import Signature
+from kombu import Exchange
+from kombu.exceptions import OperationalError
+from kombu.pools import ProducerPool
+from kombu.serialization import loads, prepare_accept_content
+
+from mongo_celery.broker import bounded_connection
+from mongo_celery.outbox.canvas import leaves
+from mongo_celery.outbox.entries import Entry
+
+_BROKER_SECONDS = 5
+_PRODUCERS_MAX = 16
+_ONCE_AGAIN = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
+"""A connection that the broker has closed while it was idle costs one repetition."""
+
+
+class BrokerUnavailableError(Exception):
+    """The broker refused or did not answer; the entry is not to blame and waits."""
+
+
+class UnknownTaskError(Exception):
+    """No task of that name is registered in this process."""
+
+
+class Publisher:
+    """
+    Publishes entries of one app. Safe for threads and across forks.
+
+    Args:
+        app: the Celery app.
+        exchange: name of the topic exchange for events.
+        foreign_tasks: whether a task that this app does not know is published by its name.
+    """
+
+    def __init__(self, app: Celery, exchange: str, *, foreign_tasks: bool = False) -> None:
+        self.app = app
+        self._exchange = Exchange(exchange, type="topic", durable=True)
+        self._foreign_tasks = foreign_tasks
+        self._pool: tuple[int, Any] | None = None
+        self._lock = threading.Lock()
+
+    def publish(self, entry: Entry) -> None:
+        """
+        Publish one entry; afterwards the broker has it, as far as the broker promises anything.
+
+        Raises:
+            BrokerUnavailableError: the outcome is unknown; publish it again later.
+            UnknownTaskError: the task is not registered here.
+            Exception: the entry itself cannot be published.
+        """
+        signature = self._signature(entry) if entry.kind == "task" else None
+        with self._producer() as producer:
+            if signature is not None:
+                signature.apply_async(producer=producer, retry=True, retry_policy=_ONCE_AGAIN)
+            else:
+                self._publish_event(producer, entry)
+
+    def _signature(self, entry: Entry) -> Any:
+        accepted = prepare_accept_content(self.app.conf.accept_content)
+        data = loads(entry.payload, entry.content_type, entry.content_encoding, accept=accepted, force=True)
+        signature = Signature.from_dict(data, app=self.app)
+        if not self._foreign_tasks:
+            for leaf in leaves(signature):
+                if leaf.task not in self.app.tasks:
+                    raise UnknownTaskError(
+                        f"task {leaf.task!r} is not registered in this process; import its module there, or make "
+                        "the outbox with foreign_tasks=True if another app runs it.",
+                    )
+        return signature
+
+    def _publish_event(self, producer: Any, entry: Entry) -> None:
+        producer.publish(
+            entry.payload,
+            exchange=self._exchange,
+            routing_key=entry.name,
+            declare=[self._exchange],
+            content_type=entry.content_type,
+            content_encoding=entry.content_encoding,
+            message_id=entry.id,
+            delivery_mode="persistent",
+            retry=True,
+            retry_policy=_ONCE_AGAIN,
+        )
+
+    @contextmanager
+    def _producer(self) -> Iterator[Any]:
+        try:
+            with self._producers().acquire(block=True, timeout=_BROKER_SECONDS) as producer:
+                connection = producer.connection
+                refusals = (*connection.connection_errors, *connection.channel_errors, OperationalError, OSError)
+                try:
+                    yield producer
+                except refusals as error:
+                    connection.collapse()  # whatever it was about: a new one knows nothing of it
+                    raise BrokerUnavailableError(str(error) or type(error).__name__) from error
+        except (OperationalError, OSError) as error:
+            raise BrokerUnavailableError(str(error) or type(error).__name__) from error
+
+    def _producers(self) -> Any:
+        pool = self._pool
+        if pool is None or pool[0] != os.getpid():
+            with self._lock:
+                pool = self._pool
+                if pool is None or pool[0] != os.getpid():
+                    pool = self._pool = (os.getpid(), self._connect())
+        return pool[1]
+
+    def _connect(self) -> Any:
+        try:
+            connection = bounded_connection(self.app, _BROKER_SECONDS, confirm=True)
+        except (KeyError, ImportError, ValueError) as error:
+            raise BrokerUnavailableError(f"the broker's URL of this app is not usable: {error}") from None
+        return ProducerPool(connection.Pool(_PRODUCERS_MAX), limit=_PRODUCERS_MAX, Producer=self.app.amqp.Producer)
+
+    def close(self) -> None:
+        """Close the connections of this process; the next publish makes new ones."""
+        pool, self._pool = self._pool, None
+        if pool is not None and pool[0] == os.getpid():
+            pool[1].force_close_all()
+            pool[1].connections.force_close_all()
