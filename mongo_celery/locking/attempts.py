@@ -1,0 +1,86 @@
+"""What one call of `transactional` remembers across its attempts, found by its session."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from pymongo.client_session import ClientSession
+
+logger = logging.getLogger("mongo_celery.locking")
+
+_FIRST_PAUSE = 0.005
+_GROWTH = 1.5
+_LONGEST_PAUSE = 0.5
+
+
+@dataclass(slots=True)
+class Attempts:
+    """
+    The attempts of one transaction.
+
+    Attributes:
+        deadline: on the monotonic clock; no attempt begins after it.
+        count: attempts that have failed.
+        conflicts: since when a document has been waited for, by its namespace and filter.
+        callbacks: to run after the commit; those of an attempt that failed are dropped.
+    """
+
+    deadline: float
+    count: int = 0
+    conflicts: dict[str, float] = field(default_factory=dict)
+    callbacks: list[Callable[[], object]] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the deadline; negative after it."""
+        return self.deadline - time.monotonic()
+
+    def next_pause(self) -> float:
+        """
+        Seconds to wait before the next attempt: exponential with full jitter, as the drivers' specification has it.
+
+        Source: MongoDB specifications, "Convenient API for Transactions", backoff of `withTransaction`.
+        """
+        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * _GROWTH**self.count)
+        self.count += 1
+        return random.random() * pause  # noqa: S311 - jitter, no secret
+
+    def run_callbacks(self) -> None:
+        """Run what waits for the commit; what fails is logged and stops nothing."""
+        for callback in self.callbacks:
+            try:
+                callback()
+            except Exception:
+                logger.exception("a callback after a commit failed; the transaction is committed")
+
+
+_of_session: WeakKeyDictionary[ClientSession, Attempts] = WeakKeyDictionary()
+_foreign: WeakKeyDictionary[ClientSession, Attempts] = WeakKeyDictionary()
+
+
+def begin(session: ClientSession, attempts: Attempts) -> None:
+    """Note that a session belongs to a call of `transactional`."""
+    _of_session[session] = attempts
+
+
+def attempts_of(session: ClientSession) -> Attempts | None:
+    """The attempts of a session's transaction, if `transactional` runs it."""
+    return _of_session.get(session)
+
+
+def waiting_since(session: ClientSession, document: str) -> float:
+    """When a document first conflicted with this transaction, on the monotonic clock; now, if it never has."""
+    known = _of_session.get(session) or _foreign.setdefault(session, Attempts(0.0))
+    return known.conflicts.setdefault(document, time.monotonic())
+
+
+def locked(session: ClientSession, document: str) -> None:
+    """A document was locked: the next wait for it begins anew."""
+    for known in (_of_session.get(session), _foreign.get(session)):
+        if known is not None:
+            known.conflicts.pop(document, None)
