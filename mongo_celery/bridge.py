@@ -19,7 +19,9 @@ from pymongo.uri_parser import parse_uri
 
 from mongo_celery import embedding
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.options import SETTING_PREFIX, BridgeOptions, PartitionKey, early, merged
+from mongo_celery.options import DEFAULT_DATABASE, SETTING_PREFIX, BridgeOptions, PartitionKey, early, merged
+from mongo_celery.outbox import Outbox
+from mongo_celery.outbox.watching import FIELDS, OPERATIONS, STILL_PENDING, delivery_handler, handler_name
 from mongo_celery.redaction import short
 from mongo_celery.registration import Handler, check_function, make_handler
 from mongo_celery.registry import add_bridge, bridges_by_name, find_bridge
@@ -219,6 +221,41 @@ class Bridge:
             return self._register(function, sources, arguments, task_options)
 
         return decorate
+
+    def outbox(self, collection: object, *, watch: bool = True, name: str | None = None, **options: Any) -> Outbox:
+        """
+        An outbox for a collection of this bridge's cluster, delivered by the listener too.
+
+        Args:
+            collection: `"db.collection"`, `"collection"` where the URL names a database, or a PyMongo collection
+                (its namespace is what counts; the client is the bridge's).
+            watch: whether the listener delivers; else only the writer and the sweep do.
+            name: of the outbox; by default the namespace as given.
+            options: of `Outbox`.
+
+        Raises:
+            ConfigurationError: the bridge has no app yet, or an option cannot work.
+        """
+        namespace = collection.full_name if isinstance(collection, Collection) else collection
+        if not isinstance(namespace, str):
+            raise ConfigurationError(f"outbox({collection!r}): name the collection as 'db.collection'.")
+        made = Outbox(
+            self.app,
+            lambda: self.collection(namespace),
+            name=name or namespace,
+            **{"database": self._given.get("database", DEFAULT_DATABASE), **options},
+        )
+        if watch:
+            self.on_change(
+                namespace,
+                name=handler_name(namespace),
+                operations=OPERATIONS,
+                fields=FIELDS,
+                match=STILL_PENDING,
+                partition_by="_id",
+                bind=True,
+            )(delivery_handler(lambda: made.backing.relay, namespace))
+        return made
 
     def _register(
         self,

@@ -32,6 +32,7 @@ HISTORY_POLICIES = ("halt", "oldest", "now")
 FULL_DOCUMENT = (None, "default", "updateLookup", "whenAvailable", "required")
 BEFORE_CHANGE = (None, "off", "whenAvailable", "required")
 SETTING_PREFIX = "mongo_celery_"
+DEFAULT_DATABASE = "mongo_celery"
 
 FailurePolicy = Literal["halt", "dead_letter", "skip"]
 PartitionKey = str | Callable[[Mapping[str, Any]], Any]
@@ -53,7 +54,7 @@ class BridgeOptions:
     """
 
     name: str = "default"
-    database: str = "mongo_celery"
+    database: str = DEFAULT_DATABASE
     partitions: int = 16
     queues: int | None = None
     partition_by: PartitionKey | None = None

@@ -15,7 +15,7 @@ from pymongo.collection import Collection
 from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.options import seconds
+from mongo_celery.options import DEFAULT_DATABASE, seconds
 from mongo_celery.outbox import pending, registry
 from mongo_celery.outbox.backing import Backing, Duration, Source, bounded
 from mongo_celery.outbox.bulk import Write, write_in_bulk
@@ -71,7 +71,7 @@ class Outbox:
         claim_ttl: Duration = 10.0,
         max_pending: int = 1000,
         max_attempts: int = 5,
-        database: str = "mongo_celery",
+        database: str = DEFAULT_DATABASE,
         exchange: str = "mongo_celery.events",
         source: str | None = None,
         foreign_tasks: bool = False,

@@ -122,6 +122,11 @@ class Relay:
             return Delivery()
         return self.deliver_claimed(document_id, document[FIELD]["events"], owner, claimed_at, judge=judge)
 
+    def is_held(self, document_id: object) -> bool:
+        """Whether something is pending in a document and a relay holds it."""
+        held = {"_id": document_id, f"{FIELD}.count": {"$gt": 0}, "$expr": {"$not": [pending.FREE]}}
+        return self._collection.find_one(held, {"_id": 1}) is not None
+
     def deliver_claimed(
         self,
         document_id: object,

@@ -1,0 +1,178 @@
+"""
+Driving one transaction: one step after the other, each of which may be repeated by anybody.
+
+A driver that is overtaken (another has raised the version) stops at its next write on the transaction. Whatever
+it still sends to a participant is refused by the fence there: see `documents`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from bson import ObjectId
+from pymongo.collection import Collection
+from pymongo.errors import WriteError
+
+from mongo_celery.redaction import short
+from mongo_celery.stream.reactions import is_transient
+from mongo_celery.twophase import documents
+from mongo_celery.twophase.documents import Undone, View
+from mongo_celery.twophase.log import TransactionLog
+from mongo_celery.twophase.participants import Part
+from mongo_celery.twophase.states import State, Transaction
+
+logger = logging.getLogger("mongo_celery.twophase")
+
+Open = Callable[[Part], Collection[dict[str, Any]]]
+
+_ROUNDS = 50
+"""How often a fence may have been moved by other transactions before the attempt is given up for now."""
+
+_PAUSE_SECONDS = 0.05
+
+
+class OvertakenError(Exception):
+    """Another driver has the transaction, or it is no longer in the state in which this one left it."""
+
+
+class BusyError(Exception):
+    """Other transactions kept moving a participant's fence; try again."""
+
+
+class StuckError(Exception):
+    """A participant refuses to be undone; the transaction stays canceling."""
+
+
+class Driver:
+    """
+    Performs steps. Holds nothing of a transaction between two of them.
+
+    Args:
+        log: of the transactions.
+        open_part: gives a participant's collection, with majority writes and reads.
+        identity: of this driver.
+    """
+
+    def __init__(self, log: TransactionLog, open_part: Open, identity: ObjectId) -> None:
+        self._log = log
+        self._open = open_part
+        self.identity = identity
+
+    def step(self, transaction: Transaction) -> Transaction:
+        """
+        Do what comes next, and record it.
+
+        Returns:
+            The transaction after the step; the same if it is final.
+
+        Raises:
+            OvertakenError, BusyError, StuckError: see there.
+            PyMongoError: the outcome may be unknown; repeat the step.
+        """
+        if transaction.state is State.INITIAL:
+            return self.begin(transaction)
+        if transaction.state is State.PENDING:
+            return self._apply(transaction, None)
+        if transaction.state is State.APPLIED:
+            return self._settle(transaction)
+        if transaction.state is State.CANCELING:
+            return self._undo(transaction)
+        return transaction
+
+    def begin(self, transaction: Transaction) -> Transaction:
+        """Initial to pending."""
+        return self._mine(self._log.claim(transaction, self.identity))
+
+    def begin_and_apply(self, transaction: Transaction) -> Transaction:
+        """
+        Initial to applied in one go.
+
+        The claim itself proves that the transaction was not beyond `pending` when the participants were looked at.
+        """
+        views = [self._look(transaction, part) for part in transaction.parts]
+        return self._apply(self._mine(self._log.claim(transaction, self.identity)), views)
+
+    def _apply(self, transaction: Transaction, views: list[View] | None) -> Transaction:
+        """All participants, in their order; then `applied`. Or `canceling`, where one of them refuses."""
+        parts = transaction.parts
+        reached = 0
+        for _ in range(_ROUNDS):
+            if views is None:
+                views = [self._look(transaction, part) for part in parts]
+                if not self._log.touch(transaction):
+                    raise OvertakenError
+            while reached < len(parts):
+                applied, reason = self._apply_one(transaction, parts[reached], views[reached])
+                if reason is not None:
+                    return self._cancel(transaction, reason)
+                if not applied:
+                    break
+                reached += 1
+            if reached == len(parts):
+                return self._mine(self._log.advance(transaction, State.APPLIED))
+            views = None
+            threading.Event().wait(random.random() * _PAUSE_SECONDS)  # noqa: S311 - jitter, no secret
+        raise BusyError
+
+    def _apply_one(self, transaction: Transaction, part: Part, view: View) -> tuple[bool, str | None]:
+        """Whether it is applied now; if not, the reason to cancel, or None to look again."""
+        if view.marked:
+            return True, None
+        if not view.exists:
+            return False, f"participant {part} does not exist"
+        try:
+            if documents.apply(self._open(part), part, transaction.id, view.fence):
+                return True, None
+        except WriteError as error:
+            if is_transient(error):
+                raise
+            return False, f"participant {part} refuses the change: {short(error)}"
+        return self._why_not(transaction, part, view)
+
+    def _why_not(self, transaction: Transaction, part: Part, view: View) -> tuple[bool, str | None]:
+        """What an apply that matched nothing has met."""
+        now = self._look(transaction, part)
+        if now.marked:
+            return True, None
+        if not now.exists:
+            return False, f"participant {part} does not exist"
+        if now.fence != view.fence:
+            return False, None
+        return False, f"participant {part} does not meet {dict(part.require)!r}"
+
+    def _cancel(self, transaction: Transaction, reason: str) -> Transaction:
+        logger.warning("transaction %r is canceled: %s", transaction.id, reason)
+        return self._mine(self._log.cancel(transaction, self.identity, reason))
+
+    def _settle(self, transaction: Transaction) -> Transaction:
+        for part in transaction.parts:
+            documents.settle(self._open(part), part, transaction.id)
+        return self._mine(self._log.advance(transaction, State.DONE))
+
+    def _undo(self, transaction: Transaction) -> Transaction:
+        for part in reversed(transaction.parts):
+            try:
+                outcome = documents.undo(self._open(part), part, transaction.id)
+            except WriteError as error:
+                if is_transient(error):
+                    raise
+                raise StuckError(f"participant {part} refuses to be undone: {short(error)}") from error
+            if outcome is Undone.REFUSED:
+                rule = dict(part.revert_require)
+                raise StuckError(f"participant {part} cannot be undone: it does not meet {rule!r}")
+            if outcome is Undone.GONE:
+                logger.warning("transaction %r: participant %s is gone; nothing to undo there", transaction.id, part)
+        return self._mine(self._log.advance(transaction, State.CANCELED))
+
+    def _look(self, transaction: Transaction, part: Part) -> View:
+        return documents.look(self._open(part), part, transaction.id)
+
+    @staticmethod
+    def _mine(transaction: Transaction | None) -> Transaction:
+        if transaction is None:
+            raise OvertakenError
+        return transaction

@@ -1,0 +1,171 @@
+"""The transactions' own documents: every query on them has its home here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bson import ObjectId
+from bson.int64 import Int64
+from pymongo import ReturnDocument
+from pymongo.collection import Collection
+from pymongo.errors import DuplicateKeyError
+
+from mongo_celery.errors import TransactionStateError
+from mongo_celery.state.expressions import millis
+from mongo_celery.twophase.states import State, Transaction, read_transaction
+
+Document = dict[str, Any]
+
+UNFINISHED = (State.PENDING, State.APPLIED, State.CANCELING)
+_NOW = {"$currentDate": {"lastModified": True}}
+
+
+class TransactionLog:
+    """
+    Reads and writes of transaction documents.
+
+    Args:
+        collection: with majority writes, majority reads, primary.
+        application: this application's marker.
+        accounts: namespace of the documents that transfers name.
+    """
+
+    def __init__(self, collection: Collection[Document], application: str, accounts: str) -> None:
+        self.collection = collection
+        self._application = application
+        self._accounts = accounts
+
+    def insert(self, fields: Mapping[str, Any], transaction_id: Any) -> None:
+        """
+        Store a new transaction in state initial, with the server's time.
+
+        Raises:
+            TransactionStateError: there is one of this id.
+        """
+        try:
+            # An upsert, since only an update can set the server's time.
+            found = self.collection.find_one_and_update(
+                {"_id": transaction_id},
+                [
+                    {
+                        "$replaceWith": {
+                            "$cond": [
+                                {"$gt": [{"$size": {"$objectToArray": "$$ROOT"}}, 1]},
+                                "$$ROOT",
+                                {
+                                    "$mergeObjects": [
+                                        {"_id": "$_id"},
+                                        {"$literal": dict(fields)},
+                                        {"state": str(State.INITIAL), "lastModified": "$$NOW"},
+                                    ],
+                                },
+                            ],
+                        },
+                    },
+                ],
+                projection={"_id": 1},
+                upsert=True,
+                return_document=ReturnDocument.BEFORE,
+            )
+        except DuplicateKeyError:
+            found = {}
+        if found is not None:
+            raise TransactionStateError(
+                f"there is a transaction {transaction_id!r} already; ids are used once. Nothing was changed.",
+                id=transaction_id,
+            )
+
+    def get(self, transaction_id: Any) -> Transaction:
+        """
+        A transaction.
+
+        Raises:
+            TransactionStateError: there is none, or its state or shape is unknown.
+        """
+        document = self.collection.find_one({"_id": transaction_id})
+        if document is None:
+            raise TransactionStateError(f"there is no transaction {transaction_id!r}.", id=transaction_id)
+        return self.read(document)
+
+    def read(self, document: Mapping[str, Any]) -> Transaction:
+        """Understand a document; errors as of `states.read_transaction`."""
+        return read_transaction(document, self._accounts)
+
+    def claim(self, seen: Transaction, driver: ObjectId) -> Transaction | None:
+        """Take a transaction nobody has begun: initial becomes pending. None if somebody was faster."""
+        guard = {"_id": seen.id, "state": str(State.INITIAL), "application": {"$in": [None, self._application]}}
+        return self._update(guard, {"state": str(State.PENDING), **self._marks(driver)}, version=True)
+
+    def take_over(
+        self, seen: Transaction, driver: ObjectId, *, older_than: float | None = None, anybodys: bool = False
+    ) -> Transaction | None:
+        """
+        Become the driver of an unfinished transaction, in the state and version that were seen.
+
+        Args:
+            seen: as it was read.
+            driver: who takes it.
+            older_than: only if its last step was so many seconds ago, by the server's clock.
+            anybodys: whether it may belong to another application.
+        """
+        guard: Document = dict(seen.guard)
+        if not anybodys:
+            guard["application"] = {"$in": [None, self._application]}
+        if older_than is not None:
+            guard["$expr"] = _older_than(older_than)
+        return self._update(guard, self._marks(driver), version=True)
+
+    def touch(self, mine: Transaction) -> bool:
+        """Prove by a majority write that a transaction is still in this state and mine."""
+        return bool(self.collection.update_one(mine.guard, _NOW).matched_count)
+
+    def advance(self, mine: Transaction, state: State, **fields: Any) -> Transaction | None:
+        """The next state; None if I have been overtaken."""
+        return self._update(mine.guard, {"state": str(state), **fields}, version=False)
+
+    def cancel(self, seen: Transaction, driver: ObjectId, reason: str) -> Transaction | None:
+        """From pending to canceling, by a new driver; None if it is no longer as it was seen."""
+        fields = {"state": str(State.CANCELING), "reason": reason, **self._marks(driver)}
+        return self._update(seen.guard, fields, version=True)
+
+    def drop(self, seen: Transaction, reason: str) -> Transaction | None:
+        """From initial to canceled: nothing was done yet."""
+        return self._update(seen.guard, {"state": str(State.CANCELED), "reason": reason}, version=False)
+
+    def note_queued(self, transaction_id: Any) -> bool:
+        """Note that Celery has been asked to drive a transaction: recovery then looks after its beginning too."""
+        guard = {"_id": transaction_id, "state": {"$in": [str(each) for each in (State.INITIAL, *UNFINISHED)]}}
+        change = {"$currentDate": {"queuedAt": True}}
+        return bool(self.collection.update_one(guard, change).matched_count)
+
+    def abandoned(self, older_than: float, *, anybodys: bool, limit: int) -> list[Document]:
+        """Documents that were left unfinished, the oldest step first: what recovery takes over."""
+        whose: Document = {} if anybodys else {"application": {"$in": [None, self._application]}}
+        left = {"state": {"$in": [str(state) for state in UNFINISHED]}}
+        queued = {"state": str(State.INITIAL), "queuedAt": {"$exists": True}}
+        condition = {**whose, "$or": [left, queued], "$expr": _older_than(older_than)}
+        return list(self.collection.find(condition).sort("lastModified", 1).limit(limit))
+
+    def find(self, states: Sequence[str], older_than: float | None, limit: int) -> Iterable[Document]:
+        """Documents for people to look at, the oldest step first."""
+        condition: Document = {"state": {"$in": list(states)}} if states else {}
+        if older_than is not None:
+            condition["$expr"] = _older_than(older_than)
+        return self.collection.find(condition).sort("lastModified", 1).limit(limit)
+
+    def _marks(self, driver: ObjectId) -> Document:
+        return {"application": self._application, "driver": driver}
+
+    def _update(self, guard: Document, fields: Document, *, version: bool) -> Transaction | None:
+        change: Document = {"$set": fields, **_NOW}
+        if version:
+            change["$inc"] = {"version": Int64(1)}
+        found = self.collection.find_one_and_update(guard, change, return_document=ReturnDocument.AFTER)
+        return None if found is None else self.read(found)
+
+
+def _older_than(seconds: float) -> Document:
+    """By the server's clock; a time that is missing or is no time counts as long ago."""
+    modified = {"$convert": {"input": "$lastModified", "to": "date", "onError": None, "onNull": None}}
+    return {"$lte": [modified, {"$subtract": ["$$NOW", millis(seconds)]}]}

@@ -1,0 +1,161 @@
+"""Transactions as values: their states, and what a stored document says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from enum import StrEnum
+from typing import Any
+
+from bson import Decimal128
+from bson.int64 import Int64
+
+from mongo_celery.errors import ConfigurationError, TransactionStateError
+from mongo_celery.twophase.participants import Part, increase, stored_part
+
+
+class State(StrEnum):
+    """
+    Where a transaction stands.
+
+    ::
+
+        initial -> pending -> applied -> done
+           |          |
+           |          +-> canceling -> canceled
+           +-----------------------> canceled
+    """
+
+    INITIAL = "initial"
+    PENDING = "pending"
+    APPLIED = "applied"
+    DONE = "done"
+    CANCELING = "canceling"
+    CANCELED = "canceled"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing follows."""
+        return self in {State.DONE, State.CANCELED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transaction:
+    """
+    A transaction as its document had it when it was read.
+
+    Attributes:
+        id: its `_id`.
+        state: where it stands.
+        application: whose it is; None before anybody has claimed it, and for code that sets no marker.
+        version: grows with each driver; None before the first of ours.
+        driver: which driver has it.
+        parts: the participants; none if it has the shape of no transaction of ours and was only listed.
+        reason: why it is or was canceled.
+        last_modified: the server's time of the last step, if it is a date.
+        document: as stored.
+    """
+
+    id: Any
+    state: State
+    application: str | None
+    version: int | None
+    driver: Any
+    parts: tuple[Part, ...]
+    reason: str | None
+    last_modified: datetime | None
+    document: Mapping[str, Any]
+
+    @property
+    def guard(self) -> dict[str, Any]:
+        """Matches only while this driver has the transaction, in this state."""
+        version = None if self.version is None else Int64(self.version)
+        return {"_id": self.id, "state": str(self.state), "version": version}
+
+
+def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
+    """
+    Understand a stored transaction, of ours or of anybody's code that follows MongoDB's tutorial.
+
+    Args:
+        document: as stored.
+        accounts: namespace of the documents that a transfer names.
+
+    Raises:
+        TransactionStateError: its state or shape is unknown; nothing may be done to it.
+    """
+    identity = document.get("_id")
+    state = document.get("state")
+    if state not in set(State):
+        raise TransactionStateError(
+            f"transaction {identity!r} has the unknown state {state!r}; it belongs to other code, or was damaged.",
+            id=identity,
+            state=state,
+        )
+    try:
+        parts = _parts(document, accounts)
+    except (KeyError, TypeError, ValueError, ConfigurationError) as error:
+        raise TransactionStateError(
+            f"transaction {identity!r} has the shape of no transaction: it needs participants, or source, destination "
+            f"and value ({error}).",
+            id=identity,
+            state=state,
+        ) from error
+    modified, version = document.get("lastModified"), document.get("version")
+    return Transaction(
+        id=identity,
+        state=State(state),
+        application=document.get("application"),
+        version=None if version is None else int(version),
+        driver=document.get("driver"),
+        parts=parts,
+        reason=document.get("reason"),
+        last_modified=modified if isinstance(modified, datetime) else None,
+        document=document,
+    )
+
+
+def _parts(document: Mapping[str, Any], accounts: str) -> tuple[Part, ...]:
+    if "participants" in document:
+        return tuple(stored_part(each) for each in document["participants"])
+    value = amount(document["value"])
+    require = document.get("require")
+    parts = transfer_parts(accounts, document["source"], document["destination"], value, require)
+    if parts[0].id == parts[1].id:
+        raise ValueError("source and destination are the same")
+    return parts
+
+
+def transfer_parts(accounts: str, source: Any, destination: Any, value: Any, require: Any) -> tuple[Part, Part]:
+    """
+    The two sides of a transfer: the source pays first, and only if its rule holds.
+
+    Taking the money back from the destination needs it to be there still: what a transfer that is being canceled
+    has brought may have been spent.
+    """
+    rule = {"balance": {"$gte": value}}
+    taken, given = increase(value, -1), increase(value)
+    return (
+        Part(None, accounts, source, taken, given, rule if require is None else dict(require), {}),
+        Part(None, accounts, destination, given, taken, {}, rule),
+    )
+
+
+def amount(value: object) -> Any:
+    """
+    A value that can be transferred, as BSON has it.
+
+    Raises:
+        ConfigurationError: it is no number, or not more than zero.
+    """
+    if isinstance(value, Decimal):
+        value = Decimal128(value)
+    number = value.to_decimal() if isinstance(value, Decimal128) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float, Decimal)):
+        raise ConfigurationError(f"value={value!r} must be a number.")
+    if not math.isfinite(number) or number <= 0:
+        raise ConfigurationError(f"value={value!r} must be a finite number of more than 0.")
+    return value

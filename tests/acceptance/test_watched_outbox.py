@@ -1,0 +1,103 @@
+"""An outbox whose collection a bridge watches: the listener's stream brings the deliveries, nothing polls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from bson import ObjectId
+from celery import Celery
+from pymongo import MongoClient
+
+from mongo_celery import Bridge, Outbox
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.outbox import pending
+from mongo_celery.outbox.entries import task_entry
+from tests.acceptance.chain_rig import QUIET
+from tests.fixtures.process import Processes, wait_for
+
+Document = dict[str, Any]
+
+PROJECT = "tests.acceptance.watched_outbox_project"
+NOTE = f"{PROJECT}.note"
+
+
+class Watched:
+    """The project's processes on databases of their own, and an outbox like the project's to write with."""
+
+    def __init__(self, name: str, client: MongoClient[Document], broker: str) -> None:
+        self.data = client[f"{name}_data"]
+        self.app = Celery("writer", broker=broker)
+        self.outbox = Outbox(self.app, self.data["orders"], at_once=False, sweep_every=None, foreign_tasks=True)
+
+    def task(self, order: int, step: int) -> Any:
+        """The project's task by its name: a writer need not import it."""
+        return self.app.signature(NOTE, args=(order, step))
+
+    def notes(self, order: int) -> list[int]:
+        """Which steps of an order have run, in the order in which they ran."""
+        return [note["step"] for note in self.data["notes"].find({"order": order}).sort("_id", 1)]
+
+    def pending(self, order: int) -> int:
+        document = self.data["orders"].find_one({"_id": order})
+        assert document is not None
+        return int(document["pendingEvents"]["count"])
+
+
+@pytest.fixture
+def watched(
+    processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str
+) -> Iterator[Watched]:
+    """Give the project with a listener and a worker of one process, so that order can be seen."""
+    name = f"watched_{uuid4().hex[:8]}"
+    environment = {"WATCHED_NAME": name, "WATCHED_MONGO": mongo_url, "WATCHED_BROKER": redis_url}
+    listener = processes.celery(PROJECT, "listener", "-l", "INFO", name="listener", environment=environment)
+    worker = processes.celery(
+        PROJECT, "worker", *QUIET, "-c", "1", "-l", "INFO", name="worker", environment=environment
+    )
+    worker.wait_for_output("ready", 40)
+    listener.wait_for_output("listening|leading|lease", 40)
+    made = Watched(name, mongo_client, redis_url)
+    yield made
+    made.outbox.publisher.close()
+    for database in (f"{name}_data", f"{name}_state"):
+        mongo_client.drop_database(database)
+
+
+def test_the_listener_delivers_what_the_writer_leaves_pending_in_order_per_document(watched: Watched) -> None:
+    """The writer publishes nothing and no beat runs: every entry comes through the change stream."""
+    for order in range(5):
+        watched.outbox.insert_one({"_id": order}, tasks=[watched.task(order, 0), watched.task(order, 1)])
+    for order in range(5):
+        watched.outbox.update_one({"_id": order}, {"$set": {"paid": True}}, tasks=[watched.task(order, 2)])
+
+    for order in range(5):
+        wait_for(lambda order=order: watched.notes(order)[2:] == [2], 30)  # type: ignore[misc]
+        assert watched.notes(order) == [0, 1, 2]
+        wait_for(lambda order=order: watched.pending(order) == 0)  # type: ignore[misc]
+
+
+def test_the_listener_waits_for_the_claim_of_a_writer_that_has_died(watched: Watched) -> None:
+    """A writer that was killed after its write holds the document; without beat nobody else would come back to it."""
+    entry = task_entry(watched.app, watched.task(7, 1), datetime.now(UTC))
+    field = pending.new_field([entry], ObjectId(), 2.0, datetime.now(UTC))
+
+    watched.data["orders"].insert_one({"_id": 7, "pendingEvents": field})
+
+    wait_for(lambda: watched.notes(7) == [1], 30)
+    wait_for(lambda: watched.pending(7) == 0)
+
+
+def test_an_outbox_needs_the_bridges_app_and_a_collection() -> None:
+    """Said when it is made, not when the first order is lost."""
+    with pytest.raises(ConfigurationError, match="no app"):
+        Bridge(url="mongodb://localhost/", autodiscover=False).outbox("shop.orders")
+    bridge = Bridge(Celery("unbound", broker="memory://"), "mongodb://localhost/", autodiscover=False)
+    with pytest.raises(ConfigurationError, match="collection"):
+        bridge.outbox(42)
+    bridge.outbox("shop.orders")
+    with pytest.raises(ConfigurationError, match="already has an outbox"):
+        bridge.outbox("shop.orders")
