@@ -27,6 +27,8 @@ from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.writes import Change, Written, size_errors
 
+_DELETE_ROUNDS = 3
+
 
 class Outbox:
     """
@@ -261,10 +263,10 @@ class Outbox:
 
     def delete_one(
         self,
-        filter: Mapping[str, Any],
+        filter: Mapping[str, Any],  # noqa: A002
         *,
         session: ClientSession | None = None,
-        **options: Any,  # noqa: A002
+        **options: Any,
     ) -> DeleteResult:
         """
         Deliver what is pending in a document, then delete it.
@@ -275,17 +277,19 @@ class Outbox:
             OutboxRefusedError: something could not be delivered; the document is still there.
         """
         empty = {f"{FIELD}.count": {"$not": {"$gt": 0}}}
-        for _ in range(3):
+        reason, document_id = "", None
+        for _ in range(_DELETE_ROUNDS):
             guard = {**filter, "$and": [*filter.get("$and", ()), empty]}
             result = self.collection.delete_one(guard, session=session, **options)
             found = None if result.deleted_count else self.backing.plain.find_one(filter, {"_id": 1}, session=session)
             if found is None:
                 return result
-            delivery = self.backing.relay.deliver(found["_id"])
+            document_id = found["_id"]
+            reason = self.backing.relay.deliver(document_id).error or "another relay holds them"
         raise OutboxRefusedError(
-            f"document {found['_id']!r} has pending entries that could not be delivered "
-            f"({delivery.error or 'another relay holds them'}); it was not deleted. Try again when they are.",
-            document=found["_id"],
+            f"document {document_id!r} has pending entries that could not be delivered ({reason}); it was not deleted. "
+            "Try again when they are.",
+            document=document_id,
         )
 
     def delay(self, document_id: object, task: Any, *args: Any, **kwargs: Any) -> AsyncResult[Any]:

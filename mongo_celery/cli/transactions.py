@@ -1,0 +1,201 @@
+"""`celery -A app transactions`: look at two-phase transactions, finish or cancel what was left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+from celery.bin.base import handle_preload_options
+
+from mongo_celery.cli.apps import one_sentence_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mongo_celery.twophase import TwoPhaseCommit
+
+_LIMIT = 50
+_RECOVER_LIMIT = 1000
+_PIPE_WIDTH = 160
+_STATES = ("initial", "pending", "applied", "done", "canceling", "canceled")
+
+NAME = click.option("--name", metavar="NAME", help="The TwoPhaseCommit, where the app has several.")
+JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on one line for each transaction.")
+AGE = click.option(
+    "--older-than", type=click.FloatRange(min=0), metavar="SECONDS", help="Since the last step, by the server's clock."
+)
+
+
+@click.group()
+@click.pass_context
+@handle_preload_options
+def transactions(ctx: click.Context, **_: Any) -> None:
+    """Show, recover and cancel two-phase transactions."""
+    del ctx
+
+
+@transactions.command("list")
+@click.option("--state", "states", type=click.Choice(_STATES), multiple=True, help="Only these; may be repeated.")
+@AGE
+@click.option("--limit", type=click.IntRange(min=1), default=_LIMIT, show_default=True, help="Transactions at most.")
+@NAME
+@JSON
+@click.pass_context
+def list_transactions(
+    ctx: click.Context, states: tuple[str, ...], older_than: float | None, limit: int, name: str | None, as_json: bool
+) -> None:
+    """List transactions, the one with the oldest step first. Without --state: all that are not final."""
+    wanted = list(states) or ["initial", "pending", "applied", "canceling"]
+    chosen = _coordinator(ctx, name)
+    with one_sentence_errors():
+        found = list(chosen.log.find(wanted, older_than, limit))
+    if as_json:
+        for document in found:
+            click.echo(_json(document))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("id", "state", "application", "last step", "what", box=None)
+    for document in found:
+        table.add_row(*(str(each) for each in _row(document)))
+    console = Console(no_color=ctx.obj.no_color or None, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)  # what is piped to grep must not wrap at 80
+    console.print(table if found else f"No transaction is {' or '.join(wanted)}.")
+
+
+@transactions.command()
+@click.argument("id", metavar="ID")
+@NAME
+@click.pass_context
+def show(ctx: click.Context, id: str, name: str | None) -> None:  # noqa: A002
+    """Show one transaction as it is stored, in Extended JSON."""
+    chosen = _coordinator(ctx, name)
+    with one_sentence_errors():
+        click.echo(_json(_find(chosen, id), indent=2))
+
+
+@transactions.command()
+@AGE
+@click.option("--all", "anybodys", is_flag=True, help="Also those of other applications.")
+@click.option("--limit", type=click.IntRange(min=1), default=_RECOVER_LIMIT, show_default=True, help="At most so many.")
+@NAME
+@JSON
+@click.pass_context
+def recover(
+    ctx: click.Context, older_than: float | None, anybodys: bool, limit: int, name: str | None, as_json: bool
+) -> None:
+    """
+    Finish what was left pending, applied or canceling.
+
+    As the recovery that beat starts; any number may run at once. Ends with status 1 if one could not be finished.
+    """
+    chosen = _coordinator(ctx, name)
+    with one_sentence_errors():
+        report = chosen.recover(older_than, all=anybodys, limit=limit)
+    for each in report:
+        if as_json:
+            click.echo(_json({"id": each.id, "before": each.before, "after": each.after, "error": each.error}))
+        else:
+            click.echo(f"{_text(each.id)}: {each.before}, now {each.after}{f': {each.error}' if each.error else ''}")
+    if not report and not as_json:
+        click.echo("Nothing to recover.")
+    ctx.exit(1 if any(each.error for each in report) else 0)
+
+
+@transactions.command()
+@click.argument("id", metavar="ID")
+@click.option("--all", "anybodys", is_flag=True, help="Also one of another application.")
+@click.option("--reason", default="canceled on the command line", show_default=True, help="Kept with the transaction.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@NAME
+@JSON
+@click.pass_context
+def cancel(
+    ctx: click.Context,
+    id: str,  # noqa: A002
+    anybodys: bool,
+    reason: str,
+    yes: bool,
+    name: str | None,
+    as_json: bool,
+) -> None:
+    """Roll a transaction back that is not applied yet."""
+    chosen = _coordinator(ctx, name)
+    with one_sentence_errors():
+        document = _find(chosen, id)
+    if not yes:
+        click.echo(_json(document), err=True)
+        click.confirm("Roll this transaction back?", abort=True, err=True)
+    with one_sentence_errors():
+        after = chosen.cancel(document["_id"], reason, all=anybodys)
+    plain = {"id": after.id, "state": str(after.state), "reason": after.reason}
+    click.echo(_json(plain) if as_json else f"{_text(after.id)}: {after.state}")
+
+
+def _coordinator(ctx: click.Context, name: str | None) -> TwoPhaseCommit:
+    """The one that is named, or the app's only one."""
+    from mongo_celery.twophase.registry import coordinators_of
+
+    app = ctx.obj.app
+    with one_sentence_errors():
+        app.loader.import_default_modules()
+        app.finalize()
+    known = coordinators_of(app)
+    if not known:
+        raise click.ClickException(
+            "this app has no TwoPhaseCommit: create one with mongo_celery.TwoPhaseCommit(app, transactions) where the "
+            "app is made, and name the app with -A.",
+        )
+    if name is not None and name not in known:
+        raise click.ClickException(f"there is no TwoPhaseCommit {name!r}; this app has {', '.join(sorted(known))}.")
+    if name is None and len(known) > 1:
+        raise click.ClickException(f"choose one of {', '.join(sorted(known))} with --name.")
+    return known[name] if name is not None else next(iter(known.values()))
+
+
+def _find(chosen: TwoPhaseCommit, text: str) -> Mapping[str, Any]:
+    """The transaction whose id somebody has typed: as Extended JSON, as an ObjectId, or as plain text."""
+    from bson import ObjectId, json_util
+
+    readings: list[Any] = [text]
+    if ObjectId.is_valid(text):
+        readings.insert(0, ObjectId(text))
+    with contextlib.suppress(ValueError):  # no JSON: then it is meant as it stands
+        readings.insert(0, json_util.loads(text))
+    for reading in readings:
+        found = chosen.transactions.find_one({"_id": reading})
+        if found is not None:
+            return found
+    raise click.ClickException(f"there is no transaction {text}; `transactions list` shows ids as they can be typed.")
+
+
+def _row(document: Mapping[str, Any]) -> tuple[object, ...]:
+    if "participants" in document:
+        what = ", ".join(f"{each.get('collection')} {_text(each.get('id'))}" for each in document["participants"])
+    else:
+        sides = (_text(document.get("source")), _text(document.get("destination")))
+        what = f"{_text(document.get('value'))} from {sides[0]} to {sides[1]}"
+    if document.get("reason"):
+        what = f"{what}: {document['reason']}"
+    modified = document.get("lastModified")
+    when = modified.isoformat(" ", "seconds") if isinstance(modified, datetime) else "-"
+    return _text(document["_id"]), document.get("state"), document.get("application") or "-", when, what
+
+
+def _text(value: object) -> str:
+    """An id as it can be typed."""
+    from bson import ObjectId
+
+    return str(value) if isinstance(value, (str, ObjectId)) else _json(value)
+
+
+def _json(value: object, indent: int | None = None) -> str:
+    from bson import json_util
+
+    text = json_util.dumps(value, json_options=json_util.RELAXED_JSON_OPTIONS)
+    return json.dumps(json.loads(text), indent=indent, ensure_ascii=False)
