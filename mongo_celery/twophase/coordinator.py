@@ -10,6 +10,7 @@ from typing import Any
 from bson import ObjectId
 from celery import Celery
 from pymongo.collection import Collection
+from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from mongo_celery.options import seconds
@@ -129,9 +130,7 @@ class TwoPhaseCommit:
         for index, part in enumerate(parts):
             if any(_is_same(part, other) for other in parts[:index]):
                 raise ConfigurationError(f"{part} takes part twice; combine both changes in one participant.")
-        identity = ObjectId() if id is None else id
-        self.log.insert({"participants": [part.to_document() for part in parts]}, identity)
-        return identity
+        return self._store({"participants": [part.to_document() for part in parts]}, id)
 
     def transfer(
         self,
@@ -166,9 +165,8 @@ class TwoPhaseCommit:
         source_part, destination_part = transfer_parts(self.accounts.full_name, source, destination, value, require)
         if _is_same(source_part, destination_part):
             raise ConfigurationError(f"source and destination are both {source!r}; a transfer needs two documents.")
-        identity = ObjectId() if id is None else id
         fields = {"source": source, "destination": destination, "value": value}
-        self.log.insert(fields if require is None else {**fields, "require": dict(require)}, identity)
+        identity = self._store(fields if require is None else {**fields, "require": dict(require)}, id)
         if run:
             self.run(identity)
         return identity
@@ -309,7 +307,7 @@ class TwoPhaseCommit:
                 "value": document["value"],
             }
         if self.transactions.find_one({"_id": identity}, {"_id": 1}) is None:
-            self.log.insert(fields, identity)
+            self._store(fields, identity)
         return identity
 
     # -- recovery ----------------------------------------------------------------------------------
@@ -338,6 +336,25 @@ class TwoPhaseCommit:
         return recover(self.log, self._driving, age, anybodys=all, limit=limit)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _store(self, fields: Mapping[str, Any], id: Any) -> Any:  # noqa: A002
+        """Store a new transaction. If an answer was lost, an id that was made here is known to be ours."""
+        identity = ObjectId() if id is None else id
+        repeated = False
+
+        def attempt() -> None:
+            nonlocal repeated
+            try:
+                self.log.insert(fields, identity)
+            except TransactionStateError:
+                if id is not None or not repeated:
+                    raise
+            except PyMongoError:
+                repeated = True
+                raise
+
+        self._driving.persist(attempt)
+        return identity
 
     def _taken(self, id: Any) -> Transaction:  # noqa: A002
         """An initial transaction as it is, an unfinished one under a new version."""

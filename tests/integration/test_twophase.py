@@ -1,0 +1,422 @@
+"""Two-phase commit on the real server: every shape, refusal and rule, one driver at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from bson import Decimal128, ObjectId
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import Participant, TwoPhaseCommit
+from mongo_celery.errors import (
+    ConfigurationError,
+    TransactionCanceledError,
+    TransactionStateError,
+    TransactionTimeoutError,
+)
+from tests.integration.twophase_rig import Tutorial, balances, make_accounts, markers
+
+Document = dict[str, Any]
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def bank(database: Database[Document]) -> TwoPhaseCommit:
+    """Give a coordinator over two accounts with 1000 each."""
+    make_accounts(database, A=1000, B=1000)
+    return TwoPhaseCommit(None, database["transactions"])
+
+
+def state_of(bank: TwoPhaseCommit, identity: Any) -> str:
+    found = bank.transactions.find_one({"_id": identity})
+    assert found is not None
+    return str(found["state"])
+
+
+def test_a_transfer_is_stored_in_the_tutorials_shape_and_moves_the_money(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    """Exactly the tutorial's fields before anybody has claimed it, and its balances afterwards."""
+    identity = bank.transfer("A", "B", 100, run=False)
+    stored = database["transactions"].find_one({"_id": identity})
+    assert stored is not None
+    assert list(stored) == ["_id", "source", "destination", "value", "state", "lastModified"]
+    assert stored["state"] == "initial"
+    assert isinstance(stored["lastModified"], datetime)
+
+    ended = bank.run(identity)
+
+    assert ended.state == "done"
+    assert balances(database) == {"A": 900, "B": 1100}
+    assert markers(database) == []
+    assert bank.run(identity).state == "done"
+    assert balances(database) == {"A": 900, "B": 1100}
+
+
+@pytest.mark.parametrize("value", [Decimal("0.30"), Decimal128("0.30"), 2.5])
+def test_amounts_keep_their_type(bank: TwoPhaseCommit, database: Database[Document], value: Any) -> None:
+    """Money in decimals stays exact."""
+    bank.transfer("A", "B", value)
+
+    left = balances(database)["A"]
+    assert left == 997.5 if isinstance(value, float) else left == Decimal128("999.70")
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "100", float("nan"), float("inf"), None, Decimal(-1)])
+def test_what_is_no_amount_is_refused_before_anything_is_written(
+    bank: TwoPhaseCommit, database: Database[Document], value: Any
+) -> None:
+    with pytest.raises(ConfigurationError, match="value"):
+        bank.transfer("A", "B", value)
+    assert database["transactions"].count_documents({}) == 0
+
+
+def test_a_transfer_to_itself_is_refused(bank: TwoPhaseCommit) -> None:
+    with pytest.raises(ConfigurationError, match="two documents"):
+        bank.transfer("A", "A", 1)
+
+
+def test_an_id_is_used_once(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    """Whatever document has it, also one of other code."""
+    bank.transfer("A", "B", 1, id="order-1")
+    database["transactions"].insert_one({"_id": "foreign"})
+    database["transactions"].insert_one({"_id": "other", "what": 1})
+
+    with pytest.raises(TransactionStateError, match="already"):
+        bank.transfer("A", "B", 1, id="order-1")
+    with pytest.raises(TransactionStateError, match="already"):
+        bank.transfer("A", "B", 1, id="other")
+    assert balances(database) == {"A": 999, "B": 1001}
+    assert database["transactions"].find_one({"_id": "other"}) == {"_id": "other", "what": 1}
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "value", "reason"),
+    [("A", "Z", 1, "does not exist"), ("Z", "B", 1, "does not exist"), ("A", "B", 1001, "does not meet")],
+)
+def test_what_cannot_be_done_is_canceled_loudly_and_nothing_stays_applied(
+    bank: TwoPhaseCommit, database: Database[Document], source: str, destination: str, value: int, reason: str
+) -> None:
+    with pytest.raises(TransactionCanceledError, match=reason) as caught:
+        bank.transfer(source, destination, value, id=1)
+
+    assert vars(caught.value)["id"] == 1
+    assert reason in vars(caught.value)["reason"]
+    assert state_of(bank, 1) == "canceled"
+    assert balances(database) == {"A": 1000, "B": 1000}
+    assert markers(database) == []
+    with pytest.raises(TransactionCanceledError):
+        bank.run(1)
+
+
+def test_a_change_that_the_server_refuses_is_canceled(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    """A balance that is no number: the source has paid already, and gets its money back."""
+    database["accounts"].insert_one({"_id": "T", "balance": "much", "pendingTransactions": []})
+
+    with pytest.raises(TransactionCanceledError, match="refuses"):
+        bank.transfer("A", "T", 100)
+    assert database["accounts"].find_one({"_id": "A"}, {"balance": 1}) == {"_id": "A", "balance": 1000}
+
+
+def test_a_rule_of_the_users_replaces_the_default(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    """An account with a credit line may go below zero, down to its limit."""
+    bank.transfer("A", "B", 1500, require={"balance": {"$gte": 500}})
+    assert balances(database)["A"] == -500
+    with pytest.raises(TransactionCanceledError):
+        bank.transfer("A", "B", 1, require={"balance": {"$gte": 0}})
+
+
+def test_any_number_of_participants_in_any_collections(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    """An order reserves two articles and is marked, or nothing happens."""
+    database["stock"].insert_many([{"_id": 1, "left": 3}, {"_id": 2, "left": 0}])
+    database["orders"].insert_one({"_id": "o", "lines": {}})
+
+    def reserve(article: int) -> Participant:
+        return Participant(database["stock"], article, {"$inc": {"left": -1}}, require={"left": {"$gte": 1}})
+
+    order = Participant(
+        f"{database.name}.orders", "o", {"$set": {"lines.reserved": True}}, {"$unset": {"lines.reserved": ""}}
+    )
+    bank.run(bank.begin([reserve(1), order]))
+    assert database["stock"].find_one({"_id": 1}, {"left": 1}) == {"_id": 1, "left": 2}
+    assert database["orders"].find_one({"_id": "o"}, {"lines": 1}) == {"_id": "o", "lines": {"reserved": True}}
+
+    with pytest.raises(TransactionCanceledError):
+        bank.run(bank.begin([order, reserve(1), reserve(2)]))
+    assert database["stock"].find_one({"_id": 1}, {"left": 1}) == {"_id": 1, "left": 2}
+    assert database["orders"].find_one({"_id": "o"}, {"lines": 1}) == {"_id": "o", "lines": {}}
+
+
+def test_participants_in_another_cluster_are_found_by_alias(
+    database: Database[Document], make_client: Callable[..., MongoClient[Document]]
+) -> None:
+    """Another client stands for another cluster; what no process could find again is refused."""
+    other, unknown = make_client(), make_client()
+    billing = TwoPhaseCommit(None, database["transactions"], clients={"billing": lambda: other})
+    remote = other[database.name]["invoices"]
+    remote.insert_one({"_id": 1, "total": 1})
+
+    identity = billing.begin([Participant(remote, 1, {"$inc": {"total": 4}})])
+    assert billing.run(identity).state == "done"
+    assert remote.find_one({"_id": 1}, {"total": 1}) == {"_id": 1, "total": 5}
+    stored = database["transactions"].find_one({"_id": identity})
+    assert stored is not None
+    assert stored["participants"][0]["cluster"] == "billing"
+    with pytest.raises(ConfigurationError, match="clients"):
+        billing.begin([Participant(unknown[database.name]["invoices"], 1, {"$inc": {"total": 4}})])
+    with pytest.raises(ConfigurationError, match="billing"):
+        TwoPhaseCommit(None, database["transactions"]).run(
+            billing.begin([Participant(remote, 1, {"$inc": {"total": 4}})])
+        )
+
+
+@pytest.mark.parametrize(
+    ("participant", "said"),
+    [
+        (Participant("db.c", 1, {}), "update operators"),
+        (Participant("db.c", 1, [{"$set": {"a": 1}}]), "pipeline"),  # type: ignore[arg-type]
+        (Participant("db.c", 1, {"a": 1}), "operator"),
+        (Participant("db.c", 1, {"$set": {"a": 1}}), "revert is missing"),
+        (Participant("db.c", 1, {"$inc": {"pendingTransactions": 1}}), "pendingTransactions"),
+        (Participant("db.c", 1, {"$inc": {"transactionFence": 1}}), "transactionFence"),
+        (Participant("db.c", 1, {"$rename": {"a": "_id"}}, {"$set": {"a": 1}}), "_id"),
+        (Participant("c", 1, {"$inc": {"a": 1}}), "collection"),
+        ("A", "no Participant"),
+    ],
+)
+def test_a_participant_that_cannot_work_is_refused_at_the_beginning(
+    bank: TwoPhaseCommit, database: Database[Document], participant: Any, said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        bank.begin([participant])
+    assert database["transactions"].count_documents({}) == 0
+
+
+def test_a_document_takes_part_once(bank: TwoPhaseCommit) -> None:
+    """The marker could not tell one change from the other."""
+    one = Participant("db.c", 1, {"$inc": {"a": 1}})
+    with pytest.raises(ConfigurationError, match="twice"):
+        bank.begin([one, one])
+    with pytest.raises(ConfigurationError, match="at least one"):
+        bank.begin([])
+
+
+def test_cancel_rolls_back_what_is_pending_and_refuses_what_is_applied(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    """Before it has begun, in the middle, twice, and too late."""
+    waiting = bank.transfer("A", "B", 100, run=False)
+    assert bank.cancel(waiting).state == "canceled"
+    assert bank.cancel(waiting).state == "canceled"
+
+    database["transactions"].insert_one(
+        {"_id": 2, "source": "A", "destination": "B", "value": 100, "state": "pending", "lastModified": LONG_AGO}
+    )
+    Tutorial(database).apply(2, "A", -100)
+    assert balances(database)["A"] == 900
+    assert bank.cancel(2, "changed her mind").reason == "changed her mind"
+    assert balances(database) == {"A": 1000, "B": 1000}
+
+    done = bank.transfer("A", "B", 100)
+    with pytest.raises(TransactionStateError, match="compensate"):
+        bank.cancel(done)
+    back = bank.compensate(done)
+    assert bank.compensate(done) == back
+    bank.run(back)
+    assert balances(database) == {"A": 1000, "B": 1000}
+    with pytest.raises(TransactionStateError, match="only one that is done"):
+        bank.compensate(waiting)
+
+
+def test_a_cancel_that_would_take_back_what_was_spent_stays_visible_until_it_can(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    """No balance goes below zero, not even by an undo."""
+    make_accounts(database, C=0)
+    database["transactions"].insert_one({"_id": 3, "source": "A", "destination": "C", "value": 100, "state": "pending"})
+    tutorial = Tutorial(database)
+    tutorial.apply(3, "A", -100)
+    tutorial.apply(3, "C", 100)
+    bank.transfer("C", "B", 60)
+
+    with pytest.raises(TransactionStateError, match="canceling"):
+        bank.cancel(3)
+    assert state_of(bank, 3) == "canceling"
+    assert balances(database)["C"] == 40
+    bank.transfer("B", "C", 60)
+    assert [each.after for each in bank.recover(0)] == ["canceled"]
+    assert balances(database) == {"A": 1000, "B": 1000, "C": 0}
+
+
+@pytest.mark.parametrize("reached", range(7))
+def test_recovery_finishes_what_tutorial_code_has_left_at_any_point(
+    bank: TwoPhaseCommit, database: Database[Document], reached: int
+) -> None:
+    """Documents that know nothing of versions and fences, stopped after each step of the tutorial."""
+    tutorial = Tutorial(database)
+    steps: list[Callable[[], object]] = [
+        lambda: tutorial.apply(1, "A", -100),
+        lambda: tutorial.apply(1, "B", 100),
+        lambda: tutorial.applied(1),
+        lambda: tutorial.pull(1, "A"),
+        lambda: tutorial.pull(1, "B"),
+        lambda: tutorial.done(1),
+    ]
+    tutorial.begin(1, "A", "B", 100)
+    tutorial.start(1)
+    for step in steps[:reached]:
+        step()
+
+    report = bank.recover(0)
+
+    assert [(each.id, each.after, each.error) for each in report] == ([(1, "done", None)] if reached < 6 else [])
+    assert state_of(bank, 1) == "done"
+    assert balances(database) == {"A": 900, "B": 1100}
+    assert markers(database) == []
+
+
+def test_recovery_undoes_what_tutorial_code_was_canceling(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    tutorial = Tutorial(database)
+    tutorial.begin(1, "A", "B", 100)
+    tutorial.start(1)
+    tutorial.apply(1, "A", -100)
+    tutorial.canceling(1)
+
+    assert [each.after for each in bank.recover(0)] == ["canceled"]
+    assert balances(database) == {"A": 1000, "B": 1000}
+
+
+def test_recovery_waits_for_the_age_by_the_servers_clock_whatever_the_time_looks_like(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    """Fresh ones are somebody's; a time that is missing or is no time counts as long ago."""
+    shape = {"source": "A", "destination": "B", "value": 1, "state": "pending"}
+    now = datetime.now(UTC)
+    database["transactions"].insert_many(
+        [
+            {"_id": "fresh", **shape, "lastModified": now},
+            {"_id": "old", **shape, "lastModified": now - timedelta(hours=1)},
+            {"_id": "timeless", **shape},
+            {"_id": "text", **shape, "lastModified": "yesterday"},
+        ]
+    )
+
+    assert {each.id for each in bank.recover()} == {"old", "timeless", "text"}
+    assert state_of(bank, "fresh") == "pending"
+    assert {each.id for each in bank.recover(timedelta(0))} == {"fresh"}
+    with pytest.raises(ConfigurationError):
+        bank.recover(-1)
+
+
+def test_recovery_leaves_other_applications_alone_unless_asked(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    shape = {"source": "A", "destination": "B", "value": 1, "state": "pending", "lastModified": LONG_AGO}
+    database["transactions"].insert_many([{"_id": 1, **shape, "application": "App2"}, {"_id": 2, **shape}])
+
+    assert [each.id for each in bank.recover()] == [2]
+    with pytest.raises(TransactionStateError, match="App2"):
+        bank.run(1)
+    with pytest.raises(TransactionStateError, match="App2"):
+        bank.cancel(1)
+    assert [each.id for each in bank.recover(all=True)] == [1]
+    assert balances(database) == {"A": 998, "B": 1002}
+
+
+def test_two_applications_claim_a_transaction_once(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    """The second meets the first one's marker."""
+    other = TwoPhaseCommit(None, database["transactions"], application="App2")
+    identity = bank.transfer("A", "B", 10, run=False)
+    seen = other.log.get(identity)
+    bank.run(identity)
+
+    assert other.log.claim(seen, ObjectId()) is None
+    assert other.run(identity).state == "done"
+    assert balances(database) == {"A": 990, "B": 1010}
+
+
+def test_foreign_states_and_shapes_are_refused_and_do_not_stop_recovery(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    shape = {"source": "A", "destination": "B", "value": 1, "lastModified": LONG_AGO}
+    database["transactions"].insert_many(
+        [
+            {"_id": 1, **shape, "state": "frozen"},
+            {"_id": 2, "state": "pending", "lastModified": LONG_AGO},
+            {"_id": 3, **shape, "state": "pending", "value": "1"},
+            {"_id": 4, "state": "pending", "participants": [{"collection": "x"}], "lastModified": LONG_AGO},
+            {"_id": 5, **shape, "state": "pending"},
+        ]
+    )
+
+    for identity, said in [(1, "unknown state"), (2, "shape"), (3, "shape"), (4, "shape"), (99, "no transaction")]:
+        with pytest.raises(TransactionStateError, match=said):
+            bank.run(identity)
+    report = {each.id: each for each in bank.recover()}
+    assert set(report) == {2, 3, 4, 5}
+    assert report[5].after == "done"
+    assert all("shape" in (report[identity].error or "") for identity in (2, 3, 4))
+    assert state_of(bank, 1) == "frozen"
+
+
+def test_a_participant_that_is_deleted_in_the_middle_leaves_the_sum_of_the_others_right(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    """Deleted before its turn: canceled. Deleted after it was changed: nothing is left to settle there."""
+    tutorial = Tutorial(database)
+    for identity, states in ((1, ()), (2, ("B", "applied"))):
+        tutorial.begin(identity, "A", "B", 100)
+        tutorial.start(identity)
+        tutorial.apply(identity, "A", -100)
+        if states:
+            make_accounts(database, B=1000)
+            tutorial.apply(identity, "B", 100)
+            tutorial.applied(identity)
+        database["accounts"].delete_one({"_id": "B"})
+
+    report = {each.id: each.after for each in bank.recover(0)}
+
+    assert report == {1: "canceled", 2: "done"}
+    assert balances(database) == {"A": 900}
+
+
+def test_a_server_that_refuses_for_a_while_is_waited_for(
+    bank: TwoPhaseCommit, database: Database[Document], failpoint: Any
+) -> None:
+    """Transient errors on every kind of command: the transaction is done once."""
+    for command in ("update", "findAndModify", "find"):
+        with failpoint(mode={"times": 2}, failCommands=[command], errorCode=112):
+            bank.transfer("A", "B", 10)
+    assert balances(database) == {"A": 970, "B": 1030}
+
+
+def test_a_server_that_refuses_too_long_leaves_the_transaction_to_recovery(
+    database: Database[Document], failpoint: Any
+) -> None:
+    make_accounts(database, A=1000, B=1000)
+    impatient = TwoPhaseCommit(None, database["transactions"], timeout=0.3)
+    with (
+        failpoint(failCommands=["update"], errorCode=112),
+        pytest.raises(TransactionTimeoutError, match="recovery"),
+    ):
+        impatient.transfer("A", "B", 10, id=1)
+
+    assert state_of(impatient, 1) == "pending"
+    assert [each.after for each in impatient.recover(0)] == ["done"]
+    assert balances(database) == {"A": 990, "B": 1010}
+
+
+def test_options_that_cannot_work_are_refused(database: Database[Document]) -> None:
+    transactions = database["transactions"]
+    for options in ({"application": ""}, {"older_than": 0}, {"timeout": -1}, {"accounts": 3}):
+        with pytest.raises(ConfigurationError):
+            TwoPhaseCommit(None, transactions, **options)
+    with pytest.raises(ConfigurationError, match="transactions"):
+        TwoPhaseCommit(None, "db.transactions")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="Celery app"):
+        TwoPhaseCommit(None, transactions).delay(1)

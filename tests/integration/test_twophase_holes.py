@@ -1,0 +1,182 @@
+"""Drivers that are paused at any command, overtaken, and wake up: nothing is applied a second time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import TwoPhaseCommit
+from mongo_celery.errors import TransactionCanceledError, TransactionStateError
+from mongo_celery.twophase import documents
+from mongo_celery.twophase.participants import MARKERS
+from tests.integration.twophase_rig import (
+    Gate,
+    Tutorial,
+    balances,
+    coordinator,
+    held_driver,
+    make_accounts,
+    markers,
+)
+
+Document = dict[str, Any]
+
+COMMANDS = 10
+"""Of one driver: read, look at both, claim, apply both, applied, settle both, done."""
+
+CLAIM, FIRST_APPLY, SECOND_APPLY = 4, 5, 6
+
+
+@pytest.fixture
+def accounts(database: Database[Document]) -> Database[Document]:
+    make_accounts(database, A=1000, B=1000)
+    return database
+
+
+@pytest.fixture
+def rescuer(accounts: Database[Document], mongo_client: MongoClient[Document]) -> TwoPhaseCommit:
+    """Give the coordinator of another process, which recovers and cancels."""
+    return coordinator(mongo_client, accounts.name)
+
+
+def test_a_driver_sends_as_many_commands_as_these_tests_hold(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
+) -> None:
+    """Else a hole could open between commands that no test looks at."""
+    gate = Gate()
+    identity = rescuer.transfer("A", "B", 100, run=False)
+    with held_driver(mongo_url, accounts.name, identity, gate):
+        pass
+    assert gate.count == COMMANDS
+
+
+def test_the_tutorials_own_driver_applies_twice_when_it_was_overtaken(accounts: Database[Document]) -> None:
+    """The hole as it stands in the tutorial: 800 and 1200 instead of 900 and 1100."""
+    sleeper = rescuer = Tutorial(accounts)
+    sleeper.begin(1, "A", "B", 100)
+    sleeper.start(1)
+    # The sleeper has read "pending" and is paused before it applies; the rescuer does it all.
+    rescuer.apply(1, "A", -100)
+    rescuer.apply(1, "B", 100)
+    rescuer.applied(1)
+    rescuer.pull(1, "A")
+    rescuer.pull(1, "B")
+    rescuer.done(1)
+    sleeper.apply(1, "A", -100)
+    sleeper.apply(1, "B", 100)
+
+    assert balances(accounts) == {"A": 800, "B": 1200}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("number", range(1, COMMANDS + 1))
+def test_a_driver_that_was_overtaken_by_recovery_applies_nothing_again(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, number: int, when: str
+) -> None:
+    """Paused at every command, before it is sent and after its answer; recovery finishes; the driver wakes up."""
+    gate = Gate(**{f"hold_{when}": number})
+    identity = rescuer.transfer("A", "B", 100, run=False)
+
+    with held_driver(mongo_url, accounts.name, identity, gate) as errors:
+        assert gate.held.wait(20)
+        rescuer.recover(0)
+
+    assert errors == []
+    assert rescuer.log.get(identity).state == "done"
+    assert balances(accounts) == {"A": 900, "B": 1100}
+    assert markers(accounts) == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("number", range(1, COMMANDS + 1))
+def test_a_driver_whose_transaction_was_canceled_leaves_nothing_half_applied(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, number: int, when: str
+) -> None:
+    """Canceled means both undone, done means both applied, wherever the driver stood."""
+    gate = Gate(**{f"hold_{when}": number})
+    identity = rescuer.transfer("A", "B", 100, run=False)
+    refused = None
+
+    with held_driver(mongo_url, accounts.name, identity, gate) as errors:
+        assert gate.held.wait(20)
+        try:
+            rescuer.cancel(identity)
+        except TransactionStateError as error:
+            refused = error
+
+    if refused is None:
+        assert [type(error) for error in errors] == [TransactionCanceledError]
+        assert rescuer.log.get(identity).state == "canceled"
+        assert balances(accounts) == {"A": 1000, "B": 1000}
+    else:
+        assert errors == []
+        assert rescuer.log.get(identity).state == "done"
+        assert balances(accounts) == {"A": 900, "B": 1100}
+    assert markers(accounts) == []
+
+
+@pytest.mark.parametrize("number", [FIRST_APPLY, SECOND_APPLY])
+def test_without_the_fence_the_same_schedule_applies_twice(
+    rescuer: TwoPhaseCommit,
+    accounts: Database[Document],
+    mongo_url: str,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tests above can fail: a change that is guarded by the marker alone goes through."""
+
+    def marker_alone(collection: Any, part: Any, transaction_id: Any, _fence: Any) -> bool:
+        guard = {"_id": part.id, MARKERS: {"$ne": transaction_id}}
+        change = {**part.apply, "$push": {MARKERS: transaction_id}}
+        return bool(collection.update_one(guard, change).matched_count)
+
+    monkeypatch.setattr(documents, "apply", marker_alone)
+    gate = Gate(hold_before=number)
+    identity = rescuer.transfer("A", "B", 100, run=False)
+
+    with held_driver(mongo_url, accounts.name, identity, gate):
+        assert gate.held.wait(20)
+        rescuer.recover(0)
+
+    assert balances(accounts) != {"A": 900, "B": 1100}
+
+
+def test_an_undo_that_leaves_the_fence_alone_would_let_a_late_driver_apply(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why a fence moves also where nothing is undone: here it does not, and what was canceled is half applied."""
+
+    def marked_only(collection: Any, part: Any, transaction_id: Any) -> documents.Undone:
+        guard = {"_id": part.id, MARKERS: transaction_id}
+        collection.update_one(guard, {**part.revert, "$pull": {MARKERS: transaction_id}})
+        return documents.Undone.UNDONE
+
+    monkeypatch.setattr(documents, "undo", marked_only)
+    gate = Gate(hold_before=FIRST_APPLY)
+    identity = rescuer.transfer("A", "B", 100, run=False)
+
+    with held_driver(mongo_url, accounts.name, identity, gate):
+        assert gate.held.wait(20)
+        rescuer.cancel(identity)
+
+    assert rescuer.log.get(identity).state == "canceled"
+    assert balances(accounts) != {"A": 1000, "B": 1000}
+
+
+def test_other_transactions_that_move_the_fence_only_make_a_driver_look_again(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
+) -> None:
+    """A busy account: both its fence and its balance change between the look and the change."""
+    gate = Gate(hold_before=FIRST_APPLY)
+    identity = rescuer.transfer("A", "B", 100, run=False)
+
+    with held_driver(mongo_url, accounts.name, identity, gate) as errors:
+        assert gate.held.wait(20)
+        rescuer.transfer("B", "A", 1)
+        rescuer.transfer("A", "B", 5)
+
+    assert errors == []
+    assert balances(accounts) == {"A": 896, "B": 1104}

@@ -1,0 +1,134 @@
+"""Accounts, drivers that can be held at any command, and the tutorial's own code."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pymongo import MongoClient, monitoring
+from pymongo.database import Database
+
+from mongo_celery import TwoPhaseCommit
+
+Document = dict[str, Any]
+_HELD_SECONDS_MAX = 30.0
+
+
+class Gate(monitoring.CommandListener):
+    """
+    Counts a client's writes and reads on the test's data, and holds its thread before or after one of them.
+
+    Args:
+        hold_before: number of the command, from 1, before which the thread waits; 0 for none.
+        hold_after: number of the command after whose answer the thread waits; 0 for none.
+    """
+
+    def __init__(self, *, hold_before: int = 0, hold_after: int = 0) -> None:
+        self._before = hold_before
+        self._after = hold_after
+        self.count = 0
+        self.held = threading.Event()
+        self.released = threading.Event()
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None:
+        if event.command_name in {"find", "update", "findAndModify"}:
+            self.count += 1
+            if self.count == self._before:
+                self._hold()
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
+        if event.command_name in {"find", "update", "findAndModify"} and self.count == self._after:
+            self._after = 0
+            self._hold()
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None:
+        """Nothing."""
+
+    def _hold(self) -> None:
+        self.held.set()
+        assert self.released.wait(_HELD_SECONDS_MAX), "nobody let the held driver go on"
+
+
+def make_accounts(database: Database[Document], **balances: int) -> None:
+    """Accounts as the tutorial has them."""
+    database["accounts"].insert_many(
+        [{"_id": name, "balance": balance, "pendingTransactions": []} for name, balance in balances.items()]
+    )
+
+
+def balances(database: Database[Document]) -> dict[str, int]:
+    return {each["_id"]: each["balance"] for each in database["accounts"].find()}
+
+
+def markers(database: Database[Document]) -> list[Any]:
+    return [marker for each in database["accounts"].find() for marker in each["pendingTransactions"]]
+
+
+def coordinator(client: MongoClient[Document], name: str, **options: Any) -> TwoPhaseCommit:
+    return TwoPhaseCommit(None, client[name]["transactions"], **options)
+
+
+@contextmanager
+def held_driver(url: str, name: str, transaction_id: Any, gate: Gate) -> Iterator[list[BaseException]]:
+    """A driver in a thread, waiting at its gate; afterwards it has gone on and ended."""
+    errors: list[BaseException] = []
+    with MongoClient[Document](url, event_listeners=[gate]) as client:
+        driven = coordinator(client, name)
+
+        def drive() -> None:
+            try:
+                driven.run(transaction_id)
+            except BaseException as error:  # noqa: BLE001 - the test judges it
+                errors.append(error)
+
+        thread = threading.Thread(target=drive, daemon=True)
+        thread.start()
+        try:
+            yield errors
+        finally:
+            gate.released.set()
+            thread.join(_HELD_SECONDS_MAX)
+            assert not thread.is_alive()
+
+
+class Tutorial:
+    """MongoDB's tutorial as it stands, for one application: no version, no fence."""
+
+    def __init__(self, database: Database[Document]) -> None:
+        self.accounts = database["accounts"]
+        self.transactions = database["transactions"]
+
+    def begin(self, identity: Any, source: Any, destination: Any, value: int) -> None:
+        fields = {"_id": identity, "source": source, "destination": destination, "value": value, "state": "initial"}
+        self.transactions.insert_one(fields)
+        self._touch(identity, {"state": "initial"}, "initial")
+
+    def start(self, identity: Any) -> None:
+        self._touch(identity, {"state": "initial"}, "pending")
+
+    def apply(self, identity: Any, account: Any, value: int) -> None:
+        self.accounts.update_one(
+            {"_id": account, "pendingTransactions": {"$ne": identity}},
+            {"$inc": {"balance": value}, "$push": {"pendingTransactions": identity}},
+        )
+
+    def applied(self, identity: Any) -> None:
+        self._touch(identity, {"state": "pending"}, "applied")
+
+    def pull(self, identity: Any, account: Any) -> None:
+        self.accounts.update_one(
+            {"_id": account, "pendingTransactions": identity}, {"$pull": {"pendingTransactions": identity}}
+        )
+
+    def done(self, identity: Any) -> None:
+        self._touch(identity, {"state": "applied"}, "done")
+
+    def canceling(self, identity: Any) -> None:
+        self._touch(identity, {"state": "pending"}, "canceling")
+
+    def _touch(self, identity: Any, guard: Document, state: str) -> None:
+        self.transactions.update_one(
+            {"_id": identity, **guard}, {"$set": {"state": state}, "$currentDate": {"lastModified": True}}
+        )
