@@ -1,0 +1,194 @@
+"""Two-phase commit with real processes that are killed and paused, workers, beat and the command line."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import TwoPhaseCommit
+from tests.acceptance.bank_project import ACCOUNTS
+from tests.acceptance.chain_rig import QUIET
+from tests.fixtures.mongo import MakeReplicaSet
+from tests.fixtures.process import Processes, ProjectProcess, wait_for
+
+Document = dict[str, Any]
+PROJECT = "tests.acceptance.bank_project"
+UNFINISHED = {"state": {"$in": ["pending", "applied", "canceling"]}}
+BALANCE = 100
+
+
+class Bank:
+    """The project's processes on a database of its own, and a coordinator in the test to judge by."""
+
+    def __init__(self, processes: Processes, client: MongoClient[Document], url: str, broker: str) -> None:
+        self.name = f"bank_{uuid4().hex[:8]}"
+        self.database: Database[Document] = client[self.name]
+        self.coordinator = TwoPhaseCommit(None, self.database["transactions"])
+        self._processes = processes
+        self.environment = {"BANK_NAME": self.name, "BANK_MONGO": url, "BANK_BROKER": broker}
+        self.database["accounts"].insert_many(
+            [{"_id": each, "balance": BALANCE, "pendingTransactions": []} for each in range(ACCOUNTS)]
+        )
+
+    def python(self, *arguments: object) -> ProjectProcess:
+        return self._processes.python("bank", "-m", PROJECT, *map(str, arguments), environment=self.environment)
+
+    def celery(self, *arguments: str, **environment: str) -> ProjectProcess:
+        return self._processes.celery(PROJECT, *arguments, environment={**self.environment, **environment})
+
+    def output(self, *arguments: str, status: int = 0) -> list[str]:
+        """What a command prints."""
+        command = self.celery(*arguments)
+        assert command.wait(60) == status, command.text
+        return [line for line in command.text.splitlines() if line]
+
+    def state(self, identity: Any) -> str:
+        return str(self.coordinator.log.get(identity).state)
+
+    def balances(self) -> list[int]:
+        return [each["balance"] for each in self.database["accounts"].find().sort("_id", 1)]
+
+    def unfinished(self) -> int:
+        return self.database["transactions"].count_documents(UNFINISHED)
+
+    def judge(self) -> None:
+        """Nothing is left, nobody is below zero, and every balance is what the transactions that are done say."""
+        assert self.unfinished() == 0
+        expected = [BALANCE] * ACCOUNTS
+        for done in self.database["transactions"].find({"state": "done"}):
+            expected[done["source"]] -= done["value"]
+            expected[done["destination"]] += done["value"]
+        assert self.balances() == expected
+        assert sum(self.balances()) == BALANCE * ACCOUNTS
+        assert min(self.balances()) >= 0
+        assert self.database["accounts"].count_documents({"pendingTransactions": {"$ne": []}}) == 0
+
+
+@pytest.fixture
+def bank(processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str) -> Iterator[Bank]:
+    made = Bank(processes, mongo_client, mongo_url, redis_url)
+    yield made
+    mongo_client.drop_database(made.name)
+
+
+@pytest.mark.parametrize("number", [1, 4, 5, 6, 7, 8, 9, 10])
+def test_a_driver_that_is_killed_after_any_write_is_recovered_by_another_process(bank: Bank, number: int) -> None:
+    """The eight points: read, claim, both changes, applied, both settlements, done."""
+    bank.coordinator.transfer(0, 1, 30, id="t", run=False)
+    assert bank.python("run", "t", "after", number).wait(60) == -signal.SIGKILL
+    reached = bank.state("t")
+
+    bank.coordinator.recover(0)
+    if reached == "initial":  # nobody has begun it: that is no recovery
+        bank.coordinator.run("t")
+
+    assert bank.state("t") == "done"
+    assert bank.balances()[:2] == [70, 130]
+    bank.judge()
+
+
+def test_eight_drivers_under_random_kills_leave_every_account_right(bank: Bank) -> None:
+    """Two hundred transfers over ten accounts, with a kill every few moments and recovery all the time."""
+    chance = random.Random(7)
+    drivers = [bank.python("transfers", seed, 25) for seed in range(8)]
+
+    def kill_and_recover() -> bool:
+        running = [driver for driver in drivers if driver.running]
+        if running and chance.random() < 0.2 and len(drivers) < 14:
+            victim = chance.choice(running)
+            victim.kill()
+            drivers.append(bank.python("transfers", 100 + len(drivers), 25))
+        bank.coordinator.recover(0.5)
+        return not running
+
+    wait_for(kill_and_recover, 120)
+    bank.coordinator.recover(0)
+
+    assert sum(driver.returncode == -signal.SIGKILL for driver in drivers) > 0
+    assert bank.database["transactions"].count_documents({}) >= 200
+    bank.judge()
+
+
+def test_a_paused_process_that_wakes_up_changes_nothing_again(bank: Bank) -> None:
+    """SIGSTOP in the middle of a run of transfers, recovery by another process, SIGCONT."""
+    driver = bank.python("transfers", 1, 60)
+    wait_for(lambda: bank.database["transactions"].count_documents({}) > 5, 40)
+    for _ in range(5):
+        driver.pause()
+        wait_for(lambda: not bank.coordinator.recover(0) and not bank.unfinished(), 20)  # what it sent may still arrive
+        before = bank.database["transactions"].count_documents({})
+        driver.resume()
+        wait_for(
+            lambda before=before: (
+                bank.database["transactions"].count_documents({}) > before  # type: ignore[misc]
+                or not driver.running
+            ),
+            40,
+        )
+    assert driver.wait(60) == 0
+    bank.judge()
+
+
+def test_workers_drive_step_by_step_and_beat_recovers(bank: Bank) -> None:
+    """`delay` for many, a worker's child killed in between; beat's recovery finishes what was lost with it."""
+    environment = {"BANK_OLDER_THAN": "1"}
+    worker = bank.celery("worker", *QUIET, "-c", "2", "-l", "INFO", **environment)
+    bank.celery("beat", "-s", "/dev/null", "--scheduler", "celery.beat:Scheduler", "-l", "INFO", **environment)
+    worker.wait_for_output("ready", 40)
+    driving = TwoPhaseCommit(Celery("asking", broker=bank.environment["BANK_BROKER"]), bank.database["transactions"])
+    for number in range(20):
+        driving.transfer(number % ACCOUNTS, (number + 1) % ACCOUNTS, 5, id=number, run=False)
+        driving.delay(number)
+        if number == 10:
+            worker.send_child(signal.SIGKILL)
+
+    done = bank.database["transactions"]
+    wait_for(lambda: done.count_documents({"state": "done"}) == 20, 90, lambda: str(list(done.find({}, {"state": 1}))))
+    bank.judge()
+
+
+def test_the_command_line_lists_shows_recovers_and_cancels(bank: Bank) -> None:
+    """Ids of every kind are typed as they are shown."""
+    shape = {"source": 0, "destination": 1, "value": 10, "state": "pending"}
+    bank.database["transactions"].insert_many(
+        [{"_id": 1, **shape}, {"_id": "two", **shape}, {"_id": "three", **shape, "application": "App2"}]
+    )
+    given = bank.coordinator.transfer(0, 1, 5, run=False)
+
+    listed = {json.dumps(each["_id"]): each for each in map(json.loads, bank.output("transactions", "list", "--json"))}
+    assert {each["state"] for each in listed.values()} == {"pending", "initial"}
+    assert len(listed) == 4
+    assert json.loads("".join(bank.output("transactions", "show", str(given))))["value"] == 5
+    assert json.loads(bank.output("transactions", "cancel", "two", "--yes", "--json")[-1])["state"] == "canceled"
+    assert bank.output("transactions", "recover", "--older-than", "0")[-1] == "1: pending, now done"
+    assert bank.state("three") == "pending"
+    assert bank.output("transactions", "recover", "--older-than", "0", "--all")[-1] == "three: pending, now done"
+    assert "can no longer be canceled" in " ".join(bank.output("transactions", "cancel", "1", "--yes", status=1))
+    assert "there is no transaction" in " ".join(bank.output("transactions", "show", "99", status=1))
+    bank.judge()
+
+
+def test_a_stepdown_in_the_middle_costs_time_only(
+    processes: Processes, make_replica_set: MakeReplicaSet, redis_url: str
+) -> None:
+    """The primary steps down twice while drivers are at work."""
+    replica_set = make_replica_set()
+    with MongoClient[Document](replica_set.url) as client:
+        bank = Bank(processes, client, replica_set.url, redis_url)
+        drivers = [bank.python("transfers", seed, 15) for seed in range(3)]
+        wait_for(lambda: bank.database["transactions"].count_documents({}) > 5, 40)
+        for _ in range(2):
+            client.admin.command("replSetStepDown", 1, force=True)
+            wait_for(lambda: client.admin.command("hello").get("isWritablePrimary"), 30)
+        assert [driver.wait(90) for driver in drivers] == [0, 0, 0]
+        bank.coordinator.recover(0)
+        bank.judge()

@@ -1,0 +1,143 @@
+"""Two-phase commit against a model of ten lines: drivers whose acts are interleaved in any way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from bson import ObjectId
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from pymongo import MongoClient
+
+from mongo_celery import TransactionStateError, TwoPhaseCommit
+from mongo_celery.twophase import documents
+from mongo_celery.twophase.states import State, Transaction
+
+Document = dict[str, Any]
+ACCOUNTS = ("A", "B", "C")
+START = 20
+
+
+class Banking(RuleBasedStateMachine):
+    """
+    Drivers act on what they have seen, however long ago: look, prove, apply, settle, advance, each on its own.
+
+    The model: what is done counts, what is not does not.
+    """
+
+    clients: list[MongoClient[Document]]
+    """In a list: Hypothesis asks every attribute of the class whether it is a rule, and a client says yes."""
+
+    drivers = Bundle("drivers")
+    ids = Bundle("ids")
+
+    @initialize()
+    def open_bank(self) -> None:
+        self.name = f"model_{uuid4().hex[:10]}"
+        self.database = self.clients[0][self.name]
+        self.bank = TwoPhaseCommit(None, self.database["transactions"])
+        self.database["accounts"].insert_many([{"_id": each, "balance": START} for each in ACCOUNTS])
+        self.model = dict.fromkeys(ACCOUNTS, START)
+
+    def teardown(self) -> None:
+        if hasattr(self, "database"):
+            self.bank.recover(0)
+            self.judge_the_end()
+            self.clients[0].drop_database(self.name)
+
+    @rule(target=ids, sides=st.permutations(ACCOUNTS), value=st.integers(1, 15))
+    def begin(self, sides: list[str], value: int) -> Any:
+        return self.bank.transfer(sides[0], sides[1], value, run=False)
+
+    @rule(target=drivers, identity=ids)
+    def take(self, identity: Any) -> Transaction | None:
+        """A driver takes a transaction over, whoever has it, and then waits."""
+        seen = self.bank.log.get(identity)
+        if seen.state is State.INITIAL:
+            return self.bank.log.claim(seen, ObjectId())
+        return None if seen.state.is_final else self.bank.log.take_over(seen, ObjectId())
+
+    @rule(target=drivers, seen=consumes(drivers), index=st.integers(0, 1), others=st.lists(ids, max_size=1))
+    def change(self, seen: Transaction | None, index: int, others: list[Any]) -> Transaction | None:
+        """Look, prove, and before the change is sent others do what they like."""
+        if seen is None or seen.state is not State.PENDING:
+            return None
+        part = seen.parts[index]
+        accounts = self.bank.accounts
+        view = documents.look(accounts, part, seen.id)
+        if self.bank.log.touch(seen):
+            for other in others:
+                self.cancel_or_finish(other)
+            if not view.marked and view.exists:
+                documents.apply(accounts, part, seen.id, view.fence)
+        return seen
+
+    @rule(target=drivers, seen=consumes(drivers))
+    def step(self, seen: Transaction | None) -> Transaction | None:
+        """A whole step of a driver, as far as it still has the transaction."""
+        return None if seen is None else self.bank.step(seen.id, seen.version)
+
+    @rule(identity=ids)
+    def cancel_or_finish(self, identity: Any) -> None:
+        """An operator cancels; what is too far on is finished by recovery."""
+        try:
+            self.bank.cancel(identity)
+        except TransactionStateError:
+            self.bank.recover(0)
+
+    @rule()
+    def recover(self) -> None:
+        self.bank.recover(0)
+
+    @invariant()
+    def nobody_is_below_zero(self) -> None:
+        if hasattr(self, "database"):
+            assert self.database["accounts"].count_documents({"balance": {"$lt": 0}}) == 0
+
+    def judge_the_end(self) -> None:
+        """Every transaction that is done counts once, all others not at all."""
+        stuck = self.database["transactions"].count_documents({"state": {"$in": ["pending", "applied"]}})
+        assert stuck == 0
+        for done in self.database["transactions"].find({"state": {"$in": ["done"]}}):
+            self.model[done["source"]] -= done["value"]
+            self.model[done["destination"]] += done["value"]
+        found = {each["_id"]: each["balance"] for each in self.database["accounts"].find()}
+        canceling = list(self.database["transactions"].find({"state": "canceling"}))
+        if canceling:  # what was spent cannot be taken back: nothing is lost, and it says so
+            assert sum(found.values()) + sum(each["value"] for each in canceling) >= START * len(ACCOUNTS)
+        else:
+            assert found == self.model
+            assert sum(found.values()) == START * len(ACCOUNTS)
+
+
+@pytest.fixture
+def machine(mongo_client: MongoClient[Document]) -> Iterator[type[Banking]]:
+    Banking.clients = [mongo_client]
+    yield Banking
+    del Banking.clients
+
+
+def test_drivers_interleaved_in_any_way_keep_to_the_model(machine: type[Banking]) -> None:
+    """Suspended between any two acts, overtaken, canceled, recovered."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=25,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
