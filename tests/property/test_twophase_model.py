@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     consumes,
     initialize,
     invariant,
+    multiple,
     rule,
     run_state_machine_as_test,
 )
@@ -41,15 +42,20 @@ class Banking(RuleBasedStateMachine):
     """In a list: Hypothesis asks every attribute of the class whether it is a rule, and a client says yes."""
 
     drivers = Bundle("drivers")
+    held = Bundle("held")
     ids = Bundle("ids")
 
-    @initialize()
-    def open_bank(self) -> None:
+    @initialize(target=ids)
+    def open_bank(self) -> Any:
         self.name = f"model_{uuid4().hex[:10]}"
         self.database = self.clients[0][self.name]
         self.bank = TwoPhaseCommit(None, self.database["transactions"])
         self.database["accounts"].insert_many([{"_id": each, "balance": START} for each in ACCOUNTS])
         self.model = dict.fromkeys(ACCOUNTS, START)
+        return multiple(*(self.begin_between(*sides) for sides in (("A", "B", 7), ("B", "C", 15), ("C", "A", 20))))
+
+    def begin_between(self, source: str, destination: str, value: int) -> Any:
+        return self.bank.transfer(source, destination, value, run=False)
 
     def teardown(self) -> None:
         if hasattr(self, "database"):
@@ -59,35 +65,35 @@ class Banking(RuleBasedStateMachine):
 
     @rule(target=ids, sides=st.permutations(ACCOUNTS), value=st.integers(1, 15))
     def begin(self, sides: list[str], value: int) -> Any:
-        return self.bank.transfer(sides[0], sides[1], value, run=False)
+        return self.begin_between(sides[0], sides[1], value)
 
     @rule(target=drivers, identity=ids)
-    def take(self, identity: Any) -> Transaction | None:
+    def take(self, identity: Any) -> Any:
         """A driver takes a transaction over, whoever has it, and then waits."""
         seen = self.bank.log.get(identity)
         if seen.state is State.INITIAL:
             return self.bank.log.claim(seen, ObjectId())
-        return None if seen.state.is_final else self.bank.log.take_over(seen, ObjectId())
+        return multiple() if seen.state.is_final else self.bank.log.take_over(seen, ObjectId())
 
-    @rule(target=drivers, seen=consumes(drivers), index=st.integers(0, 1), others=st.lists(ids, max_size=1))
-    def change(self, seen: Transaction | None, index: int, others: list[Any]) -> Transaction | None:
-        """Look, prove, and before the change is sent others do what they like."""
-        if seen is None or seen.state is not State.PENDING:
-            return None
-        part = seen.parts[index]
-        accounts = self.bank.accounts
-        view = documents.look(accounts, part, seen.id)
-        if self.bank.log.touch(seen):
-            for other in others:
-                self.cancel_or_finish(other)
-            if not view.marked and view.exists:
-                documents.apply(accounts, part, seen.id, view.fence)
-        return seen
+    @rule(target=held, seen=drivers, index=st.integers(0, 1))
+    def look_and_prove(self, seen: Transaction, index: int) -> Any:
+        """A driver is about to change a participant, and is paused."""
+        if seen.state is not State.PENDING:
+            return multiple()
+        view = documents.look(self.bank.accounts, seen.parts[index], seen.id)
+        proved = self.bank.log.touch(seen)
+        return (seen, index, view) if proved and view.exists and not view.marked else multiple()
+
+    @rule(paused=held)
+    def wake(self, paused: tuple[Transaction, int, documents.View]) -> None:
+        """It wakes up, whatever has happened since; the network may even deliver its change twice."""
+        seen, index, view = paused
+        documents.apply(self.bank.accounts, seen.parts[index], seen.id, view.fence)
 
     @rule(target=drivers, seen=consumes(drivers))
-    def step(self, seen: Transaction | None) -> Transaction | None:
+    def step(self, seen: Transaction) -> Any:
         """A whole step of a driver, as far as it still has the transaction."""
-        return None if seen is None else self.bank.step(seen.id, seen.version)
+        return self.bank.step(seen.id, seen.version) or multiple()
 
     @rule(identity=ids)
     def cancel_or_finish(self, identity: Any) -> None:
@@ -134,7 +140,7 @@ def test_drivers_interleaved_in_any_way_keep_to_the_model(machine: type[Banking]
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40,
+            max_examples=100,
             stateful_step_count=25,
             deadline=None,
             derandomize=True,
