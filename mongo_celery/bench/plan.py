@@ -45,3 +45,40 @@ class Plan:
 
 FULL = Plan()
 QUICK = Plan(rounds=1, changes=600, warm_up=100, samples=40, backlog=40_000, lease_ttl=3.0, takeovers=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """
+    The sizes of the suites beside the bridge's.
+
+    Attributes:
+        rounds: how often each figure is measured.
+        writes: of each kind in a round.
+        entries: of one sweep.
+        documents: of the collection in which 100 are pending; 0 leaves it out.
+        kills: how often each recovery is measured.
+        sweep_after: of the outbox whose writer is killed, in seconds.
+        claim_ttl: of the same.
+        transfers: of one process in a round.
+        actors: how many processes transfer at once.
+        lock_lifetime: seconds that the server grants a transaction whose holder is killed; 0 leaves it out.
+    """
+
+    rounds: int = 5
+    writes: int = 300
+    entries: int = 5000
+    documents: int = 1_000_000
+    kills: int = 3
+    sweep_after: float = 5.0
+    claim_ttl: float = 10.0
+    transfers: int = 300
+    actors: int = 4
+    lock_lifetime: int = 5
+
+
+FULL_SIZES = Sizes()
+QUICK_SIZES = Sizes(
+    rounds=1, writes=60, entries=500, documents=50_000, kills=1, sweep_after=1.0, claim_ttl=2.0, transfers=60,
+    lock_lifetime=2,
+)  # fmt: skip

@@ -22,7 +22,7 @@ class Setting:
         name: of the measurement: names its queue, bridge, database and state, used once.
         clock: directory of the stopwatch.
         start: cluster time at which streams begin, as seconds and increment.
-        bridge: options of the bridge.
+        bridge: options of the bridge, or of the outbox.
     """
 
     mongo_url: str = "mongodb://127.0.0.1:27017/?replicaSet=rs0"

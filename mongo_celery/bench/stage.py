@@ -17,9 +17,11 @@ from typing import Any, Self
 import redis
 from pymongo import MongoClient
 from pymongo.collection import Collection
+from pymongo.database import Database
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bench.actors import Actor, cpu_seconds, pause
+from mongo_celery.bench.answers import answers, forget_answers
 from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.payload import present_time
 from mongo_celery.bench.setting import Setting
@@ -123,7 +125,17 @@ class Scene:
     @property
     def orders(self) -> Collection[dict[str, Any]]:
         """What the modes watch."""
-        return self._stage.client[self.setting.database]["orders"]
+        return self.data["orders"]
+
+    @property
+    def data(self) -> Database[dict[str, Any]]:
+        """Where the measured processes keep their data."""
+        return self._stage.client[self.setting.database]
+
+    @property
+    def state(self) -> Database[dict[str, Any]]:
+        """Where the library keeps its state."""
+        return self._stage.client[self.setting.state_database]
 
     @property
     def started(self) -> Laps:
@@ -154,22 +166,40 @@ class Scene:
                 pipeline.llen(f"{self.setting.name}.{index}")
             return sum(pipeline.execute())
 
-    def worker(self, app: str) -> Actor:
+    def waiting(self) -> int:
+        """How many messages lie in the default queue of the measured app."""
+        count: Any = self._stage.broker.llen(self.setting.name)
+        return int(count)
+
+    def worker(self, app: str, queues: str | None = None) -> Actor:
         """A Celery worker as all modes use it: prefork, two processes, everything else at its default."""
         arguments = ["-m", "celery", "-A", f"mongo_celery.bench.{app}", "worker", "-c", "2", "-l", "WARNING"]
         arguments += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+        arguments += ["-Q", queues] if queues else []
         return self._start("worker", [*arguments, "-n", f"{self.setting.name}@{socket.gethostname()}"])
 
-    def listener(self) -> Actor:
+    def listener(self, app: str = "bridge_app") -> Actor:
         """A listener."""
-        app = "mongo_celery.bench.bridge_app"
-        return self._start("listener", ["-m", "celery", "-A", app, "listener", "-l", "WARNING"])
+        return self._start("listener", ["-m", "celery", "-A", f"mongo_celery.bench.{app}", "listener", "-l", "WARNING"])
 
     def program(self, name: str, count: int) -> Actor:
         """One of `programs`."""
         return self._start(name, ["-m", "mongo_celery.bench.programs", name, str(count)])
 
-    def wait(self, what: str, condition: Callable[[], bool], progress: Callable[[], object] | None = None) -> None:
+    def begin(self, module: str, *arguments: str) -> Actor:
+        """One of the programs of another module of this package, by its name and arguments."""
+        return self._start(f"{arguments[0]}-{len(self._actors)}", ["-m", f"mongo_celery.bench.{module}", *arguments])
+
+    def ask(self, module: str, *arguments: str) -> dict[str, Any]:
+        """Run such a program alone to its end; what it answers."""
+        actor = self.begin(module, *arguments)
+        self.wait(f"an answer of {arguments[0]}", lambda: answers(self.setting), self.laps("progress").count)
+        (answer,) = answers(self.setting)
+        self.stop(actor)
+        forget_answers(self.setting)
+        return answer
+
+    def wait(self, what: str, condition: Callable[[], object], progress: Callable[[], object] | None = None) -> None:
         """
         Wait until something is true, as long as there is progress.
 
@@ -221,7 +251,7 @@ class Scene:
             broker.delete(*keys)
 
     def _state(self, collection: str) -> Collection[dict[str, Any]]:
-        return self._stage.client[self.setting.state_database][collection]
+        return self.state[collection]
 
     def _start(self, name: str, arguments: list[str]) -> Actor:
         log = Path(self.setting.clock) / f"{name}.log"

@@ -13,7 +13,6 @@ from celery import Celery
 from pymongo import ReadPreference, WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import ConfigurationError
@@ -92,7 +91,10 @@ class Backing:
     @cached_property
     def plain(self) -> Collection[dict[str, Any]]:
         """The same with plain dicts, whatever types the user's collection decodes to."""
-        return self.collection.with_options(codec_options=CodecOptions(tz_aware=True))
+        given = self.collection.codec_options
+        return self.collection.with_options(
+            codec_options=CodecOptions(tz_aware=True, uuid_representation=given.uuid_representation)
+        )
 
     @cached_property
     def writer(self) -> Writer:
@@ -117,7 +119,7 @@ class Backing:
         """What could not be published."""
         store: Collection[dict[str, Any]] = self.plain.database.client[self._database].get_collection(
             COLLECTION,
-            codec_options=CodecOptions(tz_aware=True),
+            codec_options=self.plain.codec_options,
             write_concern=WriteConcern("majority"),
             read_concern=ReadConcern("majority"),
             read_preference=ReadPreference.PRIMARY,
@@ -141,7 +143,7 @@ class Backing:
                 self.relay.deliver(document_id, judge=False)
             else:
                 self.relay.deliver_claimed(document_id, written.events, written.owner, written.claimed_at, judge=False)
-        except PyMongoError as error:
+        except Exception as error:  # noqa: BLE001 - the write is acknowledged: nothing that comes after it may say otherwise
             logger.warning("outbox: document %r is left to the sweep: %s", document_id, short(error))
 
     def status(self) -> OutboxStatus:

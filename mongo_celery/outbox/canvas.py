@@ -78,7 +78,7 @@ def encoded(app: Celery, signature: Any) -> tuple[str, str, Any]:
     for leaf in leaves(signature):
         serializers.append(_serializer(app, leaf))
         _encode((tuple(leaf.args), dict(leaf.kwargs)), serializers[-1], leaf.task)
-    for head in _heads(signature):
+    for head in heads(signature):
         _check_arguments(app, head)
     whole = serializers[0] if len(set(serializers)) == 1 or signature.subtask_type is None else None
     return _encode(dict(signature), whole or str(app.conf.task_serializer), signature.task)
@@ -93,7 +93,7 @@ def representation(signature: Any, length: int) -> str:
 
 def _parts(signature: Any) -> Sequence[Any]:
     kind = signature.subtask_type
-    if kind == "chain" or kind == "group":
+    if kind in {"chain", "group"}:
         return list(signature.tasks)
     if kind == "chord":
         return [*_header(signature), signature.body]
@@ -119,7 +119,7 @@ def _refuse_shape(signature: Any, *, top: bool) -> None:
         raise OutboxRefusedError(
             f"a canvas of type {kind!r} cannot be stored; use task.s(...), chain, group or chord.",
         )
-    if kind in ("chain", "group"):
+    if kind in {"chain", "group"}:
         signature.tasks = list(signature.tasks)  # a generator would be empty after it has been stored
     parts = _parts(signature)
     if kind is not None and (not parts or any(part is None for part in parts)):
@@ -168,23 +168,23 @@ def _prepared(app: Celery, chain: Any) -> Any:
     return first
 
 
-def _heads(signature: Any) -> Iterator[Any]:
+def heads(signature: Any) -> Iterator[Any]:
     """The tasks that are published at dispatch."""
     kind = signature.subtask_type
     if kind is None:
         yield signature
     elif kind == "chain":
-        yield from _heads(signature.tasks[0])
+        yield from heads(signature.tasks[0])
     elif kind == "group":
         for part in signature.tasks:
-            yield from _heads(part)
+            yield from heads(part)
     else:
         for part in _header(signature):
-            yield from _heads(part)
+            yield from heads(part)
 
 
 def _make_absolute(signature: Any, now: datetime) -> None:
-    holders = {id(each.options): each.options for each in (signature, *_heads(signature))}
+    holders = {id(each.options): each.options for each in (signature, *heads(signature))}
     for options in holders.values():
         countdown = options.pop("countdown", None)
         if countdown is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +34,7 @@ class DeadLetters:
         """Store an entry by its id; a second time changes nothing, so that it may be repeated after a crash."""
         stored = entry.to_document() if isinstance(entry, Entry) else dict(entry)
         letter = {
-            "_id": f"{self._outbox}/{stored.get('id')}",
+            "_id": f"{self._outbox}/{stored.get('id') or _name_of(stored)}",
             "outbox": self._outbox,
             "document": document_id,
             "entry": stored,
@@ -62,3 +63,8 @@ class DeadLetters:
     def remove(self, letter_id: str) -> bool:
         """Forget one; False if there is none."""
         return bool(self._collection.delete_one({"_id": f"{self._outbox}/{letter_id}"}).deleted_count)
+
+
+def _name_of(stored: Mapping[str, Any]) -> str:
+    """A name for what has none: the same for the same contents, so that setting it aside may be repeated."""
+    return hashlib.sha256(repr(sorted(stored.items(), key=str)).encode()).hexdigest()[:32]

@@ -22,6 +22,15 @@ COUNT = f"{FIELD}.count"
 WAITING: dict[str, Any] = {COUNT: {"$gt": 0}}
 """What the partial index holds; a query needs this condition to use it."""
 
+_OLDEST: dict[str, Any] = {
+    "$convert": {
+        "input": {"$cond": [{"$isArray": f"${FIELD}.events.at"}, {"$arrayElemAt": [f"${FIELD}.events.at", 0]}, None]},
+        "to": "date",
+        "onError": None,  # somebody else has written to the field: that entry has no age, the others have
+        "onNull": None,
+    },
+}
+
 _ensured: set[int] = set()
 _lock = threading.Lock()
 
@@ -48,6 +57,14 @@ def ensure(collection: Collection[Any]) -> None:
         _ensured.add(key)
 
 
+def exists(collection: Collection[Any]) -> bool | None:
+    """Whether the index is there; None where the user may not look."""
+    try:
+        return NAME in collection.index_information()
+    except OperationFailure:
+        return None
+
+
 def due_documents(collection: Collection[dict[str, Any]], older_than: float, limit: int) -> list[Any]:
     """The `_id`s of documents whose oldest entry has waited so many seconds and that nobody holds."""
     conditions = [pending.FREE, pending.DUE, pending.older_than(older_than)]
@@ -64,7 +81,7 @@ def waiting(collection: Collection[dict[str, Any]]) -> dict[str, Any]:
                 "_id": None,
                 "documents": {"$sum": 1},
                 "pending": {"$sum": f"${COUNT}"},
-                "oldest": {"$min": {"$arrayElemAt": [f"${FIELD}.events.at", 0]}},
+                "oldest": {"$min": _OLDEST},
                 "failing": {"$sum": {"$cond": [{"$gt": [{"$max": f"${FIELD}.events.attempts"}, 0]}, 1, 0]}},
             },
         },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from bson import ObjectId
@@ -25,6 +26,7 @@ from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.metrics import OutboxStatus
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Delivery
+from mongo_celery.outbox.sweep import sweep_all, sweep_one
 from mongo_celery.outbox.writes import Change, Written, size_errors
 
 _DELETE_ROUNDS = 3
@@ -93,7 +95,8 @@ class Outbox:
         )
         self._name = name or (collection.full_name if isinstance(collection, Collection) else None)
         self._source = source
-        registry.add_outbox(app, self, self._name, None if sweep_every is None else bounded(sweep_every, "sweep_every"))
+        every = None if sweep_every is None else bounded(sweep_every, "sweep_every")
+        registry.add_outbox(app, self, self._name, every, partial(sweep_all, app))
 
     def __repr__(self) -> str:
         return f"<Outbox {self._name or '(not opened yet)'}>"
@@ -352,8 +355,6 @@ class Outbox:
         Returns:
             The sum of what was done.
         """
-        from mongo_celery.outbox.sweep import sweep_one
-
         age = self.sweep_after if older_than is None else seconds(older_than, "older_than")
         return sweep_one(self, age, limit)
 

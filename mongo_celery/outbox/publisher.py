@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from celery import Celery
@@ -16,7 +16,7 @@ from kombu.pools import ProducerPool
 from kombu.serialization import loads, prepare_accept_content
 
 from mongo_celery.broker import bounded_connection
-from mongo_celery.outbox.canvas import leaves
+from mongo_celery.outbox.canvas import heads, leaves
 from mongo_celery.outbox.entries import Entry
 
 _BROKER_SECONDS = 5
@@ -70,6 +70,8 @@ class Publisher:
         accepted = prepare_accept_content(self.app.conf.accept_content)
         data = loads(entry.payload, entry.content_type, entry.content_encoding, accept=accepted, force=True)
         signature = Signature.from_dict(data, app=self.app)
+        for head in heads(signature):
+            head["args"] = tuple(head["args"])  # monitors show them as `delay` would
         if not self._foreign_tasks:
             for leaf in leaves(signature):
                 if leaf.task not in self.app.tasks:
@@ -102,7 +104,7 @@ class Publisher:
                 try:
                     yield producer
                 except refusals as error:
-                    connection.collapse()  # whatever it was about: a new one knows nothing of it
+                    _forget(producer, connection)
                     raise BrokerUnavailableError(str(error) or type(error).__name__) from error
         except (OperationalError, OSError) as error:
             raise BrokerUnavailableError(str(error) or type(error).__name__) from error
@@ -129,3 +131,11 @@ class Publisher:
         if pool is not None and pool[0] == os.getpid():
             pool[1].force_close_all()
             pool[1].connections.force_close_all()
+
+
+def _forget(producer: Any, connection: Any) -> None:
+    """Close a connection that has failed, whatever it was about: the pool opens it again when it is asked for next."""
+    with suppress(Exception):
+        producer.channel = None
+    with suppress(Exception):
+        connection.close()

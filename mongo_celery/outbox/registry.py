@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.errors import ConfigurationError
@@ -16,9 +17,18 @@ _ATTRIBUTE = "_mongo_celery_outboxes"
 _EVERY = "_mongo_celery_outbox_sweep_every"
 
 
-def add_outbox(app: Celery, outbox: Outbox, name: str | None, sweep_every: float | None) -> None:
+def add_outbox(
+    app: Celery, outbox: Outbox, name: str | None, sweep_every: float | None, sweep: Callable[[], Any]
+) -> None:
     """
     Note an outbox of an app; the app's first brings the sweep task.
+
+    Args:
+        app: the Celery app.
+        outbox: to be swept.
+        name: of the outbox, if it is known already.
+        sweep_every: seconds between two sweeps by beat; None for no entry.
+        sweep: sweeps all outboxes of the app.
 
     Raises:
         ConfigurationError: the app already has another outbox of that name.
@@ -27,7 +37,8 @@ def add_outbox(app: Celery, outbox: Outbox, name: str | None, sweep_every: float
     if name is not None and any(other._name == name for other in outboxes):  # noqa: SLF001 - a name is not opened for this
         raise ConfigurationError(f"the app already has an outbox named {name!r}; use it, or give this one name='...'.")
     if not outboxes:
-        _register_sweep(app)
+        register: Any = app.task
+        register(name=SWEEP_TASK, shared=False, ignore_result=True, acks_late=False)(sweep)
     outboxes.append(outbox)
     if sweep_every is not None:
         _schedule(app, sweep_every)
@@ -37,17 +48,6 @@ def outboxes_of(app: Celery) -> list[Outbox]:
     """All outboxes of an app, in the order in which they were made."""
     found: list[Outbox] = app.__dict__.setdefault(_ATTRIBUTE, [])
     return found
-
-
-def _register_sweep(app: Celery) -> None:
-    def sweep() -> dict[str, Any]:
-        """Deliver what was left behind in all outboxes of this app."""
-        from mongo_celery.outbox.sweep import sweep_all
-
-        return sweep_all(app)
-
-    register: Any = app.task
-    register(name=SWEEP_TASK, shared=False, ignore_result=True, acks_late=False)(sweep)
 
 
 def _schedule(app: Celery, every: float) -> None:

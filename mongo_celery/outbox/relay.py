@@ -140,7 +140,8 @@ class Relay:
         dispatched = dead = 0
         while events:
             published: list[str] = []
-            batch = entries_of(events[:_BATCH])
+            everything = entries_of(events)
+            batch = everything[:_BATCH]
             try:
                 for entry in batch:
                     if time.monotonic() - claimed_at > self._claim_ttl / 2:
@@ -156,7 +157,10 @@ class Relay:
                     left = len(events) - len(published)
                     down = isinstance(error, BrokerUnavailableError)
                     return Delivery(dispatched, dead, left, down, f"{type(error).__name__}: {short(error)}")
-                dead += 1
+                nameless = [entry for entry in everything if _id_of(entry) is None] if _id_of(failed) is None else []
+                for entry in nameless:  # they can only be removed together
+                    self._dead_letters().add(document_id, entry, error)
+                dead += max(1, len(nameless))
                 published = [_id_of(failed)]
                 claimed_at, events = self._removed(document_id, published, owner)
                 continue

@@ -11,7 +11,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from pymongo.errors import PyMongoError
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.outbox import index
 from mongo_celery.outbox.registry import outboxes_of
@@ -40,7 +40,11 @@ def sweep_one(outbox: Outbox, older_than: float, limit: int) -> Delivery:
     relay = outbox.backing.relay
     total, refusals = Delivery(), 0
     for document_id in index.due_documents(outbox.backing.plain, older_than, limit):
-        delivery = relay.deliver(document_id, older_than=older_than)
+        try:
+            delivery = relay.deliver(document_id, older_than=older_than)
+        except OperationFailure as error:  # one document that the server cannot make sense of stops no other
+            logger.error("outbox %s: document %r cannot be delivered: %s", outbox.name, document_id, short(error))
+            delivery = Delivery(left=1, error=short(error))
         total = _sum(total, delivery)
         refusals = refusals + 1 if delivery.broker_down else 0
         if refusals >= _REFUSALS_MAX:

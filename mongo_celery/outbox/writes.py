@@ -267,7 +267,7 @@ class Writer:
     def _refuse_more_than_ever(self, entries: Sequence[Entry]) -> None:
         if len(entries) > self._max_pending:
             raise OutboxRefusedError(
-                f"{len(entries)} tasks and events are more than max_pending={self._max_pending} allows in one document.",
+                f"{len(entries)} entries are more than one document may hold: max_pending={self._max_pending}.",
             )
 
     def _refuse_full(self, document_id: object, entries: Sequence[Entry], session: ClientSession | None) -> None:

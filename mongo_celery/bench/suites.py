@@ -1,0 +1,173 @@
+"""Which suites a run has, and what they found: for people and as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mongo_celery.bench.plan import Plan, Sizes
+from mongo_celery.bench.readings import Reading
+from mongo_celery.bench.report import as_json as bridge_as_json
+from mongo_celery.bench.report import machine
+from mongo_celery.bench.report import show as show_bridge
+from mongo_celery.bench.run import Results, run
+from mongo_celery.bench.stage import Stage
+
+if TYPE_CHECKING:
+    from mongo_celery.bench.outbox_suite import OutboxResults
+    from mongo_celery.bench.pending_query import PendingQuery
+    from mongo_celery.bench.transaction_suite import TransactionResults
+
+SUITES = ("bridge", "outbox", "transactions")
+
+_WHOLE = 100
+"""From here on digits behind the point say nothing."""
+
+
+@dataclass(slots=True)
+class SuiteResults:
+    """What each suite has found; None for one that was not asked for."""
+
+    seconds: float = 0.0
+    bridge: Results | None = None
+    outbox: OutboxResults | None = None
+    transactions: TransactionResults | None = None
+
+
+def run_suites(
+    stage: Stage, chosen: Sequence[str], plan: Plan, sizes: Sizes, tell: Callable[[str], None]
+) -> SuiteResults:
+    """Run suites one after the other; arguments as of `run`."""
+    began, results = time.monotonic(), SuiteResults()
+    if "bridge" in chosen:
+        results.bridge = run(stage, plan, tell)
+    if "outbox" in chosen:
+        from mongo_celery.bench.outbox_suite import run_outbox
+
+        results.outbox = run_outbox(stage, sizes, tell)
+    if "transactions" in chosen:
+        from mongo_celery.bench.transaction_suite import run_transactions
+
+        results.transactions = run_transactions(stage, sizes, tell)
+    results.seconds = time.monotonic() - began
+    return results
+
+
+def as_json(results: SuiteResults, plan: Plan, sizes: Sizes) -> dict[str, Any]:
+    """One object: the bridge's figures as they have always been, and one key for each further suite."""
+    found: dict[str, Any] = {} if results.bridge is None else bridge_as_json(results.bridge, plan)
+    found |= {"seconds": round(results.seconds, 1), "machine": machine()}
+    if results.outbox is not None:
+        found["outbox"] = {"rounds": sizes.rounds, **_outbox(results.outbox, sizes)}
+    if results.transactions is not None:
+        found["transactions"] = {"rounds": sizes.rounds, **_transactions(results.transactions, sizes)}
+    return found
+
+
+def show(results: SuiteResults, console: Console) -> None:
+    """Tables and sentences."""
+    if results.bridge is not None:
+        show_bridge(results.bridge, console)
+    if results.outbox is not None:
+        _show_outbox(results.outbox, console)
+    if results.transactions is not None:
+        _show_transactions(results.transactions, console)
+    if results.outbox is not None or results.transactions is not None:
+        console.print(f"{results.seconds:.0f} s in all")
+
+
+def _outbox(results: OutboxResults, sizes: Sizes) -> dict[str, Any]:
+    return {
+        "writes": _plain(results.writes),
+        "entries": _plain(results.entries),
+        "sweep_query": None if results.query is None else _query(results.query),
+        "recovery": None
+        if results.recovery is None
+        else {
+            **results.recovery.plain(),
+            "left_pending": results.left,
+            "claim_ttl": sizes.claim_ttl,
+            "sweep_after": sizes.sweep_after,
+        },
+    }
+
+
+def _query(query: PendingQuery) -> dict[str, Any]:
+    return {
+        "documents": query.documents,
+        "pending": query.pending,
+        "index": query.index,
+        "keys_examined": query.keys_examined,
+        "documents_examined": query.documents_examined,
+        **_plain(query.readings),
+    }
+
+
+def _transactions(results: TransactionResults, sizes: Sizes) -> dict[str, Any]:
+    return {
+        "processes": sizes.actors,
+        "accounts": dict(results.accounts),
+        "transfers": _plain(results.transfers),
+        "recovery": None if results.recovery is None else {**results.recovery.plain(), "left_open": results.left},
+        "lock_released": None
+        if results.lock is None
+        else {**results.lock.plain(), "transaction_lifetime_limit": results.lock_lifetime},
+    }
+
+
+def _plain(readings: Sequence[Reading]) -> dict[str, Any]:
+    return {each.name: each.plain() for each in readings}
+
+
+def _show_outbox(results: OutboxResults, console: Console) -> None:
+    console.print(_table("A write with what follows it", results.writes))
+    console.print(_table("Entries per second", results.entries))
+    if results.query is not None:
+        query = results.query
+        console.print(
+            f"the sweep's query on {query.documents:,} documents, {query.pending} pending: index {query.index}, "
+            f"{query.keys_examined} keys and {query.documents_examined} documents examined"
+        )
+        console.print(_table("", query.readings))
+    if results.recovery is not None:
+        left = ", ".join(map(str, results.left))
+        console.print(f"a killed writer's entries ({left}) were delivered after {_seconds(results.recovery)}")
+
+
+def _show_transactions(results: TransactionResults, console: Console) -> None:
+    console.print(_table("Transfers per second, all processes together", results.transfers))
+    if results.recovery is not None:
+        left = ", ".join(map(str, results.left))
+        console.print(
+            f"two-phase commits under way at a kill ({left}) were recovered after {_seconds(results.recovery)}"
+        )
+    if results.lock is not None:
+        console.print(
+            f"a killed holder's lock was free after {_seconds(results.lock)} with "
+            f"transactionLifetimeLimitSeconds={results.lock_lifetime}"
+        )
+
+
+def _seconds(reading: Reading) -> str:
+    return f"{reading.value:.1f} s (longest {max(reading.rounds):.1f} s)"
+
+
+def _table(title: str, readings: Sequence[Reading]) -> Table:
+    table = Table(title=title or None)
+    table.add_column("", no_wrap=True)
+    for column in ("median", "lowest", "highest", "ratio", "to"):
+        table.add_column(column, justify="left" if column == "to" else "right")
+    for each in readings:
+        median, lowest, highest = (_number(value) for value in (each.value, min(each.rounds), max(each.rounds)))
+        ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
+        table.add_row(each.name, f"{median} {each.unit}", lowest, highest, ratio, each.ratio_to or "")
+    return table
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= _WHOLE else f"{value:,.2f}"

@@ -1,0 +1,301 @@
+"""`celery -A app outbox`: look at outboxes, deliver what was left behind, decide on dead letters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from celery.bin.base import handle_preload_options
+
+from mongo_celery.cli.apps import one_sentence_errors, sentence_for
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mongo_celery.outbox import Outbox
+    from mongo_celery.outbox.letters import Letter
+
+_LETTERS = 50
+_DOCUMENTS = 1000
+_PIPE_WIDTH = 160
+
+NAME = click.option("--name", metavar="NAME", help="The outbox, where the app has several.")
+JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on one line for each outbox or letter.")
+IDS = click.argument("ids", metavar="ID...", nargs=-1)
+
+
+@click.group()
+@click.pass_context
+@handle_preload_options
+def outbox(ctx: click.Context, **_: Any) -> None:
+    """Show and steer the outboxes of an app."""
+    del ctx
+
+
+# -- status ----------------------------------------------------------------------------------------
+
+
+@outbox.command()
+@NAME
+@JSON
+@click.pass_context
+def status(ctx: click.Context, name: str | None, as_json: bool) -> None:
+    """
+    Show what is pending, how long it has waited, and whether the broker answers.
+
+    Ends with status 0 however long things have waited and however many dead letters there are, as long as
+    MongoDB answers: what is pending is a state, and no failure of this command. Scripts look at --json.
+    """
+    from mongo_celery.outbox.health import read_health
+
+    chosen = _outboxes(ctx, name)
+    with one_sentence_errors():
+        found = read_health(ctx.obj.app, chosen)
+    from mongo_celery.cli.outbox_view import advice_view, health_view, plain_health
+
+    if as_json:
+        for health in found:
+            click.echo(json.dumps(plain_health(health)))
+        return
+    console = _console(ctx)
+    console.print(health_view(found))
+    for sentence in advice_view(found):
+        console.print(sentence, soft_wrap=True)
+
+
+# -- sweep -----------------------------------------------------------------------------------------
+
+
+@outbox.command()
+@click.option(
+    "--older-than",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="How long the oldest entry of a document has waited; by default what the outbox says, 0 for everything.",
+)
+@click.option("--limit", type=click.IntRange(min=1), default=_DOCUMENTS, show_default=True, help="Documents at most.")
+@NAME
+@JSON
+@click.pass_context
+def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | None, as_json: bool) -> None:
+    """
+    Deliver now what was left behind.
+
+    As the sweep that beat starts; both may run at once. Ends with status 1 if something could not be
+    delivered.
+    """
+    from mongo_celery.outbox.health import reach
+
+    failed = False
+    for each in _outboxes(ctx, name):
+        with one_sentence_errors():
+            reach(each)
+            delivery = each.sweep(older_than=older_than, limit=limit)
+        failed = failed or delivery.error is not None
+        if as_json:
+            from dataclasses import asdict
+
+            click.echo(json.dumps({"outbox": each.name, **asdict(delivery)}))
+        else:
+            error = "" if delivery.error is None else f", {delivery.left} left: {_clean(delivery.error)}"
+            click.echo(f"{each.name}: {delivery.dispatched} dispatched, {delivery.dead} became dead letters{error}")
+    ctx.exit(1 if failed else 0)
+
+
+# -- dead letters ----------------------------------------------------------------------------------
+
+
+@outbox.group("dead-letters")
+def dead_letters() -> None:
+    """Show, replay and discard entries that could not be published."""
+
+
+@dead_letters.command("list")
+@click.option("--limit", type=click.IntRange(min=1), default=_LETTERS, show_default=True, help="Letters of an outbox.")
+@NAME
+@JSON
+@click.pass_context
+def list_letters(ctx: click.Context, limit: int, name: str | None, as_json: bool) -> None:
+    """List dead letters, the oldest first."""
+    from mongo_celery.outbox.health import reach
+    from mongo_celery.outbox.letters import letters
+
+    for each in _outboxes(ctx, name):
+        with one_sentence_errors():
+            reach(each)
+            found, count = letters(each, limit), each.dead_letters.count()
+        if as_json:
+            plain = [letter.plain(payload=False) for letter in found]
+            click.echo(json.dumps({"outbox": each.name, "count": count, "letters": plain}))
+        else:
+            from mongo_celery.cli.outbox_view import letters_view
+
+            _console(ctx).print(letters_view(each.name, found, count))
+
+
+@dead_letters.command()
+@click.argument("id", metavar="ID")
+@click.option("--payload", is_flag=True, help="Show the arguments too; they may hold what is secret.")
+@NAME
+@JSON
+@click.pass_context
+def show(ctx: click.Context, id: str, payload: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
+    """Show one dead letter with its traceback."""
+    chosen, letter = _find(_outboxes(ctx, name), id)
+    if as_json:
+        click.echo(json.dumps({"outbox": chosen.name, **letter.plain(payload=payload)}))
+        return
+    from mongo_celery.cli.outbox_view import letter_view
+
+    _console(ctx).print(letter_view(chosen.name, letter, payload=payload), soft_wrap=True)
+
+
+@dead_letters.command()
+@IDS
+@click.option("--all", "everything", is_flag=True, help="All dead letters of the chosen outboxes.")
+@click.option("--without-document", is_flag=True, help="If the document is gone, publish all the same.")
+@NAME
+@JSON
+@click.pass_context
+def replay(ctx: click.Context, /, ids: Sequence[str], everything: bool, **given: Any) -> None:
+    """
+    Put dead letters back into their documents.
+
+    They come last there, with no attempts counted, and are delivered by the next sweep. Cure what they
+    failed of first. Where a document is gone its letter stays, and the command ends with status 1.
+    """
+    if bool(ids) == everything:
+        raise click.UsageError("name dead letters by their ids, or all of them with --all.")
+    failed = False
+    outboxes = _outboxes(ctx, given["name"])
+    pairs = _all_letters(outboxes) if everything else [(_find(outboxes, each)[0], each) for each in ids]
+    for chosen, letter_id in pairs:
+        failed = not _replay(chosen, letter_id, given["without_document"], given["as_json"]) or failed
+    if not pairs:
+        click.echo("There are no dead letters.", err=True)
+    ctx.exit(1 if failed else 0)
+
+
+def _replay(chosen: Outbox, letter_id: str, without_document: bool, as_json: bool) -> bool:
+    """Replay one letter; a refusal is shown, and does not keep the others."""
+    from dataclasses import asdict
+
+    from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
+    from mongo_celery.outbox import letters
+
+    with one_sentence_errors():
+        try:
+            done = letters.replay(chosen, letter_id, without_document=without_document)
+        except (CommandRefusedError, OutboxRefusedError) as error:
+            sentence = sentence_for(error)
+            if as_json:
+                answer = {"outbox": chosen.name, "id": letter_id, "result": "refused", "error": sentence}
+                click.echo(json.dumps(answer))
+            else:
+                click.echo(f"Error: {sentence}", err=True)
+            return False
+    if as_json:
+        click.echo(json.dumps({"outbox": chosen.name, **asdict(done)}))
+    elif done.result == "pending":
+        click.echo(f"{letter_id}: pending again as {done.entry}; the next sweep delivers it.")
+    else:
+        click.echo(f"{letter_id}: published without its document.")
+    return True
+
+
+@dead_letters.command()
+@click.argument("id", metavar="ID")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@NAME
+@JSON
+@click.pass_context
+def discard(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
+    """Throw one dead letter away. Its task or event will never be published."""
+    from mongo_celery.outbox import letters
+
+    chosen, letter = _find(_outboxes(ctx, name), id)
+    # It goes to standard error: it may be the only trace of the task.
+    click.echo(f"{id}: {letter.entry.get('name')} {letter.entry.get('argsrepr', '')}", err=True)
+    click.echo(f"  of document {letter.document!r} in {chosen.name}", err=True)
+    click.echo(f"  failed with {letter.error}", err=True)
+    if not yes:
+        click.confirm("Throw this dead letter away?", abort=True, err=True)
+    with one_sentence_errors():
+        gone = letters.discard(chosen, id)
+    if as_json:
+        click.echo(json.dumps({"outbox": chosen.name, "id": id, "discarded": gone}))
+    else:
+        click.echo(f"{id}: discarded" if gone else f"{id}: somebody else has replayed or discarded it")
+
+
+# -- inside ----------------------------------------------------------------------------------------
+
+
+def _outboxes(ctx: click.Context, name: str | None) -> list[Outbox]:
+    """The outbox of that name, or all of the app that `-A` names, with its task modules imported."""
+    from mongo_celery.outbox.registry import outboxes_of
+
+    app = ctx.obj.app
+    if not ctx.find_root().params.get("app") and not outboxes_of(app):
+        words = ctx.command_path.partition(" ")[2]
+        raise click.ClickException(f"name your Celery app with -A: celery -A shop {words}")
+    with one_sentence_errors():
+        app.loader.import_default_modules()
+        app.finalize()
+    found = outboxes_of(app)
+    if not found:
+        raise click.ClickException(
+            "this app has no outbox: create one with mongo_celery.Outbox(app, client.shop.orders) where the app or its "
+            "tasks are made, and name the app with -A.",
+        )
+    if name is None:
+        return found
+    with one_sentence_errors():
+        names = {each.name: each for each in found}
+    if name not in names:
+        raise click.ClickException(f"there is no outbox {name!r}; this app has {', '.join(sorted(names))}.")
+    return [names[name]]
+
+
+def _find(outboxes: Sequence[Outbox], id: str) -> tuple[Outbox, Letter]:  # noqa: A002
+    """A letter and its outbox."""
+    from mongo_celery.outbox.health import reach
+    from mongo_celery.outbox.letters import letter
+
+    with one_sentence_errors():
+        for each in outboxes:
+            reach(each)
+            found = letter(each, id)
+            if found is not None:
+                return each, found
+    names = ", ".join(each.name for each in outboxes)
+    raise click.ClickException(f"there is no dead letter {id!r} in {names}; see `outbox dead-letters list`.")
+
+
+def _all_letters(outboxes: Sequence[Outbox]) -> list[tuple[Outbox, str]]:
+    from mongo_celery.outbox.health import reach
+    from mongo_celery.outbox.letters import letters
+
+    found = []
+    with one_sentence_errors():
+        for each in outboxes:
+            reach(each)
+            found += [(each, letter.id) for letter in letters(each, 0)]
+    return found
+
+
+def _clean(text: str) -> str:
+    from mongo_celery.redaction import without_credentials
+
+    return without_credentials(text)
+
+
+def _console(ctx: click.Context) -> Console:
+    from rich.console import Console
+
+    console = Console(no_color=ctx.obj.no_color or None, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)  # what is piped to grep must not wrap at 80
+    return console

@@ -1,0 +1,75 @@
+"""
+Saving instances of Django models (django-mongodb-backend) with their tasks.
+
+Nothing of Django is imported before an instance of a model arrives. The values are those that Django's own `save`
+would write: `pre_save` of each field, then its value for the database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mongo_celery.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from mongo_celery.outbox.events import Event
+    from mongo_celery.outbox.outbox import Outbox
+
+
+def save(outbox: Outbox, instance: Any, *, tasks: Sequence[object], events: Sequence[Event]) -> Any:
+    """
+    Save an instance through an outbox.
+
+    Inside `django_mongodb_backend.transaction.atomic` its session is used, and nothing is dispatched before the
+    commit. Afterwards the instance has its primary key, and `pre_save` and `post_save` were sent.
+
+    Raises:
+        ConfigurationError: it is no instance of a model, or one of another collection.
+        OutboxRefusedError: nothing was written.
+    """
+    meta = getattr(instance, "_meta", None)
+    if meta is None or not hasattr(meta, "concrete_fields"):
+        raise ConfigurationError(f"{type(instance).__name__} is no Django model; use insert_one or update_one.")
+    if meta.db_table != outbox.collection.name:
+        raise ConfigurationError(
+            f"{type(instance).__name__} is stored in {meta.db_table!r}, and this outbox is on "
+            f"{outbox.collection.name!r}; make one for each collection.",
+        )
+    if len(meta.get_parent_list()) and not meta.proxy:
+        raise ConfigurationError(f"{type(instance).__name__} inherits from a model with a collection of its own.")
+
+    from django.db import connections, router
+    from django.db.models.signals import post_save, pre_save
+
+    model = meta.concrete_model
+    alias = router.db_for_write(model, instance=instance)
+    connection = connections[alias]
+    pre_save.send(sender=model, instance=instance, raw=False, using=alias, update_fields=None)
+    created = _write(outbox, instance, connection, tasks=tasks, events=events)
+    instance._state.adding, instance._state.db = False, alias  # noqa: SLF001 - Django's own place for it
+    post_save.send(sender=model, instance=instance, created=created, raw=False, using=alias, update_fields=None)
+    return instance
+
+
+def _write(outbox: Outbox, instance: Any, connection: Any, *, tasks: Sequence[object], events: Sequence[Event]) -> bool:
+    """Whether the document is new."""
+    adding = instance._state.adding  # noqa: SLF001
+    meta = instance._meta  # noqa: SLF001
+    session = getattr(connection, "session", None)
+    values = {}
+    for field in meta.concrete_fields:
+        prepared = field.get_db_prep_save(field.pre_save(instance, adding), connection)
+        if not field.primary_key:
+            values[field.column] = prepared
+    column = meta.pk.column
+    given: dict[str, Any] = {"tasks": tasks, "events": events, "session": session}
+    if instance.pk is None:
+        inserted = outbox.insert_one(values, **given)
+        instance.pk = meta.pk.to_python(inserted.inserted_id)
+        return True
+    identity = meta.pk.get_db_prep_save(instance.pk, connection)
+    if adding:
+        outbox.insert_one({column: identity, **values}, **given)
+        return True
+    return outbox.update_one({column: identity}, {"$set": values}, upsert=True, **given).matched_count == 0

@@ -1,0 +1,148 @@
+"""How outboxes stand, in words: what is pending, whether the broker answers, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pymongo
+
+from mongo_celery.broker import bounded_connection
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.outbox import index
+from mongo_celery.outbox.metrics import OutboxStatus
+from mongo_celery.outbox.registry import SWEEP_TASK
+from mongo_celery.redaction import short, without_credentials
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from mongo_celery.outbox.outbox import Outbox
+
+BROKER_SECONDS = 3
+"""How long a command waits for the broker's answer."""
+
+_ANSWER_SECONDS = 4.0
+_LATE = 3
+"""An entry that is older than so many times `sweep_after` should have been delivered by a sweep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """
+    One outbox and what its delivery needs.
+
+    Attributes:
+        name: of the outbox.
+        status: counts and ages.
+        sweep_after: seconds after which the sweep takes an entry.
+        scheduled: whether the app has a beat entry for the sweep.
+        indexed: whether the index is there; None where it cannot be seen.
+        broker_error: why the broker does not answer; None when it does.
+    """
+
+    name: str
+    status: OutboxStatus
+    sweep_after: float
+    scheduled: bool
+    indexed: bool | None
+    broker_error: str | None
+
+    @property
+    def late(self) -> bool:
+        """Whether an entry has waited for several times `sweep_after`."""
+        oldest = self.status.oldest_seconds
+        return oldest is not None and oldest > _LATE * self.sweep_after
+
+    def advice(self) -> list[str]:
+        """What to do, most urgent first; empty when all is well."""
+        found = []
+        if self.broker_error is not None:
+            found.append(
+                f"The broker does not answer: {self.broker_error}. Writes go on, and entries wait in MongoDB until it "
+                "is back.",
+            )
+        elif self.late:
+            found.append(self._late_sweep())
+        if self.status.failing:
+            found.append(
+                f"{self.status.failing} documents hold an entry that could not be published; the worker's log says "
+                "why. It is tried again, with pauses, and then becomes a dead letter.",
+            )
+        if self.status.dead_letters:
+            found.append("Look at the dead letters with `outbox dead-letters list`, then replay or discard them.")
+        if self.indexed is False and self.status.pending:
+            found.append(
+                f"The index {index.NAME} is missing: each sweep reads the whole collection. The first delivery creates "
+                "it, unless the user may not create indexes; then create it by hand.",
+            )
+        return found
+
+    def _late_sweep(self) -> str:
+        oldest = self.status.oldest_seconds or 0.0
+        waited = f"Entries have waited for {oldest:.0f} s; a sweep should take them after {self.sweep_after:g} s."
+        cure = "`outbox sweep` delivers them now."
+        if not self.scheduled:
+            return f"{waited} This app has no beat entry for it: make an outbox with sweep_every, or run {cure}"
+        return (
+            f"{waited} Is `celery beat` running, and a worker on the queue of {SWEEP_TASK}? Look for `outbox` in the "
+            f"worker's log; {cure}"
+        )
+
+
+def reach(outbox: Outbox) -> None:
+    """
+    Have the primary answer once, within some seconds.
+
+    Raises:
+        PyMongoError: it did not.
+        ConfigurationError: the collection cannot be opened.
+    """
+    try:
+        client = outbox.collection.database.client
+    except ValueError as error:  # what the driver raises for a port that is none
+        raise ConfigurationError(f"the collection of {outbox!r} cannot be opened: {short(error)}") from error
+    with pymongo.timeout(_ANSWER_SECONDS):
+        client.admin.command("ping")
+
+
+def read_health(app: Celery, outboxes: Sequence[Outbox]) -> list[Health]:
+    """
+    Look at outboxes of one app; the broker is asked once.
+
+    Raises:
+        PyMongoError: MongoDB did not answer.
+        ConfigurationError: a collection cannot be opened.
+    """
+    for outbox in outboxes:
+        reach(outbox)
+    broker_error = ask_broker(app)
+    return [
+        Health(
+            name=outbox.name,
+            status=outbox.status(),
+            sweep_after=outbox.sweep_after,
+            scheduled=any(entry.get("task") == SWEEP_TASK for entry in app.conf.beat_schedule.values()),
+            indexed=index.exists(outbox.backing.plain),
+            broker_error=broker_error,
+        )
+        for outbox in outboxes
+    ]
+
+
+def ask_broker(app: Celery) -> str | None:
+    """Why the broker does not answer within some seconds, without credentials; None when it does."""
+    try:
+        with bounded_connection(app, BROKER_SECONDS) as connection:
+            connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=BROKER_SECONDS)
+    except (KeyError, ImportError, ValueError) as error:
+        return f"its URL is not usable ({short(error)})"
+    except Exception as error:  # noqa: BLE001 - every transport raises its own
+        return f"no answer from {_where(app)} within {BROKER_SECONDS} s ({short(error)})"
+    return None
+
+
+def _where(app: Celery) -> str:
+    with app.connection_for_write() as connection:
+        return without_credentials(connection.as_uri())

@@ -1,0 +1,54 @@
+"""
+The app on which `test_outbox_cli.py` runs the command lines: two outboxes, no bridge.
+
+Everything comes from the environment: `PROJECT_MONGO`, `PROJECT_BROKER`, `PROJECT_NAMES` (the name that all
+databases begin with), and `PROJECT_KNOWS` (set where the app knows the task `bill`, which it lacks at first).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.collection import Collection
+
+from mongo_celery import Outbox
+
+NAMES = os.environ["PROJECT_NAMES"]
+
+app = Celery("outbox_cli", broker=os.environ["PROJECT_BROKER"])
+
+
+@cache
+def _client() -> MongoClient[dict[str, Any]]:
+    return MongoClient(os.environ["PROJECT_MONGO"])
+
+
+def _collection(name: str) -> Collection[dict[str, Any]]:
+    return _client()[f"{NAMES}_data"][name]
+
+
+orders = Outbox(
+    app,
+    lambda: _collection("orders"),
+    name="orders",
+    database=f"{NAMES}_state",
+    sweep_after=0.01,
+    max_attempts=1,
+)
+parcels = Outbox(app, lambda: _collection("parcels"), name="parcels", database=f"{NAMES}_state", sweep_every=None)
+
+
+@app.task
+def receipt(order: int) -> None:
+    """A task that every version of the app knows."""
+
+
+if os.environ.get("PROJECT_KNOWS"):
+
+    @app.task(name=f"{__name__}.bill")
+    def bill(order: int) -> None:
+        """A task that the app knows after it was corrected."""

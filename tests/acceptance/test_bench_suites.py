@@ -1,0 +1,93 @@
+"""The bench's suites for the outbox and for transactions, with tiny sizes: their shape, never their speed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from mongo_celery.bench.pending_query import _index_of
+from mongo_celery.bench.plan import FULL_SIZES, QUICK_SIZES
+from mongo_celery.bench.readings import MILLISECONDS, reading
+from tests.acceptance.test_bench import _bench
+
+_TINY = ["--quick", "--json", "--writes", "3", "--entries", "20", "--documents", "400", "--transfers", "4"]
+
+
+def test_the_outboxs_suite_gives_writes_entries_the_query_and_the_recovery(
+    mongo_url: str, mongo_client: MongoClient[dict[str, Any]], redis_url: str, redis_client: Any
+) -> None:
+    """Ratios beside the plain way, the index in the server's own words, and nothing left on given servers."""
+    before = set(mongo_client.list_database_names())
+
+    ended = _bench("--suite", "outbox", *_TINY, "--rounds", "2", "--mongo-url", mongo_url, "--redis-url", redis_url)
+
+    assert ended.returncode == 0, ended.stderr
+    whole = json.loads(ended.stdout)
+    found = whole["outbox"]
+    assert not {"modes", "transactions"} & set(whole)
+    for kind in ("insert", "update"):
+        assert found["writes"][f"{kind}_outbox"][f"ratio_to_{kind}_delay"] > 0
+        assert len(found["writes"][f"{kind}_later"]["rounds"]) == 2
+    assert found["entries"]["sweep"]["ratio_to_delay"] > 0
+    assert found["entries"]["listener"]["value"] > 0
+    query = found["sweep_query"]
+    assert (query["documents"], query["pending"], query["index"]) == (400, 100, "pending-events")
+    assert (query["keys_examined"], query["documents_examined"]) == (100, 100)
+    recovery = found["recovery"]
+    assert recovery["left_pending"][0] >= 1
+    assert recovery["value"] > 0
+    assert not {name for name in mongo_client.list_database_names() if name.startswith("bench-")} - before
+    assert not list(redis_client.scan_iter("*bench-*"))
+
+
+def test_the_suite_of_transactions_gives_transfers_and_recoveries(redis_url: str) -> None:
+    """Every kind under low and high contention with right sums; a lock of a killed holder on a server of its own."""
+    ended = _bench("--suite", "transactions", *_TINY, "--actors", "2", "--redis-url", redis_url)
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)["transactions"]
+    for contention in ("low", "high"):
+        for kind in ("two_phase", "locked"):
+            assert found["transfers"][f"{kind}_{contention}"][f"ratio_to_plain_{contention}"] > 0
+    assert found["recovery"]["left_open"][0] >= 1
+    assert found["recovery"]["value"] >= 1, "recover takes what is older than a second"
+    assert found["lock_released"]["transaction_lifetime_limit"] == 2
+
+
+def test_modes_of_the_bridge_cannot_be_chosen_for_another_suite() -> None:
+    """Nothing is measured that was not asked for."""
+    ended = _bench("--suite", "outbox", "--only", "raw_chain")
+
+    assert ended.returncode == 2
+    assert "--only" in ended.stderr
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    """A round in which the machine was slow is slow for both."""
+    found = reading("own", MILLISECONDS, [2.0, 30.0, 4.0], ("other", [1.0, 10.0, 2.0]))
+
+    assert found.value == 4.0
+    assert found.plain() == {"unit": "ms", "value": 4.0, "rounds": [2.0, 30.0, 4.0], "ratio_to_other": 2.0}
+    assert reading("own", MILLISECONDS, [2.0], None).plain()["value"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        ({"stage": "FETCH", "inputStage": {"stage": "IXSCAN", "indexName": "pending-events"}}, "pending-events"),
+        ({"isCached": False, "queryPlan": {"inputStage": {"indexName": "a"}}, "slotBasedPlan": {}}, "a"),
+        ({"stage": "COLLSCAN"}, None),
+    ],
+)
+def test_the_index_of_a_plan_is_found_where_the_server_puts_it(plan: dict[str, Any], name: str | None) -> None:
+    """Both of the server's engines; and a scan has none."""
+    assert _index_of(plan) == name
+
+
+def test_the_full_sizes_are_those_of_the_figures() -> None:
+    """One million documents of which 100 are pending is what the project promises to show."""
+    assert FULL_SIZES.documents == 1_000_000
+    assert QUICK_SIZES.documents < FULL_SIZES.documents

@@ -1,0 +1,220 @@
+"""The command lines of `celery -A app outbox`, run as users run them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from pymongo import MongoClient
+
+from mongo_celery import Outbox
+from tests.acceptance.test_cli import ANSWER_SECONDS_MAX, BARE_APP, NOWHERE, Document, Done, one_sentence, run
+
+APP = "tests.acceptance.outbox_cli_project"
+
+
+class Shop:
+    """The project's databases and commands, and a writer that leaves delivery to others."""
+
+    def __init__(self, client: MongoClient[Document], mongo_url: str, broker_url: str, broker: Any) -> None:
+        self.names = f"outbox_cli_{uuid4().hex[:10]}"
+        self.orders = client[f"{self.names}_data"]["orders"]
+        self.parcels = client[f"{self.names}_data"]["parcels"]
+        self.letters = client[f"{self.names}_state"]["outbox_dead_letters"]
+        self.app = Celery("writer", broker=broker_url)
+        self.outbox = Outbox(self.app, self.orders, at_once=False, sweep_every=None, foreign_tasks=True)
+        lacking = Celery("lacking", broker=broker_url)
+        options: Document = {"database": f"{self.names}_state", "at_once": False, "sweep_every": None}
+        self.lacking = Outbox(lacking, self.orders, max_attempts=1, **options)
+        self._broker = broker
+        self._environment = {"PROJECT_MONGO": mongo_url, "PROJECT_BROKER": broker_url, "PROJECT_NAMES": self.names}
+
+    def run(self, *arguments: str, text: str = "", **variables: str) -> Done:
+        """Run `celery -A app outbox` with arguments."""
+        return run("-A", APP, "outbox", *arguments, environment={**self._environment, **variables}, text=text)
+
+    def lines(self, *arguments: str, status: int = 0, **variables: str) -> list[Document]:
+        """Run a command with `--json`; what its lines say."""
+        done = self.run(*arguments, "--json", **variables)
+        assert done.returncode == status, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def task(self, name: str, order: int) -> Any:
+        """A task of the project by its name."""
+        return self.app.signature(f"{APP}.{name}", args=(order,))
+
+    def entries(self, order: int) -> list[Document]:
+        """What is pending in an order."""
+        document = self.orders.find_one({"_id": order})
+        assert document is not None
+        field: Document = document["pendingEvents"]
+        assert field["count"] == len(field["events"]), "the index is on the count"
+        found: list[Document] = field["events"]
+        return found
+
+    def published(self) -> list[tuple[str, str, list[Any]]]:
+        """Name, id and arguments of all tasks in the default queue, the oldest first."""
+        messages = [json.loads(text) for text in reversed(self._broker.lrange("celery", 0, -1))]
+        heads = [message["headers"] for message in messages]
+        arguments = [json.loads(base64.b64decode(message["body"]))[0] for message in messages]
+        return [(head["task"], head["id"], found) for head, found in zip(heads, arguments, strict=True)]
+
+    def make_dead_letter(self, order: int) -> str:
+        """Insert an order with a task that the app lacks, and deliver it; the letter's id."""
+        self.outbox.insert_one({"_id": order}, tasks=[self.task("bill", order)])
+        (entry,) = self.entries(order)
+        assert self.lacking.dispatch(order).dead == 1
+        return str(entry["id"])
+
+
+@pytest.fixture
+def shop(mongo_client: MongoClient[Document], mongo_url: str, redis_url: str, redis_client: Any) -> Iterator[Shop]:
+    """Give the project on the session's servers."""
+    project = Shop(mongo_client, mongo_url, redis_url, redis_client)
+    yield project
+    project.outbox.publisher.close()
+    for suffix in ("data", "state"):
+        mongo_client.drop_database(f"{project.names}_{suffix}")
+
+
+# -- status and sweep ------------------------------------------------------------------------------
+
+
+def test_status_shows_what_waits_and_a_sweep_delivers_it_in_order(shop: Shop) -> None:
+    """Two outboxes, one of them with a document whose two tasks were left behind; afterwards nothing waits."""
+    shop.outbox.insert_one({"_id": 1}, tasks=[shop.task("receipt", 10), shop.task("receipt", 11)])
+
+    orders, parcels = shop.lines("status")
+    assert (orders["outbox"], orders["documents"], orders["pending"], orders["dead_letters"]) == ("orders", 1, 2, 0)
+    assert orders["collection"] == f"{shop.names}_data.orders"
+    assert orders["broker"] == {"answers": True, "error": None}
+    assert (orders["late"], orders["scheduled"], orders["indexed"]) == (True, True, False)
+    assert orders["oldest_seconds"] > 0
+    assert [words in " ".join(orders["advice"]) for words in ("celery beat", "index pending-events")] == [True, True]
+    assert (parcels["outbox"], parcels["pending"], parcels["oldest_seconds"]) == ("parcels", 0, None)
+    assert (parcels["advice"], parcels["late"]) == ([], False)
+
+    swept = shop.run("sweep")
+    assert (swept.returncode, swept.stderr) == (0, "")
+    assert swept.stdout.splitlines() == [
+        "orders: 2 dispatched, 0 became dead letters",
+        "parcels: 0 dispatched, 0 became dead letters",
+    ]
+    assert [arguments for _, _, arguments in shop.published()] == [[10], [11]]
+    assert shop.entries(1) == []
+    (after,) = shop.lines("status", "--name", "orders")
+    assert (after["pending"], after["indexed"], after["advice"]) == (0, True, [])
+
+
+def test_a_broker_that_is_down_is_said_and_ends_a_sweep_with_status_1(shop: Shop) -> None:
+    """Status itself ends with 0: what waits is no failure of the command. Its password is not shown."""
+    away = f"redis://:secret@{NOWHERE}/0"
+    shop.outbox.insert_one({"_id": 1}, tasks=[shop.task("receipt", 1)])
+
+    done = shop.run("status", PROJECT_BROKER=away)
+    assert done.returncode == 0, done.stderr
+    assert "does not answer" in done.stdout
+    assert "Writes go on" in done.stdout
+    assert "celery beat" not in done.stdout, "one cause is enough"
+    assert "secret" not in done.stdout + done.stderr
+
+    (swept,) = shop.lines("sweep", "--name", "orders", status=1, PROJECT_BROKER=away)
+    assert (swept["dispatched"], swept["dead"], swept["left"], swept["broker_down"]) == (0, 0, 1, True)
+    assert "secret" not in json.dumps(swept)
+    assert len(shop.entries(1)) == 1
+
+
+# -- dead letters ----------------------------------------------------------------------------------
+
+
+def test_a_dead_letter_is_shown_and_replayed_after_the_app_was_corrected(shop: Shop) -> None:
+    """The whole way of an operator; the task has the id that it was stored with, and stands behind later ones."""
+    letter = shop.make_dead_letter(7)
+    assert shop.entries(7) == []
+    listed = shop.run("dead-letters", "list")
+    assert letter in listed.stdout
+    assert "not registered" in listed.stdout
+    assert "parcels: 0 dead letters" in listed.stdout
+    (status,) = shop.lines("status", "--name", "orders")
+    assert status["dead_letters"] == 1
+    assert "dead-letters list" in status["advice"][0]
+    (shown,) = shop.lines("dead-letters", "show", letter)
+    assert (shown["id"], shown["document"], shown["entry"]["name"]) == (letter, 7, f"{APP}.bill")
+    assert "payload" not in shown["entry"]
+    assert "UnknownTaskError" in shown["traceback"]
+    shop.outbox.update_one({"_id": 7}, {"$set": {"paid": True}}, tasks=[shop.task("receipt", 8)])
+
+    (replayed,) = shop.lines("dead-letters", "replay", letter)
+
+    assert replayed == {"outbox": "orders", "id": letter, "result": "pending", "entry": f"{letter}~1"}
+    assert shop.letters.count_documents({}) == 0
+    assert [(entry["id"], entry["attempts"]) for entry in shop.entries(7)[1:]] == [(f"{letter}~1", 0)]
+    shop.lines("sweep", "--older-than", "0", PROJECT_KNOWS="1")
+    first, second = shop.published()
+    assert (first[0], first[2]) == (f"{APP}.receipt", [8])
+    assert second == (f"{APP}.bill", letter, [7])
+
+
+def test_a_letter_whose_document_is_gone_is_refused_or_published_without_it(shop: Shop) -> None:
+    """The safe way is the default; the other letters of the same command are replayed all the same."""
+    gone, kept = shop.make_dead_letter(7), shop.make_dead_letter(8)
+    shop.orders.delete_one({"_id": 7})
+
+    answers = {each["id"]: each for each in shop.lines("dead-letters", "replay", "--all", status=1)}
+
+    assert answers[gone]["result"] == "refused"
+    assert "--without-document" in answers[gone]["error"]
+    assert answers[kept]["result"] == "pending"
+    assert shop.orders.count_documents({"_id": 7}) == 0, "nothing is made anew"
+    unknown = shop.run("dead-letters", "replay", gone, "--without-document")
+    one_sentence(unknown, "still cannot be published")
+    assert shop.letters.count_documents({}) == 1
+    (done,) = shop.lines("dead-letters", "replay", gone, "--without-document", PROJECT_KNOWS="1")
+    assert (done["result"], shop.published()) == ("published", [(f"{APP}.bill", gone, [7])])
+    assert shop.letters.count_documents({}) == 0
+
+
+def test_a_letter_is_discarded_only_on_a_yes(shop: Shop) -> None:
+    """What is thrown away is said on standard error: it may be the only trace."""
+    letter = shop.make_dead_letter(7)
+    shown = shop.run("dead-letters", "show", letter, "--payload").stdout
+    assert re.search(rf"document: +7\n(.*\n)*payload: .*{APP}.bill", shown), shown
+    assert "UnknownTaskError" in shown
+
+    refused = shop.run("dead-letters", "discard", letter, text="n\n")
+    assert refused.returncode == 1
+    assert f"{APP}.bill" in refused.stderr
+    assert shop.letters.count_documents({}) == 1
+
+    done = shop.run("dead-letters", "discard", letter, "--yes")
+    assert (done.returncode, done.stdout) == (0, f"{letter}: discarded\n")
+    assert shop.letters.count_documents({}) == 0
+    one_sentence(shop.run("dead-letters", "discard", letter, "--yes"), "no dead letter", letter)
+
+
+# -- what is wrong with the call -------------------------------------------------------------------
+
+
+def test_wrong_calls_end_in_one_sentence(shop: Shop) -> None:
+    """No app, no outbox, an outbox or a letter that there is not."""
+    one_sentence(run("outbox", "status"), "-A", "outbox status")
+    one_sentence(run("-A", BARE_APP, "outbox", "sweep"), "no outbox", "Outbox(app")
+    one_sentence(shop.run("status", "--name", "ordres"), "'ordres'", "orders, parcels")
+    one_sentence(shop.run("dead-letters", "show", "nothing"), "no dead letter", "'nothing'")
+    assert shop.run("dead-letters", "replay").returncode == 2
+
+
+def test_a_server_that_is_away_is_told_within_seconds(shop: Shop) -> None:
+    """The address is shown, the password is not."""
+    began = time.monotonic()
+    done = shop.run("status", PROJECT_MONGO=f"mongodb://hush:secret@{NOWHERE}/?replicaSet=rs0")
+    assert time.monotonic() - began < ANSWER_SECONDS_MAX
+    one_sentence(done, "no answer", NOWHERE)
+    assert "secret" not in done.stderr

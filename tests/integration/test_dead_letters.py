@@ -1,0 +1,222 @@
+"""Dead letters of an outbox put back into their documents: nothing is lost, whatever a relay does meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+import pytest
+from bson import CodecOptions, ObjectId
+from bson.binary import UuidRepresentation
+from celery import Celery
+from pymongo.database import Database
+
+from mongo_celery import Event, Outbox
+from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
+from mongo_celery.outbox.letters import discard, letter, letters, replay
+
+Document = dict[str, Any]
+
+TASK = "shop.bill"
+
+
+class Orders:
+    """A collection, a writer that leaves delivery to others, and a relay that does not know the task."""
+
+    def __init__(self, database: Database[Document], broker: str, broker_client: Any, **options: Any) -> None:
+        self.orders = database["orders"]
+        self.letters = database["outbox_dead_letters"]
+        given: Document = {"at_once": False, "sweep_every": None, "database": database.name, **options}
+        self.writer = Outbox(Celery("writer", broker=broker), self.orders, foreign_tasks=True, **given)
+        self.outbox = Outbox(Celery("lacking", broker=broker), self.orders, max_attempts=1, **given)
+        self._broker = broker_client
+
+    def bill(self, order: object) -> Any:
+        """The task that the relay lacks."""
+        return self.writer.app.signature(TASK, args=(str(order),))
+
+    def make_letter(self, order: object) -> str:
+        """Insert an order with that task and let the relay try it; the letter's id."""
+        self.writer.insert_one({"_id": order}, tasks=[self.bill(order)])
+        assert self.outbox.dispatch(order).dead == 1
+        (found,) = [each.id for each in letters(self.outbox, 0) if each.document == order]
+        return found
+
+    def entries(self, order: object) -> list[Document]:
+        """What is pending in an order."""
+        document = self.orders.find_one({"_id": order})
+        assert document is not None
+        field: Document = document["pendingEvents"]
+        assert field["count"] == len(field["events"]), "the index is on the count"
+        found: list[Document] = field["events"]
+        return found
+
+    def ids(self, order: object) -> list[str]:
+        """Of the entries that are pending in an order."""
+        return [entry["id"] for entry in self.entries(order)]
+
+    def published(self) -> list[str]:
+        """The ids of all tasks in the queue, the oldest first."""
+        return [json.loads(text)["headers"]["id"] for text in reversed(self._broker.lrange("celery", 0, -1))]
+
+    def close(self) -> None:
+        """Close what was opened."""
+        for each in (self.writer, self.outbox):
+            each.publisher.close()
+
+
+@pytest.fixture
+def orders(database: Database[Document], redis_url: str, redis_client: Any) -> Iterator[Orders]:
+    """Give orders on the session's servers."""
+    made = Orders(database, redis_url, redis_client)
+    yield made
+    made.close()
+
+
+def test_a_replayed_entry_is_last_with_a_new_id_and_its_tasks_own(orders: Orders) -> None:
+    """What was written meanwhile goes before it; the task is published under the id that it was stored with."""
+    id_ = orders.make_letter(1)
+    orders.writer.update_one({"_id": 1}, {"$set": {"paid": True}}, tasks=[orders.bill(2)])
+    (other,) = orders.ids(1)
+
+    done = replay(orders.outbox, id_)
+
+    assert (done.result, done.entry) == ("pending", f"{id_}~1")
+    assert orders.ids(1) == [other, f"{id_}~1"]
+    assert orders.entries(1)[1]["attempts"] == 0
+    assert letters(orders.outbox, 0) == []
+    assert orders.writer.dispatch(1).dispatched == 2
+    assert orders.published() == [other, id_]
+
+
+def test_a_relay_that_wakes_up_late_does_not_take_a_replayed_entry_with_it(orders: Orders) -> None:
+    """It set the entry aside, was paused before the removal, and removes by the old name."""
+    id_ = orders.make_letter(1)
+    replay(orders.outbox, id_)
+
+    orders.outbox.backing.relay._removed(1, [id_], ObjectId())
+
+    assert orders.ids(1) == [f"{id_}~1"]
+
+
+def test_a_letter_whose_entry_is_still_in_the_document_is_kept(orders: Orders) -> None:
+    """A relay may be about to remove that entry: without the letter nothing would be left."""
+    id_ = orders.make_letter(1)
+    found = letter(orders.outbox, id_)
+    assert found is not None
+    orders.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events": [found.entry], "pendingEvents.count": 1}})
+
+    with pytest.raises(CommandRefusedError, match="still in document 1"):
+        replay(orders.outbox, id_)
+
+    assert orders.ids(1) == [id_]
+    assert letter(orders.outbox, id_) == found
+
+
+def test_a_replay_that_was_cut_short_adds_nothing_twice(orders: Orders) -> None:
+    """The entry is back and its letter was not removed: the repetition only removes it."""
+    id_ = orders.make_letter(1)
+    stored = orders.letters.find_one()
+    assert stored is not None
+    replay(orders.outbox, id_)
+    orders.letters.insert_one(stored)
+
+    assert replay(orders.outbox, id_).entry == f"{id_}~1"
+
+    assert orders.ids(1) == [f"{id_}~1"]
+    assert letters(orders.outbox, 0) == []
+
+
+def test_an_entry_that_fails_again_becomes_a_letter_of_its_own(orders: Orders) -> None:
+    """And can be replayed again, by a name that no earlier relay knows."""
+    id_ = orders.make_letter(1)
+    replay(orders.outbox, id_)
+    assert orders.outbox.dispatch(1).dead == 1
+
+    (again,) = letters(orders.outbox, 0)
+
+    assert again.id == f"{id_}~1"
+    assert replay(orders.outbox, again.id).entry == f"{id_}~2"
+
+
+def test_without_its_document_a_letter_is_kept_or_published_on_request(orders: Orders) -> None:
+    """Nothing is made anew in the collection."""
+    id_ = orders.make_letter(1)
+    orders.orders.delete_one({"_id": 1})
+
+    with pytest.raises(CommandRefusedError, match="--without-document"):
+        replay(orders.outbox, id_)
+    with pytest.raises(CommandRefusedError, match="still cannot be published"):
+        replay(orders.outbox, id_, without_document=True)
+    assert letter(orders.outbox, id_) is not None
+    done = replay(orders.writer, id_, without_document=True)
+
+    assert (done.result, done.entry, orders.published()) == ("published", None, [id_])
+    assert orders.orders.count_documents({}) == 0
+    assert letters(orders.outbox, 0) == []
+
+
+def test_a_full_document_takes_no_letter_back(database: Database[Document], redis_url: str, redis_client: Any) -> None:
+    """The bound on pending entries holds here too; the letter waits for room."""
+    orders = Orders(database, redis_url, redis_client, max_pending=1)
+    id_ = orders.make_letter(1)
+    orders.writer.update_one({"_id": 1}, {"$set": {"paid": True}}, tasks=[orders.bill(2)])
+
+    with pytest.raises(OutboxRefusedError, match="max_pending=1"):
+        replay(orders.outbox, id_)
+
+    assert letter(orders.outbox, id_) is not None
+    assert len(orders.ids(1)) == 1
+    orders.close()
+
+
+def test_an_event_keeps_its_own_id(orders: Orders) -> None:
+    """Consumers deduplicate by the id in the event, which is not that of the entry any more."""
+    orders.writer.insert_one({"_id": 1}, events=[Event("order.placed", {"n": 1})])
+    (entry,) = orders.entries(1)
+    orders.outbox.dead_letters.add(1, entry, ValueError("no"))
+    orders.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events": [], "pendingEvents.count": 0}})
+
+    replay(orders.outbox, entry["id"])
+
+    (again,) = orders.entries(1)
+    assert again["id"] == f"{entry['id']}~1"
+    assert again["payload"] == entry["payload"]
+    assert json.loads(again["payload"])["id"] == entry["id"]
+
+
+def test_an_entry_that_cannot_be_read_can_only_be_discarded(orders: Orders) -> None:
+    """Somebody else has written to the field; what they wrote is there to be looked at."""
+    orders.outbox.dead_letters.add(1, {"id": "x", "at": "noon"}, ValueError("no"))
+
+    with pytest.raises(CommandRefusedError, match="can only be discarded"):
+        replay(orders.outbox, "x")
+
+    found = letter(orders.outbox, "x")
+    assert found is not None
+    assert found.plain()["entry"] == {"id": "x", "at": "noon"}
+    assert discard(orders.outbox, "x")
+    assert not discard(orders.outbox, "x")
+    with pytest.raises(CommandRefusedError, match="no dead letter x"):
+        replay(orders.outbox, "x")
+
+
+@pytest.mark.parametrize("id_", [UUID(int=7), datetime(2026, 1, 2, 3, tzinfo=UTC), {"a": 1, "b": [2]}, 2**40, "a/b"])
+def test_documents_are_found_again_whatever_their_id_is(
+    database: Database[Document], redis_url: str, redis_client: Any, id_: Any
+) -> None:
+    """A letter keeps the id as MongoDB has it, and shows it as JSON."""
+    options: CodecOptions[Document] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD, tz_aware=True)
+    orders = Orders(database.with_options(codec_options=options), redis_url, redis_client)
+    orders.writer.insert_one({"_id": id_}, tasks=[orders.bill(1)])
+    assert orders.outbox.sweep(older_than=0).dead == 1
+    (found,) = letters(orders.outbox, 0)
+
+    replay(orders.outbox, found.id)
+
+    assert orders.ids(id_) == [f"{found.id}~1"]
+    assert json.loads(json.dumps(found.plain()))["id"] == found.id
+    orders.close()

@@ -1,0 +1,102 @@
+"""Instances of a real Django model, saved with their tasks; in a process of its own, which has Django's settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pymongo.database import Database
+
+from tests.fixtures.process import Processes
+
+Document = dict[str, Any]
+
+PROGRAM = """
+import json, sys
+from datetime import timezone
+import django
+from django.conf import settings
+
+url, name, broker = sys.argv[1:]
+settings.configure(
+    DATABASES={"default": {"ENGINE": "django_mongodb_backend", "HOST": url, "NAME": name}},
+    DATABASE_ROUTERS=["django_mongodb_backend.routers.MongoRouter"],
+    DEFAULT_AUTO_FIELD="django_mongodb_backend.fields.ObjectIdAutoField",
+    INSTALLED_APPS=[],
+    USE_TZ=True,
+)
+django.setup()
+from celery import Celery
+from django.db import connection, models
+from django.db.models.signals import post_save
+from django_mongodb_backend import transaction
+from mongo_celery import ConfigurationError, Outbox
+
+class Order(models.Model):
+    customer = models.CharField(max_length=20)
+    total = models.DecimalField(max_digits=8, decimal_places=2)
+    changed = models.DateTimeField(auto_now=True)
+    class Meta:
+        app_label = "shop"
+        db_table = "orders"
+
+class Other(models.Model):
+    class Meta:
+        app_label = "shop"
+        db_table = "others"
+
+with connection.schema_editor() as editor:
+    editor.create_model(Order)
+app = Celery("shop", broker=broker)
+
+@app.task
+def receipt(order): ...
+
+sent = []
+post_save.connect(lambda sender, instance, created, **_: sent.append(created), weak=False)
+outbox = Outbox(app, lambda: connection.get_collection("orders"), sweep_every=None)
+
+new = outbox.save(Order(customer="Ann", total="12.50"), tasks=[receipt.s("new")])
+assert new.pk is not None and not new._state.adding, new.pk
+read = Order.objects.get(pk=new.pk)
+assert (read.customer, str(read.total)) == ("Ann", "12.50"), read
+first = read.changed
+read.customer = "Bob"
+outbox.save(read, tasks=[receipt.s("changed")])
+again = Order.objects.get(pk=new.pk)
+assert again.customer == "Bob" and again.changed > first and Order.objects.count() == 1
+
+try:
+    with transaction.atomic():
+        outbox.save(Order(customer="Eve", total=1), tasks=[receipt.s("rolled back")])
+        raise KeyError
+except KeyError:
+    pass
+assert Order.objects.count() == 1
+with transaction.atomic():
+    kept = outbox.save(Order(customer="Eve", total=1), tasks=[receipt.s("committed")])
+assert outbox.status().pending == 1
+outbox.dispatch(kept.pk)
+
+for wrong in (Other(), object()):
+    try:
+        outbox.save(wrong, tasks=[receipt.s("wrong")])
+    except ConfigurationError as error:
+        continue
+    raise AssertionError(wrong)
+outbox.publisher.close()
+print(json.dumps({"signals": sent, "orders": Order.objects.count()}))
+"""
+
+
+def test_instances_of_a_django_model_are_saved_with_their_tasks(
+    processes: Processes, database: Database[Document], mongo_url: str, redis_url: str, redis_client: Any
+) -> None:
+    """New, changed, rolled back and committed; as Django's own save, with values, key and signals."""
+    saved = processes.python("django", "-c", PROGRAM, mongo_url, database.name, redis_url)
+    assert saved.wait(60) == 0, saved.text
+
+    assert json.loads(saved.text.splitlines()[-1]) == {"signals": [True, False, True, True], "orders": 2}
+    messages = redis_client.lrange("celery", 0, -1)
+    sent = [json.loads(message)["headers"]["argsrepr"] for message in reversed(messages)]
+    assert sent == ["('new',)", "('changed',)", "('committed',)"]

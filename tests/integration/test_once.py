@@ -1,0 +1,159 @@
+"""What has run under an id does not run again: marks in a transaction, claims, and their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.exceptions import Retry
+from pymongo.database import Database
+
+from mongo_celery import once
+from mongo_celery.errors import ConfigurationError
+
+Document = dict[str, Any]
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    with Celery("once", broker="memory://", set_as_current=False) as made:
+        yield made
+
+
+def run(task: Any, task_id: str, *args: object) -> Any:
+    """Run a task as a worker does, under an id; what it raises is raised here."""
+    return task.apply(args=args, task_id=task_id, throw=True).result
+
+
+def test_a_function_with_a_session_runs_once_under_an_id(app: Celery, database: Database[Document]) -> None:
+    """Mark and effect are one transaction; Celery sees no parameter `session`."""
+
+    @app.task
+    @once(database["done"])
+    def pay(account: str, amount: int, *, session: Any) -> str:
+        update = {"$inc": {"balance": amount}}
+        database["accounts"].update_one({"_id": account}, update, upsert=True, session=session)
+        return "paid"
+
+    database["accounts"].insert_one({"_id": "A", "balance": 0})
+    assert run(pay, "t1", "A", 5) == "paid"
+    assert run(pay, "t1", "A", 5) is None
+    assert run(pay, "t2", "A", 5) == "paid"
+    assert database["accounts"].find_one({"_id": "A"}) == {"_id": "A", "balance": 10}
+    with pytest.raises(TypeError):
+        pay.delay("A")
+
+
+def test_a_failure_inside_the_transaction_leaves_no_mark(app: Celery, database: Database[Document]) -> None:
+    """Neither effect nor mark: the retry runs."""
+    fail = [True]
+
+    @app.task
+    @once(database["done"])
+    def pay(*, session: Any) -> None:
+        database["effects"].insert_one({}, session=session)
+        if fail.pop():
+            fail.append(False)
+            raise ValueError("no")
+
+    database.create_collection("effects")
+    with pytest.raises(ValueError, match="no"):
+        run(pay, "t1")
+    assert database["effects"].count_documents({}) == 0
+    run(pay, "t1")
+    run(pay, "t1")
+    assert database["effects"].count_documents({}) == 1
+
+
+def test_a_function_without_a_session_is_marked_when_it_has_succeeded(
+    app: Celery, database: Database[Document]
+) -> None:
+    runs: list[int] = []
+
+    @app.task(bind=True)
+    @once(lambda: database["done"])
+    def send(_task: Any, number: int) -> int:
+        runs.append(number)
+        return number
+
+    assert [run(send, "t1", 1), run(send, "t1", 1), run(send, "t2", 2)] == [1, None, 2]
+    assert runs == [1, 2]
+    stored = database["done"].find_one({"_id": "t1"})
+    assert stored is not None
+    assert stored["state"] == "done"
+    index = database["done"].index_information()["expires-at"]
+    assert index["expireAfterSeconds"] == 0
+
+
+def test_a_duplicate_of_what_runs_is_retried_later_and_one_of_what_crashed_runs(
+    app: Celery, database: Database[Document]
+) -> None:
+    """A live claim keeps it away; a lapsed one does not."""
+    runs: list[str] = []
+
+    @app.task
+    @once(database["done"], claim_ttl=3600)
+    def send() -> None:
+        runs.append("run")
+
+    run(send, "other")
+    database["done"].insert_one({"_id": "t1", "state": "running", "owner": 1, "until": 0})
+    database["done"].update_one({"_id": "t1"}, [{"$set": {"until": {"$add": ["$$NOW", 60_000]}}}])
+    with pytest.raises(Retry):
+        send.apply(task_id="t1", throw=True)
+    assert runs == ["run"]
+
+    database["done"].update_one({"_id": "t1"}, [{"$set": {"until": "$$NOW"}}])
+    run(send, "t1")
+    assert runs == ["run", "run"]
+
+
+def test_a_failure_frees_the_claim_at_once(app: Celery, database: Database[Document]) -> None:
+    runs: list[int] = []
+
+    @app.task
+    @once(database["done"])
+    def send() -> None:
+        runs.append(1)
+        if len(runs) == 1:
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        run(send, "t1")
+    run(send, "t1")
+    run(send, "t1")
+    assert len(runs) == 2
+
+
+def test_a_key_of_the_users_counts_also_outside_a_task(database: Database[Document]) -> None:
+    """And without one, a direct call just runs."""
+    runs: list[int] = []
+
+    @once(database["done"], key=lambda order: order)
+    def keyed(order: int) -> None:
+        runs.append(order)
+
+    @once(database["done"])
+    def plain(order: int) -> None:
+        runs.append(order)
+
+    for _ in range(2):
+        keyed(1)
+        plain(2)
+    assert runs == [1, 2, 2]
+
+
+def test_wrong_use_is_refused_when_the_decorator_runs(app: Celery, database: Database[Document]) -> None:
+    with pytest.raises(ConfigurationError, match="keep"):
+        once(database["done"], keep=0)
+    with pytest.raises(ConfigurationError, match="collection"):
+        once("done")  # type: ignore[arg-type]
+
+    @app.task
+    def send() -> None: ...
+
+    with pytest.raises(ConfigurationError, match="below"):
+        once(database["done"])(send)
