@@ -196,6 +196,8 @@ def _text(value: object) -> str:
 
 def _json(value: object, indent: int | None = None) -> str:
     from bson import json_util
+    from bson.binary import UuidRepresentation
 
-    text = json_util.dumps(value, json_options=json_util.RELAXED_JSON_OPTIONS)
+    options = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
+    text = json_util.dumps(value, json_options=options)
     return json.dumps(json.loads(text), indent=indent, ensure_ascii=False)

@@ -2,10 +2,14 @@
 Locking documents inside a transaction by writing a value that always differs.
 
 MongoDB has no SELECT ... FOR UPDATE. A read in a transaction locks nothing: two transactions may read the same
-document, decide, and write to others (write skew). A *write* conflicts; so the document is read by a
-`find_one_and_update` that writes a fresh value. A second transaction that wants the document fails at once with
-a write conflict, which MongoDB marks as transient: `transactional` repeats it until the first has ended. A writer
-outside any transaction waits inside the server.
+documents, decide, and write to different ones (write skew). A *write* conflicts; so the document is read by a
+`find_one_and_update` that writes a fresh value:
+
+- A second transaction that wants the document fails at once with a write conflict, which MongoDB marks as
+  transient. There is no queue in the server: `transactional` repeats the whole body, with pauses, until the first
+  one has ended. Who comes next is chance.
+- A writer outside any transaction waits inside the server until the transaction has ended.
+- A reader outside sees the document as it was before.
 
 Source: MongoDB, "How To SELECT ... FOR UPDATE Inside MongoDB Transactions".
 
@@ -22,6 +26,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import bson
 from bson import ObjectId
 from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
@@ -29,7 +34,8 @@ from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
-from mongo_celery.locking.attempts import locked, waiting_since
+from mongo_celery.locking.attempts import wait_ended, waiting_since
+from mongo_celery.locking.topology import explained
 from mongo_celery.options import seconds
 
 Document = dict[str, Any]
@@ -52,48 +58,57 @@ def select_for_update(
     Read a document and lock it until the transaction ends.
 
     Afterwards no other transaction can write to it or lock it, and writers outside transactions wait. Not
-    promised: that others cannot read it, or an order in which those who wait get it.
+    promised: that others cannot read it; an order in which those who wait get it; or anything about documents
+    that do not exist: None locks nothing, and somebody else may insert one that matches.
+
+    The lock is a write: it stays in the document as `{application, at, id}` by the server's clock, and change
+    streams see it once the transaction is committed.
 
     Args:
         collection: where.
         filter: which document; the first one that matches.
         session: of a transaction in progress.
-        field: the field that is written; it stays in the document.
-        application: who locks, for people who look; by default host and process.
-        sort: which document, if several match.
-        projection: of what is returned.
-        nowait: fail at once with `DocumentLockedError`, instead of letting `transactional` repeat.
-        wait: seconds or `timedelta` to wait for this document, over all attempts; then `DocumentLockedError`.
+        field: the field that is written; it belongs to locks alone.
+        application: who locks, for people who look; by default `host:pid`.
+        sort: which document comes first, if several match.
+        projection: of what is returned; by default all, the field of the lock too.
+        nowait: fail at once with `DocumentLockedError`, instead of letting `transactional` repeat the body.
+        wait: seconds or `timedelta` for which the body is repeated because of this document, over all attempts;
+            then `DocumentLockedError`. It is looked at when an attempt conflicts, so it may be exceeded by a
+            pause and the body's own time. Without it, the limit of `transactional` counts alone.
 
     Returns:
         The document as it is after locking, or None if none matches.
 
     Raises:
         TransactionRequiredError: the session has no transaction in progress.
-        DocumentLockedError: it is locked, and `nowait` or `wait` says not to wait any longer.
-        ConfigurationError: `field` cannot be written.
+        DocumentLockedError: another transaction holds it, or has changed it since this one began, and `nowait` or
+            `wait` says not to wait any longer.
+        TopologyError: the server is a standalone.
+        ConfigurationError: `field` cannot be written, or `nowait` and `wait` exclude each other.
+        OperationFailure: a write conflict, labelled as transient. Let it pass to `transactional`.
     """
-    _check(session, field, nowait=nowait, wait=wait)
-    limit = None if wait is None else seconds(wait, "wait")
+    limit = _check(session, field, nowait=nowait, wait=wait)
     name = f"{collection.full_name} {dict(filter)!r}"
     try:
-        found = collection.find_one_and_update(
-            filter,
-            [{"$set": {field: {"$literal": _mark(application)}}}, {"$set": {f"{field}.at": "$$NOW"}}],
-            sort=sort,
-            projection=projection,
-            return_document=ReturnDocument.AFTER,
-            session=session,
-        )
+        with explained():
+            found = collection.find_one_and_update(
+                filter,
+                # Two stages: a document in one stage would be merged into what the field held before.
+                [{"$set": {field: {"$literal": _mark(application)}}}, {"$set": {f"{field}.at": "$$NOW"}}],
+                sort=sort,
+                projection=projection,
+                return_document=ReturnDocument.AFTER,
+                session=session,
+            )
     except OperationFailure as error:
-        if error.code != _WRITE_CONFLICT:
+        if error.code != _WRITE_CONFLICT or limit is None:
             raise
-        if nowait:
-            raise _locked_error(name, "another transaction holds it") from error
-        if limit is not None and time.monotonic() - waiting_since(session, name) >= limit:
-            raise _locked_error(name, f"it was not free within {limit:g} s") from error
-        raise
-    locked(session, name)
+        if limit and time.monotonic() - waiting_since(session, name) < limit:
+            raise
+        wait_ended(session, name)
+        raise _locked_error(name, limit) from error
+    wait_ended(session, name)
     return found
 
 
@@ -114,7 +129,8 @@ def select_many_for_update(
     Read several documents and lock them, in ascending order of `_id`, whatever order is asked for.
 
     Two transactions that lock overlapping sets meet at the smallest common document, so neither holds what the
-    other still wants and one of them always gets on.
+    other still wants and one of them always gets on. Afterwards each document is locked as by
+    `select_for_update`. Not promised: that no further document matches; one that is inserted meanwhile is free.
 
     Args:
         collection: where.
@@ -123,7 +139,7 @@ def select_many_for_update(
         field: as of `select_for_update`.
         application: as of `select_for_update`.
         sort: order of the returned list, and which documents a `limit` takes; by default `_id`.
-        limit: how many at most; 0 for all.
+        limit: how many at most; 0 for all, as in PyMongo.
         projection: of what is returned.
         nowait: as of `select_for_update`.
         wait: as of `select_for_update`, for each document.
@@ -132,20 +148,21 @@ def select_many_for_update(
         The documents as they are after locking; an empty list if none matches.
 
     Raises:
-        TransactionRequiredError, DocumentLockedError, ConfigurationError: as of `select_for_update`.
+        TransactionRequiredError, DocumentLockedError, TopologyError, ConfigurationError: as of `select_for_update`.
     """
     _check(session, field, nowait=nowait, wait=wait)
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
         raise ConfigurationError(f"limit={limit!r} must be 0 for all, or a positive whole number.")
-    order = [("_id", 1)] if sort is None else sort
-    found = collection.find(filter, {"_id": 1}, sort=order, limit=limit, session=session)
-    wanted = [document["_id"] for document in found]
-    # The server's own order of _id: values of several types cannot be compared here.
-    ordered = collection.find({"_id": {"$in": wanted}}, {"_id": 1}, sort=[("_id", 1)], session=session)
-    ids = wanted if sort is None else [document["_id"] for document in ordered]
-    by_place: list[Any] = [None] * len(wanted)
-    for document_id in ids:
-        by_place[wanted.index(document_id)] = select_for_update(
+    by_id = [("_id", 1)]
+    with explained():
+        wanted = _ids(collection, filter, session, sort=by_id if sort is None else sort, limit=limit)
+        # The server's own order: values of several types cannot be compared here.
+        ordered = wanted if sort is None else _ids(collection, {"_id": {"$in": wanted}}, session, sort=by_id)
+    found = {}
+    for document_id in ordered:
+        # The filter need not be asked again: the transaction reads one snapshot, and a document that has
+        # changed since is a write conflict.
+        found[_exact(collection, document_id)] = select_for_update(
             collection,
             {"_id": document_id},
             session=session,
@@ -155,29 +172,47 @@ def select_many_for_update(
             nowait=nowait,
             wait=wait,
         )
-    return by_place
+    return [found[_exact(collection, document_id)] for document_id in wanted]
 
 
-def _check(session: object, field: str, *, nowait: bool, wait: object) -> None:
+def _ids(collection: Collection[Any], filter_: Any, session: ClientSession, *, sort: Any, limit: int = 0) -> list[Any]:
+    found = collection.find(filter_, {"_id": 1}, sort=sort, limit=limit, session=session)
+    return [document["_id"] for document in found]
+
+
+def _exact(collection: Collection[Any], document_id: object) -> bytes:
+    """An `_id` to look up: Python takes 1 and True for the same key, MongoDB does not, and a dict is no key at all."""
+    return bson.encode({"_id": document_id}, codec_options=collection.codec_options)
+
+
+def _check(session: object, field: str, *, nowait: bool, wait: float | timedelta | None) -> float | None:
+    """The seconds to wait, 0 for `nowait`, None for no bound."""
     if not isinstance(session, ClientSession) or not session.in_transaction:
         raise TransactionRequiredError
     if (
         not isinstance(field, str)
         or not field
-        or field == "_id"
+        or f"{field}.".startswith("_id.")
         or "\0" in field
         or any(not part or part.startswith("$") for part in field.split("."))
     ):
         raise ConfigurationError(f"field={field!r} cannot be written; choose a plain name such as '_lock'.")
     if nowait and wait is not None:
         raise ConfigurationError("nowait and wait exclude each other; give one of them.")
+    if wait is None:
+        return 0.0 if nowait else None
+    limit = seconds(wait, "wait")
+    if limit < 0:
+        raise ConfigurationError(f"wait={wait!r} must not be negative.")
+    return limit
 
 
 def _mark(application: str | None) -> Document:
     return {"application": application or f"{socket.gethostname()}:{os.getpid()}", "at": None, "id": ObjectId()}
 
 
-def _locked_error(name: str, reason: str) -> DocumentLockedError:
+def _locked_error(name: str, limit: float) -> DocumentLockedError:
+    reason = f"it was not free within {limit:g} s" if limit else "another transaction holds it, or has just changed it"
     return DocumentLockedError(
         f"The document of {name} is locked: {reason}. Try again later, or allow more time for waiting.",
         document=name,

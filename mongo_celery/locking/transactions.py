@@ -5,27 +5,40 @@ The loop is that of `withTransaction` in MongoDB's specifications ("Convenient A
 labelled TransientTransactionError repeats the body, an unknown result of the commit repeats the commit, and
 whatever else the body raises ends the transaction and passes through. PyMongo's own has a fixed limit of 120
 seconds that does not bound a call to a server that hangs; here the limit is the caller's, and bounds those too.
+
+| failure | what happens |
+|---|---|
+| write conflict, election, lost connection in the body | aborted, a pause, the body again |
+| the answer of the commit is lost | the commit again: the server knows whether it was done |
+| the commit finds the transaction gone | a pause, the body again |
+| any other error of the body | aborted, the error passes through unchanged |
+| the time is used up | aborted, TransactionTimeoutError |
+| the time is used up while no commit was answered | TransactionTimeoutError with the outcome `unknown` |
+| the process dies | the server aborts after `transactionLifetimeLimitSeconds`, 60 by default |
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
 import pymongo
 from pymongo import MongoClient, ReadPreference, WriteConcern
 from pymongo.client_session import ClientSession
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import ClientBulkWriteException, PyMongoError
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery.errors import ConfigurationError, TopologyError, TransactionTimeoutError
-from mongo_celery.locking.attempts import Attempts, attempts_of, begin
+from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
+from mongo_celery.locking.attempts import Attempts, attempts_of, remembered
+from mongo_celery.locking.topology import explain, explained
 from mongo_celery.options import seconds
 from mongo_celery.redaction import short
 
@@ -38,15 +51,18 @@ TIMEOUT = 120.0
 _TRANSIENT = "TransientTransactionError"
 _UNKNOWN_RESULT = "UnknownTransactionCommitResult"
 _MAX_TIME_EXPIRED = 50
-_NO_TRANSACTIONS = {20, 263}  # IllegalOperation on a standalone; OperationNotSupportedInTransaction
+_ABORT_SECONDS = 2.0
+_ROUND_TRIP = 0.25
+"""Seconds before the deadline from which on a call that timed out did so because of the deadline."""
 
 
 def after_commit(session: ClientSession, callback: Callable[[], object]) -> bool:
     """
     Run something once a transaction has been committed.
 
-    It is dropped if the transaction is aborted, and if its body is repeated (which registers it again). What it
-    raises is logged.
+    It is called once, outside the transaction and without its time limit. It is dropped if the transaction is
+    aborted, if its body is repeated (which registers it again), and if the body ends the transaction itself. What
+    it raises is logged. Not promised: that it is called at all, if the process dies after the commit.
 
     Args:
         session: of the transaction.
@@ -68,8 +84,9 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
     As a decorator: the function is called with `session=`, and must pass it to every operation. Afterwards its
     writes are committed by a majority, all or none, and its return value is returned. Its body may run several
-    times, so whatever else it does must bear repetition. If the caller passes the `session` of a transaction in
-    progress, the function joins that one.
+    times, so whatever else it does must bear repetition (see `after_commit`). Errors that are not MongoDB's
+    abort the transaction and pass through, Celery's `Retry` too. If the caller passes the `session` of a
+    transaction in progress, the function joins that one: whoever began it repeats and commits.
 
     ::
 
@@ -78,11 +95,15 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         def book(seat, *, session): ...
 
     As a context manager, `with transactional(client) as session:`, a body cannot be repeated: a commit whose
-    result is unknown is, but transient errors of the body pass to the caller with their labels.
+    result is unknown is, but transient errors pass to the caller with their labels.
+
+    One object serves any number of calls, threads and functions.
 
     Args:
         client: the client, or a callable that returns it (prefork workers make theirs after the fork).
-        timeout: seconds or `timedelta`; no attempt begins later, and no call to the server lasts longer.
+        timeout: seconds or `timedelta` for all attempts; no attempt begins later, and no call to a server inside
+            lasts longer, by whatever client. Code that calls no server is not interrupted. An abort has up to
+            2 s of its own: a transaction that is not aborted keeps its documents locked.
         read_concern: by default snapshot.
         write_concern: by default majority.
         read_preference: by default the primary.
@@ -144,29 +165,25 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         Args:
             body: called with the session, maybe several times.
             session: to use; by default one is made.
+
+        Returns:
+            What the body has returned in the attempt that was committed.
         """
         with ExitStack() as stack:
             if session is None:
                 session = stack.enter_context(self._open().start_session())
-            attempts = Attempts(time.monotonic() + self._timeout)
-            begin(session, attempts)
-            stack.enter_context(pymongo.timeout(self._timeout))
+            attempts = self._begin(stack, session)
             result = self._repeat(session, attempts, body)
         attempts.run_callbacks()
         return result
 
     def __enter__(self) -> ClientSession:
-        stack = ExitStack()
-        try:
+        with ExitStack() as stack:
             session = stack.enter_context(self._open().start_session())
-            attempts = Attempts(time.monotonic() + self._timeout)
-            begin(session, attempts)
+            attempts = self._begin(stack, session)
             session.start_transaction(**self._options)
-        except BaseException:
-            stack.close()
-            raise
-        entered = self._entered.__dict__.setdefault("stack", [])
-        entered.append((stack, session, attempts))
+            entered = self._entered.__dict__.setdefault("stack", [])
+            entered.append((stack.pop_all(), session, attempts))
         return session
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -174,65 +191,49 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         with stack:
             if error is not None:
                 _abort(session)
-                _explain_topology(error)
+                explain(error)
                 return
             if session.in_transaction:
-                with pymongo.timeout(max(attempts.remaining, 0.001)), _explained():
-                    self._commit(session, attempts)
+                _commit(session, attempts)
+            else:
+                attempts.callbacks.clear()
         attempts.run_callbacks()
 
     def _open(self) -> MongoClient[Any]:
         return self._client if isinstance(self._client, MongoClient) else self._client()
+
+    def _begin(self, stack: ExitStack, session: ClientSession) -> Attempts:
+        attempts = Attempts(time.monotonic() + self._timeout)
+        stack.enter_context(remembered(session, attempts))
+        stack.enter_context(pymongo.timeout(self._timeout))
+        return attempts
 
     def _repeat(self, session: ClientSession, attempts: Attempts, body: Callable[[ClientSession], Result]) -> Result:
         while True:
             attempts.callbacks.clear()
             session.start_transaction(**self._options)
             try:
-                with _explained():
+                with explained():
                     result = body(session)
             except BaseException as error:
                 _abort(session)
                 if not _has_label(error, _TRANSIENT):
-                    if isinstance(error, PyMongoError) and attempts.remaining <= 0:
-                        raise _timed_out(error, "aborted") from error
+                    if _hit_the_deadline(error, attempts):
+                        raise _timed_out(attempts, error, "aborted") from error
                     raise
-                self._wait(attempts, cast("PyMongoError", error))
+                _pause(attempts, error, "aborted")
                 continue
             if not session.in_transaction:
-                return result  # the body has ended the transaction itself
+                attempts.callbacks.clear()  # the body has ended the transaction itself; who knows how
+                return result
             try:
-                self._commit(session, attempts)
+                _commit(session, attempts)
             except PyMongoError as error:
                 if not _has_label(error, _TRANSIENT):
                     raise
-                self._wait(attempts, error)
+                _pause(attempts, error, "aborted")
                 continue
             return result
-
-    def _commit(self, session: ClientSession, attempts: Attempts) -> None:
-        """Commit, again and again while the result is unknown."""
-        while True:
-            try:
-                session.commit_transaction()
-            except PyMongoError as error:
-                expired = getattr(error, "code", None) == _MAX_TIME_EXPIRED
-                if _has_label(error, _TRANSIENT) and not _has_label(error, _UNKNOWN_RESULT):
-                    raise
-                if not _has_label(error, _UNKNOWN_RESULT) and attempts.remaining > 0:
-                    raise
-                if attempts.remaining <= 0 or expired:
-                    raise _timed_out(error, "unknown") from error
-                _pause(attempts)
-            else:
-                return
-
-    @staticmethod
-    def _wait(attempts: Attempts, error: PyMongoError) -> None:
-        pause = attempts.next_pause()
-        if pause >= attempts.remaining:
-            raise _timed_out(error, "aborted") from error
-        _sleep(pause)
 
 
 class _HasSignature(Protocol):
@@ -240,48 +241,61 @@ class _HasSignature(Protocol):
     __wrapped__: object
 
 
-def _pause(attempts: Attempts) -> None:
-    _sleep(min(attempts.next_pause(), max(attempts.remaining, 0.0)))
+def _commit(session: ClientSession, attempts: Attempts) -> None:
+    """Commit, again and again while the result is unknown. An error labelled as transient means: not committed."""
+    while True:
+        try:
+            session.commit_transaction()
+        except PyMongoError as error:
+            if not _has_label(error, _UNKNOWN_RESULT):
+                raise
+            if getattr(error, "code", None) == _MAX_TIME_EXPIRED:  # only the deadline limits a commit
+                raise _timed_out(attempts, error, "unknown") from error
+            _pause(attempts, error, "unknown")
+        else:
+            return
 
 
-def _sleep(pause: float) -> None:
+def _pause(attempts: Attempts, error: BaseException, outcome: str) -> None:
+    """Wait before the next attempt; TransactionTimeoutError if it would begin too late."""
+    pause = attempts.next_pause()
+    if pause >= attempts.remaining:
+        raise _timed_out(attempts, error, outcome) from error
+    attempts.transient = error
     threading.Event().wait(pause)
 
 
+def _abort(session: ClientSession) -> None:
+    """Free what is locked, as far as the server can be reached; else it does so itself after a while."""
+    if session.in_transaction:
+        # In a context of its own: a time limit that has passed must not keep the abort from the server.
+        contextvars.Context().run(_abort_within_its_time, session)
+
+
+def _abort_within_its_time(session: ClientSession) -> None:
+    with pymongo.timeout(_ABORT_SECONDS), contextlib.suppress(PyMongoError):
+        session.abort_transaction()
+
+
 def _has_label(error: BaseException, label: str) -> bool:
+    if isinstance(error, ClientBulkWriteException) and isinstance(error.error, PyMongoError):
+        error = error.error
     return isinstance(error, PyMongoError) and error.has_error_label(label)
 
 
-def _timed_out(error: PyMongoError, outcome: str) -> TransactionTimeoutError:
+def _hit_the_deadline(error: BaseException, attempts: Attempts) -> bool:
+    return isinstance(error, PyMongoError) and error.timeout and attempts.remaining < _ROUND_TRIP
+
+
+def _timed_out(attempts: Attempts, error: BaseException, outcome: str) -> TransactionTimeoutError:
     ending = "was aborted" if outcome == "aborted" else "may or may not be committed: no commit was answered"
+    # A last attempt may have no time but to time out; what the ones before it met is the reason.
+    met = dict.fromkeys(short(each) for each in (attempts.transient, error) if each is not None)
     return TransactionTimeoutError(
-        f"The time for repeating the transaction is used up; it {ending}. The last error was: {short(error)}. Look for "
-        "a holder that stands still, for contention, or for an election; then try again.",
+        f"The time for repeating the transaction is used up; it {ending}. The last errors were: {'; '.join(met)}. Look "
+        "for a holder that stands still, for contention, or for an election; then try again.",
         outcome=outcome,
     )
-
-
-def _abort(session: ClientSession) -> None:
-    if session.in_transaction:
-        session.abort_transaction()  # PyMongo ignores what the server says to it
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except OperationFailure as error:
-        _explain_topology(error)
-        raise
-
-
-def _explain_topology(error: BaseException) -> None:
-    """A standalone server refuses the first operation of a transaction; say what to do instead."""
-    if isinstance(error, OperationFailure) and error.code in _NO_TRANSACTIONS and "replica set" in str(error):
-        raise TopologyError(
-            "Transactions need a replica set or a sharded cluster. Start mongod with --replSet and run rs.initiate(); "
-            "a set of one member is enough.",
-        ) from error
 
 
 def _refuse(function: object) -> None:
@@ -299,8 +313,9 @@ def _refuse(function: object) -> None:
     ):
         raise ConfigurationError("transactional runs plain functions; neither coroutines nor generators.")
     parameters = inspect.signature(function).parameters
-    accepts = "session" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    if not accepts:
+    named = parameters.get("session")
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if not takes_any and (named is None or named.kind is named.POSITIONAL_ONLY):
         raise ConfigurationError(
             f"{getattr(function, '__name__', 'the function')} must take session=, and pass it to every operation.",
         )

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from bson import json_util
+from bson.binary import UuidRepresentation
 
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.outbox.entries import FIELD, Entry
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from mongo_celery.outbox.outbox import Outbox
 
 _ROUNDS = 3
+
+_JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ class Letter:
         found = asdict(self)
         if not payload:
             found["entry"] = {name: value for name, value in self.entry.items() if name != "payload"}
-        plain: dict[str, Any] = json.loads(json_util.dumps(found, json_options=json_util.RELAXED_JSON_OPTIONS))
+        plain: dict[str, Any] = json.loads(json_util.dumps(found, json_options=_JSON))
         return plain | {"at": None if self.at is None else self.at.isoformat()}
 
 

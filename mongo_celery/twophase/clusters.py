@@ -72,7 +72,7 @@ def opened(source: Source) -> Collection[dict[str, Any]]:
 def strict(collection: Collection[Any]) -> Collection[dict[str, Any]]:
     """Majority writes and reads, primary, plain dicts: whatever its owner has set is meant for other purposes."""
     return collection.with_options(
-        codec_options=CodecOptions(tz_aware=True),
+        codec_options=CodecOptions(tz_aware=True, uuid_representation=collection.codec_options.uuid_representation),
         write_concern=WriteConcern("majority"),
         read_concern=ReadConcern("majority"),
         read_preference=ReadPreference.PRIMARY,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bson import Decimal128, json_util
+from bson.binary import UuidRepresentation
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
@@ -20,6 +21,9 @@ from mongo_celery.errors import ConfigurationError
 MARKERS = "pendingTransactions"
 FENCE = "transactionFence"
 _OWN = {"_id", MARKERS, FENCE}
+
+EXTENDED_JSON = json_util.CANONICAL_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
+"""Text in which every type and field name survives."""
 
 Client = MongoClient[Any] | Callable[[], MongoClient[Any]]
 
@@ -155,11 +159,11 @@ def _minus(value: Any) -> Any:
 
 
 def _text(value: Mapping[str, Any]) -> str:
-    return json_util.dumps(value, json_options=json_util.CANONICAL_JSON_OPTIONS)
+    return json_util.dumps(value, json_options=EXTENDED_JSON)
 
 
 def _value(text: str) -> dict[str, Any]:
-    value = json_util.loads(text, json_options=json_util.CANONICAL_JSON_OPTIONS)
+    value = json_util.loads(text, json_options=EXTENDED_JSON)
     if not isinstance(value, dict):
         raise TypeError(f"{text} is no document")
     return value

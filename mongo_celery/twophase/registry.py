@@ -10,6 +10,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.errors import ConfigurationError, TransactionStateError
 from mongo_celery.stream.reactions import is_transient
 from mongo_celery.twophase.driver import BusyError, StuckError
+from mongo_celery.twophase.participants import EXTENDED_JSON
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -55,7 +56,7 @@ def coordinators_of(app: Celery) -> dict[str, TwoPhaseCommit]:
 
 def publish_step(app: Celery, name: str, transaction_id: Any, version: int | None) -> Any:
     """Ask for the next step of a transaction; the message carries its id and the driver's version."""
-    text = json_util.dumps(transaction_id, json_options=json_util.CANONICAL_JSON_OPTIONS)
+    text = json_util.dumps(transaction_id, json_options=EXTENDED_JSON)
     task: Any = app.tasks[STEP_TASK]
     return task.apply_async((name, text, version), serializer="json")
 
@@ -63,7 +64,7 @@ def publish_step(app: Celery, name: str, transaction_id: Any, version: int | Non
 def _register_tasks(app: Celery) -> None:
     def step(task: Any, name: str, transaction_id: str, version: int | None) -> str | None:
         """Do one step of a transaction, and ask for the next."""
-        identity = json_util.loads(transaction_id, json_options=json_util.CANONICAL_JSON_OPTIONS)
+        identity = json_util.loads(transaction_id, json_options=EXTENDED_JSON)
         coordinator = coordinators_of(app).get(name)
         if coordinator is None:
             raise ConfigurationError(f"this worker's app has no TwoPhaseCommit named {name!r}.")
