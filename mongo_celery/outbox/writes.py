@@ -31,6 +31,7 @@ _ROUNDS = 10
 """How often a document may change between being found and being written before the outcome is given up."""
 
 _TOO_LARGE = {10334, 17419, 17420}  # BSONObjectTooLarge, and the updates' own numbers
+_BAD_VALUE = 2  # what an insert says to the same
 _OPTIONS = ("array_filters", "collation", "hint", "let", "comment")
 
 
@@ -314,7 +315,8 @@ class size_errors:  # noqa: N801 - reads as a phrase
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         code = error.code if isinstance(error, (OperationFailure, WriteError)) else None
-        if isinstance(error, DocumentTooLarge) or code in _TOO_LARGE:
+        inserted = code == _BAD_VALUE and "too large" in str(error)
+        if isinstance(error, DocumentTooLarge) or code in _TOO_LARGE or inserted:
             raise OutboxRefusedError(
                 f"the document with its entries would be larger than 16 MB; nothing was written to {self._namespace}. "
                 "Pass ids instead of values to the tasks, or keep less in the document.",

@@ -1,0 +1,110 @@
+"""An app with a few tasks, an outbox on the real servers, and what arrived in Redis."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from celery import Celery
+from pymongo.database import Database
+
+from mongo_celery import Outbox
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message in the queue, its headers and its decoded body."""
+
+    headers: Document
+    body: Any
+
+    @property
+    def id(self) -> str:
+        return str(self.headers["id"])
+
+    @property
+    def args(self) -> list[Any]:
+        return list(self.body[0])
+
+
+def _add(a: int, b: int) -> int:
+    return a + b
+
+
+def _total(values: list[int]) -> int:
+    return sum(values)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Rig:
+    """
+    An app with tasks, its queue, and outboxes.
+
+    Args:
+        database: of this test.
+        broker: URL of an emptied Redis.
+        conf: more of Celery's settings.
+    """
+
+    def __init__(self, database: Database[Document], broker: str, **conf: Any) -> None:
+        self.database = database
+        self.app = Celery("rig", broker=broker, backend="cache+memory://", set_as_current=False)
+        self.app.conf.update(accept_content=["json", "pickle"], **conf)
+        self.add = self.app.task(name="add")(_add)
+        self.total = self.app.task(name="total")(_total)
+        self.pickled = self.app.task(name="pickled", serializer="pickle")(_same)
+        self._redis: Any = redis.Redis.from_url(broker)
+        self._outboxes: list[Outbox] = []
+
+    def outbox(self, collection: str = "orders", **options: Any) -> Outbox:
+        made = Outbox(self.app, self.database[collection], **{"sweep_every": None, **options})
+        self._outboxes.append(made)
+        return made
+
+    def drain(self) -> list[Message]:
+        """Take all messages from the queue, the oldest first."""
+        found = []
+        while (raw := self._redis.rpop("celery")) is not None:
+            message = json.loads(raw)
+            body = base64.b64decode(message["body"])
+            is_json = message["content-type"] == "application/json"
+            found.append(Message(message["headers"], json.loads(body) if is_json else body))
+        return found
+
+    def sent(self) -> list[list[Any]]:
+        """Arguments of all messages, the oldest first."""
+        return [message.args for message in self.drain()]
+
+    def close(self) -> None:
+        for outbox in self._outboxes:
+            outbox.publisher.close()
+        self._redis.close()
+        self.app.close()
+
+
+@contextmanager
+def opened(database: Database[Document], broker: str, **conf: Any) -> Iterator[Rig]:
+    rig = Rig(database, broker, **conf)
+    try:
+        yield rig
+    finally:
+        rig.close()
+
+
+def pending(database: Database[Document], identity: Any, collection: str = "orders") -> Document:
+    """The outbox's field of a document; its count is checked on the way."""
+    document = database[collection].find_one({"_id": identity})
+    assert document is not None
+    field: Document = document["pendingEvents"]
+    assert field["count"] == len(field["events"])
+    return field

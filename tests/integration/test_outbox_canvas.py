@@ -1,0 +1,154 @@
+"""What is stored of a canvas, and that each dispatch of it sends the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from bson import ObjectId
+from celery import chain, chord, group
+from pymongo.database import Database
+
+from mongo_celery.errors import OutboxRefusedError
+from tests.integration.outbox_rig import Rig, opened, pending
+
+Document = dict[str, Any]
+Canvas = Callable[[Rig], Any]
+
+
+@pytest.fixture
+def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
+    with opened(database, redis_url) as made:
+        yield made
+
+
+CANVASES: dict[str, Canvas] = {
+    "signature": lambda rig: rig.add.s(1, 2),
+    "own id": lambda rig: rig.add.s(1, 2).set(task_id="mine"),
+    "chain": lambda rig: chain(rig.add.s(1, 2), rig.add.s(3), rig.add.s(4)),
+    "group": lambda rig: group(rig.add.s(each, each) for each in range(3)),
+    "chord": lambda rig: chord([rig.add.s(each, each) for each in range(3)], rig.total.s()),
+    "chain with a group": lambda rig: chain(rig.add.s(1, 2), group(rig.add.s(1), rig.add.s(2)), rig.total.s()),
+    "chain that ends with a group": lambda rig: chain(rig.add.s(1, 2), group(rig.add.s(1), rig.add.s(2))),
+    "chain that begins with a chord": lambda rig: chain(chord([rig.add.s(1, 1)], rig.total.s()), rig.add.s(7)),
+    "group of chains": lambda rig: group(chain(rig.add.s(1, 1), rig.add.s(2)), rig.add.s(5, 5)),
+    "chord with a chain as body": lambda rig: chord([rig.add.s(1, 1)], chain(rig.total.s(), rig.add.s(1))),
+    "links": lambda rig: rig.add.s(1, 2).set(link=[rig.add.s(9)], link_error=[rig.total.s()]),  # type: ignore[arg-type]
+    "chain with a link": lambda rig: chain(rig.add.s(1, 2), rig.add.s(3)).set(link=[rig.add.s(9)]),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", CANVASES)
+def test_every_dispatch_of_a_stored_canvas_sends_the_same_ids(
+    rig: Rig, database: Database[Document], name: str
+) -> None:
+    """All ids of all messages and of what is embedded in them; else consumers could not tell duplicates."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[CANVASES[name](rig)])
+    stored = pending(database, 1)
+    sent = []
+    for _ in range(2):
+        assert outbox.dispatch(1).dispatched == 1
+        sent.append([(message.id, message.headers["group"], message.body) for message in rig.drain()])
+        database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents": stored}})
+
+    assert len(sent[0]) > 0
+    assert sorted(map(repr, sent[0])) == sorted(map(repr, sent[1]))
+
+
+def test_a_group_from_a_generator_keeps_its_members(rig: Rig) -> None:
+    """A generator that is stored as it is would be empty."""
+    rig.outbox().insert_one({"_id": 1}, tasks=[group(rig.add.s(each, 0) for each in range(3))])
+    assert sorted(rig.sent()) == [[0, 0], [1, 0], [2, 0]]
+
+
+def test_a_chain_is_sent_as_celery_sends_it(rig: Rig) -> None:
+    """The same message as `apply_async`, but for its ids and origin."""
+    rig.outbox().insert_one({"_id": 1}, tasks=[chain(rig.add.s(1, 2), rig.add.s(3), rig.add.si(4, 5))])
+    chain(rig.add.s(1, 2), rig.add.s(3), rig.add.si(4, 5)).apply_async()
+
+    ours, theirs = rig.drain()
+    steps = [
+        [(step["task"], step["args"], step["immutable"]) for step in each.body[2]["chain"]] for each in (ours, theirs)
+    ]
+    assert steps[0] == steps[1]
+    for header in ("task", "argsrepr", "kwargsrepr", "retries", "timelimit", "eta", "expires"):
+        assert ours.headers[header] == theirs.headers[header], header
+
+
+@pytest.mark.parametrize(
+    ("canvas", "said"),
+    [
+        (lambda rig: object(), "no Celery signature"),  # noqa: ARG005
+        (lambda rig: rig.add, "no Celery signature"),
+        (lambda rig: group(), "empty group"),  # noqa: ARG005
+        (lambda rig: chain(), "signature|empty"),  # noqa: ARG005
+        (lambda rig: chord([], rig.total.s()), "header|signature|empty"),
+        (lambda rig: rig.add.s(ObjectId(), 1), "cannot encode"),
+        (lambda rig: chain(rig.add.s(1, 2), rig.add.s(object())), "cannot encode"),
+        (lambda rig: rig.add.s(1), "arguments"),
+        (
+            lambda rig: group(
+                chain(rig.add.s(1, 2), group(rig.add.s(1), rig.add.s(2)), rig.total.s()), rig.add.s(1, 1)
+            ),
+            "new ids",
+        ),
+    ],
+)
+def test_what_could_not_be_sent_is_refused_and_nothing_is_written(
+    rig: Rig, database: Database[Document], canvas: Canvas, said: str
+) -> None:
+    """As `delay` would refuse it, at the place where it was written."""
+    with pytest.raises(OutboxRefusedError, match=said):
+        rig.outbox().insert_one({"_id": 1}, tasks=[canvas(rig)])
+    assert database["orders"].count_documents({}) == 0
+
+
+def test_relative_times_of_what_is_sent_become_points_in_time(rig: Rig) -> None:
+    """A dispatch that comes late must not add its delay; later steps of a chain count from their own beginning."""
+    outbox = rig.outbox(at_once=False)
+    before = datetime.now(UTC)
+    later = chain(rig.add.s(1, 1).set(countdown=60), rig.add.s(2).set(countdown=30))
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1).set(countdown=60, expires=120), later])
+    outbox.dispatch(1)
+
+    single, first = rig.drain()
+    for headers in (single.headers, first.headers):
+        assert 59 < (datetime.fromisoformat(headers["eta"]) - before).total_seconds() < 70
+    assert 119 < (datetime.fromisoformat(single.headers["expires"]) - before).total_seconds() < 130
+    assert first.body[2]["chain"][0]["options"]["countdown"] == 30
+
+
+def test_each_task_is_encoded_by_its_own_serializer(rig: Rig, database: Database[Document]) -> None:
+    """A task with pickle takes what JSON cannot hold."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.pickled.s({1, 2}), rig.add.s(1, 2)])
+    types = [entry["contentType"] for entry in pending(database, 1)["events"]]
+    assert types == ["application/x-python-serialize", "application/json"]
+    assert outbox.dispatch(1).dispatched == 2
+
+
+def test_a_serializer_that_the_app_does_not_accept_is_never_loaded(rig: Rig, database: Database[Document]) -> None:
+    """A pickle that somebody has put into a document is no way to run code."""
+    outbox = rig.outbox(at_once=False, max_attempts=1)
+    outbox.insert_one({"_id": 1}, tasks=[rig.pickled.s(1)])
+    rig.app.conf.accept_content = ["json"]
+
+    assert outbox.dispatch(1).dead == 1
+    assert rig.drain() == []
+    letter = outbox.dead_letters.find()[0]
+    assert "ontentDisallowed" in letter["error"]
+    database.client["mongo_celery"]["outbox_dead_letters"].delete_many({"outbox": outbox.collection.full_name})
+
+
+def test_an_entry_says_what_it_is_without_its_payload(rig: Rig, database: Database[Document]) -> None:
+    """For people who look into a document at night."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s("x" * 5000, "y"), rig.add.s(1, 2).set(argsrepr="(secret)")])  # type: ignore[call-arg]
+
+    long, given = pending(database, 1)["events"]
+    assert (long["name"], given["name"]) == ("add", "add")
+    assert len(long["argsrepr"]) <= 200
+    assert given["argsrepr"] == "(secret)"

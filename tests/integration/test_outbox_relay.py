@@ -1,0 +1,241 @@
+"""Relays on one document: claims that lapse, relays that sleep, entries that cannot be published."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from bson import ObjectId
+from pymongo.database import Database
+
+from mongo_celery import Event, Outbox
+from mongo_celery.outbox.entries import Entry
+from tests.fixtures.process import wait_for
+from tests.fixtures.redis import MakeRedis
+from tests.integration.outbox_rig import Rig, opened, pending
+
+Document = dict[str, Any]
+
+
+@pytest.fixture
+def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
+    with opened(database, redis_url) as made:
+        yield made
+    database.client["mongo_celery"]["outbox_dead_letters"].delete_many({"outbox": {"$regex": f"^{database.name}"}})
+
+
+def claim(database: Database[Document], identity: Any, since: datetime, seconds: float) -> None:
+    """A claim as a relay that has died left it."""
+    fields = {"owner": ObjectId(), "since": since, "ttl": int(seconds * 1000)}
+    database["orders"].update_one({"_id": identity}, {"$set": {"pendingEvents.claim": fields}})
+
+
+def test_a_document_of_a_crashed_relay_is_free_again_by_the_servers_clock(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """Held until its time is over; a time that lies ahead counts as long ago, or a wrong clock would hold it."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    now = datetime.now(UTC)
+
+    claim(database, 1, now, 600)
+    assert outbox.dispatch(1).dispatched == 0
+    claim(database, 1, now - timedelta(seconds=601), 600)
+    assert outbox.dispatch(1).dispatched == 1
+    outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
+    claim(database, 1, now + timedelta(hours=1), 600)
+    assert outbox.dispatch(1).dispatched == 1
+    assert rig.sent() == [[1, 1], [2, 2]]
+
+
+def test_an_entry_of_a_writer_whose_clock_is_ahead_is_swept_like_any_other(
+    rig: Rig, database: Database[Document]
+) -> None:
+    outbox = rig.outbox(at_once=False)
+    for identity, ahead in ((1, 0), (2, 3600), (3, -3600)):
+        outbox.insert_one({"_id": identity}, tasks=[rig.add.s(identity, 0)])
+        at = datetime.now(UTC) + timedelta(seconds=ahead)
+        database["orders"].update_one({"_id": identity}, {"$set": {"pendingEvents.events.0.at": at}})
+
+    assert outbox.sweep(older_than=60).dispatched == 2
+    assert sorted(rig.sent()) == [[2, 0], [3, 0]]
+    assert outbox.sweep(older_than=0).dispatched == 1
+
+
+def test_relays_at_the_same_time_send_each_entry_once_and_in_order(rig: Rig, database: Database[Document]) -> None:
+    """Four relays, each with an outbox of its own, on documents with ten entries."""
+    first = rig.outbox(at_once=False)
+    for identity in range(5):
+        first.insert_one({"_id": identity}, tasks=[rig.add.s(identity, step) for step in range(10)])
+    others = [Outbox(rig.app, database["orders"], name=str(each), sweep_every=None) for each in range(4)]
+    threads = [threading.Thread(target=lambda each=each: each.sweep(older_than=0)) for each in others]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for other in others:
+        other.publisher.close()
+
+    sent = rig.sent()
+    assert len(sent) == 50
+    for identity in range(5):
+        assert [step for each, step in sent if each == identity] == list(range(10))
+
+
+def test_a_relay_that_sleeps_past_its_claim_repeats_but_never_overtakes(rig: Rig, database: Database[Document]) -> None:
+    """Paused before its first publish; another delivers all and more; it wakes up, and its entry comes late, again."""
+    writer = rig.outbox(at_once=False)
+    writer.insert_one({"_id": 1}, tasks=[rig.add.s(1, step) for step in range(3)])
+    sleeper = Outbox(rig.app, database["orders"], name="sleeper", sweep_every=None, claim_ttl=0.6)
+    asleep, wake = threading.Event(), threading.Event()
+    publish = sleeper.publisher.publish
+
+    def slow(entry: Entry) -> None:
+        asleep.set()
+        assert wake.wait(30)
+        publish(entry)
+
+    sleeper.publisher.publish = slow  # type: ignore[method-assign]
+    thread = threading.Thread(target=sleeper.dispatch, args=(1,))
+    thread.start()
+    assert asleep.wait(10)
+    wait_for(lambda: writer.dispatch(1).dispatched == 3)
+    writer.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 3)])
+    wait_for(lambda: writer.dispatch(1).dispatched == 1)
+    wake.set()
+    thread.join()
+    sleeper.publisher.close()
+
+    steps = [step for _, step in rig.sent()]
+    assert steps == [0, 1, 2, 3, 0]
+    assert pending(database, 1)["count"] == 0
+
+
+def test_a_poison_entry_becomes_a_dead_letter_and_blocks_only_its_own_document_meanwhile(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """Counted, held back, set aside with its error; its successors follow."""
+    outbox = rig.outbox(at_once=False, max_attempts=2)
+    unknown = rig.app.signature("shop.unknown", args=(1,))
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 0), unknown, rig.add.s(1, 1)])
+    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
+
+    outbox.sweep(older_than=0)
+    assert sorted(rig.sent()) == [[1, 0], [2, 0]]
+    waiting = pending(database, 1)
+    assert (waiting["count"], waiting["events"][0]["attempts"]) == (2, 1)
+    assert outbox.status().failing == 1
+    assert outbox.dispatch(1).dispatched == 0  # held back
+    database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents.notBefore": datetime(2020, 1, 1, tzinfo=UTC)}})
+
+    delivery = outbox.dispatch(1)
+
+    assert (delivery.dead, delivery.dispatched) == (1, 1)
+    assert rig.sent() == [[1, 1]]
+    (letter,) = outbox.dead_letters.find()
+    assert letter["document"] == 1
+    assert "shop.unknown" in letter["error"]
+    assert outbox.status().dead_letters == 1
+
+
+def test_a_writer_that_does_not_know_a_task_leaves_it_to_a_process_that_does(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """No attempt is counted in the fast path; with foreign_tasks it is sent by its name."""
+    unknown = rig.app.signature("shop.unknown", args=(1, 1))
+    rig.outbox().insert_one({"_id": 1}, tasks=[unknown])
+    assert pending(database, 1)["events"][0]["attempts"] == 0
+
+    rig.outbox(name="foreign", foreign_tasks=True).dispatch(1)
+    assert rig.sent() == [[1, 1]]
+
+
+def test_entries_that_somebody_has_damaged_are_set_aside_one_by_one(rig: Rig, database: Database[Document]) -> None:
+    outbox = rig.outbox(at_once=False, max_attempts=1)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    database["orders"].update_one(
+        {"_id": 1},
+        {
+            "$push": {"pendingEvents.events": {"$each": [{"x": 1}, {"x": 2}, "text"], "$position": 0}},
+            "$inc": {"pendingEvents.count": 3},
+        },
+    )
+    delivery = outbox.dispatch(1)
+    assert (delivery.dispatched, delivery.dead) == (1, 3)
+    assert outbox.dead_letters.count() == 3
+    assert rig.sent() == [[1, 1]]
+
+
+def test_a_document_that_the_server_cannot_work_with_stops_no_other(rig: Rig, database: Database[Document]) -> None:
+    outbox = rig.outbox(at_once=False)
+    database["orders"].insert_one({"_id": 1, "pendingEvents": {"count": 1, "events": "none"}})
+    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2)])
+    outbox.sweep(older_than=0)
+    assert rig.sent() == [[2, 2]]
+
+
+def test_a_broker_that_is_down_costs_a_write_nothing_but_time_and_counts_no_attempts(
+    database: Database[Document], make_redis: MakeRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Writes succeed, entries wait, the sweep gives up early; when the broker is back everything is sent, in order."""
+    broker = make_redis()
+    with opened(database, broker.url) as rig, caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
+        outbox = rig.outbox()
+        outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
+        broker.kill()
+        for step in range(3):
+            outbox.update_one({"_id": 0}, {"$set": {"step": step}}, tasks=[rig.add.s(1, step)])
+        assert "took no message" in caplog.text
+        assert outbox.sweep(older_than=0).dispatched == 0
+        assert [entry["attempts"] for entry in pending(database, 0)["events"]] == [0, 0, 0]
+        assert outbox.status().pending == 3
+
+        broker.start()
+        wait_for(lambda: outbox.sweep(older_than=0) and pending(database, 0)["count"] == 0, 20)
+        assert rig.sent() == [[1, 0], [1, 1], [1, 2]]
+
+
+def test_a_document_that_is_deleted_behind_its_back_ends_the_delivery_quietly(
+    rig: Rig, database: Database[Document]
+) -> None:
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    publish = outbox.publisher.publish
+
+    def publish_and_delete(entry: Entry) -> None:
+        publish(entry)
+        database["orders"].delete_one({"_id": 1})
+
+    outbox.publisher.publish = publish_and_delete  # type: ignore[method-assign]
+    assert outbox.dispatch(1).error is None
+    assert rig.sent() == [[1, 1]]
+
+
+def test_events_reach_whoever_has_bound_a_queue_to_the_exchange(rig: Rig) -> None:
+    """CloudEvents as JSON, by the topic's pattern, without Celery."""
+    from kombu import Exchange, Queue
+
+    outbox = rig.outbox(exchange="shop.events", source="/shop")
+    with rig.app.connection_for_read() as connection:
+        queue = Queue("audit", Exchange("shop.events", type="topic"), routing_key="order.*")
+        queue(connection.default_channel).declare()
+        outbox.insert_one({"_id": 7}, events=[Event("order.placed", {"id": ObjectId("0" * 24)}), Event("stock.low", 1)])
+        buffer = connection.SimpleQueue(queue)  # type: ignore[arg-type]
+        message = buffer.get(timeout=10)
+        message.ack()
+        event = message.payload
+        assert (event["specversion"], event["type"], event["source"], event["subject"]) == (
+            "1.0",
+            "order.placed",
+            "/shop",
+            "7",
+        )
+        assert event["data"] == {"id": "0" * 24}
+        with pytest.raises(buffer.Empty):
+            buffer.get(block=False)
+        buffer.close()
+    assert rig.drain() == []
