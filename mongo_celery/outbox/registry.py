@@ -37,8 +37,7 @@ def add_outbox(
     if name is not None and any(other._name == name for other in outboxes):  # noqa: SLF001 - a name is not opened for this
         raise ConfigurationError(f"the app already has an outbox named {name!r}; use it, or give this one name='...'.")
     if not outboxes:
-        register: Any = app.task
-        register(name=SWEEP_TASK, shared=False, ignore_result=True, acks_late=False)(sweep)
+        _register_sweep(app, sweep)
     outboxes.append(outbox)
     if sweep_every is not None:
         _schedule(app, sweep_every)
@@ -48,6 +47,15 @@ def outboxes_of(app: Celery) -> list[Outbox]:
     """All outboxes of an app, in the order in which they were made."""
     found: list[Outbox] = app.__dict__.setdefault(_ATTRIBUTE, [])
     return found
+
+
+def _register_sweep(app: Celery, sweep: Callable[[], Any]) -> None:
+    def sweep_outboxes() -> Any:  # Celery registers functions only, and is silent about other callables
+        """Deliver what was left behind in all outboxes of this app."""
+        return sweep()
+
+    register: Any = app.task
+    register(name=SWEEP_TASK, shared=False, ignore_result=True, acks_late=False)(sweep_outboxes)
 
 
 def _schedule(app: Celery, every: float) -> None:

@@ -34,3 +34,33 @@ def test_the_first_bridge_summarises_every_order() -> None:
     assert lines[0] == "12 orders, 12 summaries"
     assert [f"customer-{n}: 3 orders, 30 in total" for n in range(4)] == lines[1:5]
     assert "leading" in done.stdout
+
+
+def run_example(name: str) -> list[str]:
+    """What an example prints; its exit status says whether everything came out right."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name / "run.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_outbox_loses_nothing_where_insert_and_delay_do() -> None:
+    """The writer is killed between write and dispatch; the README shows these lines."""
+    shown = (ROOT / "examples/orders_outbox/README.md").read_text().split("run.py\n", 1)[1].split("```", 1)[0]
+    assert run_example("orders_outbox") == shown.splitlines()
+
+
+def test_a_flask_app_saves_mongoengine_documents_with_their_tasks() -> None:
+    shown = (ROOT / "examples/flask_mongoengine/README.md").read_text().split("run.py\n", 1)[1].split("```", 1)[0]
+    assert run_example("flask_mongoengine") == shown.splitlines()
+
+
+def test_the_bank_keeps_every_sum_both_ways() -> None:
+    lines = run_example("bank")
+    assert [line.rpartition(" ")[2] for line in lines[:4]] == ["50000", "50000", "2000", "2000"]
+    assert lines[4:] == ["recovered: [('pending', 'done')]", "every sum is right"]
