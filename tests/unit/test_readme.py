@@ -22,6 +22,17 @@ def test_every_test_that_the_readme_names_exists() -> None:
         assert not function or f"def {function}(" in source, f"{path}::{function}"
 
 
+def test_every_file_and_test_that_the_documents_name_exists() -> None:
+    """The same for docs/: tests, and the files that are linked."""
+    for document in sorted((ROOT / "docs").glob("*.md")):
+        text = document.read_text()
+        named = re.findall(r"`((?:tests|mongo_celery)/[\w/]+\.py)`", text)
+        linked = re.findall(r"\]\(([\w./-]+)\)", text)
+        assert named
+        for path in (*(ROOT / name for name in named), *(document.parent / link for link in linked)):
+            assert path.exists(), f"{document.name}: {path}"
+
+
 def test_every_guarantee_names_its_test() -> None:
     """No row of the guarantees table goes without proof."""
     table = README.split("## Guarantees", 1)[1].split("\n\n", 3)[1]
