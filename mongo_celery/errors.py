@@ -23,11 +23,11 @@ Every error that mongo_celery raises, in one tree.
      +-- CommandRefusedError           an operator's command met another state
      +-- OutboxRefusedError            the outbox cannot take or deliver this
      +-- TransactionError              a transaction did not succeed
-     |    +-- TransactionRequiredError a lock was asked for outside a transaction
-     |    +-- DocumentLockedError      another transaction holds the document
-     |    +-- TransactionTimeoutError  the time for repeating it is used up
-     |    +-- TransactionCanceledError a two-phase transaction was rolled back
-     |    +-- TransactionStateError    its state does not allow this step
+     |    +-- TransactionRequiredError  a lock was asked for outside a transaction
+     |    +-- DocumentLockedError       another transaction holds the document
+     |    +-- TransactionTimeoutError   the time for repeating it is used up
+     |    +-- TransactionCanceledError  a two-phase transaction was rolled back
+     |    +-- TransactionStateError     its state does not allow this step
      +-- EmbeddedServerError           a development server did not start
 
 A class's docstring is its default message and says what to do. Facts are keyword

@@ -14,12 +14,14 @@ from pymongo import errors as driver
 from mongo_celery import errors
 from mongo_celery.errors import (
     AccessError,
+    DocumentLockedError,
     HistoryLostError,
     LeaseLostError,
     MongoCeleryError,
     ServerUnavailableError,
     StreamRefusedError,
     TopologyError,
+    TransactionTimeoutError,
     UnreadableEventError,
 )
 from mongo_celery.stream.reactions import Reaction, final_error, is_transient, needs_deployment, reaction_to
@@ -131,7 +133,12 @@ def test_the_drawing_of_the_tree_matches_the_classes() -> None:
 
 def test_only_what_may_pass_by_itself_is_retryable() -> None:
     """`retryable` promises that the same call may succeed without anybody's doing."""
-    assert {kind for kind in CLASSES if kind.retryable} == {ServerUnavailableError, LeaseLostError}
+    assert {kind for kind in CLASSES if kind.retryable} == {
+        DocumentLockedError,
+        LeaseLostError,
+        ServerUnavailableError,
+        TransactionTimeoutError,
+    }
 
 
 @pytest.mark.parametrize(("code", "reaction"), [(code, kind) for kind, codes in REACTIONS.items() for code in codes])

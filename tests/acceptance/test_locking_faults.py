@@ -1,0 +1,156 @@
+"""Locks under faults: Celery workers that retry or die inside a transaction, and the example of the box office."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.client_session import ClientSession
+from pymongo.database import Database
+
+from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.errors import DocumentLockedError
+from mongo_celery.locking import select_for_update, transactional
+from tests.acceptance.chain_rig import QUIET
+from tests.acceptance.locking_project import ENVIRONMENT
+from tests.fixtures.availability import require_server
+from tests.fixtures.process import ROOT, Processes, wait_for
+from tests.integration.locking_rig import Document, held, hold_for_ever
+
+PROJECT = "tests.acceptance.locking_project"
+LIFETIME_SECONDS = 2
+FREE_SECONDS_MAX = 20
+"""Generous: the server looks twice in a transaction's lifetime."""
+
+MakeReplicaSet = Callable[..., MongoReplicaSet]
+MakeClient = Callable[..., MongoClient[Document]]
+
+
+class Bank:
+    """The account that the tasks lock, and their worker."""
+
+    def __init__(self, database: Database[Document], broker: str) -> None:
+        self.database = database
+        self.app = Celery("sender", broker=broker, set_as_current=False)
+        database["accounts"].insert_one({"_id": 1, "entries": []})
+
+    def add(self, text: str, **options: Any) -> None:
+        self.app.send_task(f"{PROJECT}.add", (text,), options)
+
+    def runs(self, text: str) -> list[Document]:
+        return list(self.database["runs"].find({"text": text}))
+
+    @property
+    def entries(self) -> list[str]:
+        document = self.database["accounts"].find_one({"_id": 1})
+        assert document is not None
+        return list(document["entries"])
+
+
+def start_bank(processes: Processes, url: str, database: Database[Document], broker: str, concurrency: int) -> Bank:
+    """A bank whose worker is ready."""
+    environment = dict(zip(ENVIRONMENT, (broker, url, database.name), strict=True))
+    options = ("-c", str(concurrency), "-l", "INFO")
+    worker = processes.celery(PROJECT, "worker", *QUIET, *options, environment=environment)
+    worker.wait_for_output("ready", 40)
+    return Bank(database, broker)
+
+
+def test_celery_sees_no_conflict_and_repeats_other_errors(
+    processes: Processes, mongo_url: str, redis_url: str, database: Database[Document]
+) -> None:
+    """A conflict is repeated inside one run of the task, although `autoretry_for` names every error there is."""
+    bank = start_bank(processes, mongo_url, database, redis_url, 2)
+    with bank.app:
+        with held(database["accounts"], 1):
+            bank.add("conflict")
+            wait_for(lambda: len(bank.runs("conflict")) > 2, message="repeated bodies")
+            assert bank.entries == []
+        wait_for(lambda: bank.entries == ["conflict"])
+        assert {run["retries"] for run in bank.runs("conflict")} == {0}
+
+        bank.add("error", failures=2)
+        wait_for(lambda: bank.entries == ["conflict", "error"])
+        assert sorted(run["retries"] for run in bank.runs("error")) == [0, 1, 2]
+
+
+def test_a_worker_that_is_killed_inside_blocks_for_the_servers_time_and_its_task_takes_effect_once(
+    processes: Processes, make_replica_set: MakeReplicaSet, make_client: MakeClient, redis_url: str
+) -> None:
+    """The task comes back to another process, which waits for the dead one's lock; then others get on as well."""
+    server = make_replica_set(parameters=[f"transactionLifetimeLimitSeconds={LIFETIME_SECONDS}"])
+    client = make_client(server.url)
+    bank = start_bank(processes, server.url, client["bank"], redis_url, 1)
+    with bank.app:
+        bank.add("killed", linger=True)
+        lingering = wait_for(lambda: [run for run in bank.runs("killed") if run.get("lingers")])
+        os.kill(lingering[-1]["pid"], signal.SIGKILL)
+        bank.add("after")
+        wait_for(lambda: len(bank.entries) == 2, FREE_SECONDS_MAX)
+        assert sorted(bank.entries) == ["after", "killed"]
+        assert len({run["pid"] for run in bank.runs("killed")}) == 2
+
+
+def test_a_killed_holder_frees_the_document_when_the_server_ends_its_transaction(
+    processes: Processes, make_replica_set: MakeReplicaSet, make_client: MakeClient
+) -> None:
+    """Not when its connection is lost: that alone frees nothing. Nothing of its transaction is kept."""
+    server = make_replica_set(parameters=[f"transactionLifetimeLimitSeconds={LIFETIME_SECONDS}"])
+    data = make_client(server.url)["held"]
+    data["things"].insert_one({"_id": 1})
+    program = ("-m", "tests.integration.locking_rig", server.url, data.name, hold_for_ever.__name__, "0")
+    holder = processes.python("holder", *program)
+    wait_for(lambda: data["meetings"].find_one({"mark": "held"}), message="a holder")
+    holder.kill()
+    lock = transactional(data.client, timeout=FREE_SECONDS_MAX)(select_for_update)
+    with pytest.raises(DocumentLockedError):
+        lock(data["things"], {"_id": 1}, nowait=True)
+    assert lock(data["things"], {"_id": 1}, application="next")["_lock"]["application"] == "next"
+
+
+def test_the_seat_reservation_comes_out_even() -> None:
+    """One command starts everything; its exit status says that no seat was sold twice and no money is missing."""
+    for server in ("mongod", "redis-server"):
+        require_server(server)
+    script = ROOT / "examples" / "seat_reservation" / "run.py"
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    requests, sold, money, verdict = done.stdout.splitlines()
+    assert re.fullmatch(r"90 requests: \d+ booked, \d+ taken(, \d+ too expensive)?", requests)
+    assert re.fullmatch(r"\d+ of 40 seats sold for \d+", sold)
+    assert re.fullmatch(r"money before: 300; after: \d+ \+ \d+ in the till", money)
+    assert verdict == "each seat was sold at most once, and all the money is there"
+
+
+def test_an_election_in_the_middle_repeats_the_transaction(
+    make_replica_set: MakeReplicaSet, make_client: MakeClient
+) -> None:
+    """The primary steps down between two writes: the first is gone with it, and both are made once."""
+    client = make_client(make_replica_set().url)
+    things = client["election"]["things"]
+    things.insert_one({"_id": 1, "n": 0})
+    runs: list[int] = []
+
+    @transactional(client)
+    def twice(*, session: ClientSession) -> None:
+        runs.append(1)
+        select_for_update(things, {"_id": 1}, session=session)
+        things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
+        if len(runs) == 1:
+            client.admin.command("replSetStepDown", 1, force=True)
+        things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
+
+    twice()
+    document = things.find_one({"_id": 1})
+    assert document is not None
+    assert document["n"] == 2
+    assert len(runs) > 1

@@ -1,0 +1,347 @@
+"""SELECT ... FOR UPDATE against a real replica set: what is locked, for how long, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from bson import ObjectId
+from pymongo import MongoClient
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.database import Database
+from pymongo.errors import OperationFailure
+
+from mongo_celery.errors import ConfigurationError, DocumentLockedError, TopologyError, TransactionRequiredError
+from mongo_celery.locking import select_for_update, select_many_for_update, transactional
+from tests.fixtures.process import wait_for
+from tests.integration.locking_rig import Document, Sent, beside, held
+
+MakeClient = Callable[..., MongoClient[Document]]
+Select = Callable[..., Any]
+
+BOTH = pytest.mark.parametrize("select", [select_for_update, select_many_for_update])
+WRITER = "writer outside"
+
+
+@pytest.fixture
+def things(database: Database[Document]) -> Collection[Document]:
+    """Give a collection of three documents."""
+    database["things"].insert_many([{"_id": number, "name": f"thing-{number}", "n": 0} for number in (1, 2, 3)])
+    return database["things"]
+
+
+def locked(things: Collection[Document], filter_: Document, **options: Any) -> Any:
+    """Lock in a transaction of its own; what was returned."""
+    return transactional(things.database.client)(select_for_update)(things, filter_, **options)
+
+
+def locked_many(things: Collection[Document], filter_: Document, **options: Any) -> Any:
+    return transactional(things.database.client)(select_many_for_update)(things, filter_, **options)
+
+
+def stored(things: Collection[Document], document_id: object = 1) -> Document:
+    document = things.find_one({"_id": document_id})
+    assert document is not None
+    return document
+
+
+def test_the_lock_names_who_and_when_and_is_returned_with_the_document(things: Collection[Document]) -> None:
+    """`{application, at, id}`, by the server's clock; what is returned is what is stored."""
+    server_now = things.database.command("hello")["localTime"]
+    found = locked(things, {"_id": 1}, application="box office")
+    assert found == stored(things)
+    lock = found["_lock"]
+    assert (found["name"], list(lock), lock["application"]) == ("thing-1", ["application", "at", "id"], "box office")
+    assert timedelta(0) <= lock["at"] - server_now < timedelta(seconds=60)
+
+
+def test_each_lock_writes_another_value(things: Collection[Document]) -> None:
+    """An update that changes nothing would conflict with nobody; also the same application at the same moment."""
+    values = [locked(things, {"_id": 1}, application="same")["_lock"]["id"] for _ in range(10)]
+    assert all(isinstance(value, ObjectId) for value in values)
+    assert len(set(values)) == 10
+
+
+def test_without_an_application_the_lock_names_the_process(things: Collection[Document]) -> None:
+    """So that people see whom to look for."""
+    assert locked(things, {"_id": 1})["_lock"]["application"].endswith(f":{os.getpid()}")
+
+
+def test_the_application_is_a_value_and_never_an_expression(things: Collection[Document]) -> None:
+    """The write is a pipeline, in which `$name` would be the document's name."""
+    assert locked(things, {"_id": 1}, application="$name")["_lock"]["application"] == "$name"
+
+
+def test_the_lock_replaces_whatever_the_field_held(things: Collection[Document]) -> None:
+    """A document there is not merged with, a nested field is made."""
+    things.update_one({"_id": 1}, {"$set": {"meta": {"lock": {"old": 1}, "kept": 2}}})
+    meta = locked(things, {"_id": 1}, field="meta.lock")["meta"]
+    assert set(meta["lock"]) == {"application", "at", "id"}
+    assert meta["kept"] == 2
+
+
+@pytest.mark.parametrize("value", ["free", None, 7])
+def test_the_lock_replaces_a_value_that_is_no_document(things: Collection[Document], value: object) -> None:
+    """Whatever somebody has put there."""
+    things.update_one({"_id": 1}, {"$set": {"_lock": value}})
+    assert set(locked(things, {"_id": 1})["_lock"]) == {"application", "at", "id"}
+
+
+def test_no_match_is_none_and_writes_nothing(things: Collection[Document]) -> None:
+    """Not an error: whether the document must exist is the caller's business."""
+    assert locked(things, {"_id": 9}) is None
+    assert locked_many(things, {"_id": 9}) == []
+    assert things.count_documents({"_lock": {"$exists": True}}) == 0
+    assert things.count_documents({}) == 3
+
+
+def test_sort_chooses_the_document_and_projection_what_is_returned(things: Collection[Document]) -> None:
+    """As in PyMongo; only the chosen one is locked."""
+    assert locked(things, {}, sort=[("_id", -1)], projection={"name": 1}) == {"_id": 3, "name": "thing-3"}
+    assert [document["_id"] for document in things.find({"_lock": {"$exists": True}})] == [3]
+
+
+def test_many_are_locked_in_order_of_id_and_returned_in_the_order_asked_for(
+    things: Collection[Document], make_client: MakeClient
+) -> None:
+    """The order of locking is what avoids deadlocks; the order of the list is the caller's."""
+    sent = Sent()
+    spied = make_client(event_listeners=[sent])[things.database.name][things.name]
+    found = locked_many(spied, {}, sort=[("name", -1)], projection={"name": 1})
+    assert found == [{"_id": number, "name": f"thing-{number}"} for number in (3, 2, 1)]
+    assert [command["query"]["_id"] for command in sent.named("findAndModify")] == [1, 2, 3]
+
+
+def test_a_limit_takes_the_first_by_the_order_asked_for(things: Collection[Document]) -> None:
+    """And locks no others."""
+    assert [each["_id"] for each in locked_many(things, {}, sort=[("name", -1)], limit=2)] == [3, 2]
+    assert [each["_id"] for each in locked_many(things, {"_lock": None}, limit=5)] == [1]
+
+
+def test_ids_of_all_types_are_told_apart(things: Collection[Document]) -> None:
+    """1 and True are equal in Python and two documents in MongoDB; a document as `_id` is no key in Python."""
+    ids: list[Any] = [True, False, 2.5, "a", None, {"x": 1, "y": 2}, {"y": 2, "x": 1}, ObjectId(), 0]
+    things.insert_many([{"_id": each, "place": place} for place, each in enumerate(ids, 100)])
+    found = locked_many(things, {"place": {"$gte": 100}}, sort=[("place", -1)])
+    assert [each["place"] for each in found] == list(range(100 + len(ids) - 1, 99, -1))
+    assert things.count_documents({"_lock": {"$exists": True}}) == len(ids)
+
+
+@BOTH
+def test_a_lock_outside_a_transaction_is_refused(things: Collection[Document], select: Select) -> None:
+    """Without a session, with one that has no transaction, and after the transaction has ended."""
+    with pytest.raises(TransactionRequiredError, match="inside a transaction"):
+        select(things, {"_id": 1}, session=None)
+    with things.database.client.start_session() as session:
+        with pytest.raises(TransactionRequiredError):
+            select(things, {"_id": 1}, session=session)
+        with session.start_transaction():
+            select(things, {"_id": 1}, session=session)
+        with pytest.raises(TransactionRequiredError):
+            select(things, {"_id": 1}, session=session)
+
+
+@pytest.mark.parametrize("field", ["", "$lock", "_id", "_id.lock", "a..b", "a.$b", ".a", "a\0", None, 5])
+@BOTH
+def test_a_field_that_cannot_be_written_is_refused(things: Collection[Document], select: Select, field: object) -> None:
+    """Before anything is sent."""
+    with transactional(things.database.client) as session, pytest.raises(ConfigurationError, match="field="):
+        select(things, {"_id": 1}, session=session, field=field)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"nowait": True, "wait": 1}, {"wait": -1}, {"wait": "1"}, {"limit": -1}, {"limit": True}, {"limit": "2"}],
+)
+def test_options_that_cannot_work_are_refused(things: Collection[Document], options: Document) -> None:
+    """Each message names the option."""
+    with (
+        transactional(things.database.client) as session,
+        pytest.raises(ConfigurationError, match="|".join(options)),
+    ):
+        select_many_for_update(things, {}, session=session, **options)
+
+
+@BOTH
+def test_a_standalone_server_is_named_as_the_cause(
+    standalone_url: str, make_client: MakeClient, select: Select
+) -> None:
+    """Under `transactional`, as a context, and in a transaction of the driver's own."""
+    client = make_client(standalone_url)
+    things = client["alone"]["things"]
+    with pytest.raises(TopologyError, match="replSet"):
+        transactional(client)(select)(things, {})
+    with pytest.raises(TopologyError, match="replSet"), transactional(client) as session:
+        things.insert_one({}, session=session)
+    with (
+        client.start_session() as session,
+        pytest.raises(TopologyError, match="replSet"),
+        session.start_transaction(),
+    ):
+        select(things, {}, session=session)
+
+
+def test_nowait_fails_at_once_and_nothing_repeats_it(things: Collection[Document]) -> None:
+    """The error has no label of MongoDB's, names the document and keeps the conflict as its cause."""
+    attempts = []
+
+    def body(session: ClientSession) -> None:
+        attempts.append(1)
+        select_for_update(things, {"_id": 1}, session=session, nowait=True)
+
+    with held(things, 1), pytest.raises(DocumentLockedError, match=r"\.things {'_id': 1}") as caught:
+        transactional(things.database.client).run(body)
+    assert len(attempts) == 1
+    assert isinstance(caught.value.__cause__, OperationFailure)
+    transactional(things.database.client).run(body)
+
+
+def test_nowait_holds_for_each_of_many(things: Collection[Document]) -> None:
+    """What was locked before the one that is held is free again."""
+    with held(things, 2):
+        with pytest.raises(DocumentLockedError):
+            locked_many(things, {}, nowait=True)
+        assert locked(things, {"_id": 1}, nowait=True) is not None
+
+
+@pytest.mark.parametrize("wait", [0.3, timedelta(seconds=0.3)])
+def test_waiting_ends_at_its_bound_over_all_attempts(things: Collection[Document], wait: Any) -> None:
+    """Many attempts, one bound; a bound for each attempt would never be reached."""
+    attempts = []
+
+    def body(session: ClientSession) -> None:
+        attempts.append(1)
+        select_for_update(things, {"_id": 1}, session=session, wait=wait)
+
+    began = time.monotonic()
+    with held(things, 1), pytest.raises(DocumentLockedError, match=r"within 0\.3 s"):
+        transactional(things.database.client).run(body)
+    assert len(attempts) > 1
+    assert time.monotonic() - began >= 0.3
+
+
+def test_waiting_is_bounded_in_the_drivers_own_transactions_too(things: Collection[Document]) -> None:
+    """They keep the session over their attempts; a bound that was reached does not count for the next ones."""
+    attempts = []
+
+    def body(session: ClientSession) -> None:
+        attempts.append(1)
+        select_for_update(things, {"_id": 1}, session=session, wait=0.2)
+
+    with things.database.client.start_session() as session:
+        for _ in range(2):
+            attempts.clear()
+            with held(things, 1), pytest.raises(DocumentLockedError, match=r"within 0\.2 s"):
+                session.with_transaction(body)
+            assert len(attempts) > 1
+        session.with_transaction(body)
+
+
+def test_who_waits_gets_the_document_as_the_holder_has_left_it(things: Collection[Document]) -> None:
+    """Repeated, and only then read: never the state from before."""
+    attempts = []
+
+    def add(session: ClientSession) -> None:
+        attempts.append(1)
+        document = select_for_update(things, {"_id": 1}, session=session)
+        things.update_one({"_id": 1}, {"$set": {"n": document["n"] + 1}}, session=session)
+
+    client = things.database.client
+    with ExitStack() as stack:
+        with transactional(client) as session:
+            select_for_update(things, {"_id": 1}, session=session)
+            waiting = stack.enter_context(beside(lambda: transactional(client).run(add)))
+            wait_for(lambda: len(attempts) > 1, message="a repeated attempt")
+            assert not waiting.done()
+            things.update_one({"_id": 1}, {"$inc": {"n": 10}}, session=session)
+        waiting.result(20)
+    assert stored(things)["n"] == 11
+
+
+def test_a_document_that_changed_since_the_snapshot_is_read_anew(things: Collection[Document]) -> None:
+    """The first attempt has read the old state: it conflicts although nobody holds the document any more."""
+    seen = []
+
+    def body(session: ClientSession) -> Any:
+        first = things.find_one({"_id": 1}, session=session)
+        assert first is not None
+        seen.append(first["n"])
+        if len(seen) == 1:
+            things.update_one({"_id": 1}, {"$set": {"n": 5}})
+        return select_for_update(things, {"_id": 1}, session=session)["n"]
+
+    assert transactional(things.database.client).run(body) == 5
+    assert seen == [0, 5]
+
+
+def test_a_writer_outside_transactions_waits_until_the_holder_has_ended(
+    things: Collection[Document], make_client: MakeClient
+) -> None:
+    """It sends one update, which the server keeps until then; its write comes after the holder's."""
+    outside = make_client(appName=WRITER)[things.database.name][things.name]
+    operations = things.database.client.admin
+
+    def is_waiting() -> bool:
+        pipeline: list[Document] = [
+            {"$currentOp": {}},
+            {"$match": {"appName": WRITER, "op": "update", "writeConflicts": {"$gt": 0}}},
+        ]
+        return bool(list(operations.aggregate(pipeline)))
+
+    def write() -> object:
+        return outside.update_one({"_id": 1}, {"$push": {"writers": "outside"}})
+
+    with ExitStack() as stack:
+        with transactional(things.database.client) as session:
+            select_for_update(things, {"_id": 1}, session=session)
+            writing = stack.enter_context(beside(write))
+            wait_for(is_waiting, message="an update that waits in the server")
+            things.update_one({"_id": 1}, {"$push": {"writers": "holder"}}, session=session)
+        writing.result(20)
+    assert stored(things)["writers"] == ["holder", "outside"]
+
+
+def test_a_reader_outside_sees_the_document_as_it_was(things: Collection[Document]) -> None:
+    """A lock stops writers only, and says nothing until it is committed."""
+    with held(things, 1):
+        assert "_lock" not in stored(things)
+    assert stored(things)["_lock"]["application"] == "holder"
+
+
+def test_an_abort_frees_the_document_and_leaves_no_lock_behind(things: Collection[Document]) -> None:
+    """An error in the holder's body is enough."""
+    with pytest.raises(ZeroDivisionError), held(things, 1):
+        raise ZeroDivisionError
+    assert "_lock" not in stored(things)
+    assert locked(things, {"_id": 1}, nowait=True)["_id"] == 1
+
+
+def test_overlapping_sets_in_opposite_orders_do_not_deadlock(things: Collection[Document]) -> None:
+    """Both want the smallest first: whoever has it is never refused another."""
+    holders: list[str] = []
+
+    def take(name: str, direction: int) -> Callable[[], None]:
+        def body(session: ClientSession) -> None:
+            select_many_for_update(things, {}, session=session, sort=[("_id", direction)])
+            things.update_many({}, {"$push": {"takers": name}}, session=session)
+
+        def repeatedly() -> None:
+            for _ in range(5):
+                transactional(things.database.client).run(body)
+                holders.append(name)
+
+        return repeatedly
+
+    with beside(take("up", 1)) as up, beside(take("down", -1)) as down:
+        up.result(30)
+        down.result(30)
+    assert sorted(holders) == ["down"] * 5 + ["up"] * 5
+    takers = [document["takers"] for document in things.find()]
+    assert takers[0] == takers[1] == takers[2]
+    assert len(takers[0]) == 10

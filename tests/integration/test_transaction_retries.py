@@ -1,0 +1,428 @@
+"""
+`transactional` against a real replica set: what is repeated, what passes through, and when it ends.
+
+The cases are those of MongoDB's specification "Convenient API for Transactions" (`withTransaction`) and its prose
+tests, with the limit given instead of fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pymongo import InsertOne, MongoClient, WriteConcern
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.database import Database
+from pymongo.errors import BulkWriteError, ClientBulkWriteException, DuplicateKeyError, OperationFailure, PyMongoError
+from pymongo.read_concern import ReadConcern
+from pymongo.uri_parser import parse_uri
+
+from mongo_celery.errors import TransactionTimeoutError
+from mongo_celery.locking import select_for_update, transactional
+from tests.fixtures.process import wait_for
+from tests.fixtures.proxy import Direction, Proxy
+from tests.integration.locking_rig import Document, Sent, beside, held
+
+MakeClient = Callable[..., MongoClient[Document]]
+Failpoint = Callable[..., AbstractContextManager[None]]
+BehindProxy = tuple[Proxy, Collection[Document]]
+
+APP = "transaction-retries"
+TRANSIENT = "TransientTransactionError"
+SHORT = 0.4
+CONFLICT = {"failCommands": ["update"], "appName": APP, "errorCode": 112, "errorLabels": [TRANSIENT]}
+"""A write conflict as the server reports it."""
+
+NOT_COMMITTED = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": 251, "errorLabels": [TRANSIENT]}
+"""The transaction is gone: its body must run again."""
+
+LOST = {"failCommands": ["commitTransaction"], "appName": APP, "closeConnection": True}
+"""The connection is cut before the commit is done."""
+
+APPLIED = {"failCommands": ["commitTransaction"], "appName": APP, "writeConcernError": {"code": 64, "errmsg": "late"}}
+"""The commit is done, and its answer says that nobody knows whether it will last."""
+
+EXPIRED = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": 50}
+"""The commit's own time limit has passed."""
+
+REFUSED = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": 8000}
+"""An error without any label."""
+
+
+class Counter:
+    """A document that a transaction increments, and how often the body has run."""
+
+    def __init__(self, client: MongoClient[Document], data: Collection[Document], sent: Sent) -> None:
+        self.client = client
+        self.things = client[data.database.name][data.name]
+        self.sent = sent
+        self.runs = 0
+        self._data = data
+
+    def increment(self, session: ClientSession) -> str:
+        self.runs += 1
+        self.things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
+        return f"run {self.runs}"
+
+    @property
+    def n(self) -> int:
+        """As another client reads it by a majority."""
+        document = self._data.with_options(read_concern=ReadConcern("majority")).find_one({"_id": 1})
+        assert document is not None
+        return int(document["n"])
+
+    @property
+    def commits(self) -> int:
+        return len(self.sent.named("commitTransaction"))
+
+    def run(self, **options: Any) -> str:
+        return transactional(self.client, **options).run(self.increment)
+
+
+@pytest.fixture
+def counter(database: Database[Document], make_client: MakeClient) -> Iterator[Counter]:
+    """Give the counter, at 0."""
+    database["things"].insert_one({"_id": 1, "n": 0})
+    sent = Sent()
+    client = make_client(appName=APP, event_listeners=[sent])
+    client.admin.command("ping")
+    yield Counter(client, database["things"], sent)
+    # A failpoint that answers for a commit leaves the transaction open, which no real server does.
+    database.client.admin.command("killAllSessions", [])
+
+
+@pytest.fixture
+def behind_proxy(
+    counter: Counter, mongo_url: str, make_proxy: Callable[[int], Proxy], make_client: MakeClient
+) -> BehindProxy:
+    """Give a proxy before the server, and the counter's collection as seen through it."""
+    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
+    client = make_client(proxy.mongo_url)
+    client.admin.command("ping")
+    return proxy, client[counter.things.database.name][counter.things.name]
+
+
+def test_the_result_is_returned_and_the_writes_are_there(counter: Counter) -> None:
+    """The plain case: one run, one commit."""
+    assert counter.run() == "run 1"
+    assert (counter.n, counter.runs, counter.commits) == (1, 1, 1)
+
+
+def test_it_reads_a_snapshot_and_is_committed_by_a_majority(counter: Counter) -> None:
+    """The defaults, as they are sent."""
+    counter.run()
+    assert counter.sent.named("update")[0]["readConcern"]["level"] == "snapshot"
+    assert counter.sent.named("commitTransaction")[0]["writeConcern"] == {"w": "majority"}
+
+
+def test_other_concerns_are_sent_as_given(counter: Counter) -> None:
+    """For those who know why."""
+    counter.run(read_concern=ReadConcern("local"), write_concern=WriteConcern(1, j=True))
+    assert counter.sent.named("update")[0]["readConcern"]["level"] == "local"
+    assert counter.sent.named("commitTransaction")[0]["writeConcern"] == {"w": 1, "j": True}
+
+
+def test_a_custom_error_ends_the_transaction_and_passes_unchanged(counter: Counter) -> None:
+    """Not wrapped, not repeated; nothing is kept."""
+    error = ValueError("not today")
+
+    def body(session: ClientSession) -> None:
+        counter.increment(session)
+        raise error
+
+    with pytest.raises(ValueError, match="not today") as caught:
+        transactional(counter.client).run(body)
+    assert caught.value is error
+    assert (counter.n, counter.runs, counter.commits) == (0, 1, 0)
+    assert len(counter.sent.named("abortTransaction")) == 1
+
+
+def test_an_interruption_frees_what_is_locked(counter: Counter) -> None:
+    """KeyboardInterrupt is no Exception; Celery's time limits come in the same way."""
+
+    def body(session: ClientSession) -> None:
+        select_for_update(counter.things, {"_id": 1}, session=session)
+        raise KeyboardInterrupt
+
+    with counter.client.start_session() as session:
+        with pytest.raises(KeyboardInterrupt):
+            transactional(counter.client).run(body, session=session)
+        assert not session.in_transaction
+    transactional(counter.client)(select_for_update)(counter.things, {"_id": 1}, nowait=True)
+
+
+def test_an_error_of_mongodb_without_a_label_passes_unchanged(counter: Counter) -> None:
+    """A duplicate key stays one, however often it is tried."""
+
+    def body(session: ClientSession) -> None:
+        counter.runs += 1
+        counter.things.insert_one({"_id": 1}, session=session)
+
+    with pytest.raises(DuplicateKeyError):
+        transactional(counter.client).run(body)
+    assert counter.runs == 1
+
+
+def test_a_transient_error_repeats_the_whole_body(counter: Counter, failpoint: Failpoint) -> None:
+    """And only the run that was committed counts; the result is its own."""
+    with failpoint(mode={"times": 2}, **CONFLICT):
+        assert counter.run() == "run 3"
+    assert (counter.n, counter.commits) == (1, 1)
+
+
+def test_a_transient_error_of_a_bulk_write_repeats_the_body(counter: Counter, failpoint: Failpoint) -> None:
+    """Bulk writes wrap what the server said."""
+
+    def body(session: ClientSession) -> None:
+        counter.runs += 1
+        counter.things.bulk_write([InsertOne({"_id": counter.runs + 10})], session=session)
+
+    with failpoint(mode={"times": 1}, **{**CONFLICT, "failCommands": ["insert"]}):
+        transactional(counter.client).run(body)
+    assert counter.runs == 2
+    with pytest.raises(BulkWriteError):
+        transactional(counter.client).run(
+            lambda session: counter.things.bulk_write([InsertOne({"_id": 1})], session=session)
+        )
+
+
+def test_a_transient_error_inside_a_clients_bulk_write_repeats_the_body(counter: Counter) -> None:
+    """PyMongo hides the cause of such an error, and its label, in an attribute."""
+    cause = OperationFailure("conflict", 112, {"errorLabels": [TRANSIENT]})
+
+    def body(session: ClientSession) -> None:
+        counter.increment(session)
+        if counter.runs == 1:
+            raise ClientBulkWriteException({"error": cause}, verbose=False)
+
+    transactional(counter.client).run(body)
+    assert (counter.n, counter.runs) == (1, 2)
+
+
+def test_a_lost_connection_in_the_body_repeats_it(counter: Counter, failpoint: Failpoint) -> None:
+    """The driver labels it; what the lost attempt wrote is gone."""
+    with failpoint(mode={"times": 1}, failCommands=["update"], appName=APP, closeConnection=True):
+        counter.run()
+    assert (counter.n, counter.runs) == (1, 2)
+
+
+def test_a_commit_that_finds_the_transaction_gone_repeats_the_body(counter: Counter, failpoint: Failpoint) -> None:
+    """Transient from the commit: certainly not committed."""
+    with failpoint(mode={"times": 2}, **NOT_COMMITTED):
+        assert counter.run() == "run 3"
+    assert (counter.n, counter.commits) == (1, 3)
+
+
+def test_a_swallowed_conflict_is_not_taken_for_success(counter: Counter, database: Database[Document]) -> None:
+    """The server has aborted the transaction, whatever the body thinks; its commit says so."""
+
+    def body(session: ClientSession) -> None:
+        counter.runs += 1
+        try:
+            counter.things.find_one({"_id": 1}, session=session)
+            if counter.runs == 1:
+                database["things"].update_one({"_id": 1}, {"$set": {"n": 10}})
+            counter.things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
+        except PyMongoError:
+            return
+
+    transactional(counter.client).run(body)
+    assert (counter.n, counter.runs) == (11, 2)
+
+
+def test_an_unknown_result_repeats_the_commit_and_not_the_body(counter: Counter, failpoint: Failpoint) -> None:
+    """A cut connection says nothing about the commit; here it was not done, and so it is done later."""
+    with failpoint(mode={"times": 2}, **LOST):
+        assert counter.run() == "run 1"
+    assert (counter.n, counter.commits) == (1, 3)
+
+
+def test_a_commit_whose_write_concern_failed_is_repeated(counter: Counter, failpoint: Failpoint) -> None:
+    """It was done already: done once all the same."""
+    with failpoint(mode={"times": 2}, **APPLIED):
+        assert counter.run() == "run 1"
+    assert (counter.n, counter.commits) == (1, 3)
+
+
+def test_a_lost_answer_of_the_commit_takes_effect_once(counter: Counter, behind_proxy: BehindProxy) -> None:
+    """The commit reaches the server, its answer does not come back, and then the connection is cut."""
+    proxy, things = behind_proxy
+
+    def body(session: ClientSession) -> None:
+        counter.runs += 1
+        things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
+
+    proxy.hold(b"commitTransaction")
+    with beside(lambda: transactional(things.database.client).run(body)) as running:
+        proxy.wait_until_held()
+        proxy.black_hole(Direction.TO_CLIENT)
+        proxy.release()
+        wait_for(lambda: counter.n == 1, message="the commit")
+        assert not running.done()
+        proxy.pass_through()
+        proxy.reset()
+        running.result(30)
+    assert (counter.n, counter.runs) == (1, 1)
+
+
+def test_an_error_of_the_commit_without_a_label_passes_unchanged(counter: Counter, failpoint: Failpoint) -> None:
+    """Neither commit nor body are repeated."""
+    with failpoint(mode={"times": 1}, **REFUSED), pytest.raises(OperationFailure) as caught:
+        counter.run()
+    assert caught.value.code == 8000
+    assert (counter.runs, counter.commits) == (1, 1)
+
+
+def test_a_commit_whose_time_has_passed_is_not_repeated(counter: Counter, failpoint: Failpoint) -> None:
+    """MaxTimeMSExpired has the label of an unknown result, and is the one that must not be repeated."""
+    with failpoint(mode={"times": 1}, **EXPIRED), pytest.raises(TransactionTimeoutError) as caught:
+        counter.run()
+    assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
+    assert (counter.runs, counter.commits) == (1, 1)
+
+
+@pytest.mark.parametrize("ending", ["commit_transaction", "abort_transaction"])
+def test_a_body_that_ends_its_transaction_itself_is_left_alone(counter: Counter, ending: str) -> None:
+    """Its result is returned; nothing more is sent."""
+
+    def body(session: ClientSession) -> str:
+        result = counter.increment(session)
+        getattr(session, ending)()
+        return result
+
+    assert transactional(counter.client).run(body) == "run 1"
+    assert counter.n == counter.commits == (1 if ending == "commit_transaction" else 0)
+
+
+@pytest.mark.parametrize("timeout", [SHORT, timedelta(seconds=SHORT)])
+def test_transient_errors_end_with_the_time(counter: Counter, timeout: Any) -> None:
+    """A holder that stands still: the error says how it ended, and what the attempts met."""
+    with held(counter._data, 1), pytest.raises(TransactionTimeoutError, match=r"was aborted.*WriteConflict") as caught:
+        counter.run(timeout=timeout)
+    assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
+    assert isinstance(caught.value.__cause__, PyMongoError)
+    assert counter.runs > 2
+    assert counter.commits == 0
+
+
+def test_a_call_that_the_server_ends_with_the_time_is_the_end_of_the_time(
+    counter: Counter, failpoint: Failpoint
+) -> None:
+    """The server gives up a moment before the client would; the caller must not see which of the two was first."""
+    late = {"errorCode": 50, "blockConnection": True, "blockTimeMS": int(SHORT * 750)}
+    with (
+        failpoint(mode={"times": 1}, failCommands=["update"], appName=APP, **late),
+        pytest.raises(TransactionTimeoutError) as caught,
+    ):
+        counter.run(timeout=SHORT)
+    assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
+    assert counter.runs == 1
+
+
+def test_commits_that_find_the_transaction_gone_end_with_the_time(counter: Counter, failpoint: Failpoint) -> None:
+    """The body is repeated no longer; nothing was committed."""
+    with failpoint(**NOT_COMMITTED), pytest.raises(TransactionTimeoutError, match="was aborted") as caught:
+        counter.run(timeout=SHORT)
+    assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
+    assert counter.runs == counter.commits > 1
+    assert counter.n == 0
+
+
+def test_commits_of_unknown_result_end_with_the_time_and_say_so(counter: Counter, failpoint: Failpoint) -> None:
+    """Here it was committed, and nobody could know."""
+    with failpoint(**APPLIED), pytest.raises(TransactionTimeoutError, match="may or may not") as caught:
+        counter.run(timeout=SHORT)
+    assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
+    assert caught.value.retryable
+    assert counter.runs == 1
+    assert counter.commits > 1
+    assert counter.n == 1
+
+
+def test_a_server_that_hangs_in_the_body_does_not_hold_the_caller(counter: Counter, behind_proxy: BehindProxy) -> None:
+    """The server never gets the second update; the call ends with the time, and what it had locked is free."""
+    proxy, things = behind_proxy
+
+    def body(session: ClientSession) -> None:
+        things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
+        things.update_one({"_id": 2}, {"$set": {"never sent": 1}}, session=session)
+
+    proxy.hold(b"never sent")
+    with pytest.raises(TransactionTimeoutError) as caught:
+        transactional(things.database.client, timeout=SHORT).run(body)
+    proxy.wait_until_held()
+    assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
+    transactional(counter.client)(select_for_update)(counter.things, {"_id": 1}, nowait=True)
+
+
+def test_a_server_that_hangs_in_the_commit_does_not_hold_the_caller(behind_proxy: BehindProxy) -> None:
+    """The commit may yet arrive, so nobody knows."""
+    proxy, things = behind_proxy
+    proxy.hold(b"commitTransaction")
+    with pytest.raises(TransactionTimeoutError) as caught:
+        transactional(things.database.client, timeout=SHORT).run(
+            lambda session: things.insert_one({"_id": 2}, session=session)
+        )
+    proxy.wait_until_held()
+    assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
+
+
+def test_as_a_context_it_commits_once(counter: Counter) -> None:
+    """The session of the block is in a transaction; afterwards the writes are there."""
+    with transactional(counter.client) as session:
+        assert session.in_transaction
+        counter.increment(session)
+        assert counter.n == 0
+    assert (counter.n, counter.commits) == (1, 1)
+
+
+def test_as_a_context_an_error_aborts_and_passes(counter: Counter) -> None:
+    """As from any block."""
+    with pytest.raises(ZeroDivisionError), transactional(counter.client) as session:
+        assert [counter.increment(session), 1 // 0]
+    assert (counter.n, counter.runs, counter.commits) == (0, 1, 0)
+
+
+def test_as_a_context_a_transient_error_passes_with_its_label(counter: Counter, failpoint: Failpoint) -> None:
+    """A block cannot be run again; its caller can, and sees from the label that it may."""
+    with (
+        failpoint(mode={"times": 1}, **CONFLICT),
+        pytest.raises(OperationFailure) as caught,
+        transactional(counter.client) as session,
+    ):
+        counter.increment(session)
+    assert caught.value.has_error_label(TRANSIENT)
+    assert counter.runs == 1
+
+
+def test_as_a_context_an_unknown_result_repeats_the_commit(counter: Counter, failpoint: Failpoint) -> None:
+    """That needs no body."""
+    with failpoint(mode={"times": 2}, **LOST), transactional(counter.client) as session:
+        counter.increment(session)
+    assert (counter.n, counter.commits) == (1, 3)
+
+
+def test_as_a_context_the_time_limits_the_commit(counter: Counter, failpoint: Failpoint) -> None:
+    """And the outcome is as unknown as with a function."""
+    with ExitStack() as stack:
+        stack.enter_context(failpoint(**APPLIED))
+        caught = stack.enter_context(pytest.raises(TransactionTimeoutError))
+        counter.increment(stack.enter_context(transactional(counter.client, timeout=SHORT)))
+    assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
+
+
+def test_one_object_serves_nested_blocks(counter: Counter) -> None:
+    """Each block has a transaction of its own, and the inner one ends first."""
+    both = transactional(counter.client)
+    with both as outer:
+        counter.things.insert_one({"_id": "outer"}, session=outer)
+        with both as inner:
+            assert inner is not outer
+            counter.things.insert_one({"_id": "inner"}, session=inner)
+        assert counter._data.find_one({"_id": "inner"})
+        assert not counter._data.find_one({"_id": "outer"})
+    assert counter._data.find_one({"_id": "outer"})

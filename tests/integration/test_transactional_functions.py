@@ -1,0 +1,371 @@
+"""`transactional` on functions and Celery tasks: signatures, joining, refusals, and what runs after the commit."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.database import Database
+
+from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
+from mongo_celery.locking import after_commit, select_for_update, transactional
+from mongo_celery.locking.attempts import Attempts
+from tests.integration.locking_rig import Document, Sent, held
+
+Client = MongoClient[Document]
+MakeClient = Callable[..., Client]
+Failpoint = Callable[..., AbstractContextManager[None]]
+
+APP = "transactional-functions"
+CONFLICT = {
+    "failCommands": ["insert"],
+    "appName": APP,
+    "errorCode": 112,
+    "errorLabels": ["TransientTransactionError"],
+}
+
+
+@pytest.fixture
+def sent() -> Sent:
+    """Give what the client of `notes` has sent."""
+    return Sent()
+
+
+@pytest.fixture
+def notes(database: Database[Document], make_client: MakeClient, sent: Sent) -> Collection[Document]:
+    """Give an empty collection."""
+    database.create_collection("notes")
+    return make_client(appName=APP, event_listeners=[sent])[database.name]["notes"]
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    """Give a Celery app that runs tasks where they are called, retries included."""
+    with Celery("transactions", broker="memory://", set_as_current=False) as made:
+        made.conf.update(task_always_eager=True)
+        yield made
+
+
+def texts(notes: Collection[Document]) -> list[Any]:
+    return [note["text"] for note in notes.find().sort("_id", 1)]
+
+
+def writer(notes: Collection[Document]) -> Callable[..., Any]:
+    """A decorated function that writes a note."""
+
+    @transactional(notes.database.client)
+    def write(text: str, times: int = 1, *, session: ClientSession) -> str:
+        """Write it."""
+        for _ in range(times):
+            notes.insert_one({"text": text}, session=session)
+        return text.upper()
+
+    return write
+
+
+def test_a_decorated_function_keeps_its_name_and_shows_no_session(notes: Collection[Document]) -> None:
+    """Arguments, defaults and results are its own."""
+    write = writer(notes)
+    assert (write.__name__, write.__doc__) == ("write", "Write it.")
+    assert list(inspect.signature(write).parameters) == ["text", "times"]
+    assert inspect.getfullargspec(write).kwonlyargs == []
+    assert write("a", times=2) == "A"
+    assert texts(notes) == ["a", "a"]
+
+
+def test_a_function_that_takes_any_keyword_is_fine(notes: Collection[Document]) -> None:
+    """It finds the session among them."""
+    found = transactional(notes.database.client)(lambda **given: sorted(given))(other=1)
+    assert found == ["other", "session"]
+
+
+def test_a_method_can_be_decorated(notes: Collection[Document]) -> None:
+    """And a callable may give the client, asked at each call."""
+    asked = []
+
+    class Clerk:
+        @transactional(lambda: asked.append(1) or notes.database.client)  # type: ignore[func-returns-value]
+        def write(self, text: str, *, session: ClientSession) -> None:
+            notes.insert_one({"text": text}, session=session)
+
+    assert asked == []
+    Clerk().write("a")
+    Clerk().write("b")
+    assert texts(notes) == ["a", "b"]
+    assert len(asked) == 2
+
+
+def test_one_decorated_function_serves_many_threads(notes: Collection[Document]) -> None:
+    """Each call has its own session and attempts."""
+    notes.insert_one({"_id": 0, "text": 0})
+
+    @transactional(notes.database.client)
+    def count(*, session: ClientSession) -> None:
+        found = select_for_update(notes, {"_id": 0}, session=session)
+        notes.update_one({"_id": 0}, {"$set": {"text": found["text"] + 1}}, session=session)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: count(), range(40)))
+    assert texts(notes) == [40]
+
+
+def test_a_call_with_the_session_of_a_transaction_joins_it(notes: Collection[Document], sent: Sent) -> None:
+    """One transaction, one commit, and an error ends both."""
+    write = writer(notes)
+
+    @transactional(notes.database.client)
+    def both(*, fail: bool, session: ClientSession) -> None:
+        write("inner", session=session)
+        notes.insert_one({"text": "outer"}, session=session)
+        if fail:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        both(fail=True)
+    assert texts(notes) == []
+    both(fail=False)
+    assert texts(notes) == ["inner", "outer"]
+    assert len(sent.named("commitTransaction")) == 1
+
+
+def test_a_conflict_in_a_joined_call_repeats_the_outer_body(notes: Collection[Document], failpoint: Failpoint) -> None:
+    """The inner one has no transaction of its own that it could repeat."""
+    write, runs = writer(notes), []
+
+    @transactional(notes.database.client)
+    def outer(*, session: ClientSession) -> None:
+        runs.append(1)
+        write("inner", session=session)
+
+    with failpoint(mode={"times": 1}, **CONFLICT):
+        outer()
+    assert (len(runs), texts(notes)) == (2, ["inner"])
+
+
+def test_a_session_without_a_transaction_is_used_for_one(notes: Collection[Document]) -> None:
+    """For causal consistency with what the caller did before."""
+    with notes.database.client.start_session() as session:
+        assert writer(notes)("a", session=session) == "A"
+        assert not session.in_transaction
+        assert not session.has_ended
+
+
+async def _coroutine(*, session: Any) -> None: ...
+
+
+async def _async_generator(*, session: Any) -> AsyncIterator[Any]:
+    yield session
+
+
+def _generator(*, session: Any) -> Iterator[Any]:
+    yield session
+
+
+def _without_session(text: str) -> None: ...
+
+
+def _positional_only(session: Any, /) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (_coroutine, "coroutines"),
+        (functools.partial(_coroutine), "coroutines"),
+        (_async_generator, "generators"),
+        (_generator, "generators"),
+        (_without_session, "_without_session must take session="),
+        (_positional_only, "must take session="),
+        (Attempts, "needs a function"),
+        (5, "needs a function"),
+    ],
+)
+def test_what_cannot_run_in_a_transaction_is_refused(function: Any, words: str) -> None:
+    """When it is decorated, not when it is first called."""
+    with pytest.raises(ConfigurationError, match=words):
+        transactional(lambda: pytest.fail("no client is needed"))(function)
+
+
+def test_the_wrong_order_of_decorators_is_refused_with_the_right_one(app: Celery) -> None:
+    """`autoretry_for` inside the transaction would take the transient errors first."""
+    with pytest.raises(ConfigurationError, match=r"put it below.*@app\.task.*then @transactional"):
+
+        @transactional(lambda: pytest.fail("no client is needed"))
+        @app.task(autoretry_for=(Exception,))
+        def wrong(*, session: Any) -> None: ...
+
+
+@pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": -1}, {"timeout": "5"}, {"timeout": True}])
+def test_a_time_that_is_none_is_refused(options: dict[str, Any]) -> None:
+    """No attempt could begin."""
+    with pytest.raises(ConfigurationError, match="timeout="):
+        transactional(lambda: pytest.fail("no client is needed"), **options)
+
+
+def test_a_client_that_is_none_is_refused() -> None:
+    """The usual slip is `@transactional` without its call, on the function itself: that fails at the first use."""
+    with pytest.raises(ConfigurationError, match="not str"):
+        transactional("mongodb://localhost")  # type: ignore[arg-type]
+
+
+def test_a_task_is_called_without_a_session(notes: Collection[Document], app: Celery) -> None:
+    """Celery checks a call against the signature; bound tasks get themselves first."""
+
+    @app.task
+    @transactional(notes.database.client)
+    def plain(text: str, *, session: ClientSession) -> str:
+        notes.insert_one({"text": text}, session=session)
+        return text
+
+    @app.task(bind=True)
+    @transactional(notes.database.client)
+    def bound(self: Any, text: str, *, session: ClientSession) -> str:
+        notes.insert_one({"text": f"{self.name.rpartition('.')[2]} {text}"}, session=session)
+        return text
+
+    assert plain.delay("a").get() == "a"
+    assert bound.apply_async(args=("b",)).get() == "b"
+    assert texts(notes) == ["a", "bound b"]
+    with pytest.raises(TypeError):
+        plain.delay()
+
+
+def test_autoretry_sees_only_what_the_transaction_does_not_repeat(
+    notes: Collection[Document], app: Celery, failpoint: Failpoint
+) -> None:
+    """A conflict is repeated inside one run of the task; another error ends it, and Celery runs the task again."""
+    runs: list[int] = []
+
+    @app.task(bind=True, autoretry_for=(Exception,), max_retries=3, retry_backoff=False, default_retry_delay=0)
+    @transactional(notes.database.client)
+    def fragile(self: Any, *, session: ClientSession) -> None:
+        runs.append(self.request.retries)
+        notes.insert_one({"text": f"retry {self.request.retries}"}, session=session)
+        if self.request.retries < 1:
+            raise OSError
+
+    with failpoint(mode={"times": 1}, **CONFLICT):
+        fragile.delay().get()
+    assert runs == [0, 0, 1]
+    assert texts(notes) == ["retry 1"]
+
+
+def test_a_tasks_own_retry_aborts_and_passes(notes: Collection[Document], app: Celery) -> None:
+    """Celery's `Retry` is an error like any other here: what was written before it is gone."""
+
+    @app.task(bind=True, max_retries=1)
+    @transactional(notes.database.client)
+    def again(self: Any, *, session: ClientSession) -> None:
+        notes.insert_one({"text": f"retry {self.request.retries}"}, session=session)
+        if self.request.retries < 1:
+            raise self.retry(countdown=0)
+
+    again.delay().get()
+    assert texts(notes) == ["retry 1"]
+
+
+def test_a_callback_runs_once_after_the_commit(notes: Collection[Document], failpoint: Failpoint) -> None:
+    """Registered by each attempt, called for the one that was committed, when others can see its writes."""
+    seen: list[Any] = []
+
+    @transactional(notes.database.client)
+    def body(*, session: ClientSession) -> None:
+        assert after_commit(session, lambda: seen.append(texts(notes)))
+        notes.insert_one({"text": "a"}, session=session)
+
+    with failpoint(mode={"times": 2}, **CONFLICT):
+        body()
+    assert seen == [["a"]]
+    with transactional(notes.database.client) as session:
+        body(session=session)
+        assert len(seen) == 1
+    assert seen == [["a"], ["a", "a"]]
+
+
+def test_a_callback_is_dropped_when_the_transaction_is_not_committed(notes: Collection[Document]) -> None:
+    """By an error, by the end of the time, and by a body that ends the transaction itself."""
+    called: list[int] = []
+    notes.insert_one({"_id": 1, "text": "held"})
+
+    def register(session: ClientSession, then: Callable[[ClientSession], object]) -> None:
+        after_commit(session, lambda: called.append(1))
+        notes.insert_one({"text": "a"}, session=session)
+        then(session)
+
+    client = notes.database.client
+    with pytest.raises(ZeroDivisionError):
+        transactional(client).run(lambda session: register(session, lambda _: 1 // 0))
+    with held(notes, 1), pytest.raises(TransactionTimeoutError):
+        transactional(client, timeout=0.1).run(
+            lambda session: register(session, lambda _: select_for_update(notes, {"_id": 1}, session=session))
+        )
+    transactional(client).run(lambda session: register(session, lambda _: session.abort_transaction()))
+    with pytest.raises(ZeroDivisionError), transactional(client) as session:
+        register(session, lambda _: 1 // 0)
+    with transactional(client) as session:
+        register(session, lambda _: session.abort_transaction())
+    assert called == []
+    assert texts(notes) == ["held"]
+
+
+def test_a_callback_that_fails_is_logged_and_stops_nothing(
+    notes: Collection[Document], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The transaction is committed; the caller gets its result, and the next callback its turn."""
+    called: list[int] = []
+
+    @transactional(notes.database.client)
+    def body(*, session: ClientSession) -> str:
+        after_commit(session, lambda: 1 // 0)
+        after_commit(session, lambda: called.append(1))
+        return "done"
+
+    with caplog.at_level(logging.ERROR, "mongo_celery.locking"):
+        assert body() == "done"
+    assert called == [1]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_session_that_transactional_does_not_run_takes_no_callback(notes: Collection[Document]) -> None:
+    """Neither the driver's own transactions, nor a session that `transactional` has finished with."""
+    with notes.database.client.start_session() as session:
+        with session.start_transaction():
+            assert not after_commit(session, lambda: pytest.fail("never called"))
+        writer(notes)("a", session=session)
+        assert not after_commit(session, lambda: pytest.fail("never called"))
+
+
+def test_pauses_grow_up_to_a_bound_and_differ() -> None:
+    """Full jitter; also after so many attempts that the power would be too large for a number."""
+    attempts = Attempts(0.0)
+    early = [Attempts(0.0).next_pause() for _ in range(50)]
+    assert max(early) <= 0.005
+    attempts.count = 10_000
+    late = [attempts.next_pause() for _ in range(200)]
+    assert 0.25 < max(late) <= 0.5
+    assert min(late) < 0.25
+    assert len(set(late)) > 100
+
+
+def test_an_operation_without_the_session_is_outside(notes: Collection[Document]) -> None:
+    """What a body forgets to pass the session to stays, whatever becomes of the transaction."""
+
+    @transactional(notes.database.client)
+    def body(*, session: ClientSession) -> float:
+        notes.insert_one({"text": "outside"})
+        notes.insert_one({"text": "inside"}, session=session)
+        return 1 // 0
+
+    with pytest.raises(ZeroDivisionError):
+        body()
+    assert texts(notes) == ["outside"]
