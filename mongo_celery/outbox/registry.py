@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SWEEP_TASK = "mongo_celery.outbox.sweep"
 _ATTRIBUTE = "_mongo_celery_outboxes"
+_EXPIRES_SECONDS = 60.0
 _EVERY = "_mongo_celery_outbox_sweep_every"
 
 
@@ -59,9 +60,13 @@ def _register_sweep(app: Celery, sweep: Callable[[], Any]) -> None:
 
 
 def _schedule(app: Celery, every: float) -> None:
-    """One beat entry for all, as often as the most impatient outbox asks; it expires, so that none pile up."""
+    """
+    One beat entry for all, as often as the most impatient outbox asks.
+
+    Messages expire, so that they do not pile up without workers; not at once, or busy workers would never sweep.
+    """
     known = app.__dict__.get(_EVERY)
     if known is not None and known <= every:
         return
     app.__dict__[_EVERY] = every
-    app.add_periodic_task(every, app.signature(SWEEP_TASK), name=SWEEP_TASK, expires=every)
+    app.add_periodic_task(every, app.signature(SWEEP_TASK), name=SWEEP_TASK, expires=max(every, _EXPIRES_SECONDS))

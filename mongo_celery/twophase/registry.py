@@ -21,6 +21,9 @@ STEP_TASK = "mongo_celery.transactions.step"
 RECOVER_TASK = "mongo_celery.transactions.recover"
 _ATTRIBUTE = "_mongo_celery_transactions"
 _RETRIES_MAX = 20
+_EXPIRES_SECONDS = 60.0
+"""Messages must not pile up without workers; but busy workers must find one that still counts."""
+
 _BACKOFF_SECONDS_MAX = 60
 
 
@@ -44,7 +47,7 @@ def add_coordinator(app: Celery, coordinator: TwoPhaseCommit, recover_every: flo
             recover_every,
             app.signature(RECOVER_TASK, args=(coordinator.name,)),
             name=f"{RECOVER_TASK} {coordinator.name}",
-            expires=recover_every,
+            expires=max(recover_every, _EXPIRES_SECONDS),
         )
 
 

@@ -1,0 +1,340 @@
+"""
+An app with an outbox, and processes that write, sweep and die at a stated point.
+
+Each document lists in `ns` what was written to it, in the order of the commits; each write carries one task
+`effect` per number. The task keeps, per document, the numbers in the order of their first run, and repeats none. So
+in the end both lists are equal, or something was lost, invented or overtaken.
+
+`python -m tests.acceptance.outbox_project PROGRAM ...`: the functions in `PROGRAMS`. Their processes are forked from
+one that has imported everything, so that a death costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from celery import Celery
+from celery.signals import after_task_publish, before_task_publish
+from pymongo import InsertOne, MongoClient, UpdateOne, monitoring
+from pymongo.errors import DuplicateKeyError, PyMongoError
+
+from mongo_celery import Outbox, transactional
+from mongo_celery.outbox.registry import SWEEP_TASK
+
+Document = dict[str, Any]
+
+NAME = os.environ.get("OUTBOX_NAME", "outbox_faults")
+URL = os.environ.get("OUTBOX_MONGO", "mongodb://localhost/")
+BROKER = os.environ.get("OUTBOX_BROKER", "memory://")
+OPTIONS: Document = json.loads(os.environ.get("OUTBOX_OPTIONS", "{}"))
+
+EFFECT = "effect"
+EFFECTS, SWEEPS = "effects", "sweeps"
+_COMMANDS = {"insert", "update", "findAndModify", "commitTransaction"}
+_SOAK_NUMBERS = 10_000
+
+
+def configured(broker: str, **conf: Any) -> Celery:
+    """An app with the project's queues; effects and sweeps apart, so that one can be read without the other."""
+    made = Celery("outbox_faults", broker=broker)
+    made.conf.update(
+        task_routes={EFFECT: {"queue": EFFECTS}, SWEEP_TASK: {"queue": SWEEPS}},
+        task_acks_late=True,
+        task_reject_on_worker_lost=True,
+        worker_prefetch_multiplier=1,
+        worker_hijack_root_logger=False,
+        **conf,
+    )
+    return made
+
+
+app = configured(BROKER, broker_transport_options={"visibility_timeout": 2})
+
+
+@cache
+def _client(_pid: int) -> MongoClient[Document]:
+    """One client a process, made after the fork."""
+    return MongoClient(URL, event_listeners=[POINTS], appname="outbox-project")
+
+
+def client() -> MongoClient[Document]:
+    """The client of this process."""
+    return _client(os.getpid())
+
+
+items = Outbox(app, lambda: client()[NAME]["items"], name="items", database=f"{NAME}_state", **OPTIONS)
+
+
+@app.task(name=EFFECT, bind=True)
+def effect(self: Any, key: str, n: object) -> None:
+    """Have an effect once per task id; the numbers stay in the order of their first effect."""
+    effects = client()[NAME]["effects"]
+    with suppress(DuplicateKeyError):  # it is there, and has this id
+        push = {"$push": {"ids": self.request.id, "ns": n}}
+        effects.update_one({"_id": key, "ids": {"$ne": self.request.id}}, push, upsert=True)
+
+
+def say(line: str) -> None:
+    """Write a line at once, whatever the process does next."""
+    os.write(1, f"{line}\n".encode())
+
+
+class Points(monitoring.CommandListener):
+    """Counts what a process does to its servers, and sends it a signal at the n-th of these points."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.number = signal.SIGKILL
+        self.said = ""
+        self._count = 0
+
+    def arm(self, at: int, number: signal.Signals, said: str) -> None:
+        """From now on send the signal at this point, after having said which it is."""
+        self._count, self.at, self.number, self.said = 0, at, number, said
+
+    def pass_by(self, point: str) -> None:
+        """One more; the signal comes before this returns."""
+        self._count += 1
+        if self._count == self.at:
+            say(f"{self.said}|{point}")
+            os.kill(os.getpid(), self.number)
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None:
+        """Before a command is sent."""
+        if event.command_name in _COMMANDS:
+            self.pass_by(f"before {event.command_name}")
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
+        """After its answer."""
+        if event.command_name in _COMMANDS:
+            self.pass_by(f"after {event.command_name}")
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None:
+        """Nothing."""
+
+
+POINTS = Points()
+
+
+@before_task_publish.connect(weak=False, sender=EFFECT)
+def _before_publish(**_arguments: Any) -> None:
+    POINTS.pass_by("before publish")
+
+
+@after_task_publish.connect(weak=False, sender=EFFECT)
+def _after_publish(**_arguments: Any) -> None:
+    POINTS.pass_by("after publish")
+
+
+if "OUTBOX_KILL_AT" in os.environ:  # a worker that dies in its sweep
+    POINTS.arm(int(os.environ["OUTBOX_KILL_AT"]), signal.SIGKILL, "worker")
+
+
+# -- one write of each kind: numbers 1 and 2 ---------------------------------------------------------
+
+
+def both(key: str) -> list[Any]:
+    """The tasks of a write of the numbers 1 and 2."""
+    return [effect.s(key, 1), effect.s(key, 2)]
+
+
+_PUSH: Document = {"$push": {"ns": {"$each": [1, 2]}}}
+
+
+def _insert_one(key: str) -> None:
+    items.insert_one({"_id": key, "ns": [1, 2]}, tasks=both(key))
+
+
+def _update_one(key: str) -> None:
+    items.update_one({"_id": f"old {key}"}, _PUSH, tasks=both(f"old {key}"))
+
+
+def _upsert(key: str) -> None:
+    items.update_one({"_id": key}, _PUSH, upsert=True, tasks=both(key))
+
+
+def _replace_one(key: str) -> None:
+    items.replace_one({"_id": f"old {key}"}, {"ns": [1, 2]}, tasks=both(f"old {key}"))
+
+
+def _find_one_and_update(key: str) -> None:
+    items.find_one_and_update({"_id": f"old {key}"}, _PUSH, tasks=both(f"old {key}"))
+
+
+def _bulk_write(key: str) -> None:
+    insert = InsertOne({"_id": key, "ns": [1, 2]})
+    items.bulk_write([(insert, both(key)), (UpdateOne({"_id": f"old {key}"}, _PUSH), both(f"old {key}"))])
+
+
+def _transaction(key: str) -> None:
+    def write(session: Any) -> None:
+        items.insert_one({"_id": key, "ns": [1, 2]}, tasks=both(key), session=session)
+        items.update_one({"_id": f"old {key}"}, _PUSH, tasks=both(f"old {key}"), session=session)
+
+    transactional(client).run(write)
+
+
+KINDS: dict[str, Callable[[str], None]] = {
+    "insert_one": _insert_one,
+    "update_one": _update_one,
+    "upsert": _upsert,
+    "replace_one": _replace_one,
+    "find_one_and_update": _find_one_and_update,
+    "bulk_write": _bulk_write,
+    "transaction": _transaction,
+}
+POINTS_MAX = 30
+
+
+# -- programs ----------------------------------------------------------------------------------------
+
+
+def fork(job: Callable[[], object]) -> int:
+    """Run a job in a process of its own; its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        job()
+    except BaseException:  # noqa: BLE001 - a forked process ends here, whatever happens
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def wait_for_end(pid: int) -> int:
+    """Exit status, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _at_each_point(said: str, job: Callable[[int], object], number: signal.Signals) -> Iterator[int]:
+    """The pids of processes that get a signal at their first, second ... point."""
+    for at in range(1, POINTS_MAX):
+
+        def run(at: int = at) -> None:
+            POINTS.arm(at, number, f"{said}|{at}")
+            job(at)
+
+        yield fork(run)
+
+
+def die_writing(*kinds: str) -> None:
+    """Per kind, a writer that dies at its first point, one that dies at its second, until one lives."""
+    for kind in kinds:
+        for pid in _at_each_point(kind, lambda at, kind=kind: KINDS[kind](f"{kind} {at}"), signal.SIGKILL):  # type: ignore[misc]
+            status = wait_for_end(pid)
+            if status == 0:
+                break
+            assert status == -signal.SIGKILL, f"a writer ended with {status}"
+        else:
+            raise AssertionError(f"{kind} has no end")
+
+
+def die_sweeping(points: str) -> None:
+    """Sweepers that die at their first, second ... point."""
+    sweepers = _at_each_point("sweep", lambda _at: items.sweep(older_than=0.01), signal.SIGKILL)
+    for pid in itertools.islice(sweepers, int(points)):
+        status = wait_for_end(pid)
+        assert status in (0, -signal.SIGKILL), f"a sweeper ended with {status}"
+
+
+def be_zombies(*keys: str) -> None:
+    """Per document a relay that stops at another point; ends when all were continued and have ended."""
+    relays = _at_each_point("zombie", lambda at: items.dispatch(keys[at - 1]), signal.SIGSTOP)
+    pids = [next(relays) for _ in keys]
+    ended = [pid for pid in pids if os.WIFEXITED(os.waitpid(pid, os.WUNTRACED)[1])]
+    say(f"stopped {len(pids) - len(ended)} of {len(pids)}")
+    statuses = [wait_for_end(pid) for pid in pids if pid not in ended]
+    assert not any(statuses), statuses
+
+
+def write(key: str, n: object, seconds: float = 40.0) -> None:
+    """Write a number once, whatever it takes: the filter keeps a repetition from writing it again."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            items.update_one({"_id": key, "ns": {"$ne": n}}, {"$push": {"ns": n}}, tasks=[effect.s(key, n)])
+        except PyMongoError:
+            if time.monotonic() > deadline:
+                raise
+            threading.Event().wait(0.05)
+        else:
+            return
+
+
+def load(name: str, count: str, *keys: str) -> None:
+    """Write numbers to documents in turns."""
+    for number in range(int(count)):
+        for key in keys:
+            write(key, f"{name}.{number}")
+
+
+def _soak_writer(seed: int, keys: tuple[str, ...]) -> None:
+    chance = random.Random(seed)
+    _doom(chance)
+    for number in range(_SOAK_NUMBERS):
+        write(chance.choice(keys), f"{seed}.{number}")
+
+
+def _soak_sweeper(seed: int) -> None:
+    _doom(random.Random(seed))
+    while True:
+        items.sweep(older_than=0.01)
+
+
+def _doom(chance: random.Random) -> None:
+    """Choose this process's end: at some point of its own, or by the clock, in the middle of whatever it does."""
+    if chance.random() < 0.5:
+        POINTS.arm(chance.randint(1, 60), signal.SIGKILL, "soak")
+    else:
+        signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.1, 1.0))  # SIGALRM's default action is death
+
+
+def soak(seed: str, seconds: str, *keys: str) -> None:
+    """Three writers and two sweepers for a time; who dies is replaced."""
+    deadline, next_seed = time.monotonic() + float(seconds), int(seed) * 1000
+    jobs: dict[int, Callable[[int], None]] = {}
+
+    def start(job: Callable[[int], None]) -> None:
+        nonlocal next_seed
+        next_seed += 1
+        jobs[fork(lambda seed=next_seed: job(seed))] = job  # type: ignore[misc]
+
+    def writer(seed: int) -> None:
+        _soak_writer(seed, keys)
+
+    for each in (writer, writer, writer, _soak_sweeper, _soak_sweeper):
+        start(each)
+    deaths = 0
+    while jobs:
+        pid, status = os.wait()
+        assert os.WIFSIGNALED(status), f"a process of the soak ended with {status}"
+        deaths += 1
+        job = jobs.pop(pid)
+        if time.monotonic() < deadline:
+            start(job)
+    say(f"deaths {deaths}")
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {
+    "die-writing": die_writing,
+    "die-sweeping": die_sweeping,
+    "be-zombies": be_zombies,
+    "load": load,
+    "soak": soak,
+}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

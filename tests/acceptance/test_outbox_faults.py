@@ -1,0 +1,296 @@
+"""The outbox under faults, with real processes: killed anywhere, paused and woken up late, without a broker."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import pytest
+from kombu import Connection, Exchange, Queue
+from pymongo import MongoClient
+
+from mongo_celery import Event, Outbox, TransactionTimeoutError, transactional
+from tests.acceptance.outbox_project import KINDS, SWEEPS, configured
+from tests.acceptance.outbox_rig import OPTIONS, WORK, Shop, Tap, said, within
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient, MakeReplicaSet
+from tests.fixtures.process import Processes, wait_for
+from tests.fixtures.redis import MakeRedis
+
+Document = dict[str, Any]
+
+OLD = {"update_one", "replace_one", "find_one_and_update", "bulk_write", "transaction"}
+POINTS = 30
+
+
+@pytest.fixture
+def shop(processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str) -> Iterator[Shop]:
+    """Give the project on the session's servers."""
+    with Shop(processes, mongo_client, mongo_url, redis_url) as made:
+        yield made
+
+
+def test_a_writer_that_is_killed_at_any_point_loses_nothing(shop: Shop, mongo_client: MongoClient[Document]) -> None:
+    """Every kind of write, killed before and after each of its commands and messages; beat and a worker do the rest."""
+    shop.items.insert_many([{"_id": f"old {kind} {at}", "ns": []} for kind in OLD for at in range(1, POINTS)])
+    worker = shop.worker()
+    writers = shop.program("die-writing", *KINDS)
+    assert writers.wait(120) == 0, writers.text
+    deaths = said(writers)
+    mongo_client.admin.command("killAllSessions", [])  # who died in a transaction holds its documents for a minute
+    for kind, at, _point in deaths:  # behind what may be pending there
+        for key in (f"{kind} {at}", f"old {kind} {at}"):
+            shop.add(key, 3)
+
+    shop.settle()
+
+    written = shop.committed()
+    assert worker.running
+    for kind in KINDS:
+        points = [point for died, _at, point in deaths if died == kind]
+        assert points.count("before publish") == points.count("after publish") >= 2
+        assert points[-1] == "after findAndModify", "the removal is the last"
+        ns = [written.get(f"{'old ' if kind in OLD else ''}{kind} {at}", []) for at, _ in enumerate(points, 1)]
+        assert ns[0] in ([], [3]), "killed before the command"
+        assert ns[-1] == [1, 2, 3], "killed after the removal"
+
+
+def test_a_sweeper_that_is_killed_at_any_point_loses_nothing(shop: Shop, redis_url: str) -> None:
+    """Twelve sweepers die one after another, each at a later point; order is judged by what reached the broker."""
+    shop.outbox.backing.at_once = False
+    for number in range(12):
+        shop.insert(f"key{number}", 1, 2, 3)
+    with Tap(redis_url) as tap:
+        sweepers = shop.program("die-sweeping", 12, claim_ttl=0.3)
+        assert sweepers.wait(60) == 0, sweepers.text
+        shop.sweep_all()
+
+        wait_for(lambda: tap.first() == shop.committed())
+
+    points = {point for _, _, point in said(sweepers)}
+    assert points == {f"{when} {what}" for when in ("before", "after") for what in ("findAndModify", "publish")}
+    assert tap.duplicates > 0, "who dies between publishing and removing leaves a duplicate"
+
+
+def test_a_worker_that_is_killed_in_its_sweep_is_replaced_by_another(shop: Shop) -> None:
+    """Killed by SIGKILL after the second message of a document, by beat's own sweep; the next worker goes on."""
+    shop.outbox.backing.at_once = False
+    for number in range(4):
+        shop.insert(f"key{number}", 1, 2, 3)
+    dying = shop.worker(SWEEPS, OUTBOX_KILL_AT="6")
+    dying.wait_for_output(r"worker\|after publish", 40)
+    dying.end()
+    assert shop.pending() == 12, "nothing had been removed yet"
+
+    shop.worker()
+
+    shop.settle()
+
+
+def test_zombie_relays_cost_duplicates_and_never_change_the_order(shop: Shop, redis_url: str) -> None:
+    """Stopped anywhere between claim and removal; claims lapse, others deliver and write; then they wake up."""
+    shop.outbox.backing.at_once = False
+    keys = [f"key{number}" for number in range(10)]
+    for key in keys:
+        shop.insert(key, 1, 2, 3)
+    with Tap(redis_url) as tap:
+        zombies = shop.program("be-zombies", *keys)
+        zombies.wait_for_output("stopped 10 of 10", 40)
+        shop.sweep_all()
+        for key in keys:
+            shop.add(key, 4, 5)
+        first = shop.outbox.sweep(older_than=0.01, limit=5)
+        before = tap.duplicates
+        zombies.send_group(signal.SIGCONT)
+        assert zombies.wait(30) == 0, zombies.text
+        shop.sweep_all()
+        wait_for(lambda: tap.first() == shop.committed())
+
+    assert first.dispatched == 10
+    assert len({point for _, _, point in said(zombies)}) == 4
+    assert tap.duplicates > before, "one that had passed its last look at the clock has published again"
+
+
+def test_an_aborted_transaction_sends_nothing_and_an_unknown_commit_sends_what_it_did(
+    shop: Shop, mongo_client: MongoClient[Document], failpoint: Failpoint, make_client: MakeClient, redis_url: str
+) -> None:
+    """Three ends of a commit that the writer cannot tell apart, and an abort."""
+    ours = make_client(appName="outbox-faults", retryWrites=False)
+    commit: Document = {"failCommands": ["commitTransaction"], "appName": "outbox-faults"}
+    not_done: Document = {**commit, "closeConnection": True}
+    done: Document = {**commit, "writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}
+    outbox = Outbox(configured(redis_url), ours[shop.name]["items"], foreign_tasks=True, **OPTIONS)
+    keys = ["not done", "done", "aborted", "killed"]
+    for key in keys:
+        shop.insert(key, 0)
+
+    def write(session: Any, key: str) -> None:
+        push = {"$push": {"ns": 1}}
+        outbox.update_one({"_id": key}, push, tasks=[shop.effect(key, 1)], session=session)
+        assert tap.first().get(key, []) in ([], [0]), "nothing before the commit"
+
+    def fail(session: Any) -> None:
+        write(session, "aborted")
+        raise LookupError
+
+    with Tap(redis_url) as tap:
+        for data, key in ((not_done, "not done"), (done, "done")):
+            with failpoint(**data), pytest.raises(TransactionTimeoutError) as unknown:
+                transactional(ours, timeout=1).run(lambda session, key=key: write(session, key))  # type: ignore[misc]
+            assert unknown.value.outcome == "unknown"  # type: ignore[attr-defined]
+        with pytest.raises(LookupError):
+            transactional(ours).run(fail)
+        mongo_client.admin.command("killAllSessions", [])
+        shop.sweep_all()
+
+        wait_for(lambda: tap.first() == {"not done": [0], "done": [0, 1], "aborted": [0], "killed": [0]})
+        assert tap.first() == shop.committed()
+        with failpoint(mode={"times": 3}, **done):
+            transactional(ours).run(lambda session: write(session, "killed"))
+        wait_for(lambda: tap.first()["killed"] == [0, 1])
+        assert not tap.duplicates
+    outbox.publisher.close()
+
+
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(60.0, marks=pytest.mark.slow)])
+def test_writes_go_on_without_a_broker_and_everything_arrives_after_its_return(
+    processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, make_redis: MakeRedis, seconds: float
+) -> None:
+    """Redis is killed, and started anew after some time; a worker with beat was there all the time."""
+    broker = make_redis()
+    with Shop(processes, mongo_client, mongo_url, broker.url) as shop:
+        worker = shop.worker()
+        for number in range(5):
+            shop.insert(f"key{number}", 1)
+        shop.settle()  # what the broker had is its own to lose
+
+        broker.kill()
+        for number in range(5):
+            assert within(30, lambda number=number: shop.add(f"key{number}", 2))  # type: ignore[misc]
+            within(30, lambda number=number: shop.insert(f"new{number}", 1, 2))  # type: ignore[misc]
+        wait_for(lambda: (shop.outbox.status().oldest_seconds or 0) > seconds, seconds + 30)
+        status = shop.outbox.status()
+        assert (status.documents, status.pending, status.failing, status.dead_letters) == (10, 15, 0, 0)
+        assert status.failures >= 10
+        assert shop.effects() == {f"key{number}": [1] for number in range(5)}
+
+        broker.restart()
+        shop.settle(120)
+        assert worker.running
+        assert shop.outbox.status().dead_letters == 0
+
+
+def test_a_frozen_broker_holds_a_write_only_for_a_bound(
+    processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, make_redis: MakeRedis
+) -> None:
+    """Connections stay open and nothing answers: the write returns, and its entry waits."""
+    broker = make_redis()
+    with Shop(processes, mongo_client, mongo_url, broker.url) as shop, Tap(broker.url) as tap:
+        shop.insert("key", 1)
+        wait_for(lambda: tap.first() == {"key": [1]})
+        broker.pause()
+        try:
+            assert within(60, lambda: shop.add("key", 2))
+            assert shop.outbox.status().pending == 1
+        finally:
+            broker.resume()
+        shop.sweep_all()
+        wait_for(lambda: tap.first() == {"key": [1, 2]})
+
+
+def test_a_stepdown_under_load_costs_time_only(
+    processes: Processes, make_replica_set: MakeReplicaSet, redis_url: str
+) -> None:
+    """The primary steps down twice while two processes write, dispatch and sweep."""
+    replica_set = make_replica_set()
+    with (
+        MongoClient[Document](replica_set.url) as client,
+        Shop(processes, client, replica_set.url, redis_url) as shop,
+        Tap(redis_url) as tap,
+    ):
+        keys = ["a", "b", "c"]
+        shop.items.insert_many([{"_id": key, "ns": []} for key in keys])
+        writers = [shop.program("load", name, 30, *keys) for name in ("first", "second")]
+        for more in (1, 2):
+            wait_for(lambda more=more: len(tap.published) > 30 * more, 40)  # type: ignore[misc]
+            client.admin.command("replSetStepDown", 1, force=True)
+            wait_for(lambda: client.admin.command("hello").get("isWritablePrimary"), 30)
+        assert [writer.wait(60) for writer in writers] == [0, 0], "\n".join(writer.text for writer in writers)
+        shop.sweep_all()
+
+        assert {key: len(ns) for key, ns in shop.committed().items()} == dict.fromkeys(keys, 60)
+        wait_for(lambda: tap.first() == shop.committed())
+
+
+def test_everything_is_done_once_and_in_order_under_random_kills(shop: Shop, redis_url: str) -> None:
+    """Writers, sweepers and workers die all the time, on four documents; then the books are compared."""
+    keys = ["a", "b", "c", "d"]
+    shop.items.insert_many([{"_id": key, "ns": []} for key in keys])
+    with Tap(redis_url, handing_on=True) as tap:
+        shop.beat()
+        workers = [shop.worker(SWEEPS, WORK, alone=True) for _ in range(2)]
+        soak = shop.program("soak", 1, 12, *keys)
+        for number in range(3):
+            victim = workers[number]
+            victim.wait_for_output("ready", 40)
+            more = len(tap.published) + 50
+            wait_for(lambda more=more: len(tap.published) > more or not soak.running, 40)  # type: ignore[misc]
+            victim.kill()
+            workers.append(shop.worker(SWEEPS, WORK, alone=True))
+        wait_for(lambda: not soak.running, 60)
+        assert soak.wait() == 0, soak.text
+        deaths = int(soak.wait_for_output(r"deaths (\d+)").group(1))
+
+        wait_for(lambda: not shop.pending() and tap.first() == shop.committed(), 60, lambda: str(shop.outbox.status()))
+        wait_for(lambda: _sorted(shop.effects()) == _sorted(shop.committed()), 60, lambda: str(shop.differences()))
+
+    assert deaths > 20
+    assert sum(map(len, shop.committed().values())) > 100
+
+
+def _sorted(numbers: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {key: sorted(ns) for key, ns in numbers.items()}
+
+
+def test_a_consumer_that_is_not_celery_receives_cloud_events(shop: Shop, redis_url: str) -> None:
+    """A kombu queue bound to the topic exchange; an event whose writer died comes by the sweep, with the same id."""
+    received: list[tuple[str, Document, Document]] = []
+
+    def receive(body: Any, message: Any) -> None:
+        event = json.loads(body) if isinstance(body, str) else body
+        received.append((message.delivery_info["routing_key"], event, message.properties))
+        message.ack()
+
+    with Connection(redis_url) as connection:
+        exchange = Exchange("mongo_celery.events", type="topic", durable=True)
+        queue = Queue(f"books.{shop.name}", exchange, routing_key="order.*")
+        with connection.Consumer(queue, callbacks=[receive], accept=["json"]):
+            shop.outbox.insert_one({"_id": "key", "ns": []}, events=[Event("order.placed", {"total": 3})])
+            shop.outbox.backing.at_once = False
+            shop.outbox.update_one({"_id": "key"}, {"$set": {"paid": True}}, events=[Event("order.paid", [1])])
+            shop.outbox.update_one(
+                {"_id": "key"}, {"$set": {"seen": True}}, events=[Event("stock.low"), Event("order.x")]
+            )
+            document = shop.items.find_one({"_id": "key"})
+            assert document is not None
+            ids = [entry["id"] for entry in document["pendingEvents"]["events"]]
+            shop.sweep_all()
+
+            def drain() -> bool:
+                with contextlib.suppress(TimeoutError):
+                    connection.drain_events(timeout=0.5)
+                return len(received) == 3
+
+            wait_for(drain, 20, lambda: str(received))
+
+    assert [key for key, _, _ in received] == ["order.placed", "order.paid", "order.x"]
+    assert [event["data"] for _, event, _ in received] == [{"total": 3}, [1], None]
+    assert [event["id"] for _, event, _ in received[1:]] == [ids[0], ids[2]]
+    for key, event, _ in received:
+        assert (event["specversion"], event["type"], event["subject"]) == ("1.0", key, "key")
+        assert event["source"] == f"/{shop.name}/items"
+        assert datetime.fromisoformat(event["time"]).tzinfo is not None

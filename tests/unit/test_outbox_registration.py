@@ -1,0 +1,62 @@
+"""What an outbox and a coordinator bring to their app: one task each, one beat entry, names used once."""
+
+from __future__ import annotations
+
+import pytest
+from celery import Celery
+from pymongo import MongoClient
+
+from mongo_celery import Outbox, TwoPhaseCommit
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.outbox.registry import SWEEP_TASK, outboxes_of
+from mongo_celery.twophase.registry import RECOVER_TASK, STEP_TASK
+
+
+@pytest.fixture
+def client() -> MongoClient[dict[str, object]]:
+    return MongoClient(connect=False)
+
+
+def test_outboxes_of_an_app_share_one_task_and_the_most_impatient_beat_entry(
+    client: MongoClient[dict[str, object]],
+) -> None:
+    """Registered as a task that a worker finds, and due as often as any of them asks."""
+    app = Celery("shop", broker="memory://")
+    for name, every in (("orders", 7.0), ("carts", 3.0), ("notes", None)):
+        Outbox(app, client["shop"][name], sweep_every=every)
+    app.finalize()
+
+    assert SWEEP_TASK in app.tasks
+    assert [outbox.name for outbox in outboxes_of(app)] == ["shop.orders", "shop.carts", "shop.notes"]
+    entry = app.conf.beat_schedule[SWEEP_TASK]
+    assert entry["schedule"] == 3.0
+    assert entry["options"]["expires"] >= 3.0
+    with pytest.raises(ConfigurationError, match="already"):
+        Outbox(app, client["shop"]["orders"])
+
+
+def test_coordinators_bring_their_tasks_and_a_beat_entry_each(client: MongoClient[dict[str, object]]) -> None:
+    app = Celery("bank", broker="memory://")
+    TwoPhaseCommit(app, client["bank"]["transactions"], recover_every=60)
+    TwoPhaseCommit(app, client["bank"]["others"], name="others")
+    app.finalize()
+
+    assert {STEP_TASK, RECOVER_TASK} <= set(app.tasks)
+    (entry,) = (value for key, value in app.conf.beat_schedule.items() if key.startswith(RECOVER_TASK))
+    assert (entry["schedule"], entry["args"]) == (60, ("default",))
+    with pytest.raises(ConfigurationError, match="already"):
+        TwoPhaseCommit(app, client["bank"]["transactions"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sweep_after": 0}, {"sweep_every": -1}, {"claim_ttl": 4000}, {"max_pending": 0}, {"max_attempts": True}],
+)
+def test_options_of_an_outbox_that_cannot_work_are_refused(
+    client: MongoClient[dict[str, object]], options: dict[str, float]
+) -> None:
+    """When it is made, not when the first order is lost."""
+    with pytest.raises(ConfigurationError):
+        Outbox(Celery("shop", broker="memory://"), client["shop"]["orders"], **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="collection"):
+        Outbox(Celery("shop", broker="memory://"), "shop.orders")  # type: ignore[arg-type]
