@@ -9,7 +9,8 @@ and woke up late; such a relay costs duplicates, never an entry that overtakes i
 time.
 
 The claim is a majority write. So all that it returns is written by a majority too, and nothing of a write
-that a fail-over takes back is ever published. Removals may be lost in a fail-over: that is a duplicate.
+that a fail-over takes back is ever published. Removals may be lost in a fail-over: that is a duplicate. But what
+a removal shows as added meanwhile is published only after another majority write.
 """
 
 from __future__ import annotations
@@ -191,7 +192,20 @@ class Relay:
             logger.warning("document %r was deleted while its entries were delivered", document_id)
             return now, []
         field = document[FIELD]
-        return now, field["events"] if field["claim"]["owner"] == owner else []
+        if not field["events"] or field["claim"]["owner"] != owner:
+            return now, []
+        return self._confirmed(document_id, owner)
+
+    def _confirmed(self, document_id: object, owner: ObjectId) -> tuple[float, Sequence[Any]]:
+        """What was added meanwhile, once a majority has it: the removal was not a majority write."""
+        now = time.monotonic()
+        document = self._collection.find_one_and_update(
+            {"_id": document_id, f"{FIELD}.claim.owner": owner},
+            pending.claim_update(owner, self._claim_ttl),
+            projection={FIELD: 1},
+            return_document=ReturnDocument.AFTER,
+        )
+        return now, [] if document is None else document[FIELD]["events"]
 
     def _set_aside(
         self, document_id: object, entry: Entry | Mapping[str, Any], error: Exception, owner: ObjectId, *, judge: bool

@@ -97,6 +97,11 @@ class Change:
     return_document: bool | None = None
     options: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        unknown = set(self.options) - set(_OPTIONS)
+        if unknown:
+            raise TypeError(f"unexpected options {sorted(unknown)}; an outbox's writes take {', '.join(_OPTIONS)}.")
+
     def with_entries(self, entries: Sequence[Entry], claim: tuple[ObjectId, float] | None, new_id: object) -> Any:
         """The change and the entries as one update."""
         if self.replacement is not None:
@@ -210,7 +215,7 @@ class Writer:
             projection=change.projection if asked else {FIELD: 1},
             return_document=bool(change.return_document) if asked else ReturnDocument.AFTER,
             session=session,
-            **{name: value for name, value in change.options.items() if name in _OPTIONS},
+            **change.options,
         )
 
     def _upsert(self, change: Change, entries: Sequence[Entry], session: ClientSession | None) -> Written:
@@ -232,7 +237,7 @@ class Writer:
             upsert=True,
             session=session,
             return_document=bool(change.return_document),
-            **{name: value for name, value in change.options.items() if name in _OPTIONS},
+            **change.options,
         )
         if change.return_document is not None:
             return Written(new_id, upserted=True, document=before)

@@ -142,6 +142,10 @@ class Shop:
             lambda: f"{self.outbox.status()}: {self.differences()}",
         )
 
+    def agree(self, tap: Tap, seconds: float = 20.0) -> None:
+        """Wait until what was published, in the order of the first time, is what was committed."""
+        wait_for(lambda: tap.first() == self.committed(), seconds, lambda: f"{tap.first()} != {self.committed()}")
+
     def differences(self) -> list[tuple[str, Any, Any]]:
         """Documents whose effects are not what was written: key, written, effects."""
         written, done = self.committed(), self.effects()

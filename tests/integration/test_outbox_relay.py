@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from bson import ObjectId
+from pymongo import monitoring
 from pymongo.database import Database
 
 from mongo_celery import Event, Outbox
 from mongo_celery.outbox.entries import Entry
+from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.redis import MakeRedis
 from tests.integration.outbox_rig import Rig, opened, pending
@@ -239,3 +241,45 @@ def test_events_reach_whoever_has_bound_a_queue_to_the_exchange(rig: Rig) -> Non
             buffer.get(block=False)
         buffer.close()
     assert rig.drain() == []
+
+
+class Concerns(monitoring.CommandListener):
+    """Notes how far each write is acknowledged."""
+
+    def __init__(self) -> None:
+        self.noted: list[object] = []
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None:
+        if event.command_name == "findAndModify":
+            self.noted.append(event.command["writeConcern"]["w"])
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
+        """Nothing."""
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None:
+        """Nothing."""
+
+
+def test_what_is_added_during_a_delivery_is_published_only_after_a_majority_write(
+    rig: Rig, database: Database[Document], make_client: MakeClient
+) -> None:
+    """A fail-over could take it back, and its tasks would have run without it."""
+    seen = Concerns()
+    writer = rig.outbox(at_once=False)
+    writer.insert_one({"_id": 1}, tasks=[rig.add.s(1, 0)])
+    collection = make_client(event_listeners=[seen])[database.name]["orders"]
+    relay = Outbox(rig.app, collection, name="relay", sweep_every=None)
+    publish = relay.publisher.publish
+
+    def publish_and_add(entry: Entry) -> None:
+        publish(entry)
+        seen.noted.append("published")
+        if seen.noted.count("published") == 1:
+            writer.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 1)])
+
+    relay.publisher.publish = publish_and_add  # type: ignore[method-assign]
+    assert relay.dispatch(1).dispatched == 2
+    relay.publisher.close()
+
+    assert rig.sent() == [[1, 0], [1, 1]]
+    assert seen.noted == ["majority", "published", 1, "majority", "published", 1]

@@ -298,3 +298,10 @@ def test_the_index_is_partial_has_its_name_and_is_used_by_the_sweep(rig: Rig, da
     index = database["orders"].index_information()["pending-events"]
     assert index["key"] == [("pendingEvents.count", 1)]
     assert index["partialFilterExpression"] == {"pendingEvents.count": {"$gt": 0}}
+
+
+def test_an_option_that_no_write_knows_is_refused(rig: Rig, database: Database[Document]) -> None:
+    """Dropped silently, it would be believed."""
+    with pytest.raises(TypeError, match="hintt"):
+        rig.outbox().update_one({"_id": 1}, {"$set": {"a": 1}}, upsert=True, tasks=[rig.add.s(1, 1)], hintt="x")
+    assert database["orders"].count_documents({}) == 0
