@@ -21,14 +21,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from celery import Celery
 from celery.signals import after_task_publish, before_task_publish
 from pymongo import InsertOne, MongoClient, UpdateOne, monitoring
-from pymongo.errors import DuplicateKeyError, PyMongoError
+from pymongo.errors import PyMongoError
 
 from mongo_celery import Outbox, transactional
 from mongo_celery.outbox.registry import SWEEP_TASK
@@ -81,9 +80,9 @@ items = Outbox(app, lambda: client()[NAME]["items"], name="items", database=f"{N
 def effect(self: Any, key: str, n: object) -> None:
     """Have an effect once per task id; the numbers stay in the order of their first effect."""
     effects = client()[NAME]["effects"]
-    with suppress(DuplicateKeyError):  # it is there, and has this id
-        push = {"$push": {"ids": self.request.id, "ns": n}}
-        effects.update_one({"_id": key, "ids": {"$ne": self.request.id}}, push, upsert=True)
+    # In two steps: an upsert with the second condition could not tell "has this id" from "was just created".
+    effects.update_one({"_id": key}, {"$setOnInsert": {"ids": [], "ns": []}}, upsert=True)
+    effects.update_one({"_id": key, "ids": {"$ne": self.request.id}}, {"$push": {"ids": self.request.id, "ns": n}})
 
 
 def say(line: str) -> None:

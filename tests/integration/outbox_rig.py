@@ -60,9 +60,9 @@ class Rig:
         self.database = database
         self.app = Celery("rig", broker=broker, backend="cache+memory://", set_as_current=False)
         self.app.conf.update(accept_content=["json", "pickle"], **conf)
-        self.add = self.app.task(name="add")(_add)
-        self.total = self.app.task(name="total")(_total)
-        self.pickled = self.app.task(name="pickled", serializer="pickle")(_same)
+        self.add = self.app.task(name="add", shared=False)(_add)
+        self.total = self.app.task(name="total", shared=False)(_total)
+        self.pickled = self.app.task(name="pickled", serializer="pickle", shared=False)(_same)
         self._redis: Any = redis.Redis.from_url(broker)
         self._outboxes: list[Outbox] = []
 

@@ -31,7 +31,7 @@ def run(task: Any, task_id: str, *args: object) -> Any:
 def test_a_function_with_a_session_runs_once_under_an_id(app: Celery, database: Database[Document]) -> None:
     """Mark and effect are one transaction; Celery sees no parameter `session`."""
 
-    @app.task
+    @app.task(shared=False)
     @once(database["done"])
     def pay(account: str, amount: int, *, session: Any) -> str:
         update = {"$inc": {"balance": amount}}
@@ -51,7 +51,7 @@ def test_a_failure_inside_the_transaction_leaves_no_mark(app: Celery, database: 
     """Neither effect nor mark: the retry runs."""
     fail = [True]
 
-    @app.task
+    @app.task(shared=False)
     @once(database["done"])
     def pay(*, session: Any) -> None:
         database["effects"].insert_one({}, session=session)
@@ -73,7 +73,7 @@ def test_a_function_without_a_session_is_marked_when_it_has_succeeded(
 ) -> None:
     runs: list[int] = []
 
-    @app.task(bind=True)
+    @app.task(bind=True, shared=False)
     @once(lambda: database["done"])
     def send(_task: Any, number: int) -> int:
         runs.append(number)
@@ -94,7 +94,7 @@ def test_a_duplicate_of_what_runs_is_retried_later_and_one_of_what_crashed_runs(
     """A live claim keeps it away; a lapsed one does not."""
     runs: list[str] = []
 
-    @app.task
+    @app.task(shared=False)
     @once(database["done"], claim_ttl=3600)
     def send() -> None:
         runs.append("run")
@@ -114,7 +114,7 @@ def test_a_duplicate_of_what_runs_is_retried_later_and_one_of_what_crashed_runs(
 def test_a_failure_frees_the_claim_at_once(app: Celery, database: Database[Document]) -> None:
     runs: list[int] = []
 
-    @app.task
+    @app.task(shared=False)
     @once(database["done"])
     def send() -> None:
         runs.append(1)
@@ -152,7 +152,7 @@ def test_wrong_use_is_refused_when_the_decorator_runs(app: Celery, database: Dat
     with pytest.raises(ConfigurationError, match="collection"):
         once("done")  # type: ignore[arg-type]
 
-    @app.task
+    @app.task(shared=False)
     def send() -> None: ...
 
     with pytest.raises(ConfigurationError, match="below"):

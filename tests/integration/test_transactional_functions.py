@@ -221,13 +221,13 @@ def test_a_client_that_is_none_is_refused() -> None:
 def test_a_task_is_called_without_a_session(notes: Collection[Document], app: Celery) -> None:
     """Celery checks a call against the signature; bound tasks get themselves first."""
 
-    @app.task
+    @app.task(shared=False)
     @transactional(notes.database.client)
     def plain(text: str, *, session: ClientSession) -> str:
         notes.insert_one({"text": text}, session=session)
         return text
 
-    @app.task(bind=True)
+    @app.task(shared=False, bind=True)
     @transactional(notes.database.client)
     def bound(self: Any, text: str, *, session: ClientSession) -> str:
         notes.insert_one({"text": f"{self.name.rpartition('.')[2]} {text}"}, session=session)
@@ -246,7 +246,7 @@ def test_autoretry_sees_only_what_the_transaction_does_not_repeat(
     """A conflict is repeated inside one run of the task; another error ends it, and Celery runs the task again."""
     runs: list[int] = []
 
-    @app.task(bind=True, autoretry_for=(Exception,), max_retries=3, retry_backoff=False, default_retry_delay=0)
+    @app.task(shared=False, bind=True, autoretry_for=(Exception,), max_retries=3, retry_backoff=False, default_retry_delay=0)
     @transactional(notes.database.client)
     def fragile(self: Any, *, session: ClientSession) -> None:
         runs.append(self.request.retries)
@@ -263,7 +263,7 @@ def test_autoretry_sees_only_what_the_transaction_does_not_repeat(
 def test_a_tasks_own_retry_aborts_and_passes(notes: Collection[Document], app: Celery) -> None:
     """Celery's `Retry` is an error like any other here: what was written before it is gone."""
 
-    @app.task(bind=True, max_retries=1)
+    @app.task(shared=False, bind=True, max_retries=1)
     @transactional(notes.database.client)
     def again(self: Any, *, session: ClientSession) -> None:
         notes.insert_one({"text": f"retry {self.request.retries}"}, session=session)

@@ -157,7 +157,7 @@ def test_a_scrape_finds_gauges_and_counters_for_each_outbox(database: Database[D
     """Gauges of the collection, counters of this process."""
     app = quiet_app()
 
-    @app.task
+    @app.task(shared=False)
     def note(number: int) -> None:
         """Any task."""
 
