@@ -227,12 +227,14 @@ def test_a_stepdown_under_load_costs_time_only(
 
 
 def test_everything_is_done_once_and_in_order_under_random_kills(shop: Shop, redis_url: str) -> None:
-    """Writers, sweepers and workers die all the time, on four documents; then the books are compared."""
+    """Writers, sweepers and sweeping workers die all the time, on four documents; then the books are compared."""
     keys = ["a", "b", "c", "d"]
     shop.items.insert_many([{"_id": key, "ns": []} for key in keys])
     with Tap(redis_url, handing_on=True) as tap:
         shop.beat()
-        workers = [shop.worker(SWEEPS, WORK, alone=True) for _ in range(2)]
+        # The consumer of the effects lives: what a killed one had just taken from Redis is lost to it, outbox or not.
+        shop.worker(WORK, alone=True)
+        workers = [shop.worker(SWEEPS, alone=True) for _ in range(2)]
         soak = shop.program("soak", 1, 12, *keys)
         for number in range(3):
             victim = workers[number]
@@ -240,21 +242,15 @@ def test_everything_is_done_once_and_in_order_under_random_kills(shop: Shop, red
             more = len(tap.published) + 50
             wait_for(lambda more=more: len(tap.published) > more or not soak.running, 40)  # type: ignore[misc]
             victim.kill()
-            workers.append(shop.worker(SWEEPS, WORK, alone=True))
+            workers.append(shop.worker(SWEEPS, alone=True))
         wait_for(lambda: not soak.running, 60)
         assert soak.wait() == 0, soak.text
         deaths = int(soak.wait_for_output(r"deaths (\d+)").group(1))
-
-        wait_for(lambda: not shop.pending(), 60, lambda: str(shop.outbox.status()))
+        shop.settle()
         shop.agree(tap)
-        wait_for(lambda: _sorted(shop.effects()) == _sorted(shop.committed()), 60, lambda: str(shop.differences()))
 
     assert deaths > 20
     assert sum(map(len, shop.committed().values())) > 100
-
-
-def _sorted(numbers: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    return {key: sorted(ns) for key, ns in numbers.items()}
 
 
 def test_a_consumer_that_is_not_celery_receives_cloud_events(shop: Shop, redis_url: str) -> None:

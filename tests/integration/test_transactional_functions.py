@@ -246,7 +246,9 @@ def test_autoretry_sees_only_what_the_transaction_does_not_repeat(
     """A conflict is repeated inside one run of the task; another error ends it, and Celery runs the task again."""
     runs: list[int] = []
 
-    @app.task(shared=False, bind=True, autoretry_for=(Exception,), max_retries=3, retry_backoff=False, default_retry_delay=0)
+    @app.task(
+        shared=False, bind=True, autoretry_for=(Exception,), max_retries=3, retry_backoff=False, default_retry_delay=0
+    )
     @transactional(notes.database.client)
     def fragile(self: Any, *, session: ClientSession) -> None:
         runs.append(self.request.retries)
