@@ -37,7 +37,8 @@ PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     os._exit(1)  # the parent ended before the request: no signal would come any more
-for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and exec would hand that on
+# Python ignores the first two, and a shell the others for what it starts in the background; exec would hand that on.
+for name in ("SIGPIPE", "SIGXFSZ", "SIGINT", "SIGQUIT"):
     signal.signal(getattr(signal, name), signal.SIG_DFL)
 try:
     os.execvp(sys.argv[2], sys.argv[2:])

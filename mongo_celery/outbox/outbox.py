@@ -276,18 +276,31 @@ class Outbox:
 
         A delete that does not go through the outbox takes the pending entries with it.
 
+        Args:
+            filter: which document.
+            session: inside a transaction nothing is delivered, so a document with something pending is refused:
+                a relay would wait for the very transaction that waits for it.
+            options: further options of PyMongo's `delete_one`.
+
         Raises:
             OutboxRefusedError: something could not be delivered; the document is still there.
         """
+        in_transaction = session is not None and session.in_transaction
+        alike = {name: options[name] for name in ("collation", "hint", "let") if name in options}
         empty = {f"{FIELD}.count": {"$not": {"$gt": 0}}}
         reason, document_id = "", None
         for _ in range(_DELETE_ROUNDS):
             guard = {**filter, "$and": [*filter.get("$and", ()), empty]}
             result = self.collection.delete_one(guard, session=session, **options)
-            found = None if result.deleted_count else self.backing.plain.find_one(filter, {"_id": 1}, session=session)
+            if result.deleted_count:
+                return result
+            found = self.backing.plain.find_one(filter, {"_id": 1}, session=session, **alike)
             if found is None:
                 return result
             document_id = found["_id"]
+            if in_transaction:
+                reason = "nothing is delivered inside a transaction"
+                break
             reason = self.backing.relay.deliver(document_id).error or "another relay holds them"
         raise OutboxRefusedError(
             f"document {document_id!r} has pending entries that could not be delivered ({reason}); it was not deleted. "

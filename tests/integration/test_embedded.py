@@ -31,6 +31,8 @@ print("pids", mongo.pid, cache.pid, mongo.members[0].directory.parent, cache.dir
 threading.Event().wait()
 """
 
+_WAITING = "import threading; print('ready', flush=True); threading.Event().wait()"
+
 _PARENT_OF_TWO = """
 import subprocess, threading
 children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
@@ -243,3 +245,15 @@ def test_processes_get_signals_one_by_one_and_leave_no_child(processes: Processe
 
     assert not psutil.pid_exists(second)
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_child_of_a_job_in_the_background_can_be_interrupted(processes: Processes) -> None:
+    """A shell ignores SIGINT for what it starts with `&`; a child in a session of its own must not inherit that."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        child = processes.python("child", "-c", _WAITING)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    wait_for(lambda: "ready" in child.text)
+    child.send(signal.SIGINT)
+    assert child.wait() == -signal.SIGINT

@@ -281,6 +281,21 @@ def test_a_delete_delivers_first(rig: Rig, database: Database[Document]) -> None
     assert database["orders"].count_documents({}) == 1
 
 
+def test_a_delete_in_a_transaction_does_not_wait_for_a_relay_that_waits_for_it(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """A claim outside the transaction would wait for the transaction, which waits for the claim: a minute lost."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    outbox.insert_one({"_id": 2})
+    with database.client.start_session() as session, session.start_transaction():
+        outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, session=session)
+        with pytest.raises(OutboxRefusedError, match="inside a transaction"):
+            outbox.delete_one({"_id": 1}, session=session)
+        assert outbox.delete_one({"_id": 2}, session=session).deleted_count == 1
+    assert [document["_id"] for document in database["orders"].find({}, {"_id": 1})] == [1]
+
+
 def test_a_task_can_be_delayed_with_a_document_at_hand(rig: Rig, database: Database[Document]) -> None:
     """The same result object, and the id of what was sent."""
     database["orders"].insert_one({"_id": 1, "a": 1})
