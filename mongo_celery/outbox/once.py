@@ -4,21 +4,28 @@ Consumers that bear duplicates: what has run under an id does not run again.
 An outbox dispatches at least once, with the same task id each time. `once` remembers ids in a collection, for a
 stated time by the server's clock::
 
-    {_id, state: "running" | "done", until, expiresAt}
+    {_id, state: "running" | "done", owner, until, expiresAt, result: {contentType, contentEncoding, payload}}
+
+The result is remembered too, as Celery would encode it. A worker can die after the function and before Celery has
+sent the next step of a chain; the duplicate then sends that step, with the argument that the first run had for it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from bson import ObjectId
 from bson.codec_options import CodecOptions
-from celery import current_task
+from celery import current_app, current_task
+from celery.exceptions import Ignore, Reject, Retry
+from kombu.serialization import dumps, loads, prepare_accept_content
 from pymongo import ReadPreference, ReturnDocument, WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -33,7 +40,10 @@ from mongo_celery.state.expressions import after, literal
 Duration = float | timedelta
 Source = Collection[Any] | Callable[[], Collection[Any]]
 
+logger = logging.getLogger("mongo_celery.outbox")
+
 _INDEX = "expires-at"
+_RESULT_SIZE_MAX = 2**20
 
 
 def once(
@@ -44,12 +54,15 @@ def once(
     key: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
-    Decorate a Celery task's function so that a repeated delivery of the same message does nothing.
+    Decorate a Celery task's function so that a repeated delivery of the same message does not run it again.
 
     Stands below `@app.task(...)`. If the function has a parameter `session`, the mark and the function's own
     writes are one transaction: its effects in that cluster happen once. Otherwise the mark is written after the
-    function has succeeded, so a crash in between repeats it; while it runs, duplicates are retried later instead
-    of being dropped. An exception, `retry()` included, takes no mark.
+    function has succeeded, so a crash in between repeats it; while it runs, duplicates are sent again for later
+    instead of being dropped, and use up no retries. An exception, `retry()` included, takes no mark.
+
+    A duplicate ends with the result of the run that counted, so what Celery does next is the same: the next step
+    of a chain gets its argument, a chord its part.
 
     Args:
         collection: where ids are remembered, or a callable that returns it; all users of it share the ids.
@@ -60,7 +73,9 @@ def once(
             task just runs the function.
 
     Returns:
-        A decorator. The decorated function returns None where it did nothing.
+        A decorator. Where the decorated function did nothing it returns what it returned before. A result that
+        Celery could not encode, or of more than 1 MB, is not remembered: a duplicate then ends by `Ignore`, and
+        nothing follows it.
 
     Raises:
         ConfigurationError: when the decorator runs, if it cannot work.
@@ -81,6 +96,22 @@ def once(
         return _claimed(function, marks, key)
 
     return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """
+    What came of asking for an id.
+
+    Attributes:
+        owner: of the claim; None if it was not given.
+        wait: seconds after which to ask again, where another run has it.
+        result: as it was stored, where it has run.
+    """
+
+    owner: ObjectId | None = None
+    wait: float | None = None
+    result: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Marks:
@@ -114,19 +145,14 @@ class Marks:
             self._indexed = True
         return opened
 
-    def claim(self, identity: Any) -> tuple[ObjectId | None, float]:
-        """
-        Claim an id to run.
-
-        Returns:
-            The claim, and 0; or None and the seconds after which to try again, which are negative if it is done.
-        """
+    def claim(self, identity: Any) -> Claim:
+        """Claim an id to run."""
         owner, collection = ObjectId(), self.collection
         free = {"_id": identity, "state": "running", "$expr": {"$lte": ["$until", "$$NOW"]}}
         running = {"state": "running", "owner": literal(owner), "until": after(self._claim_ttl)}
         change = [{"$set": {**running, "expiresAt": after(self._claim_ttl + self._keep)}}]
         if collection.find_one_and_update(free, change) is not None:
-            return owner, 0.0
+            return Claim(owner)
         with suppress(DuplicateKeyError):
             found: Any = collection.find_one_and_update(
                 {"_id": identity},
@@ -135,24 +161,28 @@ class Marks:
                 return_document=ReturnDocument.AFTER,
             )
             if found["owner"] == owner:
-                return owner, 0.0
+                return Claim(owner)
             if found["state"] == "done":
-                return None, -1.0
-        return None, min(self._claim_ttl, _RETRY_SECONDS)
+                return Claim(result=found.get("result", {}))
+        return Claim(wait=min(self._claim_ttl, _WAIT_SECONDS))
 
-    def done(self, identity: Any, owner: ObjectId) -> None:
-        """Remember that an id has run."""
-        change = [{"$set": {"state": "done", "expiresAt": after(self._keep)}}]
+    def done(self, identity: Any, owner: ObjectId, result: Mapping[str, Any]) -> None:
+        """Remember that an id has run, and with which result."""
+        change = [{"$set": {"state": "done", "result": literal(result), "expiresAt": after(self._keep)}}]
         self.collection.update_one({"_id": identity, "owner": owner}, change)
 
     def free(self, identity: Any, owner: ObjectId) -> None:
         """Forget a claim whose run has failed."""
         self.collection.delete_one({"_id": identity, "owner": owner, "state": "running"})
 
-    def mark(self, identity: Any, session: ClientSession) -> bool:
-        """Mark an id inside a transaction; False if it is done already. Two at once conflict, and one is repeated."""
-        collection = self.collection
-        found = collection.find_one_and_update(
+    def mark(self, identity: Any, session: ClientSession) -> Mapping[str, Any] | None:
+        """
+        Mark an id inside a transaction. Two at once conflict, and one is repeated.
+
+        Returns:
+            The stored result if it has run already, else None.
+        """
+        found = self.collection.find_one_and_update(
             {"_id": identity},
             [
                 {
@@ -169,10 +199,14 @@ class Marks:
             return_document=ReturnDocument.BEFORE,
             session=session,
         )
-        return found is None
+        return None if found is None else found.get("result", {})
+
+    def note(self, identity: Any, result: Mapping[str, Any], session: ClientSession) -> None:
+        """Add the result to a mark of the same transaction."""
+        self.collection.update_one({"_id": identity}, {"$set": {"result": result}}, session=session)
 
 
-_RETRY_SECONDS = 10.0
+_WAIT_SECONDS = 10.0
 _IS_NEW = {"$eq": [{"$size": {"$objectToArray": "$$ROOT"}}, 1]}
 """An upsert starts from `_id` alone."""
 
@@ -191,9 +225,14 @@ def _in_transaction(
         client = marks.collection.database.client
 
         def body(session: ClientSession) -> Any:
-            if identity is not None and not marks.mark(identity, session):
-                return None
-            return function(*args, session=session, **kwargs)
+            if identity is None:
+                return function(*args, session=session, **kwargs)
+            before = marks.mark(identity, session)
+            if before is not None:
+                return _decoded(identity, before)
+            result = function(*args, session=session, **kwargs)
+            marks.note(identity, _encoded(result), session)
+            return result
 
         return transactional(client).run(body)
 
@@ -210,23 +249,59 @@ def _claimed(function: Callable[..., Any], marks: Marks, key: Callable[..., Any]
         identity = _identity(key, args, kwargs)
         if identity is None:
             return function(*args, **kwargs)
-        owner, pause = marks.claim(identity)
-        if owner is None:
-            if pause < 0:
-                return None
-            if not current_task:
-                raise ConfigurationError(f"{identity!r} is running elsewhere, and outside a task it cannot be retried.")
-            raise current_task.retry(countdown=pause, max_retries=None)
+        claim = marks.claim(identity)
+        if claim.wait is not None:
+            _send_again(identity, claim.wait)
+        if claim.owner is None:
+            return _decoded(identity, claim.result)
         try:
             result = function(*args, **kwargs)
         except BaseException:
             with suppress(PyMongoError):  # else it lapses
-                marks.free(identity, owner)
+                marks.free(identity, claim.owner)
             raise
-        marks.done(identity, owner)
+        marks.done(identity, claim.owner, _encoded(result))
         return result
 
     return call
+
+
+def _send_again(identity: Any, wait: float) -> NoReturn:
+    """Come back later. Not by `Task.retry`: its limit is for failures, and waiting must neither meet it nor use it up."""
+    if not current_task:
+        raise ConfigurationError(f"{identity!r} is running elsewhere, and outside a task it cannot be sent again.")
+    request = current_task.request
+    if request.is_eager:
+        raise current_task.retry(countdown=wait)
+    again = current_task.signature_from_request(request, countdown=wait, retries=request.retries)
+    try:
+        again.apply_async()
+    except Exception as error:
+        raise Reject(error, requeue=True) from error
+    raise Retry(f"{identity!r} is running elsewhere", when=wait, sig=again)  # type: ignore[arg-type] # a number
+
+
+def _encoded(result: object) -> dict[str, Any]:
+    """A result as Celery encodes it for its backend; empty if it cannot, or if it is too large to keep."""
+    app = current_task.app if current_task else current_app
+    try:
+        content_type, encoding, payload = dumps(result, serializer=app.conf.result_serializer)
+    except Exception:  # noqa: BLE001 - whatever a serializer raises: Celery will meet it too, and say so
+        return {}
+    if len(payload) > _RESULT_SIZE_MAX:
+        return {}
+    return {"contentType": content_type, "contentEncoding": encoding, "payload": payload}
+
+
+def _decoded(identity: Any, result: Mapping[str, Any]) -> Any:
+    if not result:
+        logger.info("%r has run, and its result is not remembered", identity)
+        if current_task:
+            raise Ignore(f"{identity!r} has run, and its result is not remembered")
+        return None
+    app = current_task.app if current_task else current_app
+    accepted = prepare_accept_content(app.conf.result_accept_content or app.conf.accept_content)
+    return loads(result["payload"], result["contentType"], result["contentEncoding"], accept=accepted)
 
 
 def _identity(key: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,104 @@
+"""Tasks under `once` in a worker: a step that dies after it has run, parts of a chord that wait for a sign."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from celery import Celery, current_task
+from pymongo import MongoClient
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+
+from mongo_celery import once
+from tests.fixtures.process import wait_for
+
+NAME = os.environ.get("ONCE_NAME", "once")
+URL = os.environ.get("ONCE_MONGO", "mongodb://localhost/")
+BROKER = os.environ.get("ONCE_BROKER", "memory://")
+
+app = Celery("once_project", broker=BROKER, backend=None if BROKER == "memory://" else BROKER)
+app.conf.update(task_acks_late=True, task_reject_on_worker_lost=True, worker_prefetch_multiplier=1)
+
+
+@functools.cache
+def _client(pid: int) -> MongoClient[dict[str, Any]]:
+    del pid  # one client a process
+    return MongoClient(URL)
+
+
+def collection(name: str) -> Collection[dict[str, Any]]:
+    """A collection of this test."""
+    return _client(os.getpid())[NAME][name]
+
+
+def note(**what: object) -> None:
+    """Record that something ran, and as the how many-th retry."""
+    collection("notes").insert_one({**what, "retries": current_task.request.retries})
+
+
+def dies_the_first_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """SIGKILL right after the function, before Celery knows that it has ended."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        result = function(*args)
+        died = collection("deaths")
+        if not died.find_one({"_id": current_task.request.id}):
+            died.insert_one({"_id": current_task.request.id})
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return call
+
+
+@app.task
+@dies_the_first_time
+@once(lambda: collection("done"))
+def charge(order: int) -> dict[str, int]:
+    """The first step of a chain."""
+    note(step="charge", order=order)
+    return {"charge": order * 10}
+
+
+@app.task
+@dies_the_first_time
+@once(lambda: collection("done"))
+def charge_in_transaction(order: int, *, session: ClientSession) -> dict[str, int]:
+    """The same, with its effect and its mark in one transaction."""
+    collection("notes").insert_one({"step": "charge", "order": order, "retries": 0}, session=session)
+    return {"charge": order * 10}
+
+
+@app.task
+@once(lambda: collection("done"))
+def book(charged: dict[str, int], order: int) -> None:
+    """The second step, which needs the first one's result."""
+    note(step="book", order=order, charged=charged)
+
+
+@app.task
+@once(lambda: collection("done"), claim_ttl=1)
+def wait_for_the_dead() -> None:
+    """Claimed by a run that no longer exists."""
+    note(step="waited")
+
+
+@app.task
+@once(lambda: collection("done"), claim_ttl=5)
+def part(name: str) -> str:
+    """One part of a chord; the slow one runs until it is told to end."""
+    note(step="part", name=name)
+    if name == "slow":
+        wait_for(lambda: collection("signs").find_one({}), 60)
+    return name
+
+
+@app.task
+@once(lambda: collection("done"))
+def total(parts: list[str]) -> None:
+    """The body of the chord."""
+    note(step="total", parts=parts)

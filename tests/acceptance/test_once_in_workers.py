@@ -1,0 +1,102 @@
+"""`once` in real workers that die and receive duplicates: chains get their arguments, chords their parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from bson import ObjectId
+from celery import Celery, chain, chord
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import Outbox
+from mongo_celery.outbox.entries import Entry
+from tests.acceptance.chain_rig import QUIET
+from tests.fixtures.process import Processes, ProjectProcess, wait_for
+
+Document = dict[str, Any]
+
+PROJECT = "tests.acceptance.once_project"
+_CLAIM_SECONDS = 6
+
+
+class Project:
+    """A worker of the project, and its database."""
+
+    def __init__(self, database: Database[Document], broker: str, worker: ProjectProcess) -> None:
+        self.database = database
+        self.worker = worker
+        self.app = Celery("writer", broker=broker, backend=broker)
+        self.outbox = Outbox(self.app, database["orders"], at_once=False, sweep_every=None, foreign_tasks=True)
+
+    def task(self, name: str, *args: object, **options: Any) -> Any:
+        return self.app.signature(f"{PROJECT}.{name}", args=args, options=options)
+
+    def notes(self, step: str) -> list[Document]:
+        return list(self.database["notes"].find({"step": step}, {"_id": 0, "step": 0}))
+
+
+@pytest.fixture
+def project(
+    processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str
+) -> Iterator[Project]:
+    name = f"once_{uuid4().hex[:8]}"
+    environment = {"ONCE_NAME": name, "ONCE_MONGO": mongo_url, "ONCE_BROKER": redis_url}
+    worker = processes.celery(PROJECT, "worker", *QUIET, "-c", "3", "-l", "INFO", name="once", environment=environment)
+    worker.wait_for_output("ready", 40)
+    made = Project(mongo_client[name], redis_url, worker)
+    yield made
+    made.outbox.publisher.close()
+    mongo_client.drop_database(name)
+
+
+@pytest.mark.parametrize("first", ["charge", "charge_in_transaction"])
+def test_a_chain_whose_step_died_after_its_work_goes_on_with_the_remembered_result(
+    project: Project, first: str
+) -> None:
+    """The redelivered step does not run again, and the next one gets the argument that it needs."""
+    steps = chain(project.task(first, 7), project.task("book", 7))
+    project.outbox.insert_one({"_id": 1}, tasks=[steps])
+    project.outbox.sweep(older_than=0)
+
+    wait_for(lambda: project.notes("book"), 40)
+    assert project.notes("book") == [{"order": 7, "charged": {"charge": 70}, "retries": 0}]
+    assert project.notes("charge") == [{"order": 7, "retries": 0}]
+    assert project.database["deaths"].count_documents({}) >= 1
+
+
+def test_a_duplicate_waits_for_a_dead_run_however_long_and_uses_up_no_retries(project: Project) -> None:
+    """Celery's limit of three retries is for failures: here more than three waits are needed."""
+    project.database["done"].insert_one({"_id": "t1", "state": "running", "owner": ObjectId(), "until": None})
+    until = {"$dateAdd": {"startDate": "$$NOW", "unit": "second", "amount": _CLAIM_SECONDS}}
+    project.database["done"].update_one({"_id": "t1"}, [{"$set": {"until": until}}])
+    project.task("wait_for_the_dead", task_id="t1").apply_async()
+
+    wait_for(lambda: project.notes("waited"), 40)
+    assert project.notes("waited") == [{"retries": 0}]
+
+
+def test_a_chord_that_is_dispatched_twice_gets_each_part_once(project: Project) -> None:
+    """The duplicate of a finished part counts as that part, and one of a running part is no part of its own."""
+    header = [project.task("part", "quick"), project.task("part", "slow")]
+    project.outbox.insert_one({"_id": 1}, tasks=[chord(header, project.task("total"))])
+    stored = project.database["orders"].find_one({"_id": 1})
+    assert stored is not None
+    entry = Entry.from_document(stored["pendingEvents"]["events"][0])
+    assert isinstance(entry, Entry)
+
+    project.outbox.publisher.publish(entry)
+    wait_for(lambda: len(project.notes("part")) == 2, 40)
+    project.outbox.publisher.publish(entry)  # a relay was killed between publishing and removing
+    project.worker.wait_for_output("running elsewhere", 40)
+    wait_for(lambda: len(re.findall(r"part\[\S+\] succeeded", project.worker.text)) == 2, 40)
+    assert project.notes("total") == [], "the quick part has ended twice, which is not both parts"
+    project.database["signs"].insert_one({})
+
+    wait_for(lambda: project.notes("total"), 40)
+    assert [sorted(each["parts"]) for each in project.notes("total")] == [["quick", "slow"]]
+    assert len(project.notes("part")) == 2
