@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +13,59 @@ from weakref import WeakKeyDictionary
 
 from pymongo.client_session import ClientSession
 
+from mongo_celery.errors import DocumentLockedError
+
 logger = logging.getLogger("mongo_celery.locking")
 
 _FIRST_PAUSE = 0.005
 _GROWTH = 1.5
 _LONGEST_PAUSE = 0.5
 _STEPS_MAX = 20  # the longest pause is reached after twelve; the power of a large number would overflow
+
+_REPETITION_SECONDS = 1.0
+"""A driver's attempt that conflicts later than this after the one before is taken for another transaction's."""
+
+Place = tuple[str, int, bytes]
+"""A lock: its namespace, the number of its call in the attempt, and which of the call's documents."""
+
+
+@dataclass(slots=True)
+class Waits:
+    """
+    How long the locks of one transaction have met conflicts, over its attempts.
+
+    A lock is known by its place in the body: a filter may be another one at each attempt, as one with the time is.
+
+    Attributes:
+        forget_after: seconds without a conflict after which a wait begins anew.
+        calls: lock calls of the attempt so far.
+        conflicts: the first and the last conflict of each lock, on the monotonic clock.
+    """
+
+    forget_after: float = math.inf
+    calls: int = 0
+    conflicts: dict[Place, tuple[float, float]] = field(default_factory=dict)
+
+    def next_call(self) -> int:
+        """The number of a call that begins now."""
+        self.calls += 1
+        return self.calls
+
+    def failed(self) -> None:
+        """The attempt has come to its end by an error, so the next call is the first one of another."""
+        self.calls = 0
+
+    def conflicted(self, place: Place) -> float:
+        """Note a conflict; the seconds since the first one of this wait."""
+        now = time.monotonic()
+        self.conflicts = {each: met for each, met in self.conflicts.items() if now - met[1] <= self.forget_after}
+        first, _ = self.conflicts.get(place, (now, now))
+        self.conflicts[place] = (first, now)
+        return now - first
+
+    def ended(self, place: Place) -> None:
+        """It was locked or given up: the next wait begins anew."""
+        self.conflicts.pop(place, None)
 
 
 @dataclass(slots=True)
@@ -29,20 +77,28 @@ class Attempts:
         deadline: on the monotonic clock; no attempt begins after it.
         count: attempts that have failed.
         transient: the last error after which there was another attempt.
-        conflicts: since when a document has been waited for, by its namespace and filter.
+        waits: how long its locks have met conflicts.
+        locked: raised in this attempt by a lock that does not wait any longer.
         callbacks: to run after the commit; those of an attempt that failed are dropped.
     """
 
     deadline: float
     count: int = 0
     transient: BaseException | None = None
-    conflicts: dict[str, float] = field(default_factory=dict)
+    waits: Waits = field(default_factory=Waits)
+    locked: DocumentLockedError | None = None
     callbacks: list[Callable[[], object]] = field(default_factory=list)
 
     @property
     def remaining(self) -> float:
         """Seconds until the deadline; negative after it."""
         return self.deadline - time.monotonic()
+
+    def begin(self) -> None:
+        """Forget what belonged to the attempt before."""
+        self.locked = None
+        self.waits.calls = 0
+        self.callbacks.clear()
 
     def next_pause(self) -> float:
         """
@@ -65,7 +121,7 @@ class Attempts:
 
 
 _of_session: WeakKeyDictionary[ClientSession, Attempts] = WeakKeyDictionary()
-_foreign: WeakKeyDictionary[ClientSession, Attempts] = WeakKeyDictionary()
+_foreign: WeakKeyDictionary[ClientSession, Waits] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -87,14 +143,19 @@ def attempts_of(session: ClientSession) -> Attempts | None:
     return _of_session.get(session)
 
 
-def waiting_since(session: ClientSession, document: str) -> float:
-    """When a document first conflicted with this transaction, on the monotonic clock; now, if it never has."""
-    known = _of_session.get(session) or _foreign.setdefault(session, Attempts(0.0))
-    return known.conflicts.setdefault(document, time.monotonic())
+def waits_of(session: ClientSession) -> Waits:
+    """
+    The waits of a session's transaction.
+
+    Nobody says when a driver's transaction begins, or whether it repeats another: only the time between conflicts
+    tells that, and an error that the attempt has ended.
+    """
+    attempts = _of_session.get(session)
+    return attempts.waits if attempts is not None else _foreign.setdefault(session, Waits(_REPETITION_SECONDS))
 
 
-def wait_ended(session: ClientSession, document: str) -> None:
-    """A document was locked or given up: the next wait for it begins anew."""
-    for known in (_of_session.get(session), _foreign.get(session)):
-        if known is not None:
-            known.conflicts.pop(document, None)
+def note_locked(session: ClientSession, error: DocumentLockedError) -> None:
+    """The transaction has ended by this error, also if its body catches it."""
+    attempts = _of_session.get(session)
+    if attempts is not None:
+        attempts.locked = error

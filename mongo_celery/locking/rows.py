@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -34,7 +33,7 @@ from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
-from mongo_celery.locking.attempts import wait_ended, waiting_since
+from mongo_celery.locking.attempts import Place, note_locked, waits_of
 from mongo_celery.locking.topology import explained
 from mongo_celery.options import seconds
 
@@ -73,9 +72,12 @@ def select_for_update(
         sort: which document comes first, if several match.
         projection: of what is returned; by default all, the field of the lock too.
         nowait: fail at once with `DocumentLockedError`, instead of letting `transactional` repeat the body.
-        wait: seconds or `timedelta` for which the body is repeated because of this document, over all attempts;
-            then `DocumentLockedError`. It is looked at when an attempt conflicts, so it may be exceeded by a
-            pause and the body's own time. Without it, the limit of `transactional` counts alone.
+        wait: seconds or `timedelta` for which the body is repeated because of this call, over all attempts; then
+            `DocumentLockedError`. It is looked at when an attempt conflicts, so it may be exceeded by a pause and
+            the body's own time. Without it, the limit of `transactional` counts alone. A call is known again by
+            its collection and by being the n-th lock of its attempt; a body that locks in another order at each
+            attempt may wait longer. In transactions that `transactional` does not run, attempts count together
+            only if each conflicts within a second of the one before, whichever transaction it is of.
 
     Returns:
         The document as it is after locking, or None if none matches.
@@ -83,33 +85,17 @@ def select_for_update(
     Raises:
         TransactionRequiredError: the session has no transaction in progress.
         DocumentLockedError: another transaction holds it, or has changed it since this one began, and `nowait` or
-            `wait` says not to wait any longer.
+            `wait` says not to wait any longer. The server has then aborted the transaction, so catch it outside:
+            `transactional` raises it again when a body that has caught it returns or goes on with the session,
+            and the driver's `with_transaction` repeats such a body until its own limit.
         TopologyError: the server is a standalone.
         ConfigurationError: `field` cannot be written, or `nowait` and `wait` exclude each other.
         OperationFailure: a write conflict, labelled as transient. Let it pass to `transactional`.
     """
-    limit = _check(session, field, nowait=nowait, wait=wait)
-    name = f"{collection.full_name} {dict(filter)!r}"
-    try:
-        with explained():
-            found = collection.find_one_and_update(
-                filter,
-                # Two stages: a document in one stage would be merged into what the field held before.
-                [{"$set": {field: {"$literal": _mark(application)}}}, {"$set": {f"{field}.at": "$$NOW"}}],
-                sort=sort,
-                projection=projection,
-                return_document=ReturnDocument.AFTER,
-                session=session,
-            )
-    except OperationFailure as error:
-        if error.code != _WRITE_CONFLICT or limit is None:
-            raise
-        if limit and time.monotonic() - waiting_since(session, name) < limit:
-            raise
-        wait_ended(session, name)
-        raise _locked_error(name, limit) from error
-    wait_ended(session, name)
-    return found
+    bound = _check(session, field, nowait=nowait, wait=wait)
+    place = (collection.full_name, waits_of(session).next_call(), b"")
+    update = _update(field, application)
+    return _lock(collection, filter, update, place, session=session, bound=bound, sort=sort, projection=projection)
 
 
 def select_many_for_update(
@@ -150,9 +136,10 @@ def select_many_for_update(
     Raises:
         TransactionRequiredError, DocumentLockedError, TopologyError, ConfigurationError: as of `select_for_update`.
     """
-    _check(session, field, nowait=nowait, wait=wait)
+    bound = _check(session, field, nowait=nowait, wait=wait)
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
         raise ConfigurationError(f"limit={limit!r} must be 0 for all, or a positive whole number.")
+    call = waits_of(session).next_call()
     by_id = [("_id", 1)]
     with explained():
         wanted = _ids(collection, filter, session, sort=by_id if sort is None else sort, limit=limit)
@@ -160,19 +147,55 @@ def select_many_for_update(
         ordered = wanted if sort is None else _ids(collection, {"_id": {"$in": wanted}}, session, sort=by_id)
     found = {}
     for document_id in ordered:
+        key = _exact(collection, document_id)
         # The filter need not be asked again: the transaction reads one snapshot, and a document that has
         # changed since is a write conflict.
-        found[_exact(collection, document_id)] = select_for_update(
+        found[key] = _lock(
             collection,
             {"_id": document_id},
+            _update(field, application),
+            (collection.full_name, call, key),
             session=session,
-            field=field,
-            application=application,
+            bound=bound,
             projection=projection,
-            nowait=nowait,
-            wait=wait,
         )
     return [found[_exact(collection, document_id)] for document_id in wanted]
+
+
+def _lock(
+    collection: Collection[Any],
+    filter_: Mapping[str, Any],
+    update: list[Document],
+    place: Place,
+    *,
+    session: ClientSession,
+    bound: float | None,
+    sort: Any = None,
+    projection: Any = None,
+) -> Any:
+    waits = waits_of(session)
+    try:
+        with explained():
+            found = collection.find_one_and_update(
+                filter_,
+                update,
+                sort=sort,
+                projection=projection,
+                return_document=ReturnDocument.AFTER,
+                session=session,
+            )
+    except BaseException as error:
+        waits.failed()
+        if not isinstance(error, OperationFailure) or error.code != _WRITE_CONFLICT or bound is None:
+            raise
+        if bound and waits.conflicted(place) < bound:
+            raise
+        waits.ended(place)
+        locked = _locked_error(f"{collection.full_name} {dict(filter_)!r}", bound)
+        note_locked(session, locked)
+        raise locked from error
+    waits.ended(place)
+    return found
 
 
 def _ids(collection: Collection[Any], filter_: Any, session: ClientSession, *, sort: Any, limit: int = 0) -> list[Any]:
@@ -207,8 +230,10 @@ def _check(session: object, field: str, *, nowait: bool, wait: float | timedelta
     return limit
 
 
-def _mark(application: str | None) -> Document:
-    return {"application": application or f"{socket.gethostname()}:{os.getpid()}", "at": None, "id": ObjectId()}
+def _update(field: str, application: str | None) -> list[Document]:
+    mark = {"application": application or f"{socket.gethostname()}:{os.getpid()}", "at": None, "id": ObjectId()}
+    # Two stages: a document in one stage would be merged into what the field held before.
+    return [{"$set": {field: {"$literal": mark}}}, {"$set": {f"{field}.at": "$$NOW"}}]
 
 
 def _locked_error(name: str, limit: float) -> DocumentLockedError:

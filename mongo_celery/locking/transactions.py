@@ -12,7 +12,8 @@ seconds that does not bound a call to a server that hangs; here the limit is the
 | the answer of the commit is lost | the commit again: the server knows whether it was done |
 | the commit finds the transaction gone | a pause, the body again |
 | any other error of the body | aborted, the error passes through unchanged |
-| the time is used up | aborted, TransactionTimeoutError |
+| a lock is given up, and the body catches that | aborted, the DocumentLockedError all the same |
+| the time is used up before a commit is tried | aborted, TransactionTimeoutError with the outcome `aborted` |
 | the time is used up while no commit was answered | TransactionTimeoutError with the outcome `unknown` |
 | the process dies | the server aborts after `transactionLifetimeLimitSeconds`, 60 by default |
 """
@@ -54,6 +55,9 @@ _MAX_TIME_EXPIRED = 50
 _ABORT_SECONDS = 2.0
 _ROUND_TRIP = 0.25
 """Seconds before the deadline from which on a call that timed out did so because of the deadline."""
+
+_COMMIT_MARGIN = 0.01
+"""Seconds, beside a round trip, that must be left for a commit: PyMongo sends none for which there is no time."""
 
 
 def after_commit(session: ClientSession, callback: Callable[[], object]) -> bool:
@@ -99,11 +103,16 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
     One object serves any number of calls, threads and functions.
 
+    A `DocumentLockedError` is to be caught outside: the server has aborted the transaction by then. If the body
+    catches it and returns, or goes on with the session, the transaction ends with that error all the same.
+
     Args:
         client: the client, or a callable that returns it (prefork workers make theirs after the fork).
         timeout: seconds or `timedelta` for all attempts; no attempt begins later, and no call to a server inside
-            lasts longer, by whatever client. Code that calls no server is not interrupted. An abort has up to
-            2 s of its own: a transaction that is not aborted keeps its documents locked.
+            lasts longer, by whatever client. Code that calls no server is not interrupted; if the time is used up
+            when the body returns, the transaction is aborted instead of committed. An abort has up to 2 s of its
+            own: a transaction that is not aborted keeps its documents locked. A shorter `pymongo.timeout` of the
+            caller's ends the calls earlier, but is not known here: a commit that it forbids is `unknown`.
         read_concern: by default snapshot.
         write_concern: by default majority.
         read_preference: by default the primary.
@@ -111,7 +120,9 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
     Raises:
         ConfigurationError: it decorates what it cannot run, such as a Celery task.
         TransactionTimeoutError: from the call, when the time is used up. Its attribute `outcome` is `aborted`, or
-            `unknown` when a commit was sent and not answered.
+            `unknown` when a commit was tried and not answered: it may be done, or may never have been sent, and
+            then the documents stay locked until the server ends the transaction.
+        DocumentLockedError: from the call, when the body caught that of a lock inside.
         TopologyError: from the call, on a standalone server.
     """
 
@@ -192,8 +203,10 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
             if error is not None:
                 _abort(session)
                 explain(error)
+                _raise_locked(attempts, error)
                 return
             if session.in_transaction:
+                _check_committable(session, attempts)
                 _commit(session, attempts)
             else:
                 attempts.callbacks.clear()
@@ -210,13 +223,14 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
     def _repeat(self, session: ClientSession, attempts: Attempts, body: Callable[[ClientSession], Result]) -> Result:
         while True:
-            attempts.callbacks.clear()
+            attempts.begin()
             session.start_transaction(**self._options)
             try:
                 with explained():
                     result = body(session)
             except BaseException as error:
                 _abort(session)
+                _raise_locked(attempts, error)
                 if not _has_label(error, _TRANSIENT):
                     if _hit_the_deadline(error, attempts):
                         raise _timed_out(attempts, error, "aborted") from error
@@ -226,6 +240,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
             if not session.in_transaction:
                 attempts.callbacks.clear()  # the body has ended the transaction itself; who knows how
                 return result
+            _check_committable(session, attempts)
             try:
                 _commit(session, attempts)
             except PyMongoError as error:
@@ -239,6 +254,29 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 class _HasSignature(Protocol):
     __signature__: inspect.Signature
     __wrapped__: object
+
+
+def _raise_locked(attempts: Attempts, error: BaseException) -> None:
+    """After a lock was given up, what the body sent fails as if to be repeated, and would only meet the lock again."""
+    if attempts.locked is not None and _has_label(error, _TRANSIENT):
+        raise attempts.locked
+
+
+def _check_committable(session: ClientSession, attempts: Attempts) -> None:
+    """Abort, and raise, where a first commit could not succeed."""
+    if attempts.locked is not None:
+        _abort(session)
+        raise attempts.locked
+    # Once PyMongo has refused a commit, it aborts no more, and the documents would stay locked.
+    if attempts.remaining < _round_trip(session) + _COMMIT_MARGIN:
+        _abort(session)
+        raise _timed_out(attempts, None, "aborted") from attempts.transient
+
+
+def _round_trip(session: ClientSession) -> float:
+    """Seconds that PyMongo takes a command to need for its way."""
+    servers = session.client.topology_description.server_descriptions().values()
+    return max((server.min_round_trip_time for server in servers if server.is_writable), default=0.0)
 
 
 def _commit(session: ClientSession, attempts: Attempts) -> None:
@@ -287,13 +325,22 @@ def _hit_the_deadline(error: BaseException, attempts: Attempts) -> bool:
     return isinstance(error, PyMongoError) and error.timeout and attempts.remaining < _ROUND_TRIP
 
 
-def _timed_out(attempts: Attempts, error: BaseException, outcome: str) -> TransactionTimeoutError:
+def _timed_out(attempts: Attempts, error: BaseException | None, outcome: str) -> TransactionTimeoutError:
     ending = "was aborted" if outcome == "aborted" else "may or may not be committed: no commit was answered"
     # A last attempt may have no time but to time out; what the ones before it met is the reason.
     met = dict.fromkeys(short(each) for each in (attempts.transient, error) if each is not None)
+    reasons = []
+    if error is None:
+        reasons.append(
+            "When its body returned, no time was left to commit. Shorten the body, or give a larger timeout=."
+        )
+    if met:
+        reasons.append(
+            f"The last errors were: {'; '.join(met)}. Look for a holder that stands still, for contention, or for an "
+            "election; then try again.",
+        )
     return TransactionTimeoutError(
-        f"The time for repeating the transaction is used up; it {ending}. The last errors were: {'; '.join(met)}. Look "
-        "for a holder that stands still, for contention, or for an election; then try again.",
+        f"The time for repeating the transaction is used up; it {ending}. {' '.join(reasons)}",
         outcome=outcome,
     )
 

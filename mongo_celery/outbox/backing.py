@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
@@ -19,11 +20,12 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import after_commit
 from mongo_celery.options import seconds
 from mongo_celery.outbox import index
+from mongo_celery.outbox.change import NOT_PINNED, Written
 from mongo_celery.outbox.dead_letters import COLLECTION, DeadLetters
 from mongo_celery.outbox.metrics import Counters, OutboxStatus
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Relay
-from mongo_celery.outbox.writes import Writer, Written
+from mongo_celery.outbox.writes import Writer
 from mongo_celery.redaction import short
 
 logger = logging.getLogger("mongo_celery.outbox")
@@ -31,6 +33,9 @@ logger = logging.getLogger("mongo_celery.outbox")
 Duration = float | timedelta
 Source = Collection[Any] | Callable[[], Collection[Any]]
 _SECONDS_MAX = 3600.0
+_CLAIM_SECONDS_MIN = 0.1
+_SLOW_SECONDS = 1.0
+_REST_SECONDS = 5.0
 
 
 class Backing:
@@ -63,9 +68,10 @@ class Backing:
         for name, value in (("max_pending", max_pending), ("max_attempts", max_attempts)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
-        if not isinstance(source, Collection) and not callable(source):
+        if not isinstance(source, Collection) and (isinstance(source, type) or not callable(source)):
             raise ConfigurationError(
-                f"{source!r} is no PyMongo collection and no callable that returns one; pass client.db.collection."
+                f"{source!r} is no PyMongo collection and no callable that returns one; pass client.db.collection, or "
+                "for a Django model lambda: connection.get_collection(Model._meta.db_table).",
             )
         self.app = app
         self.publisher = publisher
@@ -74,8 +80,11 @@ class Backing:
         self._source = source
         self._database = database
         self._claim_ttl = bounded(claim_ttl, "claim_ttl")
+        if self._claim_ttl < _CLAIM_SECONDS_MIN:
+            raise ConfigurationError(f"claim_ttl={claim_ttl!r} leaves no time to publish in; give it seconds.")
         self._max_pending = max_pending
         self._max_attempts = max_attempts
+        self._tired_until = 0.0
 
     @cached_property
     def collection(self) -> Collection[Any]:
@@ -95,6 +104,11 @@ class Backing:
         return self.collection.with_options(
             codec_options=CodecOptions(tz_aware=True, uuid_representation=given.uuid_representation)
         )
+
+    @cached_property
+    def latest(self) -> Collection[dict[str, Any]]:
+        """The same, read as updates see it: also what a majority does not have yet."""
+        return self.plain.with_options(read_concern=ReadConcern("local"))
 
     @cached_property
     def writer(self) -> Writer:
@@ -128,21 +142,33 @@ class Backing:
 
     def may_claim(self, session: ClientSession | None) -> bool:
         """Whether a write may claim its document in order to dispatch at once."""
-        return self.at_once and not (session is not None and session.in_transaction)
+        return self.at_once and not self._is_tired and not (session is not None and session.in_transaction)
+
+    @property
+    def _is_tired(self) -> bool:
+        """Whether a broker has kept a writer waiting a moment ago: not every write shall wait for it in turn."""
+        return time.monotonic() < self._tired_until
 
     def dispatch_at_once(self, written: Written, session: ClientSession | None) -> None:
         """The fast path: whatever goes wrong, the entries are in the document, and the sweep finds them."""
         document_id = written.document_id
-        if not self.at_once or not (written.matched or written.upserted):
+        if not self.at_once or not (written.matched or written.upserted) or document_id is NOT_PINNED:
             return
         if session is not None and session.in_transaction:
             after_commit(session, lambda: self.dispatch_at_once(Written(document_id, matched=True), None))
             return
+        if self._is_tired and written.owner is None:
+            return
+        started = time.monotonic()
         try:
             if written.owner is None or written.events is None:
-                self.relay.deliver(document_id, judge=False)
+                delivery = self.relay.deliver(document_id, judge=False)
             else:
-                self.relay.deliver_claimed(document_id, written.events, written.owner, written.claimed_at, judge=False)
+                delivery = self.relay.deliver_claimed(
+                    document_id, written.events, written.owner, written.claimed_at, judge=False
+                )
+            if delivery.error is not None and time.monotonic() - started > _SLOW_SECONDS:
+                self._tired_until = time.monotonic() + _REST_SECONDS
         except Exception as error:  # noqa: BLE001 - the write is acknowledged: nothing that comes after it may say otherwise
             logger.warning("outbox: document %r is left to the sweep: %s", document_id, short(error))
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from bson import ObjectId
+from bson import encode as bson_encode
 from pymongo import DeleteMany, DeleteOne, InsertOne, ReplaceOne, UpdateMany, UpdateOne
 from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.outbox import pending
+from mongo_celery.outbox.change import NOT_PINNED, pinned_id, refuse_replacement
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.events import Event
-from mongo_celery.outbox.writes import NOT_PINNED, Writer, pinned_id
+from mongo_celery.outbox.writes import Writer
 
 MakeEntries = Callable[[Sequence[object], Sequence[Event], object], list[Entry]]
 
@@ -60,15 +62,17 @@ def write_in_bulk(
     Raises:
         OutboxRefusedError: before anything was written.
     """
-    requests, added = [], dict[Any, int]()
+    requests, known, added = [], dict[bytes, Any](), list[tuple[Any, int]]()
     for write in writes:
         document_id = _id_of(write.request)
         entries = make_entries(write.tasks, write.events, None if document_id is _UNKNOWN else document_id)
         requests.append(_with_entries(writer, write.request, entries, document_id))
         if entries and document_id is not _UNKNOWN:
-            added[document_id] = added.get(document_id, 0) + len(entries)
+            known[bson_encode({"": document_id})] = document_id
+        if entries and not isinstance(write.request, InsertOne):
+            added.append((write.request._filter, len(entries)))  # noqa: SLF001
     writer.refuse_full_documents(added, session)
-    return writer.collection.bulk_write(requests, ordered=ordered, session=session), list(added)
+    return writer.collection.bulk_write(requests, ordered=ordered, session=session), list(known.values())
 
 
 _UNKNOWN = object()
@@ -78,7 +82,7 @@ def _id_of(request: Any) -> Any:
     if isinstance(request, InsertOne):
         return request._doc.setdefault("_id", ObjectId())  # noqa: SLF001 - PyMongo's requests show nothing in public
     if isinstance(request, (UpdateOne, ReplaceOne)):
-        pinned = pinned_id(request._filter)  # noqa: SLF001
+        pinned = NOT_PINNED if request._collation else pinned_id(request._filter)  # noqa: SLF001
         return _UNKNOWN if pinned is NOT_PINNED else pinned
     return _UNKNOWN
 
@@ -88,17 +92,21 @@ def _with_entries(writer: Writer, request: Any, entries: Sequence[Entry], docume
         raise OutboxRefusedError("a bulk write cannot deliver before it deletes; use the outbox's delete_one.")
     document = request._doc  # noqa: SLF001
     if isinstance(request, UpdateMany):
+        if request._upsert:  # noqa: SLF001
+            pending.refuse_in_filter(request._filter)  # noqa: SLF001
         if entries:
             raise OutboxRefusedError("UpdateMany cannot carry tasks or events: each document needs its own entries.")
         pending.refuse_own_field(document)
         return request
     if isinstance(request, InsertOne):
-        pending.refuse_own_field(document)
+        pending.refuse_in_document(document)
         return InsertOne(writer.insertion(document, entries, claim=False)[0]) if entries else request
     if not isinstance(request, (UpdateOne, ReplaceOne)):
         raise OutboxRefusedError(f"{type(request).__name__} is no request of a bulk write that the outbox knows.")
+    if request._upsert:  # noqa: SLF001
+        pending.refuse_in_filter(request._filter)  # noqa: SLF001
     if isinstance(request, ReplaceOne):
-        pending.refuse_own_field(document)
+        refuse_replacement(document)
         new_id = ObjectId() if document_id is _UNKNOWN else document_id
         update: Any = pending.replacement_with_entries(document, entries, None, new_id)
     elif entries:

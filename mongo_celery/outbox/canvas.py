@@ -14,9 +14,10 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
-from celery import Celery
+from celery import Celery, current_task
+from celery.backends.base import DisabledBackend
 from celery.canvas import Signature
-from kombu.serialization import dumps
+from kombu.serialization import dumps, prepare_accept_content
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.redaction import short
@@ -47,14 +48,26 @@ def frozen(app: Celery, signature: object, now: datetime, first_id: str) -> Sign
             f"{type(signature).__name__} is no Celery signature; pass task.s(...), or a chain, group or chord of them."
         )
     copy = signature.clone()
-    _refuse_shape(copy, top=True)
+    _refuse_shape(app, copy, top=True)
     if copy.subtask_type is None:
         copy.options.setdefault("task_id", first_id)
     _name_all(copy)
     if copy.subtask_type == "chain":
         copy = _prepared(app, copy)
     _make_absolute(copy, now)
+    if copy.subtask_type is None:
+        _set_ancestors(copy)
     return copy
+
+
+def _set_ancestors(task: Any) -> None:
+    """Root and parent as `delay()` would say them now; at dispatch Celery would name the sweep."""
+    request = current_task.request if current_task else None
+    if request is None or request.called_directly:
+        task.options.setdefault("root_id", task.options["task_id"])
+    else:
+        task.options.setdefault("root_id", request.root_id or request.id)
+        task.options.setdefault("parent_id", request.id)
 
 
 def leaves(signature: Any) -> Iterator[Any]:
@@ -81,7 +94,14 @@ def encoded(app: Celery, signature: Any) -> tuple[str, str, Any]:
     for head in heads(signature):
         _check_arguments(app, head)
     whole = serializers[0] if len(set(serializers)) == 1 or signature.subtask_type is None else None
-    return _encode(dict(signature), whole or str(app.conf.task_serializer), signature.task)
+    content_type, encoding, payload = _encode(dict(signature), whole or str(app.conf.task_serializer), signature.task)
+    if content_type not in (prepare_accept_content(app.conf.accept_content) or ()):
+        raise OutboxRefusedError(
+            f"{signature.task} is encoded as {content_type}, which this app does not accept: no relay could read it. "
+            "Add its serializer to accept_content.",
+            task=signature.task,
+        )
+    return content_type, encoding, payload
 
 
 def representation(signature: Any, length: int) -> str:
@@ -112,7 +132,7 @@ def _linked(signature: Any) -> Iterator[Any]:
                 yield link if isinstance(link, Signature) else Signature.from_dict(dict(link))
 
 
-def _refuse_shape(signature: Any, *, top: bool) -> None:
+def _refuse_shape(app: Celery, signature: Any, *, top: bool) -> None:
     """Refuse what is empty, unknown, or would get new ids at each dispatch."""
     kind = signature.subtask_type
     if kind not in (None, "chain", "group", "chord"):
@@ -126,13 +146,15 @@ def _refuse_shape(signature: Any, *, top: bool) -> None:
         raise OutboxRefusedError(f"an empty {kind} starts nothing; give it at least one task, and a chord its body.")
     if kind == "chord" and not _header(signature):
         raise OutboxRefusedError("a chord without a header starts nothing; give it at least one task.")
+    if kind == "chord" and isinstance(app.backend, DisabledBackend):
+        raise OutboxRefusedError("a chord needs a result backend, and this app has none: set result_backend.")
     if kind == "chain" and not top and any(part.subtask_type in ("group", "chord") for part in parts):
         raise OutboxRefusedError(
             "a chain with a group or chord in it, inside another group or chord, gets new ids at each dispatch; "
             "let a task start the inner part, or store the parts as entries of their own.",
         )
     for part in parts:
-        _refuse_shape(part, top=False)
+        _refuse_shape(app, part, top=False)
 
 
 def _name_all(signature: Any) -> None:

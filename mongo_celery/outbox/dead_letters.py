@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from pymongo.collection import Collection
-from pymongo.errors import DuplicateKeyError
+from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
 
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.redaction import short
 
 COLLECTION = "outbox_dead_letters"
 _TRACEBACK_CHARS = 8000
+_TOO_LARGE = {2, 10334, 17419, 17420}
 
 
 class DeadLetters:
@@ -42,11 +44,17 @@ class DeadLetters:
             "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
         }
         try:
-            self._collection.update_one(
-                {"_id": letter.pop("_id")}, {"$setOnInsert": letter, "$currentDate": {"at": True}}, upsert=True
-            )
-        except DuplicateKeyError:  # two relays at once; the other's is the same
-            return
+            self._add(letter)
+        except (DocumentTooLarge, OperationFailure) as too_large:
+            if isinstance(too_large, OperationFailure) and too_large.code not in _TOO_LARGE:
+                raise
+            # An entry that fills its document leaves a letter no room for more than itself.
+            self._add(letter | {"error": type(error).__name__, "traceback": ""})
+
+    def _add(self, letter: dict[str, Any]) -> None:
+        change = {"$setOnInsert": {name: value for name, value in letter.items() if name != "_id"}}
+        with suppress(DuplicateKeyError):  # two relays at once; the other's is the same
+            self._collection.update_one({"_id": letter["_id"]}, change | {"$currentDate": {"at": True}}, upsert=True)
 
     def count(self) -> int:
         """How many there are."""

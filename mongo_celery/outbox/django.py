@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pymongo.errors import DuplicateKeyError
+
 from mongo_celery.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ def save(outbox: Outbox, instance: Any, *, tasks: Sequence[object], events: Sequ
     commit. Afterwards the instance has its primary key, and `pre_save` and `post_save` were sent.
 
     Raises:
-        ConfigurationError: it is no instance of a model, or one of another collection.
+        ConfigurationError: it is no instance of a model, one of another collection, or has an expression as a value.
+        IntegrityError: Django's; a value that must be unique is there already.
         OutboxRefusedError: nothing was written.
     """
     meta = getattr(instance, "_meta", None)
@@ -39,14 +42,18 @@ def save(outbox: Outbox, instance: Any, *, tasks: Sequence[object], events: Sequ
     if len(meta.get_parent_list()) and not meta.proxy:
         raise ConfigurationError(f"{type(instance).__name__} inherits from a model with a collection of its own.")
 
-    from django.db import connections, router
+    from django.db import IntegrityError, connections, router
     from django.db.models.signals import post_save, pre_save
 
-    model = meta.concrete_model
+    model = type(instance)
+    instance._prepare_related_fields_for_save(operation_name="save")  # noqa: SLF001 - as Django's own `save` does first
     alias = router.db_for_write(model, instance=instance)
     connection = connections[alias]
     pre_save.send(sender=model, instance=instance, raw=False, using=alias, update_fields=None)
-    created = _write(outbox, instance, connection, tasks=tasks, events=events)
+    try:
+        created = _write(outbox, instance, connection, tasks=tasks, events=events)
+    except DuplicateKeyError as error:
+        raise IntegrityError(str(error)) from error
     instance._state.adding, instance._state.db = False, alias  # noqa: SLF001 - Django's own place for it
     post_save.send(sender=model, instance=instance, created=created, raw=False, using=alias, update_fields=None)
     return instance
@@ -59,7 +66,12 @@ def _write(outbox: Outbox, instance: Any, connection: Any, *, tasks: Sequence[ob
     session = getattr(connection, "session", None)
     values = {}
     for field in meta.concrete_fields:
-        prepared = field.get_db_prep_save(field.pre_save(instance, adding), connection)
+        value = field.pre_save(instance, adding)
+        if hasattr(value, "resolve_expression"):
+            raise ConfigurationError(
+                f"{field.name} is a database expression, such as F(); use outbox.update_one with an update operator."
+            )
+        prepared = field.get_db_prep_save(value, connection)
         if not field.primary_key:
             values[field.column] = prepared
     column = meta.pk.column
@@ -69,7 +81,7 @@ def _write(outbox: Outbox, instance: Any, connection: Any, *, tasks: Sequence[ob
         instance.pk = meta.pk.to_python(inserted.inserted_id)
         return True
     identity = meta.pk.get_db_prep_save(instance.pk, connection)
-    if adding:
+    if adding and meta.pk.has_default():  # Django takes it for a new one, too
         outbox.insert_one({column: identity, **values}, **given)
         return True
     return outbox.update_one({column: identity}, {"$set": values}, upsert=True, **given).matched_count == 0

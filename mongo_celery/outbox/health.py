@@ -63,7 +63,7 @@ class Health:
                 f"The broker does not answer: {self.broker_error}. Writes go on, and entries wait in MongoDB until it "
                 "is back.",
             )
-        elif self.late:
+        elif self.late and self.status.failing < self.status.documents:
             found.append(self._late_sweep())
         if self.status.failing:
             found.append(

@@ -18,9 +18,9 @@ from bson import json_util
 from bson.binary import UuidRepresentation
 
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.outbox.change import Change
 from mongo_celery.outbox.entries import FIELD, Entry
 from mongo_celery.outbox.publisher import BrokerUnavailableError
-from mongo_celery.outbox.writes import Change
 from mongo_celery.redaction import short
 
 if TYPE_CHECKING:

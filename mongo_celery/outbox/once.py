@@ -267,7 +267,7 @@ def _claimed(function: Callable[..., Any], marks: Marks, key: Callable[..., Any]
 
 
 def _send_again(identity: Any, wait: float) -> NoReturn:
-    """Come back later. Not by `Task.retry`: its limit is for failures, and waiting must neither meet it nor use it up."""
+    """Come back later. Not by `Task.retry`: its limit is for failures; waiting must neither meet it nor use it up."""
     if not current_task:
         raise ConfigurationError(f"{identity!r} is running elsewhere, and outside a task it cannot be sent again.")
     request = current_task.request

@@ -20,6 +20,7 @@ from mongo_celery.options import DEFAULT_DATABASE, seconds
 from mongo_celery.outbox import pending, registry
 from mongo_celery.outbox.backing import Backing, Duration, Source, bounded
 from mongo_celery.outbox.bulk import Write, write_in_bulk
+from mongo_celery.outbox.change import Change, Written, refuse_replacement
 from mongo_celery.outbox.dead_letters import DeadLetters
 from mongo_celery.outbox.entries import FIELD, Entry, event_entry, task_entry
 from mongo_celery.outbox.events import Event
@@ -27,9 +28,10 @@ from mongo_celery.outbox.metrics import OutboxStatus
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import sweep_all, sweep_one
-from mongo_celery.outbox.writes import Change, Written, size_errors
+from mongo_celery.outbox.writes import size_errors
 
 _DELETE_ROUNDS = 3
+_HELD = "another relay holds them, or they wait to be tried again after a failure"
 
 
 class Outbox:
@@ -140,7 +142,7 @@ class Outbox:
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
         """
-        pending.refuse_own_field(document)
+        pending.refuse_in_document(document)
         if "_id" not in document:
             document["_id"] = ObjectId()
         entries = self._entries(tasks, events, document["_id"])
@@ -172,6 +174,8 @@ class Outbox:
             OutboxRefusedError: nothing was written; the message says why.
         """
         entries = self._entries(tasks, events, filter.get("_id"))
+        if upsert:
+            pending.refuse_in_filter(filter)
         if not entries:
             pending.refuse_own_field(update)
             return self.collection.update_one(filter, update, upsert=upsert, session=session, **options)
@@ -197,9 +201,9 @@ class Outbox:
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
         """
-        pending.refuse_own_field(replacement)
-        if any(str(key).startswith("$") for key in replacement):
-            raise ValueError("replacement can not include $ operators")  # PyMongo's own words
+        refuse_replacement(replacement)
+        if upsert:
+            pending.refuse_in_filter(filter)
         entries = self._entries(tasks, events, filter.get("_id"))
         sort = options.pop("sort", None)
         change = Change(filter=filter, replacement=replacement, upsert=upsert, sort=sort, options=options)
@@ -227,6 +231,8 @@ class Outbox:
         """
         entries = self._entries(tasks, events, filter.get("_id"))
         given = {"projection": projection, "sort": sort, "upsert": upsert, "return_document": return_document}
+        if upsert:
+            pending.refuse_in_filter(filter)
         if not entries:
             pending.refuse_own_field(update)
             return self.collection.find_one_and_update(filter, update, session=session, **given, **options)
@@ -256,12 +262,13 @@ class Outbox:
         Raises:
             OutboxRefusedError: a request that changes many documents or deletes cannot carry entries, and a
                 document that is full; nothing was written.
+            PyMongoError: as PyMongo's `bulk_write`, also for a document that would be larger than 16 MB; then
+                other requests may have been carried out, and the error says which.
         """
         writes = [Write.of(request, tasks, events) for request in requests]
-        with size_errors(self.collection.full_name):
-            result, ids = write_in_bulk(self.backing.writer, writes, self._entries, ordered=ordered, session=session)
-        for document_id in ids:
-            self.backing.dispatch_at_once(Written(document_id, matched=True), session)
+        result, ids = write_in_bulk(self.backing.writer, writes, self._entries, ordered=ordered, session=session)
+        for each in ids:
+            self.backing.dispatch_at_once(Written(each, matched=True), session)
         return result
 
     def delete_one(
@@ -278,8 +285,7 @@ class Outbox:
 
         Args:
             filter: which document.
-            session: inside a transaction nothing is delivered, so a document with something pending is refused:
-                a relay would wait for the very transaction that waits for it.
+            session: in a transaction nothing is delivered (a relay would wait for it), so what waits is refused.
             options: further options of PyMongo's `delete_one`.
 
         Raises:
@@ -294,14 +300,14 @@ class Outbox:
             result = self.collection.delete_one(guard, session=session, **options)
             if result.deleted_count:
                 return result
-            found = self.backing.plain.find_one(filter, {"_id": 1}, session=session, **alike)
+            found = self.backing.latest.find_one(filter, {"_id": 1}, session=session, **alike)
             if found is None:
                 return result
             document_id = found["_id"]
             if in_transaction:
                 reason = "nothing is delivered inside a transaction"
                 break
-            reason = self.backing.relay.deliver(document_id).error or "another relay holds them"
+            reason = self.backing.relay.deliver(document_id).error or _HELD
         raise OutboxRefusedError(
             f"document {document_id!r} has pending entries that could not be delivered ({reason}); it was not deleted. "
             "Try again when they are.",

@@ -76,17 +76,18 @@ def replacement_with_entries(
     A pipeline that replaces a document and keeps its `_id` and what is pending.
 
     Args:
-        replacement: the new document.
+        replacement: the new document; an `_id` in it must be the document's own, or the server refuses it.
         entries: to append; may be empty.
         claim: owner and seconds, to claim the document in the same write.
-        new_id: `_id` of a document that an upsert creates.
+        new_id: `_id` of a document that an upsert creates, where neither filter nor replacement says one.
     """
+    identity = literal(replacement["_id"]) if "_id" in replacement else {"$ifNull": ["$_id", literal(new_id)]}
     return [
         {
             "$replaceWith": {
                 "$mergeObjects": [
                     literal(dict(replacement)),
-                    {"_id": {"$ifNull": ["$_id", literal(new_id)]}},
+                    {"_id": identity},
                     {FIELD: _appended(entries, claim)},
                 ],
             },
@@ -94,17 +95,29 @@ def replacement_with_entries(
     ]
 
 
-def refuse_own_field(update: Update) -> None:
-    """Refuse an update, pipeline or document that names `pendingEvents`."""
-    if isinstance(update, Mapping):
-        if any(str(key).startswith("$") for key in update):
-            for operator, change in update.items():
-                if isinstance(change, Mapping):
-                    _refuse_paths(change)
-                    if operator == "$rename":
-                        _refuse_paths(dict.fromkeys(map(str, change.values())))
+def refuse_in_document(document: Mapping[str, Any]) -> None:
+    """Refuse a document that names `pendingEvents`."""
+    _refuse_paths(document)
+
+
+def refuse_in_filter(filter: Mapping[str, Any]) -> None:  # noqa: A002 - PyMongo's word
+    """Refuse the filter of an upsert that names `pendingEvents`: the server would copy it into the new document."""
+    for name, condition in filter.items():
+        if name in {"$and", "$or"}:
+            for each in condition:
+                refuse_in_filter(each)
         else:
-            _refuse_paths(update)
+            _refuse_paths({name: None})
+
+
+def refuse_own_field(update: Update) -> None:
+    """Refuse an update or pipeline that names `pendingEvents`."""
+    if isinstance(update, Mapping):
+        for operator, change in update.items():
+            if isinstance(change, Mapping):
+                _refuse_paths(change)
+                if operator == "$rename":
+                    _refuse_paths(dict.fromkeys(map(str, change.values())))
         return
     for stage in update:
         for name, change in stage.items():
@@ -176,6 +189,9 @@ FREE: Document = {
 }
 """No claim, a lapsed one, or one whose time cannot be right."""
 
+WITH_ENTRIES: Document = {f"{FIELD}.count": {"$gt": 0}}
+"""Something is pending."""
+
 DUE: Document = {"$lte": [f"${FIELD}.notBefore", "$$NOW"]}
 """Not held back after a failure."""
 
@@ -204,8 +220,9 @@ def claim_update(owner: ObjectId, ttl: float) -> list[Document]:
 def removal(ids: Sequence[str], owner: ObjectId, ttl: float) -> list[Document]:
     """Remove entries by name, then go on holding the claim if it is mine and there is more, else let it go."""
     events, mine = f"${FIELD}.events", {"$eq": [f"${FIELD}.claim.owner", literal(owner)]}
+    readable = {"$cond": [{"$isArray": events}, events, []]}
     return [
-        {"$set": {f"{FIELD}.events": _without(events, ids)}},
+        {"$set": {f"{FIELD}.events": _without(readable, ids)}},
         {
             "$set": {
                 f"{FIELD}.count": {"$size": events},
@@ -250,7 +267,7 @@ def _unclaimed() -> Document:
     return {"owner": NOBODY, "since": LONG_AGO, "ttl": Int64(0)}
 
 
-def _without(events: str, ids: Sequence[str]) -> Document:
+def _without(events: object, ids: Sequence[str]) -> Document:
     return {
         "$filter": {
             "input": events,

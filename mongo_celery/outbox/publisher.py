@@ -10,6 +10,7 @@ from typing import Any
 
 from celery import Celery
 from celery.canvas import Signature
+from celery.exceptions import BackendError
 from kombu import Exchange
 from kombu.exceptions import OperationalError
 from kombu.pools import ProducerPool
@@ -25,8 +26,27 @@ _ONCE_AGAIN = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "inter
 """A connection that the broker has closed while it was idle costs one repetition."""
 
 
+_ABOUT_THE_ENTRY = {403, 404, 406}
+"""AMQP's numbers for an exchange or queue that is not allowed, not there, or of another kind."""
+
+_LOST = (OperationalError, OSError, BackendError)
+
+
 class BrokerUnavailableError(Exception):
-    """The broker refused or did not answer; the entry is not to blame and waits."""
+    """
+    The broker, or the result backend that Celery asks before it publishes, failed; the entry waits.
+
+    Attributes:
+        answers: whether the broker answers, so that it makes sense to go on with other documents.
+    """
+
+    def __init__(self, cause: BaseException | str, *, answers: bool = False) -> None:
+        super().__init__(str(cause) or type(cause).__name__)
+        self.answers = answers
+
+
+class _EntryRefusedError(Exception):
+    """The broker took nothing of this entry, and would take others."""
 
 
 class UnknownTaskError(Exception):
@@ -61,10 +81,18 @@ class Publisher:
         """
         signature = self._signature(entry) if entry.kind == "task" else None
         with self._producer() as producer:
-            if signature is not None:
-                signature.apply_async(producer=producer, retry=True, retry_policy=_ONCE_AGAIN)
-            else:
-                self._publish_event(producer, entry)
+            connection = producer.connection
+            try:
+                if signature is not None:
+                    signature.apply_async(producer=producer, retry=True, retry_policy=_ONCE_AGAIN)
+                else:
+                    self._publish_event(producer, entry)
+            except Exception as error:
+                verdict = self._verdict(error, connection, is_canvas=bool(signature and signature.subtask_type))
+                if isinstance(verdict, BrokerUnavailableError):
+                    _forget(producer, connection)
+                    raise verdict from error
+                raise
 
     def _signature(self, entry: Entry) -> Any:
         accepted = prepare_accept_content(self.app.conf.accept_content)
@@ -99,15 +127,38 @@ class Publisher:
     def _producer(self) -> Iterator[Any]:
         try:
             with self._producers().acquire(block=True, timeout=_BROKER_SECONDS) as producer:
-                connection = producer.connection
-                refusals = (*connection.connection_errors, *connection.channel_errors, OperationalError, OSError)
                 try:
                     yield producer
-                except refusals as error:
-                    _forget(producer, connection)
-                    raise BrokerUnavailableError(str(error) or type(error).__name__) from error
+                except (OperationalError, OSError) as error:
+                    raise _EntryRefusedError(str(error)) from error  # not to be taken for an error of `acquire`
         except (OperationalError, OSError) as error:
-            raise BrokerUnavailableError(str(error) or type(error).__name__) from error
+            raise BrokerUnavailableError(error) from error
+
+    def _verdict(self, error: Exception, connection: Any, *, is_canvas: bool) -> Exception:
+        """Whether it is the entry's fault; if not, what to say instead."""
+        causes = list(_causes(error))
+        if any(isinstance(each, connection.channel_errors) for each in causes):
+            answers = self._answers()
+            if answers and any(_is_about_the_entry(each) for each in causes):
+                return error
+            return BrokerUnavailableError(error, answers=answers)
+        # kombu's Redis transport counts any KeyError as a lost connection; a damaged entry can raise one too.
+        lost = tuple(each for each in connection.connection_errors if each is not KeyError)
+        of_backend = getattr(self.app.backend, "connection_errors", ())
+        if not any(isinstance(each, (*lost, *of_backend, *_LOST)) for each in causes):
+            return error
+        # The result backend: a chord writes to it, and Celery listens there for the result of any task.
+        backend = any(isinstance(each, (RuntimeError, BackendError)) for each in causes)
+        return BrokerUnavailableError(error, answers=backend or (is_canvas and self._answers()))
+
+    def _answers(self) -> bool:
+        """Whether the broker takes a new connection."""
+        try:
+            with bounded_connection(self.app, _BROKER_SECONDS) as connection:
+                connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=_BROKER_SECONDS)
+        except Exception:  # noqa: BLE001 - whatever a transport raises
+            return False
+        return True
 
     def _producers(self) -> Any:
         pool = self._pool
@@ -131,6 +182,19 @@ class Publisher:
         if pool is not None and pool[0] == os.getpid():
             pool[1].force_close_all()
             pool[1].connections.force_close_all()
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it was raised from: kombu and Celery wrap what a transport says."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__
+
+
+def _is_about_the_entry(error: BaseException) -> bool:
+    """A refusal that no other entry would get: a queue's name that is taken by something else, or not allowed."""
+    return getattr(error, "reply_code", None) in _ABOUT_THE_ENTRY or "WRONGTYPE " in str(error)
 
 
 def _forget(producer: Any, connection: Any) -> None:

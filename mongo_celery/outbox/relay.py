@@ -29,7 +29,7 @@ from mongo_celery.outbox import pending
 from mongo_celery.outbox.dead_letters import DeadLetters
 from mongo_celery.outbox.entries import FIELD, Entry, entries_of
 from mongo_celery.outbox.metrics import Counters
-from mongo_celery.outbox.publisher import BrokerUnavailableError, Publisher, UnknownTaskError
+from mongo_celery.outbox.publisher import BrokerUnavailableError, Publisher
 from mongo_celery.redaction import short
 
 logger = logging.getLogger("mongo_celery.outbox")
@@ -38,6 +38,7 @@ _BATCH = 50
 """How many entries are published before they are removed; a crash repeats at most so many."""
 
 _BROKER_PAUSE_SECONDS = 1.0
+_REFUSED_PAUSE_SECONDS = 30.0
 _PAUSE_SECONDS_MAX = 300.0
 
 
@@ -50,7 +51,7 @@ class Delivery:
         dispatched: how many entries were published and removed.
         dead: how many were set aside as dead letters.
         left: how many are still pending, as far as this relay knows.
-        broker_down: whether it ended because the broker did not take a message.
+        broker_down: whether it ended because the broker did not answer.
         error: why it ended early, in words; None when it did not.
     """
 
@@ -99,8 +100,8 @@ class Relay:
         Args:
             document_id: its `_id`.
             older_than: only if its oldest entry has waited so many seconds.
-            judge: whether an entry that cannot be published counts an attempt; a process that need not know
-                all tasks leaves it to one that does.
+            judge: whether an entry that cannot be published counts an attempt; a writer, which need not know
+                all tasks, leaves that to a process that does.
 
         Returns:
             What was done; nothing if another relay holds the document, it is held back, or nothing is pending.
@@ -114,18 +115,23 @@ class Relay:
             conditions.append(pending.older_than(older_than))
         claimed_at = time.monotonic()
         document = self._collection.find_one_and_update(
-            {"_id": document_id, f"{FIELD}.count": {"$gt": 0}, "$expr": {"$and": conditions}},
+            {"_id": document_id, **pending.WITH_ENTRIES, "$expr": {"$and": conditions}},
             pending.claim_update(owner, self._claim_ttl),
             projection={FIELD: 1},
             return_document=ReturnDocument.AFTER,
         )
         if document is None:
             return Delivery()
-        return self.deliver_claimed(document_id, document[FIELD]["events"], owner, claimed_at, judge=judge)
+        events = document[FIELD].get("events")
+        if not isinstance(events, list) or not events:
+            logger.error("document %r: %s says that entries wait, and there are none; put right", document_id, FIELD)
+            self._removed(document_id, [], owner)
+            return Delivery()
+        return self.deliver_claimed(document_id, events, owner, claimed_at, judge=judge)
 
     def is_held(self, document_id: object) -> bool:
         """Whether something is pending in a document and a relay holds it."""
-        held = {"_id": document_id, f"{FIELD}.count": {"$gt": 0}, "$expr": {"$not": [pending.FREE]}}
+        held = {"_id": document_id, **pending.WITH_ENTRIES, "$expr": {"$not": [pending.FREE]}}
         return self._collection.find_one(held, {"_id": 1}) is not None
 
     def deliver_claimed(
@@ -156,7 +162,7 @@ class Relay:
                 failed = batch[len(published)]
                 if not self._set_aside(document_id, failed, error, owner, judge=judge):
                     left = len(events) - len(published)
-                    down = isinstance(error, BrokerUnavailableError)
+                    down = isinstance(error, BrokerUnavailableError) and not error.answers
                     return Delivery(dispatched, dead, left, down, f"{type(error).__name__}: {short(error)}")
                 nameless = [entry for entry in everything if _id_of(entry) is None] if _id_of(failed) is None else []
                 for entry in nameless:  # they can only be removed together
@@ -183,13 +189,13 @@ class Relay:
         """Remove entries; what is left, if the claim is still mine, and since when."""
         now = time.monotonic()
         document = self._quick.find_one_and_update(
-            {"_id": document_id},
+            {"_id": document_id, FIELD: {"$exists": True}},  # else it was replaced behind the outbox's back
             pending.removal(ids, owner, self._claim_ttl),
             projection={FIELD: 1},
             return_document=ReturnDocument.AFTER,
         )
         if document is None:
-            logger.warning("document %r was deleted while its entries were delivered", document_id)
+            logger.warning("document %r was deleted or replaced while its entries were delivered", document_id)
             return now, []
         field = document[FIELD]
         if not field["events"] or field["claim"]["owner"] != owner:
@@ -214,9 +220,9 @@ class Relay:
         self._counters.failures += 1
         if isinstance(error, BrokerUnavailableError):
             logger.warning("outbox: the broker took no message (%s); entries wait in MongoDB", short(error))
-            self._release(document_id, owner, _BROKER_PAUSE_SECONDS)
+            self._release(document_id, owner, _REFUSED_PAUSE_SECONDS if error.answers else _BROKER_PAUSE_SECONDS)
             return False
-        if not judge and isinstance(error, UnknownTaskError):
+        if not judge:
             self._release(document_id, owner)
             return False
         attempts = 1 + entry.attempts if isinstance(entry, Entry) else self._max_attempts
@@ -238,7 +244,7 @@ class Relay:
         return True
 
     def _release(self, document_id: object, owner: ObjectId, pause: float = 0.0, failed: str | None = None) -> None:
-        self._quick.update_one({"_id": document_id}, pending.release(owner, pause, failed))
+        self._quick.update_one({"_id": document_id, **pending.WITH_ENTRIES}, pending.release(owner, pause, failed))
 
 
 def _id_of(entry: Entry | Mapping[str, Any]) -> Any:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import ConnectionFailure, PyMongoError
 
 from mongo_celery.outbox import index
 from mongo_celery.outbox.registry import outboxes_of
@@ -32,7 +33,10 @@ _SWEEP_SECONDS = 60.0
 """After so long a sweep leaves the rest to the next, which beat has started meanwhile."""
 
 _REFUSALS_MAX = 3
-"""So many documents in a row for which the broker took nothing end a sweep."""
+"""So many documents in a row for which the broker did not answer end a sweep."""
+
+_IDLE_TURNS_MAX = 3
+"""So many turns in which nothing could be delivered end a sweep of one outbox: what failed is held back meanwhile."""
 
 
 def sweep_one(outbox: Outbox, older_than: float, limit: int) -> Delivery:
@@ -42,7 +46,9 @@ def sweep_one(outbox: Outbox, older_than: float, limit: int) -> Delivery:
     for document_id in index.due_documents(outbox.backing.plain, older_than, limit):
         try:
             delivery = relay.deliver(document_id, older_than=older_than)
-        except OperationFailure as error:  # one document that the server cannot make sense of stops no other
+        except ConnectionFailure:
+            raise
+        except Exception as error:  # noqa: BLE001 - one document that nobody can make sense of stops no other
             logger.error("outbox %s: document %r cannot be delivered: %s", outbox.name, document_id, short(error))
             delivery = Delivery(left=1, error=short(error))
         total = _sum(total, delivery)
@@ -62,15 +68,17 @@ def sweep_all(app: Celery) -> dict[str, Any]:
     deadline = time.monotonic() + _SWEEP_SECONDS
     totals: dict[str, Delivery] = {}
     waiting = list(outboxes_of(app))
+    idle: Counter[str] = Counter()
     while waiting and time.monotonic() < deadline:
         for outbox in list(waiting):
             try:
                 delivery = sweep_one(outbox, outbox.sweep_after, _TURN)
-            except PyMongoError as error:
+            except PyMongoError as error:  # MongoDB does not answer, or refuses the query
                 logger.warning("outbox %s was not swept: %s", outbox.name, short(error))
                 delivery = Delivery(error=short(error))
             totals[outbox.name] = _sum(totals.get(outbox.name, Delivery()), delivery)
-            if delivery.dispatched + delivery.dead == 0 or delivery.broker_down:
+            idle[outbox.name] += delivery.dispatched + delivery.dead == 0
+            if (not delivery.left and not delivery.dispatched + delivery.dead) or idle[outbox.name] >= _IDLE_TURNS_MAX:
                 waiting.remove(outbox)
             if delivery.broker_down:
                 waiting.clear()

@@ -28,6 +28,8 @@ STILL_PENDING: dict[str, Any] = {
 }
 
 _BUSY_SECONDS = 1.0
+_RETRIES_MAX = 1_000_000
+"""No limit: to `retry`, None means the task's own, which is 3. A claim lapses, so this comes to an end."""
 
 
 def delivery_handler(relay: Callable[[], Relay], namespace: str) -> Callable[[Any, Any], None]:
@@ -43,7 +45,7 @@ def delivery_handler(relay: Callable[[], Relay], namespace: str) -> Callable[[An
         document_id = change.document_key["_id"]
         delivery = relay().deliver(document_id)
         if not delivery.dispatched and relay().is_held(document_id):
-            raise task.retry(countdown=_BUSY_SECONDS, max_retries=None)
+            raise task.retry(countdown=_BUSY_SECONDS, max_retries=_RETRIES_MAX)
 
     deliver.__name__ = deliver.__qualname__ = "deliver_" + re.sub(r"\W", "_", namespace)
     deliver.__module__ = "mongo_celery.outbox"

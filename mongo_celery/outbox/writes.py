@@ -2,112 +2,43 @@
 The document's change and its entries as one atomic write.
 
 Where the document's `_id` is known the write also claims the document, if no relay holds it: then the writer
-publishes what it has just written without asking again. A filter on other fields is resolved to an `_id`
-first, because only an update by `_id` can tell "full" and "held by a relay" from "no such document".
+publishes what it has just written without asking again. A filter on other fields finds its document by itself, as
+PyMongo's does; with `sort` or `upsert` it is resolved to an `_id` first, because only an update by `_id` can tell
+"full" and "held by a relay" from "no such document".
 """
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from bson import ObjectId
+from bson import encode as bson_encode
 from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure, WriteError
-from pymongo.results import UpdateResult
+from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.outbox import pending
+from mongo_celery.outbox.change import NOT_PINNED, Change, Written, guarded, names_id
 from mongo_celery.outbox.entries import FIELD, Entry
 
 Document = dict[str, Any]
 
-_ROUNDS = 10
-"""How often a document may change between being found and being written before the outcome is given up."""
+_SECONDS = 10.0
+"""How long a document may keep changing between being found and being written before the outcome is given up."""
+
+_PAUSE_SECONDS = 0.02
+_FINDING = ("collation", "hint", "let")
 
 _TOO_LARGE = {10334, 17419, 17420}  # BSONObjectTooLarge, and the updates' own numbers
 _BAD_VALUE = 2  # what an insert says to the same
-_OPTIONS = ("array_filters", "collation", "hint", "let", "comment")
-
-
-NOT_PINNED = object()
-"""No `_id` is known; `None` may be somebody's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """
-    A write that was acknowledged by a majority.
-
-    Attributes:
-        document_id: `_id` of the document; None where none matched.
-        matched: whether a document was there before.
-        upserted: whether the write created the document.
-        events: what is pending in it now, if it is claimed by the writer.
-        owner: of the claim.
-        claimed_at: the monotonic clock before the claim was sent.
-        document: what the user asked to be returned.
-    """
-
-    document_id: object = None
-    matched: bool = False
-    upserted: bool = False
-    events: Sequence[Mapping[str, Any]] | None = None
-    owner: ObjectId | None = None
-    claimed_at: float = 0.0
-    document: Any = None
-
-    def result(self) -> UpdateResult:
-        """As PyMongo's `update_one` gives it; an update that adds entries always modifies."""
-        raw: Document = {"n": int(self.matched or self.upserted), "nModified": int(self.matched), "ok": 1.0}
-        if self.upserted:
-            raw |= {"upserted": self.document_id, "updatedExisting": False}
-        else:
-            raw["updatedExisting"] = self.matched
-        return UpdateResult(raw, acknowledged=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """
-    What the user wants done to one document.
-
-    Attributes:
-        filter: which document.
-        update: operators or a pipeline; None for a replacement.
-        replacement: the new document; None for an update.
-        upsert: whether to create it.
-        sort: which one if several match.
-        projection: of the document that is returned; only with `return_document`.
-        return_document: whether the user wants it before or after the change; None for neither.
-        options: further options of PyMongo's `find_one_and_update`.
-    """
-
-    filter: Mapping[str, Any]
-    update: pending.Update | None = None
-    replacement: Mapping[str, Any] | None = None
-    upsert: bool = False
-    sort: Any = None
-    projection: Any = None
-    return_document: bool | None = None
-    options: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        unknown = set(self.options) - set(_OPTIONS)
-        if unknown:
-            raise TypeError(f"unexpected options {sorted(unknown)}; an outbox's writes take {', '.join(_OPTIONS)}.")
-
-    def with_entries(self, entries: Sequence[Entry], claim: tuple[ObjectId, float] | None, new_id: object) -> Any:
-        """The change and the entries as one update."""
-        if self.replacement is not None:
-            return pending.replacement_with_entries(self.replacement, entries, claim, new_id)
-        assert self.update is not None
-        return pending.with_entries(self.update, entries, claim)
 
 
 class Writer:
@@ -122,6 +53,8 @@ class Writer:
 
     def __init__(self, collection: Collection[Any], *, max_pending: int, claim_ttl: float) -> None:
         self.collection = collection
+        # Read as updates see it: a document that a majority does not have yet is there all the same.
+        self._latest = collection.with_options(read_concern=ReadConcern("local"))
         self._max_pending = max_pending
         self._claim_ttl = claim_ttl
 
@@ -141,38 +74,38 @@ class Writer:
             OutboxRefusedError: too many entries would wait, or the document would be larger than 16 MB.
         """
         self._refuse_more_than_ever(entries)
+        deadline, upserts = time.monotonic() + _SECONDS, 0
         with size_errors(self.collection.full_name):
-            for _ in range(_ROUNDS):
-                document_id = self._find(change, session)
-                if document_id is NOT_PINNED:
-                    if not change.upsert:
+            while time.monotonic() < deadline:
+                if change.pinned is NOT_PINNED and not change.upsert and change.sort is None and change.shows_id:
+                    written = self._update_any(change, entries, session)
+                else:
+                    document_id = self._find(change, session)
+                    if document_id is not NOT_PINNED:
+                        written = self._update(change, document_id, entries, session=session, claim=claim)
+                    elif not change.upsert:
                         return Written()
-                    try:
-                        return self._upsert(change, entries, session)
-                    except DuplicateKeyError as error:
-                        if not _is_own_id(error):
-                            raise
-                        continue  # somebody else created it meanwhile
-                written = self._update(change, document_id, entries, session=session, claim=claim)
+                    else:
+                        upserts += 1
+                        written = self._upsert_unless_there(change, entries, session, again=upserts == 1)
                 if written is not None:
                     return written
-                self._refuse_full(document_id, entries, session)
+                threading.Event().wait(random.random() * _PAUSE_SECONDS)  # noqa: S311 - jitter, no secret
         raise OutboxRefusedError(
-            f"a document of {self.collection.full_name} changed {_ROUNDS} times between being found and being "
-            "written; use a filter on _id, or repeat the write.",
+            f"a document of {self.collection.full_name} kept changing for {_SECONDS:.0f} s between being found and "
+            "being written; use a filter on _id, or repeat the write.",
         )
 
     def _find(self, change: Change, session: ClientSession | None) -> object:
         """The `_id` of the document that the filter means; from the filter itself where it says so."""
-        pinned = pinned_id(change.filter)
-        if pinned is not NOT_PINNED and not change.upsert:
-            return pinned
-        found = self.collection.find_one(
+        if change.pinned is not NOT_PINNED and not change.upsert:
+            return change.pinned
+        found = self._latest.find_one(
             change.filter,
             {"_id": 1},
             sort=change.sort,
             session=session,
-            **{name: change.options[name] for name in ("collation", "hint", "let") if name in change.options},
+            **{name: change.options[name] for name in _FINDING if name in change.options},
         )
         return NOT_PINNED if found is None else found["_id"]
 
@@ -185,19 +118,41 @@ class Writer:
         session: ClientSession | None,
         claim: bool,
     ) -> Written | None:
-        """Update by `_id`; None where the filter no longer matches it, or it is full."""
+        """Update by `_id`; None where the filter no longer matches it."""
         room = pending.room_for(entries, self._max_pending)
         if claim:
             owner, now = ObjectId(), time.monotonic()
             free = [room, {"$expr": {"$and": [pending.FREE, pending.DUE]}}]
             document = self._write(change, document_id, entries, free, (owner, self._claim_ttl), session)
             if document is not None:
-                return Written(document_id, True, False, document[FIELD]["events"], owner, now)
+                return Written(document["_id"], True, False, document[FIELD]["events"], owner, now)
         document = self._write(change, document_id, entries, [room], None, session)
-        if document is None:
-            gone = pinned_id(change.filter) is not NOT_PINNED and not self._there(change, session)
-            return Written() if gone else None
-        return Written(document_id, matched=True, document=document)
+        if document is not None:
+            return Written(document_id, matched=True, document=document)
+        if change.pinned is not NOT_PINNED and self._matching(change, session) is NOT_PINNED:
+            return Written()
+        self._refuse_full(document_id, entries, session)
+        return None
+
+    def _update_any(self, change: Change, entries: Sequence[Entry], session: ClientSession | None) -> Written | None:
+        """Update whichever document the filter finds; a full one is passed over for another."""
+        room = pending.room_for(entries, self._max_pending)
+        asked = change.return_document is not None
+        document = self.collection.find_one_and_update(
+            {**change.filter, "$and": [*change.filter.get("$and", ()), room]},
+            change.with_entries(entries, None, ObjectId()),
+            projection=change.projection if asked else {"_id": 1},
+            return_document=bool(change.return_document) if asked else ReturnDocument.AFTER,
+            session=session,
+            **change.options,
+        )
+        if document is not None:
+            return Written(document["_id"], matched=True, document=document)
+        document_id = self._matching(change, session)
+        if document_id is NOT_PINNED:
+            return Written()
+        self._refuse_full(document_id, entries, session)
+        return None
 
     def _write(
         self,
@@ -218,30 +173,45 @@ class Writer:
             **change.options,
         )
 
+    def _upsert_unless_there(
+        self, change: Change, entries: Sequence[Entry], session: ClientSession | None, *, again: bool
+    ) -> Written | None:
+        """Create the document; None if somebody else has created it meanwhile, and it may be looked for again."""
+        try:
+            return self._upsert(change, entries, session)
+        except DuplicateKeyError as error:
+            # Twice: it is there, and the filter does not match it. PyMongo says no more than this either.
+            if not again or not _is_own_id(error) or (session is not None and session.in_transaction):
+                raise
+            return None
+
     def _upsert(self, change: Change, entries: Sequence[Entry], session: ClientSession | None) -> Written:
         """Create the document; if another writer is faster, this is an update like any other."""
-        pinned = pinned_id(change.filter)
-        new_id = ObjectId() if pinned is NOT_PINNED else pinned
+        new_id = ObjectId()
         update = change.with_entries(entries, None, new_id)
-        if pinned is NOT_PINNED and change.replacement is None:
+        known = change.pinned
+        if known is NOT_PINNED and change.replacement is None and not names_id(change):
+            known = new_id
             if isinstance(update, dict):
-                new_id = update.get("$set", {}).get("_id") or update.setdefault("$setOnInsert", {}).setdefault(
-                    "_id", new_id
-                )
+                update.setdefault("$setOnInsert", {})["_id"] = new_id
             else:
                 update = [*update, {"$set": {"_id": {"$ifNull": ["$_id", {"$literal": new_id}]}}}]
-        before = self.collection.find_one_and_update(
+        if change.return_document is None:
+            result = self.collection.update_one(change.filter, update, upsert=True, session=session, **change.options)
+            if "upserted" in (result.raw_result or {}):
+                return Written(result.upserted_id, upserted=True)
+            return Written(change.pinned, matched=True)
+        document = self.collection.find_one_and_update(
             change.filter,
             update,
-            projection=change.projection if change.return_document is not None else {"_id": 1},
+            projection=change.projection,
             upsert=True,
             session=session,
             return_document=bool(change.return_document),
             **change.options,
         )
-        if change.return_document is not None:
-            return Written(new_id, upserted=True, document=before)
-        return Written(new_id, upserted=True) if before is None else Written(before["_id"], matched=True)
+        document_id = known if document is None or not change.shows_id else document["_id"]
+        return Written(document_id, upserted=True, document=document)
 
     def insertion(
         self, document: Mapping[str, Any], entries: Sequence[Entry], *, claim: bool
@@ -255,20 +225,34 @@ class Writer:
             return whole, Written(document["_id"], matched=True)
         return whole, Written(document["_id"], matched=True, events=field["events"], owner=owner, claimed_at=now)
 
-    def refuse_full_documents(self, added: Mapping[Any, int], session: ClientSession | None) -> None:
+    def refuse_full_documents(
+        self, added: Sequence[tuple[Mapping[str, Any], int]], session: ClientSession | None
+    ) -> None:
         """
-        Look whether documents have room for so many more entries.
+        Look whether documents have room for more entries.
+
+        Args:
+            added: filters, and how many entries each of them is to bring.
+            session: of the user.
 
         Raises:
             OutboxRefusedError: one of them has not.
         """
-        found = self.collection.find({"_id": {"$in": list(added)}}, {f"{FIELD}.count": 1}, session=session)
-        counts = {document["_id"]: document.get(FIELD, {}).get("count", 0) for document in found}
-        for document_id, count in added.items():
-            self._refuse_beyond(document_id, counts.get(document_id, 0), count)
+        sums: dict[bytes, tuple[Any, int, int]] = {}
+        shown = {f"{FIELD}.count": 1}
+        for condition, count in added:
+            found = self._latest.find_one(condition, shown, session=session)
+            if found is not None:
+                key = bson_encode({"": found["_id"]})
+                there = _count(found)
+                sums[key] = (found["_id"], there, sums.get(key, (None, 0, 0))[2] + count)
+        for document_id, there, count in sums.values():
+            self._refuse_beyond(document_id, there, count)
 
-    def _there(self, change: Change, session: ClientSession | None) -> bool:
-        return self.collection.find_one(change.filter, {"_id": 1}, session=session) is not None
+    def _matching(self, change: Change, session: ClientSession | None) -> object:
+        alike = {name: change.options[name] for name in _FINDING if name in change.options}
+        found = self._latest.find_one(change.filter, {"_id": 1}, session=session, **alike)
+        return NOT_PINNED if found is None else found["_id"]
 
     def _refuse_more_than_ever(self, entries: Sequence[Entry]) -> None:
         if len(entries) > self._max_pending:
@@ -277,8 +261,8 @@ class Writer:
             )
 
     def _refuse_full(self, document_id: object, entries: Sequence[Entry], session: ClientSession | None) -> None:
-        document = self.collection.find_one({"_id": document_id}, {f"{FIELD}.count": 1}, session=session)
-        self._refuse_beyond(document_id, (document or {}).get(FIELD, {}).get("count", 0), len(entries))
+        document = self._latest.find_one({"_id": document_id}, {f"{FIELD}.count": 1}, session=session)
+        self._refuse_beyond(document_id, _count(document or {}), len(entries))
 
     def _refuse_beyond(self, document_id: object, count: int, added: int) -> None:
         if count + added > self._max_pending:
@@ -289,24 +273,6 @@ class Writer:
                 document=document_id,
                 pending=count,
             )
-
-
-def pinned_id(filter: Mapping[str, Any]) -> object:  # noqa: A002 - PyMongo's word
-    """The `_id` that a filter demands by equality, or `NOT_PINNED`."""
-    if "_id" not in filter:
-        return NOT_PINNED
-    wanted = filter["_id"]
-    if isinstance(wanted, Mapping) and any(str(key).startswith("$") for key in wanted):
-        return wanted["$eq"] if set(wanted) == {"$eq"} else NOT_PINNED
-    return wanted
-
-
-def guarded(filter: Mapping[str, Any], document_id: object, conditions: Sequence[Document]) -> Document:  # noqa: A002
-    """The user's filter, narrowed to one document and further conditions; array filters for `$` stay on top."""
-    extra = [*conditions]
-    if "_id" in filter and pinned_id(filter) is NOT_PINNED:
-        extra.append({"_id": filter["_id"]})
-    return {**filter, "_id": document_id, "$and": [*filter.get("$and", ()), *extra]}
 
 
 class size_errors:  # noqa: N801 - reads as a phrase
@@ -330,3 +296,8 @@ class size_errors:  # noqa: N801 - reads as a phrase
 
 def _is_own_id(error: DuplicateKeyError) -> bool:
     return set((error.details or {}).get("keyPattern", {})) == {"_id"}
+
+
+def _count(document: Mapping[str, Any]) -> int:
+    field = document.get(FIELD)
+    return int(field.get("count", 0)) if isinstance(field, Mapping) else 0

@@ -51,6 +51,7 @@ def project(
     made = Project(mongo_client[name], redis_url, worker)
     yield made
     made.outbox.publisher.close()
+    made.app.backend.result_consumer._pubsub = None  # type: ignore[attr-defined] # results that are collected when Redis has gone would complain
     mongo_client.drop_database(name)
 
 

@@ -81,9 +81,9 @@ def test_the_listener_delivers_what_the_writer_leaves_pending_in_order_per_docum
 
 
 def test_the_listener_waits_for_the_claim_of_a_writer_that_has_died(watched: Watched) -> None:
-    """A writer that was killed after its write holds the document; without beat nobody else would come back to it."""
+    """Killed after its write, it holds the document longer than three of Celery's retries; no beat comes back to it."""
     entry = task_entry(watched.app, watched.task(7, 1), datetime.now(UTC))
-    field = pending.new_field([entry], ObjectId(), 2.0, datetime.now(UTC))
+    field = pending.new_field([entry], ObjectId(), 7.0, datetime.now(UTC))
 
     watched.data["orders"].insert_one({"_id": 7, "pendingEvents": field})
 

@@ -18,7 +18,7 @@ app.conf.update(task_acks_late=True, worker_hijack_root_logger=False)
 bridge = Bridge(
     app, URL, name=NAME, database=f"{NAME}_state", partitions=4, lease_ttl=2, claim_ttl=3, autodiscover=False
 )
-orders = bridge.outbox(f"{NAME}_data.orders", at_once=False, claim_ttl=2, sweep_every=None)
+orders = bridge.outbox(f"{NAME}_data.orders", at_once=False, claim_ttl=7, sweep_every=None)
 
 
 @app.task

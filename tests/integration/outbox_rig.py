@@ -53,12 +53,15 @@ class Rig:
     Args:
         database: of this test.
         broker: URL of an emptied Redis.
+        backend: URL of the result backend.
         conf: more of Celery's settings.
     """
 
-    def __init__(self, database: Database[Document], broker: str, **conf: Any) -> None:
+    def __init__(
+        self, database: Database[Document], broker: str, backend: str = "cache+memory://", **conf: Any
+    ) -> None:
         self.database = database
-        self.app = Celery("rig", broker=broker, backend="cache+memory://", set_as_current=False)
+        self.app = Celery("rig", broker=broker, backend=backend, set_as_current=False)
         self.app.conf.update(accept_content=["json", "pickle"], **conf)
         self.add = self.app.task(name="add", shared=False)(_add)
         self.total = self.app.task(name="total", shared=False)(_total)

@@ -27,7 +27,7 @@ settings.configure(
 )
 django.setup()
 from celery import Celery
-from django.db import connection, models
+from django.db import IntegrityError, connection, models
 from django.db.models.signals import post_save
 from django_mongodb_backend import transaction
 from mongo_celery import ConfigurationError, Outbox
@@ -53,7 +53,7 @@ app = Celery("shop", broker=broker)
 def receipt(order): ...
 
 sent = []
-post_save.connect(lambda sender, instance, created, **_: sent.append(created), weak=False)
+post_save.connect(lambda sender, instance, created, **_: sent.append(created), sender=Order, weak=False)
 outbox = Outbox(app, lambda: connection.get_collection("orders"), sweep_every=None)
 
 new = outbox.save(Order(customer="Ann", total="12.50"), tasks=[receipt.s("new")])
@@ -65,6 +65,48 @@ read.customer = "Bob"
 outbox.save(read, tasks=[receipt.s("changed")])
 again = Order.objects.get(pk=new.pk)
 assert again.customer == "Bob" and again.changed > first and Order.objects.count() == 1
+
+class Customer(models.Model):
+    email = models.CharField(max_length=50, unique=True)
+    class Meta:
+        app_label = "shop"
+        db_table = "customers"
+
+class Basket(models.Model):
+    customer = models.ForeignKey(Customer, on_delete=models.CASCADE)
+    count = models.IntegerField(default=0)
+    class Meta:
+        app_label = "shop"
+        db_table = "baskets"
+
+with connection.schema_editor() as editor:
+    editor.create_model(Customer)
+    editor.create_model(Basket)
+baskets = Outbox(app, lambda: connection.get_collection("baskets"), name="baskets", sweep_every=None)
+customers = Outbox(app, lambda: connection.get_collection("customers"), name="customers", sweep_every=None)
+buyer = Customer(email="a@b.c")
+basket = Basket(customer=buyer)
+try:
+    baskets.save(basket, tasks=[receipt.s("too early")])
+    raise SystemExit("a relation that is not saved was accepted")
+except ValueError:
+    pass
+buyer.save()
+baskets.save(basket, tasks=[receipt.s("basket")])
+assert Basket.objects.get(pk=basket.pk).customer_id == buyer.pk
+basket.count = models.F("count") + 1
+try:
+    baskets.save(basket, tasks=[receipt.s("expression")])
+    raise SystemExit("an expression was accepted")
+except ConfigurationError:
+    pass
+try:
+    customers.save(Customer(email="a@b.c"), tasks=[receipt.s("twice")])
+    raise SystemExit("a second customer of one address was accepted")
+except IntegrityError:
+    pass
+named = customers.save(Customer(pk=buyer.pk, email="new@b.c"), tasks=[receipt.s("renamed")])
+assert [each.email for each in Customer.objects.all()] == ["new@b.c"]
 
 try:
     with transaction.atomic():
@@ -99,4 +141,4 @@ def test_instances_of_a_django_model_are_saved_with_their_tasks(
     assert json.loads(saved.text.splitlines()[-1]) == {"signals": [True, False, True, True], "orders": 2}
     messages = redis_client.lrange("celery", 0, -1)
     sent = [json.loads(message)["headers"]["argsrepr"] for message in reversed(messages)]
-    assert sent == ["('new',)", "('changed',)", "('committed',)"]
+    assert sent == [f"('{each}',)" for each in ("new", "changed", "basket", "renamed", "committed")]

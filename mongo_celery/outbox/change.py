@@ -1,0 +1,142 @@
+"""What is to be done to one document, what came of it, and which document a filter means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bson import ObjectId
+from bson.regex import Regex
+from pymongo.results import UpdateResult
+
+from mongo_celery.outbox import pending
+from mongo_celery.outbox.entries import Entry
+
+Document = dict[str, Any]
+
+_OPTIONS = ("array_filters", "collation", "hint", "let", "comment")
+
+NOT_PINNED = object()
+"""No `_id` is known; `None` may be somebody's. What was written to such a document is left to the sweep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """
+    A write that was acknowledged by a majority.
+
+    Attributes:
+        document_id: `_id` of the document; `NOT_PINNED` where it is not known, None where none matched.
+        matched: whether a document was there before.
+        upserted: whether the write created the document.
+        events: what is pending in it now, if it is claimed by the writer.
+        owner: of the claim.
+        claimed_at: the monotonic clock before the claim was sent.
+        document: what the user asked to be returned.
+    """
+
+    document_id: object = None
+    matched: bool = False
+    upserted: bool = False
+    events: Sequence[Mapping[str, Any]] | None = None
+    owner: ObjectId | None = None
+    claimed_at: float = 0.0
+    document: Any = None
+
+    def result(self) -> UpdateResult:
+        """As PyMongo's `update_one` gives it; an update that adds entries always modifies."""
+        raw: Document = {"n": int(self.matched or self.upserted), "nModified": int(self.matched), "ok": 1.0}
+        if self.upserted:
+            raw |= {"upserted": self.document_id, "updatedExisting": False}
+        else:
+            raw["updatedExisting"] = self.matched
+        return UpdateResult(raw, acknowledged=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """
+    What the user wants done to one document.
+
+    Attributes:
+        filter: which document.
+        update: operators or a pipeline; None for a replacement.
+        replacement: the new document; None for an update.
+        upsert: whether to create it.
+        sort: which one if several match.
+        projection: of the document that is returned; only with `return_document`.
+        return_document: whether the user wants it before or after the change; None for neither.
+        options: further options of PyMongo's `find_one_and_update`.
+    """
+
+    filter: Mapping[str, Any]
+    update: pending.Update | None = None
+    replacement: Mapping[str, Any] | None = None
+    upsert: bool = False
+    sort: Any = None
+    projection: Any = None
+    return_document: bool | None = None
+    options: Mapping[str, Any]
+
+    @property
+    def pinned(self) -> object:
+        """The `_id` that the filter demands, or `NOT_PINNED`; a collation may mean another one than it says."""
+        return NOT_PINNED if "collation" in self.options else pinned_id(self.filter)
+
+    @property
+    def shows_id(self) -> bool:
+        """Whether what a write returns has the document's `_id`."""
+        if self.return_document is None or self.projection is None:
+            return True
+        return bool(self.projection.get("_id", True)) if isinstance(self.projection, Mapping) else True
+
+    def __post_init__(self) -> None:
+        unknown = set(self.options) - set(_OPTIONS)
+        if unknown:
+            raise TypeError(f"unexpected options {sorted(unknown)}; an outbox's writes take {', '.join(_OPTIONS)}.")
+
+    def with_entries(self, entries: Sequence[Entry], claim: tuple[ObjectId, float] | None, new_id: object) -> Any:
+        """The change and the entries as one update."""
+        if self.replacement is not None:
+            return pending.replacement_with_entries(self.replacement, entries, claim, new_id)
+        assert self.update is not None
+        return pending.with_entries(self.update, entries, claim)
+
+
+def pinned_id(filter: Mapping[str, Any]) -> object:  # noqa: A002 - PyMongo's word
+    """The `_id` that a filter demands by equality, or `NOT_PINNED`."""
+    if "_id" not in filter:
+        return NOT_PINNED
+    wanted = filter["_id"]
+    if isinstance(wanted, (re.Pattern, Regex)):
+        return NOT_PINNED
+    if isinstance(wanted, Mapping) and any(str(key).startswith("$") for key in wanted):
+        return wanted["$eq"] if set(wanted) == {"$eq"} else NOT_PINNED
+    return wanted
+
+
+def refuse_replacement(replacement: Mapping[str, Any]) -> None:
+    """Refuse a replacement that names `pendingEvents`, or is an update."""
+    pending.refuse_in_document(replacement)
+    if any(str(key).startswith("$") for key in replacement):
+        raise ValueError("replacement can not include $ operators")  # PyMongo's own words
+
+
+def guarded(filter: Mapping[str, Any], document_id: object, conditions: Sequence[Document]) -> Document:  # noqa: A002
+    """The user's filter, narrowed to one document and further conditions; array filters for `$` stay on top."""
+    extra = [*conditions]
+    if "_id" in filter and pinned_id(filter) is NOT_PINNED:
+        extra.append({"_id": filter["_id"]})
+    return {**filter, "_id": document_id, "$and": [*filter.get("$and", ()), *extra]}
+
+
+def names_id(change: Change) -> bool:
+    """Whether filter or update say what `_id` a new document gets."""
+    parts = [change.update] if isinstance(change.update, Mapping) else list(change.update or ())
+    return _mentions_id(change.filter) or any("_id" in each for part in parts for each in part.values())
+
+
+def _mentions_id(condition: Mapping[str, Any]) -> bool:
+    return "_id" in condition or any(_mentions_id(each) for name in ("$and", "$or") for each in condition.get(name, ()))

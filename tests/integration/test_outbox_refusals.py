@@ -1,0 +1,182 @@
+"""Brokers that refuse, backends that are gone, fields that somebody else has written: what each of them stops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+import redis
+from bson import encode
+from celery import chord
+from celery.result import AsyncResult
+from pymongo import InsertOne
+from pymongo.database import Database
+
+from mongo_celery import Outbox
+from mongo_celery.errors import ConfigurationError, OutboxRefusedError
+from mongo_celery.outbox import Write
+from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.relay import Delivery
+from mongo_celery.outbox.sweep import sweep_all
+from tests.fixtures.redis import MakeRedis
+from tests.integration.outbox_rig import Rig, opened, pending
+
+Document = dict[str, Any]
+_LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
+    with opened(database, redis_url) as made:
+        yield made
+    database.client["mongo_celery"]["outbox_dead_letters"].delete_many({"outbox": {"$regex": f"^{database.name}"}})
+
+
+def due_again(database: Database[Document]) -> None:
+    """As if the pauses after failures were over."""
+    database["orders"].update_many(
+        {"pendingEvents": {"$exists": True}}, {"$set": {"pendingEvents.notBefore": _LONG_AGO}}
+    )
+
+
+def test_entries_that_the_broker_refuses_stop_no_others_and_become_dead_letters(
+    rig: Rig, database: Database[Document], redis_url: str
+) -> None:
+    """More refused documents than end a sweep when the broker is down, and they come first in the index."""
+    first, second = (
+        rig.outbox(at_once=False, sweep_after=0.001, max_attempts=2),
+        rig.outbox("others", at_once=False, sweep_after=0.001),
+    )
+    with redis.Redis.from_url(redis_url) as broker:
+        broker.set("taken", "not a list")
+    for number in range(4):
+        first.insert_one({"_id": number}, tasks=[rig.add.s(number, 0).set(queue="taken")])
+    first.insert_one({"_id": 10}, tasks=[rig.add.s(10, 1)])
+    second.insert_one({"_id": 1}, tasks=[rig.add.s(11, 1)])
+
+    sweep_all(rig.app)
+    assert sorted(rig.sent()) == [[10, 1], [11, 1]]
+    due_again(database)
+    sweep_all(rig.app)
+    assert first.dead_letters.count() == 4
+    assert "WRONGTYPE" in first.dead_letters.find()[0]["error"]
+
+
+def test_a_result_backend_that_is_gone_is_no_fault_of_the_entry(
+    database: Database[Document], redis_url: str, make_redis: MakeRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chord writes to the backend before it is published; it waits, and the next document is delivered."""
+    monkeypatch.delattr(AsyncResult, "__del__")  # unsubscribes in the backend that is gone, and complains
+    backend = make_redis()
+    options = {"retry_policy": {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}}
+    with opened(database, redis_url, backend=backend.url, result_backend_transport_options=options) as rig:
+        outbox = rig.outbox(at_once=False, max_attempts=2)
+        outbox.insert_one({"_id": 1}, tasks=[chord([rig.add.s(1, 1), rig.add.s(2, 2)], rig.total.s())])
+        backend.kill()
+        for _ in range(3):
+            delivery = outbox.dispatch(1)
+            assert (delivery.dispatched, delivery.dead, delivery.broker_down) == (0, 0, False)
+            due_again(database)
+        assert [entry["attempts"] for entry in pending(database, 1)["events"]] == [0]
+        backend.restart()
+        assert outbox.dispatch(1).dispatched == 1
+        rig.app.backend.result_consumer._pubsub = None  # type: ignore[attr-defined] # results that are collected later miss the backend, too
+
+
+def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig, database: Database[Document]) -> None:
+    """Somebody else has written to the field."""
+    outbox = rig.outbox(at_once=False, sweep_after=0.001)
+    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(1, 1)])
+    database["orders"].insert_many(
+        [{"_id": 0, "pendingEvents": {"count": 3}}, {"_id": 1, "pendingEvents": {"count": 3, "events": "none"}}]
+    )
+    for number in (0, 1):
+        assert outbox.dispatch(number) == Delivery()
+    sweep_all(rig.app)
+    assert rig.sent() == [[1, 1]]
+    assert [pending(database, number)["events"] for number in range(3)] == [[], [], []]
+
+
+def test_a_document_that_was_replaced_behind_the_outboxs_back_is_left_as_it_is(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """While its entry failed; later writes with tasks work."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    publish = outbox.publisher.publish
+
+    def poison(entry: Entry) -> None:
+        database["orders"].replace_one({"_id": 1}, {"fresh": 1})
+        raise ValueError(f"poison {entry.id}")
+
+    outbox.publisher.publish = poison  # type: ignore[method-assign]
+    outbox.dispatch(1)
+    assert database["orders"].find_one() == {"_id": 1, "fresh": 1}
+    outbox.publisher.publish = publish  # type: ignore[method-assign]
+    outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
+    assert outbox.dispatch(1).dispatched == 1
+
+
+def test_a_poison_entry_that_fills_its_document_becomes_a_dead_letter(rig: Rig, database: Database[Document]) -> None:
+    """A letter with its whole traceback would be larger than 16 MB."""
+    outbox = rig.outbox(at_once=False, max_attempts=1)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s("x" * (16 * 2**20 - 1300), 1)])
+    stored = database["orders"].find_one()
+    assert stored is not None
+    assert len(encode(stored)) > 16 * 2**20 - 1000
+
+    def poison(entry: Entry) -> None:
+        raise ValueError(entry.id * 500)
+
+    outbox.publisher.publish = poison  # type: ignore[method-assign]
+    assert outbox.dispatch(1).dead == 1
+    assert outbox.dead_letters.count() == 1
+    assert pending(database, 1)["count"] == 0
+
+
+def test_what_no_relay_could_read_is_refused_at_the_write(rig: Rig, database: Database[Document]) -> None:
+    """An encoding that the app does not accept, and a chord that Celery could not start."""
+    rig.app.conf.accept_content = ["json"]
+    with pytest.raises(OutboxRefusedError, match="accept_content"):
+        rig.outbox().insert_one({"_id": 1}, tasks=[rig.pickled.s(1)])
+    assert database["orders"].count_documents({}) == 0
+
+
+def test_an_outbox_says_at_once_what_it_cannot_work_with(rig: Rig) -> None:
+    """A class such as a Django model is callable, and no way to a collection."""
+    for wrong in (Rig, 42):
+        with pytest.raises(ConfigurationError, match="get_collection"):
+            Outbox(rig.app, wrong, sweep_every=None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="claim_ttl"):
+        rig.outbox(claim_ttl=0.002)
+
+
+def test_a_broker_that_keeps_a_writer_waiting_is_not_asked_by_every_write(
+    database: Database[Document], make_redis: MakeRedis
+) -> None:
+    """Frozen: the first write waits for it, the next ones leave their entries to the sweep."""
+    broker = make_redis()
+    with opened(database, broker.url, broker_transport_options={"socket_timeout": 1.5}) as rig:
+        outbox = rig.outbox()
+        outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
+        rig.drain()
+        asked: list[Entry] = []
+        publish = outbox.publisher.publish
+
+        def counted(entry: Entry) -> None:
+            asked.append(entry)
+            publish(entry)
+
+        outbox.publisher.publish = counted  # type: ignore[method-assign]
+        broker.pause()
+        try:
+            outbox.bulk_write(
+                [Write(InsertOne({"_id": number}), tasks=[rig.add.s(number, number)]) for number in range(1, 5)]
+            )
+            assert len(asked) == 1
+            assert database["orders"].count_documents({"pendingEvents.count": 1}) == 4
+        finally:
+            broker.resume()
+        assert outbox.sweep(older_than=0).dispatched + len(rig.drain()) >= 4
