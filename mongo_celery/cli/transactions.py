@@ -58,10 +58,11 @@ def list_transactions(
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("id", "state", "application", "last step", "what", box=None)
     for document in found:
-        table.add_row(*(str(each) for each in _row(document)))
+        table.add_row(*(Text(str(each)) for each in _row(document)))  # no markup: what is stored is anybody's
     console = Console(no_color=ctx.obj.no_color or None, highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)  # what is piped to grep must not wrap at 80
@@ -160,23 +161,38 @@ def _coordinator(ctx: click.Context, name: str | None) -> TwoPhaseCommit:
 
 def _find(chosen: TwoPhaseCommit, text: str) -> Mapping[str, Any]:
     """The transaction whose id somebody has typed: as Extended JSON, as an ObjectId, or as plain text."""
-    from bson import ObjectId, json_util
+    from mongo_celery.errors import ConfigurationError
+    from mongo_celery.twophase.values import plain_id
 
-    readings: list[Any] = [text]
-    if ObjectId.is_valid(text):
-        readings.insert(0, ObjectId(text))
-    with contextlib.suppress(ValueError):  # no JSON: then it is meant as it stands
-        readings.insert(0, json_util.loads(text))
-    for reading in readings:
-        found = chosen.transactions.find_one({"_id": reading})
+    for reading in (*_readings(text), text):
+        try:
+            identity = plain_id("id", reading, chosen.transactions.codec_options)
+        except ConfigurationError:
+            continue  # no document can have it
+        found = chosen.transactions.find_one({"_id": {"$eq": identity}})
         if found is not None:
             return found
     raise click.ClickException(f"there is no transaction {text}; `transactions list` shows ids as they can be typed.")
 
 
+def _readings(text: str) -> list[Any]:
+    """What a text can mean beside itself."""
+    from bson import ObjectId
+
+    from mongo_celery.twophase.values import from_text
+
+    readings: list[Any] = []
+    with contextlib.suppress(Exception):  # PyMongo raises what it likes on what is no Extended JSON
+        readings.append(from_text(text))
+    if ObjectId.is_valid(text):
+        readings.append(ObjectId(text))
+    return readings
+
+
 def _row(document: Mapping[str, Any]) -> tuple[object, ...]:
     if "participants" in document:
-        what = ", ".join(f"{each.get('collection')} {_text(each.get('id'))}" for each in document["participants"])
+        given = document["participants"]
+        what = ", ".join(map(_participant, given)) if isinstance(given, list) else _json(given)
     else:
         sides = (_text(document.get("source")), _text(document.get("destination")))
         what = f"{_text(document.get('value'))} from {sides[0]} to {sides[1]}"
@@ -187,11 +203,17 @@ def _row(document: Mapping[str, Any]) -> tuple[object, ...]:
     return _text(document["_id"]), document.get("state"), document.get("application") or "-", when, what
 
 
+def _participant(stored: object) -> str:
+    return f"{stored.get('collection')} {_text(stored.get('id'))}" if isinstance(stored, dict) else _json(stored)
+
+
 def _text(value: object) -> str:
-    """An id as it can be typed."""
+    """An id as it can be typed; a text that would be read as something else is quoted."""
     from bson import ObjectId
 
-    return str(value) if isinstance(value, (str, ObjectId)) else _json(value)
+    if isinstance(value, ObjectId) or (isinstance(value, str) and not _readings(value)):
+        return str(value)
+    return _json(value)
 
 
 def _json(value: object, indent: int | None = None) -> str:

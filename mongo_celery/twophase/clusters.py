@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bson.codec_options import CodecOptions
+from bson.codec_options import CodecOptions, DatetimeConversion
 from pymongo import MongoClient, ReadPreference, WriteConcern
 from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
@@ -21,11 +21,11 @@ class Clusters:
     Finds a participant's collection again, in any process.
 
     Args:
-        own: gives the transactions' client.
+        own: gives the transactions' collection.
         others: other clusters by alias: clients, or callables that return them.
     """
 
-    def __init__(self, own: Callable[[], MongoClient[Any]], others: Mapping[str, Client]) -> None:
+    def __init__(self, own: Callable[[], Collection[Any]], others: Mapping[str, Client]) -> None:
         self._own = own
         self._others = dict(others)
 
@@ -41,9 +41,11 @@ class Clusters:
                 f"participant {part} is in the cluster {part.cluster!r}, which this process does not know: "
                 f"TwoPhaseCommit(..., clients={{{part.cluster!r}: client}}).",
             )
-        client = self._own() if part.cluster is None else _client(self._others[part.cluster])
+        own = self._own()
+        client = own.database.client if part.cluster is None else _client(self._others[part.cluster])
         database, _, name = part.namespace.partition(".")
-        return strict(client[database][name])
+        # Ids are sent as they were read: both with the codec of the transactions.
+        return strict(client[database].get_collection(name, codec_options=own.codec_options))
 
     def alias(self, client: MongoClient[Any]) -> str | None:
         """
@@ -52,7 +54,7 @@ class Clusters:
         Raises:
             ConfigurationError: it is neither; after a crash nobody could find the participant.
         """
-        if client is self._own():
+        if client is self._own().database.client:
             return None
         for alias, given in self._others.items():
             if _client(given) is client:
@@ -63,6 +65,19 @@ class Clusters:
         )
 
 
+def is_one_server(one: Collection[Any], other: Collection[Any]) -> bool:
+    """
+    Whether two clients speak to the same server.
+
+    Not promised: that the same sharded cluster is recognised through two routers.
+    """
+    if one.database.client is other.database.client:
+        return True
+    answers = [each.database.client.admin.command("hello") for each in (one, other)]
+    processes = [(answer.get("topologyVersion") or {}).get("processId") for answer in answers]
+    return processes[0] is not None and processes[0] == processes[1]
+
+
 def opened(source: Source) -> Collection[dict[str, Any]]:
     """A collection or what a callable returns, with the concerns of the protocol."""
     # A Collection is callable, only to say that it is not.
@@ -70,9 +85,17 @@ def opened(source: Source) -> Collection[dict[str, Any]]:
 
 
 def strict(collection: Collection[Any]) -> Collection[dict[str, Any]]:
-    """Majority writes and reads, primary, plain dicts: whatever its owner has set is meant for other purposes."""
+    """
+    Majority writes and reads, primary, plain dicts: whatever its owner has set is meant for other purposes.
+
+    A time that Python cannot hold is read all the same, so that one document does not hide others.
+    """
     return collection.with_options(
-        codec_options=CodecOptions(tz_aware=True, uuid_representation=collection.codec_options.uuid_representation),
+        codec_options=CodecOptions(
+            tz_aware=True,
+            uuid_representation=collection.codec_options.uuid_representation,
+            datetime_conversion=DatetimeConversion.DATETIME_AUTO,
+        ),
         write_concern=WriteConcern("majority"),
         read_concern=ReadConcern("majority"),
         read_preference=ReadPreference.PRIMARY,

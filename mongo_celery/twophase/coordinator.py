@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -13,17 +13,18 @@ from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
-from mongo_celery.options import seconds
 from mongo_celery.twophase import registry
 from mongo_celery.twophase.clusters import Clusters, Source, opened, strict
+from mongo_celery.twophase.compensation import compensation_ids, opposite
 from mongo_celery.twophase.driver import OvertakenError
-from mongo_celery.twophase.driving import Driving, still_mine
+from mongo_celery.twophase.driving import NOT_BEGUN, Driving, still_mine
+from mongo_celery.twophase.durations import Duration, not_negative, positive
 from mongo_celery.twophase.log import TransactionLog
-from mongo_celery.twophase.participants import Client, Part, part_of
+from mongo_celery.twophase.participants import Client, is_same, part_of
 from mongo_celery.twophase.recovery import Recovery, recover
 from mongo_celery.twophase.states import State, Transaction, amount, transfer_parts
+from mongo_celery.twophase.values import plain, plain_id
 
-Duration = float | timedelta
 _RECOVER_LIMIT = 1000
 
 
@@ -76,12 +77,12 @@ class TwoPhaseCommit:
         self.app = app
         self.name = name
         self.application = application
-        self.older_than = _positive(older_than, "older_than")
-        self._timeout = _positive(timeout, "timeout")
+        self.older_than = positive(older_than, "older_than")
+        self._timeout = positive(timeout, "timeout")
         self._given = (transactions, accounts)
-        self._clusters = Clusters(lambda: self.transactions.database.client, clients or {})
+        self._clusters = Clusters(lambda: self.transactions, clients or {})
         if app is not None:
-            every = None if recover_every is None else _positive(recover_every, "recover_every")
+            every = None if recover_every is None else positive(recover_every, "recover_every")
             registry.add_coordinator(app, self, every)
 
     def __repr__(self) -> str:
@@ -115,7 +116,8 @@ class TwoPhaseCommit:
 
         Args:
             participants: `Participant`s; they are changed in this order.
-            id: of the transaction; by default a new ObjectId.
+            id: of the transaction; by default a new ObjectId. It has to be unique over all collections of
+                transactions that share participants.
 
         Returns:
             The id, for `run`, `delay` and `cancel`.
@@ -124,11 +126,12 @@ class TwoPhaseCommit:
             ConfigurationError: a participant cannot work, or a document takes part twice.
             TransactionStateError: there is a transaction of this id.
         """
-        parts = [part_of(each, self._clusters.alias) for each in participants]
+        codec = self.transactions.codec_options
+        parts = [part_of(each, self._clusters.alias, codec) for each in participants]
         if not parts:
             raise ConfigurationError("a transaction needs at least one participant.")
         for index, part in enumerate(parts):
-            if any(_is_same(part, other) for other in parts[:index]):
+            if any(is_same(part, other) for other in parts[:index]):
                 raise ConfigurationError(f"{part} takes part twice; combine both changes in one participant.")
         return self._store({"participants": [part.to_document() for part in parts]}, id)
 
@@ -157,16 +160,19 @@ class TwoPhaseCommit:
             run: whether to drive it here; else call `run` or `delay` with the returned id.
 
         Raises:
-            ConfigurationError: the value is no amount, or source and destination are the same.
+            ConfigurationError: the value is no amount, an `_id` can be none, or both are the same.
             TransactionCanceledError: it was rolled back: a document is missing, or the source's rule fails.
             TransactionStateError: there is a transaction of this id.
         """
-        value = amount(value)
+        codec = self.accounts.codec_options
+        source, destination = plain_id("source", source, codec), plain_id("destination", destination, codec)
+        value = plain("value", amount(value), codec)
+        require = None if require is None else plain("require", dict(require), codec)
         source_part, destination_part = transfer_parts(self.accounts.full_name, source, destination, value, require)
-        if _is_same(source_part, destination_part):
+        if is_same(source_part, destination_part):
             raise ConfigurationError(f"source and destination are both {source!r}; a transfer needs two documents.")
         fields = {"source": source, "destination": destination, "value": value}
-        identity = self._store(fields if require is None else {**fields, "require": dict(require)}, id)
+        identity = self._store(fields if require is None else {**fields, "require": require}, id)
         if run:
             self.run(identity)
         return identity
@@ -186,7 +192,8 @@ class TwoPhaseCommit:
         Raises:
             TransactionCanceledError: it was rolled back; `reason` says why.
             TransactionStateError: it is unknown, of another application, or stuck while it is undone.
-            TransactionTimeoutError: MongoDB did not answer in time; recovery will finish it.
+            TransactionTimeoutError: MongoDB did not answer in time. Recovery will finish it if it was begun; the
+                message says when that is not known, and `run` may be called again in any case.
         """
         ended = self._driving.to_the_end(self._taken(id))
         if ended.state is State.CANCELED:
@@ -201,21 +208,24 @@ class TwoPhaseCommit:
         """
         Let Celery drive a transaction, one step a task, each retried.
 
-        Afterwards recovery looks after it too, even if the broker loses the message.
+        Afterwards it carries this application's marker, and recovery looks after it too, even if the broker loses
+        the message.
 
         Returns:
             The `AsyncResult` of the first step; the outcome is in the transaction, not in a result.
 
         Raises:
-            TransactionStateError: there is no such transaction that could be driven.
+            TransactionStateError: there is no such transaction that could be driven here.
             ConfigurationError: there is no Celery app.
         """
         if self.app is None:
             raise ConfigurationError("delay needs the Celery app: TwoPhaseCommit(app, transactions).")
         if not self.log.note_queued(id):
-            state = self.log.get(id).state
+            seen = self.log.get(id)
+            self._refuse_foreign(seen, allowed=False)
+            state = seen.state
             raise TransactionStateError(f"transaction {id!r} is {state}: nothing is left to drive.", id=id, state=state)
-        return registry.publish_step(self.app, self.name, id, None)
+        return registry.publish_step(self.app, self.name, plain_id("id", id, self.transactions.codec_options), None)
 
     def step(self, id: Any, version: int | None) -> Transaction | None:  # noqa: A002
         """
@@ -273,14 +283,18 @@ class TwoPhaseCommit:
                 return still_mine(self.log.take_over(seen, self._driving.new_driver().identity, anybodys=all))
             return seen
 
-        return self._driving.to_the_end(self._driving.persist(attempt))
+        hint = "whether it is being canceled is not known: cancel it again"
+        return self._driving.to_the_end(self._driving.persist(attempt, hint=hint, id=id))
 
     def compensate(self, id: Any) -> Any:  # noqa: A002
         """
         Begin the opposite of a transaction that is done; run it like any other.
 
+        Afterwards there is one compensation that is not canceled, however many ask for it at once: nothing is
+        compensated twice. One that was canceled is followed by another attempt.
+
         Returns:
-            Its id, always the same one, so that nothing is compensated twice.
+            Its id: `{"compensates": id}`, with `attempt` from the second on.
 
         Raises:
             TransactionStateError: the transaction is not done.
@@ -292,23 +306,13 @@ class TwoPhaseCommit:
                 id=id,
                 state=seen.state,
             )
-        identity = {"compensates": id}
-        if "participants" in seen.document:
-            turned = [
-                Part(each.cluster, each.namespace, each.id, each.revert, each.apply, each.revert_require, each.require)
-                for each in reversed(seen.parts)
-            ]
-            fields = {"participants": [part.to_document() for part in turned]}
-        else:
-            document = seen.document
-            fields = {
-                "source": document["destination"],
-                "destination": document["source"],
-                "value": document["value"],
-            }
-        if self.transactions.find_one({"_id": identity}, {"_id": 1}) is None:
-            self._store(fields, identity)
-        return identity
+        fields = opposite(seen)
+        for identity in compensation_ids(id):
+            with contextlib.suppress(TransactionStateError):  # there is one of this id, since long ago or just now
+                return self._store(fields, identity)
+            if self.log.get(identity).state is not State.CANCELED:
+                return identity
+        raise AssertionError  # ids never end
 
     # -- recovery ----------------------------------------------------------------------------------
 
@@ -327,12 +331,12 @@ class TwoPhaseCommit:
         Args:
             older_than: seconds since its last step, by the server's clock; by default the option.
             all: also those of other applications.
-            limit: how many at most.
+            limit: how many are taken over at most; what cannot be read is reported beside them.
 
         Returns:
             What became of each; one that fails does not stop the others.
         """
-        age = self.older_than if older_than is None else _not_negative(older_than)
+        age = self.older_than if older_than is None else not_negative(older_than, "older_than")
         return recover(self.log, self._driving, age, anybodys=all, limit=limit)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -340,6 +344,7 @@ class TwoPhaseCommit:
     def _store(self, fields: Mapping[str, Any], id: Any) -> Any:  # noqa: A002
         """Store a new transaction. If an answer was lost, an id that was made here is known to be ours."""
         identity = ObjectId() if id is None else id
+        plain_id("id", identity, self.transactions.codec_options)
         repeated = False
 
         def attempt() -> None:
@@ -353,7 +358,10 @@ class TwoPhaseCommit:
                 repeated = True
                 raise
 
-        self._driving.persist(attempt)
+        hint = (
+            f"whether transaction {identity!r} was stored is not known, but nothing was changed: run it, or begin anew"
+        )
+        self._driving.persist(attempt, hint=hint, id=identity)
         return identity
 
     def _taken(self, id: Any) -> Transaction:  # noqa: A002
@@ -366,7 +374,7 @@ class TwoPhaseCommit:
                 return seen
             return still_mine(self.log.take_over(seen, self._driving.new_driver().identity))
 
-        return self._driving.persist(attempt)
+        return self._driving.persist(attempt, hint=NOT_BEGUN, id=id)
 
     def _refuse_foreign(self, seen: Transaction, *, allowed: bool) -> None:
         if not allowed and seen.application not in {None, self.application}:
@@ -375,21 +383,3 @@ class TwoPhaseCommit:
                 id=seen.id,
                 application=seen.application,
             )
-
-
-def _is_same(one: Part, other: Part) -> bool:
-    return (one.cluster, one.namespace) == (other.cluster, other.namespace) and bool(one.id == other.id)
-
-
-def _positive(value: Duration, name: str) -> float:
-    found = seconds(value, name)
-    if found <= 0:
-        raise ConfigurationError(f"{name}={value!r} must be more than 0 seconds.")
-    return found
-
-
-def _not_negative(value: Duration) -> float:
-    found = seconds(value, "older_than")
-    if found < 0:
-        raise ConfigurationError(f"older_than={value!r} must not be negative.")
-    return found

@@ -4,46 +4,73 @@ What is done to the documents of a transaction, each time one conditional update
 **The fence.** In MongoDB's tutorial the marker in `pendingTransactions` keeps a change from being applied twice,
 until it is pulled. A driver that is paused before it applies, is overtaken by recovery and wakes up after the
 marker was pulled applies a second time. Remembering settled transactions would close the hole for as long as
-they are remembered. Here it is closed for good, in constant space: every document counts in `transactionFence`
-how often a transaction was settled or undone in it, and a change is applied in three acts, in this order:
+they are remembered. Here it is closed for good, in constant space: every document has in `transactionFence` a value
+that was never there before, set anew whenever a transaction is settled or undone in it. A change is applied in three
+acts, in this order:
 
-1. look: read the document's fence (majority);
+1. look: read the document's fence (majority); if it has none, give it one (majority) and look again;
 2. prove: a majority write on the transaction that matches only while it is pending and mine;
-3. apply: only where the fence is still the one that was seen.
+3. apply: only where the fence is still the one that was seen. No fence is no match.
 
 A transaction is settled or undone in a document only after it has left `pending`. If I looked before that, the
-fence has moved since and my change matches nothing; if I looked after that, my proof matches nothing. A copy of
+fence I saw is gone since and my change matches nothing; if I looked after that, my proof matches nothing. A copy of
 the update that the network delivers late is refused for the same reason. For this an undo moves the fence also
 where it finds no marker: a driver may be on its way there.
 
+A counter would not do, nor may a missing fence be one that can be seen: a document that was deleted and inserted
+again, or replaced, would begin with what a paused driver has seen in its predecessor. A fence is an ObjectId that is
+made for each move, so no value comes twice. An old integer is a fence like any other, until it is moved. (Who puts
+an old copy of the document back, fence and all, puts the fence back that was seen: that cannot be told apart.)
+
+Where an undo finds neither marker nor fence, it leaves the document alone. Nothing can be applied there before
+somebody looks and gives it a fence; that look comes after the transaction has left `pending`, and its proof fails.
+So a collection whose validator does not allow the field is never left half applied.
+
 Another transaction that is settled in the same document moves the fence as well. Then the three acts are
 repeated, which is harmless.
+
+Ids stand behind `$eq` in every condition: what a transaction names is a value, and never a query.
 
 Source: MongoDB, "Perform Two Phase Commits"; the fence is ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from bson.int64 import Int64
+from bson import ObjectId
 from pymongo.collection import Collection
 
 from mongo_celery.twophase.participants import FENCE, MARKERS, Part
 
 Document = dict[str, Any]
 
+_UNDO_ROUNDS = 3
+"""A late driver can apply between the two updates of an undo, once: then the next round finds its marker."""
+
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What was seen in a participant: whether it exists, whether it has the marker, and its fence."""
+    """
+    What was seen in a participant.
+
+    Attributes:
+        exists: whether there is such a document.
+        marked: whether it has the transaction's marker.
+        fence: what `apply` is conditional on; None if it was replaced while it was looked at.
+        id: the `_id` that the server found, which may be written otherwise than the one that was asked for; None if
+            none was found, or read.
+        refusal: why it can have no fence; None if it can.
+    """
 
     exists: bool
     marked: bool
     fence: Any
+    id: Any = None
+    refusal: str | None = None
 
 
 class Undone(Enum):
@@ -55,41 +82,79 @@ class Undone(Enum):
 
 
 def look(collection: Collection[Document], part: Part, transaction_id: Any) -> View:
-    """Read what `apply` will be conditional on."""
-    markers = {"$cond": [{"$isArray": f"${MARKERS}"}, f"${MARKERS}", []]}
-    marked = {"$in": [{"$literal": transaction_id}, markers]}  # compared by the server: BSON's equality
-    found = collection.find_one({"_id": part.id}, {FENCE: 1, "marked": marked})
-    if found is None:
-        return View(exists=False, marked=False, fence=None)
-    return View(exists=True, marked=bool(found["marked"]), fence=found.get(FENCE))
+    """
+    Read what `apply` will be conditional on; afterwards the document has a fence.
+
+    Raises:
+        WriteError: the collection's validator does not allow the fence.
+    """
+    view = _seen(collection, part, transaction_id)
+    if not view.exists or view.fence is not None:
+        return view
+    # Null counts as missing, here as there.
+    collection.update_one({"_id": {"$eq": part.id}, FENCE: None}, {"$set": {FENCE: ObjectId()}})
+    return _seen(collection, part, transaction_id)
 
 
 def apply(collection: Collection[Document], part: Part, transaction_id: Any, fence: Any) -> bool:
     """Apply the change and leave the marker; False where the fence has moved, the rule fails, or it was done."""
-    guard = {"_id": part.id, MARKERS: {"$ne": transaction_id}, FENCE: fence, "$and": [part.require or {}]}
+    if fence is None:
+        return False
+    guard = {
+        "_id": {"$eq": part.id},
+        MARKERS: {"$ne": transaction_id},
+        FENCE: {"$eq": fence},
+        "$and": [part.require or {}],
+    }
     change = _merged(part.apply, {"$push": {MARKERS: transaction_id}})
     return bool(collection.update_one(guard, change).matched_count)
 
 
 def settle(collection: Collection[Document], part: Part, transaction_id: Any) -> bool:
     """Take the marker away, and move the fence; False where there is none any more."""
-    return bool(collection.update_one({"_id": part.id, MARKERS: transaction_id}, _pull(transaction_id)).matched_count)
+    return _matches(collection, _marked(part, transaction_id), _pull(transaction_id))
 
 
 def undo(collection: Collection[Document], part: Part, transaction_id: Any) -> Undone:
-    """Undo the change where the marker shows that it was applied; move the fence in any case."""
-    marked = {"_id": part.id, MARKERS: transaction_id}
-    guard = {**marked, "$and": [part.revert_require or {}]}
-    if collection.update_one(guard, _merged(part.revert, _pull(transaction_id))).matched_count:
-        return Undone.UNDONE
-    unmarked = {"_id": part.id, MARKERS: {"$ne": transaction_id}}
-    if collection.update_one(unmarked, {"$inc": {FENCE: Int64(1)}}).matched_count:
-        return Undone.UNDONE
-    return Undone.REFUSED if collection.find_one({"_id": part.id}, {"_id": 1}) else Undone.GONE
+    """Undo the change where the marker shows that it was applied; move the fence in any case, if there is one."""
+    guard = {**_marked(part, transaction_id), "$and": [part.revert_require or {}]}
+    unmarked = {"_id": {"$eq": part.id}, MARKERS: {"$ne": transaction_id}}
+    for _ in range(_UNDO_ROUNDS):
+        if _matches(collection, guard, _merged(part.revert, _pull(transaction_id))):
+            return Undone.UNDONE
+        if _matches(collection, unmarked, _moved_if_there()):
+            return Undone.UNDONE
+        if collection.find_one({"_id": {"$eq": part.id}}, {"_id": 1}) is None:
+            return Undone.GONE
+    return Undone.REFUSED
+
+
+def _seen(collection: Collection[Document], part: Part, transaction_id: Any) -> View:
+    markers = {"$cond": [{"$isArray": f"${MARKERS}"}, f"${MARKERS}", []]}
+    marked = {"$in": [{"$literal": transaction_id}, markers]}  # compared by the server: BSON's equality
+    found = collection.find_one({"_id": {"$eq": part.id}}, {FENCE: 1, "marked": marked})
+    if found is None:
+        return View(exists=False, marked=False, fence=None)
+    return View(exists=True, marked=bool(found["marked"]), fence=found.get(FENCE), id=found["_id"])
+
+
+def _marked(part: Part, transaction_id: Any) -> Document:
+    return {"_id": {"$eq": part.id}, MARKERS: {"$eq": transaction_id}}
 
 
 def _pull(transaction_id: Any) -> Document:
-    return {"$pull": {MARKERS: {"$in": [transaction_id]}}, "$inc": {FENCE: Int64(1)}}
+    return {"$pull": {MARKERS: {"$in": [transaction_id]}}, "$set": {FENCE: ObjectId()}}
+
+
+def _moved_if_there() -> list[Document]:
+    """In one update: a look may not slip in between the question and the move."""
+    return [{"$set": {FENCE: {"$cond": [{"$gt": [f"${FENCE}", None]}, ObjectId(), "$$REMOVE"]}}}]
+
+
+def _matches(
+    collection: Collection[Document], guard: Document, change: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+) -> bool:
+    return bool(collection.update_one(guard, change).matched_count)
 
 
 def _merged(change: Mapping[str, Any], ours: Mapping[str, Any]) -> Document:

@@ -20,10 +20,12 @@ from pymongo.errors import WriteError
 from mongo_celery.redaction import short
 from mongo_celery.stream.reactions import is_transient
 from mongo_celery.twophase import documents
+from mongo_celery.twophase.clusters import is_one_server
 from mongo_celery.twophase.documents import Undone, View
 from mongo_celery.twophase.log import TransactionLog
-from mongo_celery.twophase.participants import Part
+from mongo_celery.twophase.participants import FENCE, MARKERS, Part
 from mongo_celery.twophase.states import State, Transaction
+from mongo_celery.twophase.values import same
 
 logger = logging.getLogger("mongo_celery.twophase")
 
@@ -44,7 +46,7 @@ class BusyError(Exception):
 
 
 class StuckError(Exception):
-    """A participant refuses to be undone; the transaction stays canceling."""
+    """A participant can be neither changed nor undone by a driver; the transaction stays in its state."""
 
 
 class Driver:
@@ -105,6 +107,9 @@ class Driver:
                 views = [self._look(transaction, part) for part in parts]
                 if not self._log.touch(transaction):
                     raise OvertakenError
+            twice = self._twice(transaction, views)
+            if twice is not None:
+                return self._cancel(transaction, twice)
             while reached < len(parts):
                 applied, reason = self._apply_one(transaction, parts[reached], views[reached])
                 if reason is not None:
@@ -118,12 +123,30 @@ class Driver:
             threading.Event().wait(random.random() * _PAUSE_SECONDS)  # noqa: S311 - jitter, no secret
         raise BusyError
 
+    def _twice(self, transaction: Transaction, views: list[View]) -> str | None:
+        """Why not, if the server has found one document for two participants: the marker cannot tell them apart."""
+        parts = transaction.parts
+        for index, (part, view) in enumerate(zip(parts, views, strict=True)):
+            for other, seen in zip(parts[:index], views[:index], strict=True):
+                if view.id is None or seen.id is None or part.namespace != other.namespace:
+                    continue
+                if not same(view.id, seen.id) or not is_one_server(self._open(part), self._open(other)):
+                    continue
+                reason = f"participants {other} and {part} are one document; combine both changes in one participant"
+                if view.marked:
+                    # Which of the two changes it has cannot be known: undoing the wrong one would lose something.
+                    raise StuckError(f"{reason}; one of them was applied, so put it right by hand")
+                return reason
+        return None
+
     def _apply_one(self, transaction: Transaction, part: Part, view: View) -> tuple[bool, str | None]:
         """Whether it is applied now; if not, the reason to cancel, or None to look again."""
         if view.marked:
             return True, None
         if not view.exists:
             return False, f"participant {part} does not exist"
+        if view.refusal is not None:
+            return False, view.refusal
         try:
             if documents.apply(self._open(part), part, transaction.id, view.fence):
                 return True, None
@@ -140,7 +163,9 @@ class Driver:
             return True, None
         if not now.exists:
             return False, f"participant {part} does not exist"
-        if now.fence != view.fence:
+        if now.refusal is not None:
+            return False, now.refusal
+        if view.fence is None or now.fence != view.fence:
             return False, None
         return False, f"participant {part} does not meet {dict(part.require)!r}"
 
@@ -169,7 +194,16 @@ class Driver:
         return self._mine(self._log.advance(transaction, State.CANCELED))
 
     def _look(self, transaction: Transaction, part: Part) -> View:
-        return documents.look(self._open(part), part, transaction.id)
+        try:
+            return documents.look(self._open(part), part, transaction.id)
+        except WriteError as error:
+            if is_transient(error):
+                raise
+            refusal = (
+                f"participant {part} refuses the field {FENCE!r} ({short(error)}): allow it, and {MARKERS!r}, in the "
+                "collection's validator"
+            )
+            return View(exists=True, marked=False, fence=None, refusal=refusal)
 
     @staticmethod
     def _mine(transaction: Transaction | None) -> Transaction:

@@ -19,6 +19,11 @@ from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.states import State, Transaction
 
 Result = TypeVar("Result")
+
+FINISHED_BY_RECOVERY = "recovery will finish it"
+NOT_BEGUN = (
+    "run it again: nothing may have been begun yet, and recovery finishes only what was begun, or queued by delay"
+)
 _PAUSE_SECONDS_MAX = 0.5
 
 
@@ -46,7 +51,7 @@ class Driving:
         Step by step until the state is final. If another driver takes over, wait for it.
 
         Raises:
-            TransactionStateError: a participant refuses to be undone.
+            TransactionStateError: a participant refuses to be undone, or two of them are one document.
             TransactionTimeoutError: the time is used up.
         """
         deadline = time.monotonic() + self._timeout
@@ -59,16 +64,25 @@ class Driving:
             except OvertakenError:
                 return self._awaited(transaction.id, deadline)
             except StuckError as error:
-                raise TransactionStateError(
-                    f"transaction {current.id!r} stays canceling: {error}. Put it right, then recover.",
-                    id=current.id,
-                    state=current.state,
-                ) from error
+                raise stuck(current, error) from error
         return transaction
 
-    def persist(self, attempt: Callable[[], Result], deadline: float | None = None) -> Result:
+    def persist(
+        self,
+        attempt: Callable[[], Result],
+        deadline: float | None = None,
+        *,
+        hint: str = FINISHED_BY_RECOVERY,
+        **fields: Any,
+    ) -> Result:
         """
         Repeat an attempt that met a transient error, or found something changed, until the time is used up.
+
+        Args:
+            attempt: what is done; it may be done several times.
+            deadline: of the monotonic clock; by default after the timeout.
+            hint: what follows when the time is used up.
+            fields: of the error.
 
         Raises:
             TransactionTimeoutError: it is.
@@ -83,8 +97,9 @@ class Driving:
                     raise
                 if time.monotonic() >= deadline:
                     raise TransactionTimeoutError(
-                        f"MongoDB did not let it get on in time ({short(error)}); recovery will finish it.",
+                        f"MongoDB did not let it get on in time ({short(error)}); {hint}.",
                         outcome="unknown",
+                        **fields,
                     ) from error
             threading.Event().wait(random.random() * pause)  # noqa: S311 - jitter, no secret
             pause = min(pause * 2, _PAUSE_SECONDS_MAX)
@@ -93,10 +108,11 @@ class Driving:
         self, step: Callable[[Transaction], Transaction], seen: Transaction, driver: Driver, deadline: float
     ) -> Transaction:
         """A step; if an answer was lost and the step had been done after all, go on from there."""
+        hint = NOT_BEGUN if seen.state is State.INITIAL else FINISHED_BY_RECOVERY
         try:
-            return self.persist(lambda: step(seen), deadline)
+            return self.persist(lambda: step(seen), deadline, hint=hint, id=seen.id)
         except OvertakenError:
-            now = self.persist(lambda: self._log.get(seen.id), deadline)
+            now = self.persist(lambda: self._log.get(seen.id), deadline, id=seen.id)
             if now.driver != driver.identity:
                 raise
             return now
@@ -104,7 +120,7 @@ class Driving:
     def _awaited(self, transaction_id: Any, deadline: float) -> Transaction:
         pause = 0.01
         while True:
-            now = self.persist(lambda: self._log.get(transaction_id), deadline)
+            now = self.persist(lambda: self._log.get(transaction_id), deadline, id=transaction_id)
             if now.state.is_final:
                 return now
             if time.monotonic() >= deadline:
@@ -116,6 +132,15 @@ class Driving:
                 )
             threading.Event().wait(pause)
             pause = min(pause * 2, _PAUSE_SECONDS_MAX)
+
+
+def stuck(transaction: Transaction, error: StuckError) -> TransactionStateError:
+    """What to say of a transaction that no driver gets any further."""
+    return TransactionStateError(
+        f"transaction {transaction.id!r} stays {transaction.state}: {error}. Put it right, then recover.",
+        id=transaction.id,
+        state=transaction.state,
+    )
 
 
 def still_mine(transaction: Transaction | None) -> Transaction:

@@ -46,7 +46,7 @@ class TransactionLog:
         try:
             # An upsert, since only an update can set the server's time.
             found = self.collection.find_one_and_update(
-                {"_id": transaction_id},
+                {"_id": {"$eq": transaction_id}},
                 [
                     {
                         "$replaceWith": {
@@ -83,7 +83,7 @@ class TransactionLog:
         Raises:
             TransactionStateError: there is none, or its state or shape is unknown.
         """
-        document = self.collection.find_one({"_id": transaction_id})
+        document = self.collection.find_one({"_id": {"$eq": transaction_id}})
         if document is None:
             raise TransactionStateError(f"there is no transaction {transaction_id!r}.", id=transaction_id)
         return self.read(document)
@@ -92,9 +92,9 @@ class TransactionLog:
         """Understand a document; errors as of `states.read_transaction`."""
         return read_transaction(document, self._accounts)
 
-    def claim(self, seen: Transaction, driver: ObjectId) -> Transaction | None:
+    def claim(self, seen: Transaction, driver: ObjectId, *, anybodys: bool = False) -> Transaction | None:
         """Take a transaction nobody has begun: initial becomes pending. None if somebody was faster."""
-        guard = {"_id": seen.id, "state": str(State.INITIAL), "application": {"$in": [None, self._application]}}
+        guard = {"_id": {"$eq": seen.id}, "state": str(State.INITIAL), **({} if anybodys else self._ours())}
         return self._update(guard, {"state": str(State.PENDING), **self._marks(driver)}, version=True)
 
     def take_over(
@@ -111,7 +111,7 @@ class TransactionLog:
         """
         guard: Document = dict(seen.guard)
         if not anybodys:
-            guard["application"] = {"$in": [None, self._application]}
+            guard.update(self._ours())
         if older_than is not None:
             guard["$expr"] = _older_than(older_than)
         return self._update(guard, self._marks(driver), version=True)
@@ -134,17 +134,34 @@ class TransactionLog:
         return self._update(seen.guard, {"state": str(State.CANCELED), "reason": reason}, version=False)
 
     def note_queued(self, transaction_id: Any) -> bool:
-        """Note that Celery has been asked to drive a transaction: recovery then looks after its beginning too."""
-        guard = {"_id": transaction_id, "state": {"$in": [str(each) for each in (State.INITIAL, *UNFINISHED)]}}
-        change = {"$currentDate": {"queuedAt": True}}
+        """
+        Note that Celery has been asked to drive a transaction: this application's recovery then begins it too.
+
+        Returns:
+            False if nothing is left to drive, or it is another application's.
+        """
+        states = [str(each) for each in (State.INITIAL, *UNFINISHED)]
+        guard = {"_id": {"$eq": transaction_id}, "state": {"$in": states}, **self._ours()}
+        # Marked already: another application may know neither its accounts nor its clusters.
+        change = {"$set": {"application": self._application}, "$currentDate": {"queuedAt": True}}
         return bool(self.collection.update_one(guard, change).matched_count)
 
-    def abandoned(self, older_than: float, *, anybodys: bool, limit: int) -> list[Document]:
-        """Documents that were left unfinished, the oldest step first: what recovery takes over."""
-        whose: Document = {} if anybodys else {"application": {"$in": [None, self._application]}}
+    def abandoned(
+        self, older_than: float, *, anybodys: bool, limit: int, without: Sequence[Any] = ()
+    ) -> list[Document]:
+        """
+        Documents that were left unfinished, the oldest step first: what recovery takes over.
+
+        Args:
+            older_than: seconds since the last step, by the server's clock.
+            anybodys: also those of other applications.
+            limit: how many at most.
+            without: ids that were looked at already.
+        """
+        whose: Document = {} if anybodys else self._ours()
         left = {"state": {"$in": [str(state) for state in UNFINISHED]}}
         queued = {"state": str(State.INITIAL), "queuedAt": {"$exists": True}}
-        condition = {**whose, "$or": [left, queued], "$expr": _older_than(older_than)}
+        condition = {**whose, "$or": [left, queued], "$expr": _older_than(older_than), "_id": {"$nin": list(without)}}
         return list(self.collection.find(condition).sort("lastModified", 1).limit(limit))
 
     def find(self, states: Sequence[str], older_than: float | None, limit: int) -> Iterable[Document]:
@@ -153,6 +170,9 @@ class TransactionLog:
         if older_than is not None:
             condition["$expr"] = _older_than(older_than)
         return self.collection.find(condition).sort("lastModified", 1).limit(limit)
+
+    def _ours(self) -> Document:
+        return {"application": {"$in": [None, self._application]}}
 
     def _marks(self, driver: ObjectId) -> Document:
         return {"application": self._application, "driver": driver}

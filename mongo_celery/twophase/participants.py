@@ -11,19 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bson import Decimal128, json_util
-from bson.binary import UuidRepresentation
+from bson import Decimal128
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.twophase.values import Codec, from_text, plain_id, same, storable, storable_rule, to_text
 
 MARKERS = "pendingTransactions"
 FENCE = "transactionFence"
 _OWN = {"_id", MARKERS, FENCE}
 
-EXTENDED_JSON = json_util.CANONICAL_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
-"""Text in which every type and field name survives."""
+_KNOWN = {
+    *("$set", "$unset", "$inc", "$mul", "$min", "$max", "$rename", "$currentDate", "$bit"),
+    *("$push", "$pull", "$pullAll", "$addToSet", "$pop"),
+}
 
 Client = MongoClient[Any] | Callable[[], MongoClient[Any]]
 
@@ -36,7 +38,7 @@ class Participant:
     Args:
         collection: a PyMongo collection, or `"db.collection"` in the transactions' cluster.
         id: `_id` of the document.
-        apply: update operators; neither a pipeline nor a replacement.
+        apply: update operators; neither a pipeline nor a replacement, and no path with the positional `$` or `$[x]`.
         revert: update operators that undo them; may be left out where `apply` is `$inc` alone.
         require: a filter that the document must match for `apply`; if it does not, the transaction is canceled.
         revert_require: a filter that it must match for `revert`; while it does not, the transaction stays canceling.
@@ -75,8 +77,8 @@ class Part:
             "cluster": self.cluster,
             "collection": self.namespace,
             "id": self.id,
-            **{name: _text(getattr(self, name)) for name in ("apply", "revert", "require")},
-            **({"revertRequire": _text(self.revert_require)} if self.revert_require else {}),
+            **{name: to_text(getattr(self, name)) for name in ("apply", "revert", "require")},
+            **({"revertRequire": to_text(self.revert_require)} if self.revert_require else {}),
         }
 
 
@@ -85,11 +87,16 @@ def stored_part(document: Mapping[str, Any]) -> Part:
     Read one back.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no participant.
+        Exception: of any kind; it is no participant.
     """
+    cluster, namespace = document["cluster"], document["collection"]
+    if not isinstance(namespace, str) or not all(namespace.partition(".")):
+        raise TypeError(f"collection {namespace!r} is no 'db.collection'")
+    if cluster is not None and not isinstance(cluster, str):
+        raise TypeError(f"cluster {cluster!r} is no alias")
     return Part(
-        document["cluster"],
-        document["collection"],
+        cluster,
+        namespace,
         document["id"],
         _value(document["apply"]),
         _value(document["revert"]),
@@ -98,13 +105,14 @@ def stored_part(document: Mapping[str, Any]) -> Part:
     )
 
 
-def part_of(participant: object, alias: Callable[[MongoClient[Any]], str | None]) -> Part:
+def part_of(participant: object, alias: Callable[[MongoClient[Any]], str | None], codec: Codec) -> Part:
     """
     Check a participant.
 
     Args:
         participant: as given to `begin`.
         alias: names the cluster of a client.
+        codec: of a participant that comes without a collection.
 
     Raises:
         ConfigurationError: what is wrong with it, and the cure.
@@ -114,16 +122,30 @@ def part_of(participant: object, alias: Callable[[MongoClient[Any]], str | None]
     collection = participant.collection
     if isinstance(collection, Collection):
         cluster, namespace = alias(collection.database.client), collection.full_name
+        codec = collection.codec_options
     elif isinstance(collection, str) and all(collection.partition(".")):
         cluster, namespace = None, collection
     else:
         raise ConfigurationError(f"collection={collection!r} must be a PyMongo collection or 'db.collection'.")
-    apply = _operators("apply", participant.apply)
-    revert = _negated(apply) if participant.revert is None else _operators("revert", participant.revert)
-    for name in ("require", "revert_require"):
-        if not isinstance(getattr(participant, name), Mapping):
+    apply = _operators("apply", participant.apply, codec)
+    revert = _negated(apply) if participant.revert is None else participant.revert
+    rules = {"require": participant.require, "revert_require": participant.revert_require}
+    for name, given in rules.items():
+        if not isinstance(given, Mapping):
             raise ConfigurationError(f"{name} must be a filter, such as {{'stock': {{'$gte': 1}}}}.")
-    return Part(cluster, namespace, participant.id, apply, revert, participant.require, participant.revert_require)
+    return Part(
+        cluster,
+        namespace,
+        plain_id("id", participant.id, codec),
+        apply,
+        _operators("revert", revert, codec),
+        **{name: storable_rule(name, given, codec) for name, given in rules.items()},
+    )
+
+
+def is_same(one: Part, other: Part) -> bool:
+    """Whether two participants are one document as they are written; the server may know better."""
+    return (one.cluster, one.namespace) == (other.cluster, other.namespace) and same(one.id, other.id)
 
 
 def increase(value: Any, sign: int = 1) -> dict[str, Any]:
@@ -131,7 +153,7 @@ def increase(value: Any, sign: int = 1) -> dict[str, Any]:
     return {"$inc": {"balance": value if sign > 0 else _minus(value)}}
 
 
-def _operators(name: str, update: object) -> Mapping[str, Any]:
+def _operators(name: str, update: object, codec: Codec) -> Mapping[str, Any]:
     if isinstance(update, Sequence) and not isinstance(update, str):
         raise ConfigurationError(f"{name} is a pipeline; use update operators, which can be combined with the marker.")
     if not isinstance(update, Mapping) or not update:
@@ -139,11 +161,27 @@ def _operators(name: str, update: object) -> Mapping[str, Any]:
     for operator, change in update.items():
         if not str(operator).startswith("$") or not isinstance(change, Mapping) or not change:
             raise ConfigurationError(f"{name}: {operator!r} is no update operator with fields.")
+        if operator == "$setOnInsert":
+            raise ConfigurationError(f"{name}: $setOnInsert never does anything here: a participant exists. Use $set.")
+        if operator not in _KNOWN:
+            raise ConfigurationError(f"{name}: {operator!r} is none of {', '.join(sorted(_KNOWN))}.")
         renamed = map(str, change.values()) if operator == "$rename" else ()
         for path in (*change, *renamed):
-            if str(path).split(".", 1)[0] in _OWN:
-                raise ConfigurationError(f"{name} must leave {path!r} alone; the transaction needs it.")
-    return update
+            _check_path(name, str(path))
+    return storable(name, update, codec)
+
+
+def _check_path(name: str, path: str) -> None:
+    segments = path.split(".")
+    if segments[0] in _OWN:
+        raise ConfigurationError(f"{name} must leave {path!r} alone; the transaction needs it.")
+    # The server takes the position from the array that its filter met last, which is that of the markers.
+    if any(segment == "$" or (segment.startswith("$[") and segment != "$[]") for segment in segments):
+        raise ConfigurationError(
+            f"{name}: {path!r} would change whatever element the transaction's own filter has met. Name the element by "
+            "its number ('items.1.left') and hold it there by require={'items.1.sku': ...}, or keep elements in a "
+            "document by key ('items.lamp.left').",
+        )
 
 
 def _negated(apply: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,19 +189,18 @@ def _negated(apply: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigurationError(
             "revert is missing: only what $inc has added can be taken back without being told how."
         )
-    return {"$inc": {path: _minus(value) for path, value in apply["$inc"].items()}}
+    try:
+        return {"$inc": {path: _minus(value) for path, value in apply["$inc"].items()}}
+    except TypeError as error:
+        raise ConfigurationError(f"apply={dict(apply)!r}: $inc adds numbers.") from error
 
 
 def _minus(value: Any) -> Any:
     return Decimal128(-value.to_decimal()) if isinstance(value, Decimal128) else type(value)(-value)
 
 
-def _text(value: Mapping[str, Any]) -> str:
-    return json_util.dumps(value, json_options=EXTENDED_JSON)
-
-
 def _value(text: str) -> dict[str, Any]:
-    value = json_util.loads(text, json_options=EXTENDED_JSON)
+    value = from_text(text)
     if not isinstance(value, dict):
         raise TypeError(f"{text} is no document")
     return value

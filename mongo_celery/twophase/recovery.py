@@ -9,11 +9,10 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.errors import MongoCeleryError
 from mongo_celery.redaction import short
 from mongo_celery.twophase.driving import Driving
 from mongo_celery.twophase.log import TransactionLog
-from mongo_celery.twophase.states import State
+from mongo_celery.twophase.states import State, Transaction
 
 logger = logging.getLogger("mongo_celery.twophase")
 
@@ -45,36 +44,54 @@ def recover(log: TransactionLog, driving: Driving, age: float, *, anybodys: bool
         driving: to the end.
         age: seconds since the last step, by the server's clock.
         anybodys: also those of other applications.
-        limit: how many at most.
+        limit: how many are taken over at most. What cannot be read does not count: it stays the oldest for ever,
+            and would keep all others from their turn.
     """
-    found = driving.persist(lambda: log.abandoned(age, anybodys=anybodys, limit=limit))
-    report = (_recover_one(log, driving, document, age, anybodys=anybodys) for document in found)
-    return [each for each in report if each is not None]
+    report: list[Recovery] = []
+    seen: list[Any] = []
+    left = limit
+    while left > 0:
+        wanted = left
+        found = driving.persist(
+            lambda wanted=wanted: log.abandoned(age, anybodys=anybodys, limit=wanted, without=seen),  # type: ignore[misc]
+            hint="recover again",
+        )
+        for document in found:
+            seen.append(document["_id"])
+            taken, became = _recover_one(log, driving, document, age, anybodys=anybodys)
+            left -= taken
+            if became is not None:
+                report.append(became)
+        if len(found) < wanted:
+            break
+    return report
 
 
 def _recover_one(
     log: TransactionLog, driving: Driving, document: Mapping[str, Any], age: float, *, anybodys: bool
-) -> Recovery | None:
+) -> tuple[bool, Recovery | None]:
+    """Whether it was taken over, and what to report; nothing if another was faster."""
     identity, before = document["_id"], str(document["state"])
+    taken: Transaction | None = None
     try:
-        seen, driver = log.read(document), driving.new_driver()
-        if seen.state is State.INITIAL:
-            taken = log.claim(seen, driver.identity)
+        read, driver = log.read(document), driving.new_driver()
+        if read.state is State.INITIAL:
+            taken = log.claim(read, driver.identity, anybodys=anybodys)
         else:
-            taken = log.take_over(seen, driver.identity, older_than=age, anybodys=anybodys)
+            taken = log.take_over(read, driver.identity, older_than=age, anybodys=anybodys)
         if taken is None:
-            return None  # another was faster
+            return False, None
         after = str(driving.to_the_end(taken).state)
-    except (MongoCeleryError, PyMongoError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever one transaction does, the others have their turn
         logger.error("transaction %r could not be recovered: %s", identity, short(error))
-        return Recovery(identity, before, _state_of(log, identity, before), short(error))
+        return taken is not None, Recovery(identity, before, _state_of(log, identity, before), short(error))
     logger.warning("transaction %r was recovered: %s, now %s", identity, before, after)
-    return Recovery(identity, before, after)
+    return True, Recovery(identity, before, after)
 
 
 def _state_of(log: TransactionLog, identity: Any, before: str) -> str:
     try:
-        found = log.collection.find_one({"_id": identity}, {"state": 1})
+        found = log.collection.find_one({"_id": {"$eq": identity}}, {"state": 1})
     except PyMongoError:
         return before
     return str((found or {}).get("state", before))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bson import json_util
+from kombu.exceptions import OperationalError
 from pymongo.errors import PyMongoError
 
-from mongo_celery.errors import ConfigurationError, TransactionStateError
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.stream.reactions import is_transient
 from mongo_celery.twophase.driver import BusyError, StuckError
-from mongo_celery.twophase.participants import EXTENDED_JSON
+from mongo_celery.twophase.driving import stuck
+from mongo_celery.twophase.values import from_text, to_text
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -58,32 +59,43 @@ def coordinators_of(app: Celery) -> dict[str, TwoPhaseCommit]:
 
 
 def publish_step(app: Celery, name: str, transaction_id: Any, version: int | None) -> Any:
-    """Ask for the next step of a transaction; the message carries its id and the driver's version."""
-    text = json_util.dumps(transaction_id, json_options=EXTENDED_JSON)
+    """Ask for the next step of a transaction; the message carries its id, in BSON's own types, and the version."""
     task: Any = app.tasks[STEP_TASK]
-    return task.apply_async((name, text, version), serializer="json")
+    return task.apply_async((name, to_text(transaction_id), version), serializer="json")
+
+
+def _publish_next(task: Any, arguments: tuple[str, str, int | None]) -> None:
+    try:
+        task.apply_async(arguments, serializer="json")
+    except OperationalError as error:
+        # The step is done: what is tried again is the next one. If the broker does not take that either, recovery
+        # finds the transaction.
+        raise task.retry(args=arguments, exc=error, **_patience(task)) from error
+
+
+def _patience(task: Any) -> dict[str, int]:
+    return {"countdown": min(2**task.request.retries, _BACKOFF_SECONDS_MAX), "max_retries": _RETRIES_MAX}
 
 
 def _register_tasks(app: Celery) -> None:
     def step(task: Any, name: str, transaction_id: str, version: int | None) -> str | None:
         """Do one step of a transaction, and ask for the next."""
-        identity = json_util.loads(transaction_id, json_options=EXTENDED_JSON)
+        identity = from_text(transaction_id)
         coordinator = coordinators_of(app).get(name)
         if coordinator is None:
             raise ConfigurationError(f"this worker's app has no TwoPhaseCommit named {name!r}.")
         try:
             after = coordinator.step(identity, version)
         except StuckError as error:
-            raise TransactionStateError(f"transaction {identity!r} stays canceling: {error}.") from error
+            raise stuck(coordinator.log.get(identity), error) from error
         except (PyMongoError, BusyError) as error:
             if isinstance(error, PyMongoError) and not is_transient(error):
                 raise
-            pause = min(2**task.request.retries, _BACKOFF_SECONDS_MAX)
-            raise task.retry(exc=error, countdown=pause, max_retries=_RETRIES_MAX) from error
+            raise task.retry(exc=error, **_patience(task)) from error
         if after is None:
             return None
         if not after.state.is_final:
-            publish_step(app, name, identity, after.version)
+            _publish_next(task, (name, transaction_id, after.version))
         return str(after.state)
 
     def recover(name: str) -> dict[str, int]:

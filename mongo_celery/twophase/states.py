@@ -15,6 +15,7 @@ from bson.int64 import Int64
 
 from mongo_celery.errors import ConfigurationError, TransactionStateError
 from mongo_celery.twophase.participants import Part, increase, stored_part
+from mongo_celery.twophase.values import same
 
 
 class State(StrEnum):
@@ -73,7 +74,7 @@ class Transaction:
     def guard(self) -> dict[str, Any]:
         """Matches only while this driver has the transaction, in this state."""
         version = None if self.version is None else Int64(self.version)
-        return {"_id": self.id, "state": str(self.state), "version": version}
+        return {"_id": {"$eq": self.id}, "state": str(self.state), "version": version}
 
 
 def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
@@ -89,7 +90,7 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
     """
     identity = document.get("_id")
     state = document.get("state")
-    if state not in set(State):
+    if not isinstance(state, str) or state not in set(State):
         raise TransactionStateError(
             f"transaction {identity!r} has the unknown state {state!r}; it belongs to other code, or was damaged.",
             id=identity,
@@ -97,19 +98,21 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
         )
     try:
         parts = _parts(document, accounts)
-    except (KeyError, TypeError, ValueError, ConfigurationError) as error:
+        version = _version(document.get("version"))
+    except Exception as error:
+        # Whatever other code has written there: one document must not stop those who look at many.
         raise TransactionStateError(
             f"transaction {identity!r} has the shape of no transaction: it needs participants, or source, destination "
-            f"and value ({error}).",
+            f"and value, and if any a version that is an integer ({error}).",
             id=identity,
             state=state,
         ) from error
-    modified, version = document.get("lastModified"), document.get("version")
+    modified = document.get("lastModified")
     return Transaction(
         id=identity,
         state=State(state),
         application=document.get("application"),
-        version=None if version is None else int(version),
+        version=version,
         driver=document.get("driver"),
         parts=parts,
         reason=document.get("reason"),
@@ -118,13 +121,20 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
     )
 
 
+def _version(stored: object) -> int | None:
+    # A driver's guard has it as an integer: what is none would never match, and be passed over for ever.
+    if stored is None or (isinstance(stored, int) and not isinstance(stored, bool)):
+        return None if stored is None else int(stored)
+    raise TypeError(f"version {stored!r} is no integer")
+
+
 def _parts(document: Mapping[str, Any], accounts: str) -> tuple[Part, ...]:
     if "participants" in document:
         return tuple(stored_part(each) for each in document["participants"])
     value = amount(document["value"])
     require = document.get("require")
     parts = transfer_parts(accounts, document["source"], document["destination"], value, require)
-    if parts[0].id == parts[1].id:
+    if same(parts[0].id, parts[1].id):
         raise ValueError("source and destination are the same")
     return parts
 

@@ -17,7 +17,6 @@ from mongo_celery.errors import (
     ConfigurationError,
     TransactionCanceledError,
     TransactionStateError,
-    TransactionTimeoutError,
 )
 from tests.integration.twophase_rig import Tutorial, balances, make_accounts, markers
 
@@ -383,32 +382,6 @@ def test_a_participant_that_is_deleted_in_the_middle_leaves_the_sum_of_the_other
 
     assert report == {1: "canceled", 2: "done"}
     assert balances(database) == {"A": 900}
-
-
-def test_a_server_that_refuses_for_a_while_is_waited_for(
-    bank: TwoPhaseCommit, database: Database[Document], failpoint: Any
-) -> None:
-    """Transient errors on every kind of command: the transaction is done once."""
-    for command in ("update", "findAndModify", "find"):
-        with failpoint(mode={"times": 2}, failCommands=[command], errorCode=112):
-            bank.transfer("A", "B", 10)
-    assert balances(database) == {"A": 970, "B": 1030}
-
-
-def test_a_server_that_refuses_too_long_leaves_the_transaction_to_recovery(
-    database: Database[Document], failpoint: Any
-) -> None:
-    make_accounts(database, A=1000, B=1000)
-    impatient = TwoPhaseCommit(None, database["transactions"], timeout=0.3)
-    with (
-        failpoint(failCommands=["update"], errorCode=112),
-        pytest.raises(TransactionTimeoutError, match="recovery"),
-    ):
-        impatient.transfer("A", "B", 10, id=1)
-
-    assert state_of(impatient, 1) == "pending"
-    assert [each.after for each in impatient.recover(0)] == ["done"]
-    assert balances(database) == {"A": 990, "B": 1010}
 
 
 def test_options_that_cannot_work_are_refused(database: Database[Document]) -> None:

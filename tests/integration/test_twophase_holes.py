@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
+from bson import ObjectId
 from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError
 from mongo_celery.twophase import documents
-from mongo_celery.twophase.participants import MARKERS
+from mongo_celery.twophase.participants import FENCE, MARKERS
+from tests.fixtures.process import wait_for
 from tests.integration.twophase_rig import (
     Gate,
     Tutorial,
@@ -24,10 +27,13 @@ from tests.integration.twophase_rig import (
 
 Document = dict[str, Any]
 
-COMMANDS = 10
-"""Of one driver: read, look at both, claim, apply both, applied, settle both, done."""
+COMMANDS = 14
+"""Of one driver: read, look at both and give each a fence, claim, apply both, applied, settle both, done."""
 
-CLAIM, FIRST_APPLY, SECOND_APPLY = 4, 5, 6
+COMMANDS_WITH_FENCES = 10
+"""The same once the documents have their fences: a look is then a read and nothing else."""
+
+CLAIM, FIRST_APPLY, SECOND_APPLY = 8, 9, 10
 
 
 @pytest.fixture
@@ -46,11 +52,12 @@ def test_a_driver_sends_as_many_commands_as_these_tests_hold(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
 ) -> None:
     """Else a hole could open between commands that no test looks at."""
-    gate = Gate()
-    identity = rescuer.transfer("A", "B", 100, run=False)
-    with held_driver(mongo_url, accounts.name, identity, gate):
-        pass
-    assert gate.count == COMMANDS
+    for commands in (COMMANDS, COMMANDS_WITH_FENCES):
+        gate = Gate()
+        identity = rescuer.transfer("A", "B", 100, run=False)
+        with held_driver(mongo_url, accounts.name, identity, gate):
+            pass
+        assert gate.count == commands
 
 
 def test_the_tutorials_own_driver_applies_twice_when_it_was_overtaken(accounts: Database[Document]) -> None:
@@ -164,6 +171,94 @@ def test_an_undo_that_leaves_the_fence_alone_would_let_a_late_driver_apply(
 
     assert rescuer.log.get(identity).state == "canceled"
     assert balances(accounts) != {"A": 1000, "B": 1000}
+
+
+@pytest.mark.parametrize("how", ["replaced", "inserted"])
+def test_a_participant_that_was_made_anew_does_not_begin_with_an_old_fence(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, how: str
+) -> None:
+    """What a paused driver has seen in a document's predecessor is nothing that its successor can have."""
+    gate = Gate(hold_before=FIRST_APPLY)
+    identity = rescuer.transfer("A", "B", 100, run=False)
+    anew = {"_id": "A", "balance": 900, "pendingTransactions": []}
+
+    with held_driver(mongo_url, accounts.name, identity, gate) as errors:
+        assert gate.held.wait(20)
+        rescuer.recover(0)
+        if how == "replaced":
+            accounts["accounts"].replace_one({"_id": "A"}, anew)
+        else:
+            accounts["accounts"].delete_one({"_id": "A"})
+            accounts["accounts"].insert_one(anew)
+
+    assert errors == []
+    assert balances(accounts) == {"A": 900, "B": 1100}
+
+
+def test_a_fence_that_may_be_missing_would_let_a_late_driver_apply(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why a look gives a document its fence: here the predecessor's missing fence is met again in the successor."""
+
+    def fence_or_none(collection: Any, part: Any, transaction_id: Any, fence: Any) -> bool:
+        guard = {"_id": part.id, MARKERS: {"$ne": transaction_id}, FENCE: fence}
+        return bool(collection.update_one(guard, {**part.apply, "$push": {MARKERS: transaction_id}}).matched_count)
+
+    monkeypatch.setattr(documents, "look", documents._seen)
+    monkeypatch.setattr(documents, "apply", fence_or_none)
+    gate = Gate(hold_before=5)  # read, look at both, claim
+    identity = rescuer.transfer("A", "B", 100, run=False)
+
+    with held_driver(mongo_url, accounts.name, identity, gate):
+        assert gate.held.wait(20)
+        rescuer.recover(0)
+        accounts["accounts"].replace_one({"_id": "A"}, {"_id": "A", "balance": 900, "pendingTransactions": []})
+
+    assert balances(accounts) == {"A": 800, "B": 1100}
+
+
+def test_an_integer_that_older_code_has_left_is_a_fence_like_any_other(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
+) -> None:
+    accounts["accounts"].update_many({}, {"$set": {FENCE: 1}})
+    gate = Gate(hold_before=5)
+    identity = rescuer.transfer("A", "B", 100, run=False)
+
+    with held_driver(mongo_url, accounts.name, identity, gate) as errors:
+        assert gate.held.wait(20)
+        rescuer.recover(0)
+
+    assert errors == []
+    assert balances(accounts) == {"A": 900, "B": 1100}
+    assert all(isinstance(each[FENCE], ObjectId) for each in accounts["accounts"].find())
+
+
+def test_a_driver_that_applies_in_the_middle_of_an_undo_is_undone_too(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
+) -> None:
+    """The undo finds no marker, is paused, and then finds one: it begins again, and says nothing of a refusal."""
+    late = Gate(hold_before=SECOND_APPLY)
+    undoing = Gate(hold_before=4)  # read, canceling, the undo where there is a marker
+    outcome: list[str] = []
+    identity = rescuer.transfer("A", "B", 100, run=False)
+
+    with (
+        held_driver(mongo_url, accounts.name, identity, late),
+        MongoClient[Document](mongo_url, event_listeners=[undoing]) as client,
+    ):
+        assert late.held.wait(20)
+        canceling = coordinator(client, accounts.name)
+        thread = threading.Thread(target=lambda: outcome.append(str(canceling.cancel(identity).state)), daemon=True)
+        thread.start()
+        assert undoing.held.wait(20)
+        late.released.set()
+        wait_for(lambda: balances(accounts)["B"] == 1100, 20)
+        undoing.released.set()
+        thread.join(20)
+
+    assert outcome == ["canceled"]
+    assert balances(accounts) == {"A": 1000, "B": 1000}
+    assert markers(accounts) == []
 
 
 def test_other_transactions_that_move_the_fence_only_make_a_driver_look_again(

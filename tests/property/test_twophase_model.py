@@ -104,6 +104,13 @@ class Banking(RuleBasedStateMachine):
             self.bank.recover(0)
 
     @rule()
+    def make_anew(self) -> None:
+        """Everything is finished; then somebody deletes the accounts in which nothing is pending, and inserts them."""
+        self.bank.recover(0)
+        idle: Document = {"pendingTransactions": {"$in": [None, []]}}
+        self.database["accounts"].update_many(idle, {"$unset": {"pendingTransactions": "", "transactionFence": ""}})
+
+    @rule()
     def recover(self) -> None:
         self.bank.recover(0)
 

@@ -1,0 +1,262 @@
+"""Two-phase commit where things go wrong beside it: validators, outages, what others have stored, many at once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from bson.datetime_ms import DatetimeMS
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import Participant, TwoPhaseCommit
+from mongo_celery.errors import TransactionCanceledError, TransactionStateError, TransactionTimeoutError
+from mongo_celery.twophase.registry import STEP_TASK
+from mongo_celery.twophase.values import to_text
+from tests.integration.twophase_rig import Gate, Tutorial, balances, coordinator, make_accounts, markers
+
+Document = dict[str, Any]
+TUTORIAL_FIELDS: Document = {"_id": {}, "balance": {}, "pendingTransactions": {}}
+
+
+@pytest.fixture
+def bank(database: Database[Document]) -> TwoPhaseCommit:
+    """Give a coordinator over two accounts with 1000 each."""
+    make_accounts(database, A=1000, B=1000)
+    return TwoPhaseCommit(None, database["transactions"])
+
+
+def strict_accounts(database: Database[Document]) -> None:
+    schema = {"bsonType": "object", "additionalProperties": False, "properties": TUTORIAL_FIELDS}
+    database.create_collection("accounts", validator={"$jsonSchema": schema})
+    make_accounts(database, A=1000, B=1000)
+
+
+def test_a_validator_that_knows_no_fence_cancels_and_leaves_nothing_applied(database: Database[Document]) -> None:
+    """The reason names the field, and the documents are as they were."""
+    strict_accounts(database)
+    before = list(database["accounts"].find())
+    bank = TwoPhaseCommit(None, database["transactions"])
+
+    for destination in ("B", "missing"):
+        with pytest.raises(TransactionCanceledError, match=r"transactionFence.*validator"):
+            bank.transfer("A", destination, 100)
+    assert list(database["accounts"].find()) == before
+    assert database["transactions"].count_documents({"state": "canceled"}) == 2
+
+
+def test_a_validator_of_one_participant_undoes_the_other(database: Database[Document]) -> None:
+    """Without a document to look at first, too: recovery of what other code has begun."""
+    strict_accounts(database)
+    database["stock"].insert_one({"_id": 1, "left": 1})
+    bank = TwoPhaseCommit(None, database["transactions"])
+    parts = [
+        Participant(database["stock"], 1, {"$inc": {"left": -1}}),
+        Participant(database["accounts"], "A", {"$inc": {"balance": 5}}),
+    ]
+    with pytest.raises(TransactionCanceledError, match="transactionFence"):
+        bank.run(bank.begin(parts))
+    database["transactions"].update_one({"_id": bank.begin(parts)}, {"$set": {"state": "pending"}})
+
+    assert [each.after for each in bank.recover(0)] == ["canceled"]
+    assert (database["stock"].find_one() or {})["left"] == 1
+    assert balances(database) == {"A": 1000, "B": 1000}
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        {"version": "v1"},
+        {"version": 1.5},
+        {"version": True},
+        {"state": ["pending"]},
+        {"participants": ["a"]},
+        {"participants": None},
+        {"participants": [{"cluster": None, "collection": 5, "id": 1, "apply": "{}", "revert": "{}", "require": "{}"}]},
+        {"participants": [{"cluster": None, "collection": "a.b", "id": 1, "apply": '{"$oid": "zz"}'}]},
+        {
+            "participants": [
+                {"cluster": "gone", "collection": "a.b", "id": 1, "apply": "{}", "revert": "{}", "require": "{}"}
+            ]
+        },
+        {"require": 5},
+        {"version": 2**63 - 1},
+    ],
+)
+def test_what_one_transaction_does_wrong_does_not_stop_the_recovery_of_others(
+    bank: TwoPhaseCommit, database: Database[Document], poison: Document
+) -> None:
+    """It is reported, each time; nothing is skipped silently. And it takes no other's turn where the limit is small."""
+    shape = {"source": "A", "destination": "B", "value": 1, "state": "pending"}
+    database["transactions"].insert_many([{"_id": each, **shape, **poison} for each in range(3)])
+    good = bank.transfer("A", "B", 100, run=False)
+    database["transactions"].update_one({"_id": good}, {"$set": {"state": "pending"}})
+
+    report = {each.id: each for each in [*bank.recover(0, limit=3), *bank.recover(0, limit=3)]}
+
+    assert report[good].after == "done"
+    assert all(report[each].error for each in range(3))
+    assert balances(database) == {"A": 900, "B": 1100}
+
+
+def test_a_time_that_python_cannot_hold_does_not_stop_recovery(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    shape = {"source": "A", "destination": "B", "value": 1, "state": "pending"}
+    database["transactions"].insert_one({"_id": 1, **shape, "lastModified": DatetimeMS(-(2**60))})
+    assert [each.after for each in bank.recover()] == ["done"]
+
+
+def test_the_limit_holds_for_what_can_be_taken_over(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    shape = {"source": "A", "destination": "B", "value": 1, "state": "pending"}
+    database["transactions"].insert_many([{"_id": each, **shape} for each in range(5)])
+    assert [each.id for each in bank.recover(0, limit=2)] == [0, 1]
+    assert [each.id for each in bank.recover(0, limit=9)] == [2, 3, 4]
+
+
+def test_what_is_queued_is_begun_by_no_other_application(database: Database[Document]) -> None:
+    """Another one may have other accounts, or not know a cluster."""
+    for name in ("one", "two"):
+        database[name].insert_many([{"_id": each, "balance": 1000} for each in "AB"])
+    app = Celery("one", broker="memory://")
+    one = TwoPhaseCommit(app, database["transactions"], application="App1", accounts=database["one"])
+    two = TwoPhaseCommit(None, database["transactions"], application="App2", accounts=database["two"])
+    identity = one.transfer("A", "B", 100, run=False)
+    assert set(database["transactions"].find_one() or {}) == {
+        *("_id", "source", "destination", "value", "state", "lastModified")
+    }
+
+    one.delay(identity)
+
+    assert two.recover(0) == []
+    with pytest.raises(TransactionStateError, match="App1"):
+        two.run(identity)
+    with pytest.raises(TransactionStateError, match="App1"):
+        TwoPhaseCommit(app, database["transactions"], application="App2", name="two").delay(identity)
+    assert [each.after for each in one.recover(0)] == ["done"]
+    assert [each["balance"] for each in database["one"].find().sort("_id", 1)] == [900, 1100]
+
+
+def test_what_is_queued_by_another_application_is_begun_when_asked_for_all(database: Database[Document]) -> None:
+    make_accounts(database, A=1000, B=1000)
+    one = TwoPhaseCommit(Celery("one", broker="memory://"), database["transactions"], application="App1")
+    one.delay(one.transfer("A", "B", 100, run=False))
+    two = TwoPhaseCommit(None, database["transactions"], application="App2")
+
+    assert [each.after for each in two.recover(0, all=True)] == ["done"]
+    assert balances(database) == {"A": 900, "B": 1100}
+
+
+def test_a_timeout_says_whether_recovery_will_do_anything(database: Database[Document], failpoint: Any) -> None:
+    """Before the claim it will not: `run` has to be called again, with the id that the error has."""
+    make_accounts(database, A=1000, B=1000)
+    impatient = TwoPhaseCommit(None, database["transactions"], timeout=0.3)
+    stored = impatient.transfer("A", "B", 100, run=False)
+    with failpoint(failCommands=["findAndModify"], errorCode=112):
+        with pytest.raises(TransactionTimeoutError, match="stored") as not_stored:
+            impatient.transfer("A", "B", 100)
+        with pytest.raises(TransactionTimeoutError, match="run it again") as not_claimed:
+            impatient.run(stored)
+
+    for caught in (not_stored, not_claimed):
+        assert "recovery will finish it" not in str(caught.value)
+    assert vars(not_claimed.value)["id"] == stored
+    assert impatient.recover(0) == []
+    with pytest.raises(TransactionStateError, match="no transaction"):
+        impatient.run(vars(not_stored.value)["id"])
+    assert impatient.run(stored).state == "done"
+
+
+def test_a_compensation_that_was_canceled_is_followed_by_another(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    """The destination had spent it; later it has it again. What was compensated once is not compensated twice."""
+    make_accounts(database, C=0)
+    done = bank.transfer("A", "C", 100)
+    spent = bank.transfer("C", "B", 100)
+    with pytest.raises(TransactionCanceledError, match="does not meet"):
+        bank.run(bank.compensate(done))
+    bank.run(bank.compensate(spent))
+
+    second = bank.compensate(done)
+    assert second == {"compensates": done, "attempt": 2}
+    bank.run(second)
+    assert bank.compensate(done) == second
+    assert balances(database) == {"A": 1000, "B": 1000, "C": 0}
+
+
+def test_two_that_compensate_at_once_get_the_same_id(
+    bank: TwoPhaseCommit, database: Database[Document], mongo_url: str
+) -> None:
+    done = bank.transfer("A", "B", 100)
+    gate = Gate(hold_before=2)  # it has read the transaction, and is about to store the opposite one
+    got: list[Any] = []
+    with MongoClient[Document](mongo_url, event_listeners=[gate]) as client:
+        slow = coordinator(client, database.name)
+        thread = threading.Thread(target=lambda: got.append(slow.compensate(done)), daemon=True)
+        thread.start()
+        assert gate.held.wait(20)
+        got.append(bank.compensate(done))
+        gate.released.set()
+        thread.join(20)
+    assert got == [{"compensates": done}] * 2
+
+
+def test_a_broker_that_is_away_after_a_step_costs_a_retry(database: Database[Document]) -> None:
+    """Run here, a retry follows at once: each step goes on although the next cannot be published."""
+    make_accounts(database, A=1000, B=1000)
+    app = Celery("shop", broker="redis://127.0.0.1:1/0")
+    app.conf.update(task_publish_retry=False, broker_transport_options={"socket_connect_timeout": 1})
+    bank = TwoPhaseCommit(app, database["transactions"])
+    identity = bank.transfer("A", "B", 100, run=False)
+
+    app.tasks[STEP_TASK].apply(args=("default", to_text(identity), None))
+
+    assert bank.log.get(identity).state == "done"
+    assert balances(database) == {"A": 900, "B": 1100}
+    assert markers(database) == []
+
+
+def test_what_the_tutorials_code_leaves_in_a_document_without_a_fence_is_undone(
+    bank: TwoPhaseCommit, database: Database[Document]
+) -> None:
+    """One participant marked, the other neither marked nor fenced: the first is undone, the second left as it is."""
+    tutorial = Tutorial(database)
+    tutorial.begin(1, "A", "B", 100)
+    tutorial.start(1)
+    tutorial.apply(1, "A", -100)
+    untouched = database["accounts"].find_one({"_id": "B"})
+
+    assert bank.cancel(1).state == "canceled"
+    assert balances(database) == {"A": 1000, "B": 1000}
+    assert database["accounts"].find_one({"_id": "B"}) == untouched
+
+
+def test_a_server_that_refuses_for_a_while_is_waited_for(
+    bank: TwoPhaseCommit, database: Database[Document], failpoint: Any
+) -> None:
+    """Transient errors on every kind of command: the transaction is done once."""
+    for command in ("update", "findAndModify", "find"):
+        with failpoint(mode={"times": 2}, failCommands=[command], errorCode=112):
+            bank.transfer("A", "B", 10)
+    assert balances(database) == {"A": 970, "B": 1030}
+
+
+def test_a_server_that_refuses_too_long_leaves_the_transaction_to_recovery(
+    database: Database[Document], failpoint: Any
+) -> None:
+    make_accounts(database, A=1000, B=1001)
+    impatient = TwoPhaseCommit(None, database["transactions"], timeout=0.3)
+    impatient.transfer("B", "A", 1)  # gives both their fences, so that the first update is a change
+    database["accounts"].update_one({"_id": "A"}, {"$set": {"balance": 1000}})
+    with (
+        failpoint(failCommands=["update"], errorCode=112),
+        pytest.raises(TransactionTimeoutError, match="recovery"),
+    ):
+        impatient.transfer("A", "B", 10, id=1)
+
+    assert impatient.log.get(1).state == "pending"
+    assert [each.after for each in impatient.recover(0)] == ["done"]
+    assert balances(database) == {"A": 990, "B": 1010}
