@@ -62,15 +62,18 @@ def write_in_bulk(
     Raises:
         OutboxRefusedError: before anything was written.
     """
-    requests, known, added = [], dict[bytes, Any](), list[tuple[Any, int]]()
+    requests, known, added = [], dict[bytes, Any](), list[tuple[Any, Any, int]]()
     for write in writes:
         document_id = _id_of(write.request)
         entries = make_entries(write.tasks, write.events, None if document_id is _UNKNOWN else document_id)
         requests.append(_with_entries(writer, write.request, entries, document_id))
-        if entries and document_id is not _UNKNOWN:
+        if not entries:
+            continue
+        if document_id is not _UNKNOWN:
             known[bson_encode({"": document_id})] = document_id
-        if entries and not isinstance(write.request, InsertOne):
-            added.append((write.request._filter, len(entries)))  # noqa: SLF001
+        if not isinstance(write.request, InsertOne):
+            unknown = write.request._filter if document_id is _UNKNOWN else None  # noqa: SLF001
+            added.append((document_id, unknown, len(entries)))
     writer.refuse_full_documents(added, session)
     return writer.collection.bulk_write(requests, ordered=ordered, session=session), list(known.values())
 

@@ -226,28 +226,34 @@ class Writer:
         return whole, Written(document["_id"], matched=True, events=field["events"], owner=owner, claimed_at=now)
 
     def refuse_full_documents(
-        self, added: Sequence[tuple[Mapping[str, Any], int]], session: ClientSession | None
+        self, added: Sequence[tuple[Any, Mapping[str, Any] | None, int]], session: ClientSession | None
     ) -> None:
         """
         Look whether documents have room for more entries.
 
         Args:
-            added: filters, and how many entries each of them is to bring.
+            added: an `_id`, or the filter where the `_id` is not known, and how many entries it is to bring.
             session: of the user.
 
         Raises:
             OutboxRefusedError: one of them has not.
         """
-        sums: dict[bytes, tuple[Any, int, int]] = {}
         shown = {f"{FIELD}.count": 1}
-        for condition, count in added:
-            found = self._latest.find_one(condition, shown, session=session)
-            if found is not None:
-                key = bson_encode({"": found["_id"]})
-                there = _count(found)
-                sums[key] = (found["_id"], there, sums.get(key, (None, 0, 0))[2] + count)
-        for document_id, there, count in sums.values():
-            self._refuse_beyond(document_id, there, count)
+        sums: dict[bytes, int] = {}
+        there: dict[bytes, tuple[Any, int]] = {}
+        for document_id, condition, count in added:
+            if condition is not None:
+                found = self._latest.find_one(condition, shown, session=session)
+                if found is None:
+                    continue
+                document_id = found["_id"]  # noqa: PLW2901
+                there[_key(document_id)] = document_id, _count(found)
+            sums[_key(document_id)] = sums.get(_key(document_id), 0) + count
+        ids = [document_id for document_id, condition, _ in added if condition is None]
+        for found in self._latest.find({"_id": {"$in": ids}}, shown, session=session) if ids else ():
+            there[_key(found["_id"])] = found["_id"], _count(found)
+        for key, (document_id, count) in there.items():
+            self._refuse_beyond(document_id, count, sums.get(key, 0))
 
     def _matching(self, change: Change, session: ClientSession | None) -> object:
         alike = {name: change.options[name] for name in _FINDING if name in change.options}
@@ -296,6 +302,11 @@ class size_errors:  # noqa: N801 - reads as a phrase
 
 def _is_own_id(error: DuplicateKeyError) -> bool:
     return set((error.details or {}).get("keyPattern", {})) == {"_id"}
+
+
+def _key(document_id: Any) -> bytes:
+    """Ids are compared as the server does: they may be documents, which cannot be keys."""
+    return bson_encode({"": document_id})
 
 
 def _count(document: Mapping[str, Any]) -> int:
