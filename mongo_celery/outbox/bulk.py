@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bson import ObjectId
-from bson import encode as bson_encode
 from pymongo import DeleteMany, DeleteOne, InsertOne, ReplaceOne, UpdateMany, UpdateOne
 from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.outbox import pending
-from mongo_celery.outbox.change import NOT_PINNED, pinned_id, refuse_replacement
+from mongo_celery.outbox.change import NOT_PINNED, id_key, pinned_id, refuse_replacement
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.writes import Writer
@@ -70,7 +69,7 @@ def write_in_bulk(
         if not entries:
             continue
         if document_id is not _UNKNOWN:
-            known[bson_encode({"": document_id})] = document_id
+            known[id_key(document_id, writer.collection.codec_options)] = document_id
         if not isinstance(write.request, InsertOne):
             unknown = write.request._filter if document_id is _UNKNOWN else None  # noqa: SLF001
             added.append((document_id, unknown, len(entries)))

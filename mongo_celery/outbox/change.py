@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bson import ObjectId
+from bson import ObjectId, encode
+from bson.codec_options import CodecOptions
+from bson.int64 import Int64
 from bson.regex import Regex
 from pymongo.results import UpdateResult
 
@@ -132,11 +134,26 @@ def guarded(filter: Mapping[str, Any], document_id: object, conditions: Sequence
     return {**filter, "_id": document_id, "$and": [*filter.get("$and", ()), *extra]}
 
 
+def id_key(document_id: object, codec: CodecOptions[Any]) -> bytes:
+    """An `_id` as a key: it may be a document; and as the server compares it, for which 1 and 1.0 are the same."""
+    number = isinstance(document_id, (int, float)) and not isinstance(document_id, bool)
+    if number and float(document_id).is_integer():  # type: ignore[arg-type] # a number
+        document_id = Int64(int(document_id))  # type: ignore[call-overload]
+    return encode({"": document_id}, codec_options=codec)
+
+
 def names_id(change: Change) -> bool:
-    """Whether filter or update say what `_id` a new document gets."""
+    """Whether filter or update say what `_id` a new document gets, or a part of it."""
     parts = [change.update] if isinstance(change.update, Mapping) else list(change.update or ())
-    return _mentions_id(change.filter) or any("_id" in each for part in parts for each in part.values())
+    changes = [each for part in parts for each in part.values() if isinstance(each, Mapping)]
+    named = [str(name) for each in changes for name in (*each, *each.values()) if isinstance(name, str)]
+    return _mentions_id(change.filter) or any(_is_id(name) for name in named)
 
 
 def _mentions_id(condition: Mapping[str, Any]) -> bool:
-    return "_id" in condition or any(_mentions_id(each) for name in ("$and", "$or") for each in condition.get(name, ()))
+    nested = (each for name in ("$and", "$or") for each in condition.get(name, ()))
+    return any(map(_is_id, condition)) or any(map(_mentions_id, nested))
+
+
+def _is_id(path: str) -> bool:
+    return path.split(".", 1)[0] == "_id"

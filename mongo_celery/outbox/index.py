@@ -22,15 +22,6 @@ COUNT = f"{FIELD}.count"
 WAITING: dict[str, Any] = {COUNT: {"$gt": 0}}
 """What the partial index holds; a query needs this condition to use it."""
 
-_OLDEST: dict[str, Any] = {
-    "$convert": {
-        "input": {"$cond": [{"$isArray": f"${FIELD}.events.at"}, {"$arrayElemAt": [f"${FIELD}.events.at", 0]}, None]},
-        "to": "date",
-        "onError": None,  # somebody else has written to the field: that entry has no age, the others have
-        "onNull": None,
-    },
-}
-
 _ensured: set[int] = set()
 _lock = threading.Lock()
 
@@ -81,7 +72,7 @@ def waiting(collection: Collection[dict[str, Any]]) -> dict[str, Any]:
                 "_id": None,
                 "documents": {"$sum": 1},
                 "pending": {"$sum": f"${COUNT}"},
-                "oldest": {"$min": _OLDEST},
+                "oldest": {"$min": pending.OLDEST},
                 "failing": {"$sum": {"$cond": [{"$gt": [{"$max": f"${FIELD}.events.attempts"}, 0]}, 1, 0]}},
             },
         },

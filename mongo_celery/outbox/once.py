@@ -25,6 +25,7 @@ from bson import ObjectId
 from bson.codec_options import CodecOptions
 from celery import current_app, current_task
 from celery.exceptions import Ignore, Reject, Retry
+from celery.result import ResultBase
 from kombu.serialization import dumps, loads, prepare_accept_content
 from pymongo import ReadPreference, ReturnDocument, WriteConcern
 from pymongo.client_session import ClientSession
@@ -35,6 +36,7 @@ from pymongo.read_concern import ReadConcern
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import transactional
 from mongo_celery.options import seconds
+from mongo_celery.redaction import short
 from mongo_celery.state.expressions import after, literal
 
 Duration = float | timedelta
@@ -268,8 +270,8 @@ def _claimed(function: Callable[..., Any], marks: Marks, key: Callable[..., Any]
 
 def _send_again(identity: Any, wait: float) -> NoReturn:
     """Come back later. Not by `Task.retry`: its limit is for failures; waiting must neither meet it nor use it up."""
-    if not current_task:
-        raise ConfigurationError(f"{identity!r} is running elsewhere, and outside a task it cannot be sent again.")
+    if not _is_run_by_a_worker():
+        raise ConfigurationError(f"{identity!r} is running elsewhere, and a direct call cannot be sent again.")
     request = current_task.request
     if request.is_eager:
         raise current_task.retry(countdown=wait)
@@ -282,26 +284,38 @@ def _send_again(identity: Any, wait: float) -> NoReturn:
 
 
 def _encoded(result: object) -> dict[str, Any]:
-    """A result as Celery encodes it for its backend; empty if it cannot, or if it is too large to keep."""
+    """A result as Celery encodes it; empty if it cannot, or if it is too large to keep."""
     app = current_task.app if current_task else current_app
-    try:
-        content_type, encoding, payload = dumps(result, serializer=app.conf.result_serializer)
-    except Exception:  # noqa: BLE001 - whatever a serializer raises: Celery will meet it too, and say so
-        return {}
-    if len(payload) > _RESULT_SIZE_MAX:
-        return {}
-    return {"contentType": content_type, "contentEncoding": encoding, "payload": payload}
+    if isinstance(result, ResultBase):
+        result = result.as_tuple()  # type: ignore[attr-defined] # as Celery's backends store it
+    accepted = _accepted(app)
+    for serializer in (app.conf.result_serializer, app.conf.task_serializer):
+        with suppress(Exception):  # whatever a serializer raises: Celery will meet it too, and say so
+            content_type, encoding, payload = dumps(result, serializer=serializer)
+            if content_type in accepted and len(payload) <= _RESULT_SIZE_MAX:
+                return {"contentType": content_type, "contentEncoding": encoding, "payload": payload}
+    return {}
 
 
 def _decoded(identity: Any, result: Mapping[str, Any]) -> Any:
-    if not result:
-        logger.info("%r has run, and its result is not remembered", identity)
-        if current_task:
-            raise Ignore(f"{identity!r} has run, and its result is not remembered")
-        return None
     app = current_task.app if current_task else current_app
-    accepted = prepare_accept_content(app.conf.result_accept_content or app.conf.accept_content)
-    return loads(result["payload"], result["contentType"], result["contentEncoding"], accept=accepted)
+    if result:
+        try:
+            return loads(result["payload"], result["contentType"], result["contentEncoding"], accept=_accepted(app))
+        except Exception as error:  # noqa: BLE001 - a serializer that was given up since: no reason to fail a duplicate
+            logger.warning("%r has run, and its result cannot be read: %s", identity, short(error))
+    logger.info("%r has run, and its result is not remembered", identity)
+    if _is_run_by_a_worker():
+        raise Ignore(f"{identity!r} has run, and its result is not remembered")
+    return None
+
+
+def _accepted(app: Any) -> Any:
+    return prepare_accept_content(app.conf.result_accept_content or app.conf.accept_content) or ()
+
+
+def _is_run_by_a_worker() -> bool:
+    return bool(current_task) and not current_task.request.called_directly
 
 
 def _identity(key: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -181,10 +181,23 @@ def claimed_by(owner: ObjectId, ttl: float) -> Document:
     return {"owner": literal(owner), "since": "$$NOW", "ttl": millis(ttl)}
 
 
+def _readable(value: object, kind: str, otherwise: object) -> Document:
+    """A value, or another where somebody else has written something that is none: no query fails for it."""
+    return {"$convert": {"input": value, "to": kind, "onError": otherwise, "onNull": otherwise}}
+
+
+_SINCE = _readable(f"${FIELD}.claim.since", "date", LONG_AGO)
+_TTL = _readable(f"${FIELD}.claim.ttl", "long", Int64(0))
+
+OLDEST: Document = _readable(
+    {"$cond": [{"$isArray": f"${FIELD}.events.at"}, {"$arrayElemAt": [f"${FIELD}.events.at", 0]}, None]}, "date", None
+)
+"""When the oldest entry was written; null where that cannot be read."""
+
 FREE: Document = {
     "$or": [
-        {"$lte": [{"$add": [f"${FIELD}.claim.since", {"$ifNull": [f"${FIELD}.claim.ttl", Int64(0)]}]}, "$$NOW"]},
-        {"$gt": [f"${FIELD}.claim.since", after(_SKEW_SECONDS)]},
+        {"$lte": [{"$add": [_SINCE, _TTL]}, "$$NOW"]},
+        {"$gt": [_SINCE, after(_SKEW_SECONDS)]},
     ],
 }
 """No claim, a lapsed one, or one whose time cannot be right."""
@@ -198,11 +211,10 @@ DUE: Document = {"$lte": [f"${FIELD}.notBefore", "$$NOW"]}
 
 def older_than(seconds: float) -> Document:
     """The oldest entry has waited so long, or its time cannot be right."""
-    oldest = {"$arrayElemAt": [f"${FIELD}.events.at", 0]}
     return {
         "$or": [
-            {"$lte": [oldest, {"$subtract": ["$$NOW", millis(seconds)]}]},
-            {"$gt": [oldest, after(_SKEW_SECONDS)]},
+            {"$lte": [OLDEST, {"$subtract": ["$$NOW", millis(seconds)]}]},
+            {"$gt": [OLDEST, after(_SKEW_SECONDS)]},
         ],
     }
 

@@ -26,8 +26,12 @@ _ONCE_AGAIN = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "inter
 """A connection that the broker has closed while it was idle costs one repetition."""
 
 
-_ABOUT_THE_ENTRY = {403, 404, 406}
-"""AMQP's numbers for an exchange or queue that is not allowed, not there, or of another kind."""
+_ABOUT_THE_ENTRY = {403, 406}
+"""AMQP's numbers for an exchange or queue that is not allowed, or of another kind."""
+
+_NOT_FOUND = 404
+_FRAME_SYNTAX = 502
+"""What AMQP cannot hold, such as a set in the headers."""
 
 _LOST = (OperationalError, OSError, BackendError)
 
@@ -137,6 +141,8 @@ class Publisher:
     def _verdict(self, error: Exception, connection: Any, *, is_canvas: bool) -> Exception:
         """Whether it is the entry's fault; if not, what to say instead."""
         causes = list(_causes(error))
+        if any(getattr(each, "reply_code", None) == _FRAME_SYNTAX for each in causes):
+            return error
         if any(isinstance(each, connection.channel_errors) for each in causes):
             answers = self._answers()
             if answers and any(_is_about_the_entry(each) for each in causes):
@@ -144,12 +150,15 @@ class Publisher:
             return BrokerUnavailableError(error, answers=answers)
         # kombu's Redis transport counts any KeyError as a lost connection; a damaged entry can raise one too.
         lost = tuple(each for each in connection.connection_errors if each is not KeyError)
-        of_backend = getattr(self.app.backend, "connection_errors", ())
-        if not any(isinstance(each, (*lost, *of_backend, *_LOST)) for each in causes):
-            return error
         # The result backend: a chord writes to it, and Celery listens there for the result of any task.
-        backend = any(isinstance(each, (RuntimeError, BackendError)) for each in causes)
-        return BrokerUnavailableError(error, answers=backend or (is_canvas and self._answers()))
+        refused = (*getattr(self.app.backend, "channel_errors", ()), RuntimeError, BackendError)
+        of_backend = getattr(self.app.backend, "connection_errors", ())
+        if not any(isinstance(each, (*lost, *of_backend, *refused[:-2], *_LOST)) for each in causes):
+            return error
+        if any(isinstance(each, refused) for each in causes):
+            return BrokerUnavailableError(error, answers=True)
+        silent = any(type(each).__name__ == "TimeoutError" for each in causes)  # Python's, and redis-py's of that name
+        return BrokerUnavailableError(error, answers=(is_canvas or not silent) and self._answers())
 
     def _answers(self) -> bool:
         """Whether the broker takes a new connection."""
@@ -194,7 +203,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _is_about_the_entry(error: BaseException) -> bool:
     """A refusal that no other entry would get: a queue's name that is taken by something else, or not allowed."""
-    return getattr(error, "reply_code", None) in _ABOUT_THE_ENTRY or "WRONGTYPE " in str(error)
+    code, text = getattr(error, "reply_code", None), str(error)
+    absent = code == _NOT_FOUND and ("no exchange" in text or "no queue" in text)  # else its node is down
+    return absent or code in _ABOUT_THE_ENTRY or "WRONGTYPE " in text
 
 
 def _forget(producer: Any, connection: Any) -> None:

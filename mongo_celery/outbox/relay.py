@@ -244,7 +244,8 @@ class Relay:
         return True
 
     def _release(self, document_id: object, owner: ObjectId, pause: float = 0.0, failed: str | None = None) -> None:
-        self._quick.update_one({"_id": document_id, **pending.WITH_ENTRIES}, pending.release(owner, pause, failed))
+        there = {"_id": document_id, f"{FIELD}.events": {"$type": "array"}}  # else replaced behind the outbox's back
+        self._quick.update_one(there, pending.release(owner, pause, failed))
 
 
 def _id_of(entry: Entry | Mapping[str, Any]) -> Any:

@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from bson import ObjectId
-from bson import encode as bson_encode
 from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -26,7 +25,7 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.outbox import pending
-from mongo_celery.outbox.change import NOT_PINNED, Change, Written, guarded, names_id
+from mongo_celery.outbox.change import NOT_PINNED, Change, Written, guarded, id_key, names_id
 from mongo_celery.outbox.entries import FIELD, Entry
 
 Document = dict[str, Any]
@@ -129,7 +128,8 @@ class Writer:
         document = self._write(change, document_id, entries, [room], None, session)
         if document is not None:
             return Written(document_id, matched=True, document=document)
-        if change.pinned is not NOT_PINNED and self._matching(change, session) is NOT_PINNED:
+        pinned = change.pinned is not NOT_PINNED and not change.upsert  # an upsert looks again, and then creates it
+        if pinned and self._matching(change, session) is NOT_PINNED:
             return Written()
         self._refuse_full(document_id, entries, session)
         return None
@@ -239,6 +239,7 @@ class Writer:
             OutboxRefusedError: one of them has not.
         """
         shown = {f"{FIELD}.count": 1}
+        codec = self.collection.codec_options
         sums: dict[bytes, int] = {}
         there: dict[bytes, tuple[Any, int]] = {}
         for document_id, condition, count in added:
@@ -247,11 +248,12 @@ class Writer:
                 if found is None:
                     continue
                 document_id = found["_id"]  # noqa: PLW2901
-                there[_key(document_id)] = document_id, _count(found)
-            sums[_key(document_id)] = sums.get(_key(document_id), 0) + count
+                there[id_key(document_id, codec)] = document_id, _count(found)
+            key = id_key(document_id, codec)
+            sums[key] = sums.get(key, 0) + count
         ids = [document_id for document_id, condition, _ in added if condition is None]
         for found in self._latest.find({"_id": {"$in": ids}}, shown, session=session) if ids else ():
-            there[_key(found["_id"])] = found["_id"], _count(found)
+            there[id_key(found["_id"], codec)] = found["_id"], _count(found)
         for key, (document_id, count) in there.items():
             self._refuse_beyond(document_id, count, sums.get(key, 0))
 
@@ -302,11 +304,6 @@ class size_errors:  # noqa: N801 - reads as a phrase
 
 def _is_own_id(error: DuplicateKeyError) -> bool:
     return set((error.details or {}).get("keyPattern", {})) == {"_id"}
-
-
-def _key(document_id: Any) -> bytes:
-    """Ids are compared as the server does: they may be documents, which cannot be keys."""
-    return bson_encode({"": document_id})
 
 
 def _count(document: Mapping[str, Any]) -> int:

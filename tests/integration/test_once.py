@@ -146,6 +146,30 @@ def test_a_key_of_the_users_counts_also_outside_a_task(database: Database[Docume
     assert runs == [1, 2, 2]
 
 
+def test_a_result_that_cannot_be_remembered_ends_a_duplicate_without_successors(
+    app: Celery, database: Database[Document]
+) -> None:
+    """In a worker; a direct call gets None, and one of a busy id an error instead of a message nobody asked for."""
+
+    @app.task(shared=False)
+    @once(database["done"])
+    def large() -> str:
+        return "x" * 2**21
+
+    @once(database["done"], key=lambda order: order)
+    def keyed(order: int) -> object:
+        return object() if order == 1 else order
+
+    run(large, "t1")
+    assert str(large.apply(task_id="t1").state) == "IGNORED"
+    assert [isinstance(keyed(1), object), keyed(1), keyed(2), keyed(2)] == [True, None, 2, 2]
+
+    database["done"].insert_one({"_id": 5, "state": "running", "owner": 1})
+    database["done"].update_one({"_id": 5}, [{"$set": {"until": {"$add": ["$$NOW", 60_000]}}}])
+    with pytest.raises(ConfigurationError, match="running elsewhere"):
+        keyed(5)
+
+
 def test_wrong_use_is_refused_when_the_decorator_runs(app: Celery, database: Database[Document]) -> None:
     with pytest.raises(ConfigurationError, match="keep"):
         once(database["done"], keep=0)

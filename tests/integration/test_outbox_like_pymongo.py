@@ -6,8 +6,11 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from uuid import uuid4
 
 import pytest
+from bson.binary import UuidRepresentation
+from bson.codec_options import CodecOptions
 from pymongo import InsertOne, ReplaceOne, UpdateOne, WriteConcern
 from pymongo.collection import Collection
 from pymongo.database import Database
@@ -61,6 +64,8 @@ OPERATIONS: dict[str, Operation] = {
     "upsert that meets its id with other values": lambda c, o: c.update_one(
         {"_id": 1, "k": "other"}, {"$set": {"a": 1}}, True, **o
     ),
+    "upsert that sets a part of the id": lambda c, o: c.update_one({"k": 9}, {"$set": {"_id.a": 1}}, True, **o),
+    "upsert that renames to the id": lambda c, o: c.update_one({"x": 9}, {"$rename": {"x": "_id"}}, True, **o),
     "an id that is a pattern": lambda c, o: c.update_one({"_id": re.compile("^a"), "k": 2}, {"$set": {"a": 1}}, **o),
     "bulk: replacement that is an update": lambda c, o: c.bulk_write(
         [_write(ReplaceOne({"_id": 1}, {"$set": {"a": 5}}), o)]
@@ -171,6 +176,42 @@ def test_a_bulk_write_looks_at_how_full_each_document_is(rig: Rig, database: Dat
     with pytest.raises(OutboxRefusedError, match="max_pending"):
         outbox.bulk_write([Write(UpdateOne({"k": 1}, {"$set": {"a": each}}), tasks=two) for each in range(2)])
     assert database["orders"].find_one() == {"_id": 1, "k": 1}
+
+
+def test_a_bulk_write_takes_any_id_and_compares_ids_as_the_server_does(rig: Rig, database: Database[Document]) -> None:
+    """Those that only the collection's codec can encode; and 1, which finds the document whose `_id` is 1.0."""
+    rig.database = database.client.get_database(
+        database.name, codec_options=CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
+    )
+    outbox, identity = rig.outbox(at_once=False, max_pending=2), uuid4()
+    tasks = [rig.add.s(1, 1), rig.add.s(2, 2)]
+    outbox.bulk_write([Write(InsertOne({"_id": identity}), tasks=tasks[:1])])
+    outbox.bulk_write([Write(UpdateOne({"_id": identity}, {"$set": {"a": 1}}), tasks=tasks[:1])])
+    database["orders"].insert_one({"_id": 1.0})
+    outbox.bulk_write([Write(UpdateOne({"_id": 1}, {"$set": {"a": 1}}), tasks=tasks)])
+    for known in (identity, 1):
+        with pytest.raises(OutboxRefusedError, match="max_pending"):
+            outbox.bulk_write([Write(UpdateOne({"_id": known}, {"$set": {"a": 2}}), tasks=tasks[:1])])
+    assert outbox.sweep(older_than=0).dispatched == 4
+
+
+def test_an_upsert_whose_document_is_deleted_meanwhile_creates_it(
+    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between being found and being written; nothing is dropped."""
+    database["orders"].insert_one({"_id": 1})
+    outbox = rig.outbox(at_once=False)
+    find = outbox.backing.writer._find
+
+    def then_deleted(*given: Any) -> Any:
+        found = find(*given)
+        database["orders"].delete_one({"_id": 1, "a": {"$exists": False}})
+        return found
+
+    monkeypatch.setattr(outbox.backing.writer, "_find", then_deleted)
+    result = outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, upsert=True, tasks=[rig.add.s(1, 1)])
+    assert (result.matched_count, result.upserted_id) == (0, 1)
+    assert pending(database, 1)["count"] == 1
 
 
 def test_a_bulk_write_says_what_was_written_before_a_document_was_too_large(

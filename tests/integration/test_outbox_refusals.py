@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis
+from amqp.exceptions import ChannelError as AMQPChannelError
+from amqp.exceptions import NotFound, PreconditionFailed
 from bson import encode
 from celery import chord
 from celery.result import AsyncResult
@@ -18,6 +21,7 @@ from mongo_celery import Outbox
 from mongo_celery.errors import ConfigurationError, OutboxRefusedError
 from mongo_celery.outbox import Write
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.publisher import BrokerUnavailableError
 from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import sweep_all
 from tests.fixtures.redis import MakeRedis
@@ -98,6 +102,13 @@ def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig, databas
     assert rig.sent() == [[1, 1]]
     assert [pending(database, number)["events"] for number in range(3)] == [[], [], []]
 
+    outbox.insert_one({"_id": 3}, tasks=[rig.add.s(3, 3)])
+    outbox.insert_one({"_id": 4}, tasks=[rig.add.s(4, 4)])
+    broken = {"pendingEvents.claim.since": "yesterday", "pendingEvents.claim.ttl": "long"}
+    database["orders"].update_one({"_id": 3}, {"$set": broken})
+    sweep_all(rig.app)
+    assert sorted(rig.sent()) == [[3, 3], [4, 4]]
+
 
 def test_a_document_that_was_replaced_behind_the_outboxs_back_is_left_as_it_is(
     rig: Rig, database: Database[Document]
@@ -117,6 +128,49 @@ def test_a_document_that_was_replaced_behind_the_outboxs_back_is_left_as_it_is(
     outbox.publisher.publish = publish  # type: ignore[method-assign]
     outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
     assert outbox.dispatch(1).dispatched == 1
+
+
+def test_a_relay_that_fails_lets_its_claim_go_though_another_has_emptied_the_document(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """Else the next entry would wait for the claim to lapse."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+
+    def emptied(entry: Entry) -> None:
+        change = {"$set": {"pendingEvents.events": [], "pendingEvents.count": 0}}
+        database["orders"].update_one({"_id": 1}, change)
+        raise ValueError(entry.id)
+
+    publish, outbox.publisher.publish = outbox.publisher.publish, emptied  # type: ignore[method-assign]
+    outbox.dispatch(1)
+    outbox.publisher.publish = publish  # type: ignore[method-assign]
+    database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents.notBefore": _LONG_AGO}})
+    outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
+    assert outbox.dispatch(1).dispatched == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        (
+            NotFound("Queue.declare: (404) NOT_FOUND - home node of durable queue 'q' is down", reply_code=404),
+            True,
+        ),
+        (NotFound("Basic.publish: (404) NOT_FOUND - no exchange 'x' in vhost '/'", reply_code=404), False),
+        (PreconditionFailed("inequivalent arg", reply_code=406), False),
+        (ConnectionRefusedError("gone"), True),
+        (ValueError("its own"), False),
+    ],
+    ids=["node down", "no exchange", "other arguments", "connection", "own"],
+)
+def test_what_rabbitmq_says_is_told_apart(rig: Rig, error: Exception, *, waits: bool) -> None:
+    """An outage dead-letters nothing; what no other entry would get does not wait for ever."""
+    outbox = rig.outbox(at_once=False)
+    connection = SimpleNamespace(channel_errors=(AMQPChannelError,), connection_errors=(OSError,))
+    verdict = outbox.publisher._verdict(error, connection, is_canvas=False)
+    assert isinstance(verdict, BrokerUnavailableError) == waits
+    assert verdict is error or waits
 
 
 def test_a_poison_entry_that_fills_its_document_becomes_a_dead_letter(rig: Rig, database: Database[Document]) -> None:

@@ -65,7 +65,8 @@ def test_the_readmes_python_compiles() -> None:
 def test_the_first_example_is_the_readmes_code() -> None:
     """What the example's test runs is what the README shows: the same handler body."""
     shown = README.split("# shop/changes.py", 1)[1].split("```", 1)[0]
-    body = [line.split("#")[0].strip() for line in shown.strip().splitlines() if line.strip()][2:]
+    handler = shown.split("def summarise(change):", 1)[1]
+    body = [line.split("#")[0].strip() for line in handler.splitlines() if line.strip()]
     example = (ROOT / "examples/first_bridge/shop/changes.py").read_text()
 
     assert body
