@@ -53,6 +53,7 @@ class Faults:
         self._worker = worker
         self._first_commits = first_commits
         self._state = State(None, {})
+        self._killed: int | None = None
         self._script: Iterator[None] = self._play()
         self.events: list[str] = []
         self.takeover_seconds: float | None = None
@@ -102,13 +103,19 @@ class Faults:
         if latest is None or not self._worker.owns(latest["pid"]):
             return False
         os.kill(latest["pid"], signal.SIGKILL)
+        self._killed = latest["pid"]
         self.events.append(f"killed a process of the worker's pool (pid {latest['pid']}) with SIGKILL")
         return True
 
-    def _wake_frozen_handler(self) -> Iterator[None]:
+    def _frozen_handler(self) -> dict[str, Any] | None:
+        """The handler that has frozen. If it was killed meanwhile, the next execution shall freeze instead."""
         frozen = self._database["frozen"]
-        yield from self._until(frozen.find_one, "the handler that freezes")
-        victim = frozen.find_one() or {}
+        frozen.delete_one({"pid": self._killed})
+        return frozen.find_one()
+
+    def _wake_frozen_handler(self) -> Iterator[None]:
+        yield from self._until(self._frozen_handler, "the handler that freezes")
+        victim = self._frozen_handler() or {}
         self.events.append(f"a handler froze just before its write (pid {victim['pid']})")
         overtaken = {"_id": FROZEN_ORDER, "n": {"$gt": FROZEN_NUMBER}}  # so that an accepted write would go back
         summaries = self._database["summaries"]

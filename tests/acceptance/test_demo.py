@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mongo_celery.demo.faults import Faults
 from tests.fixtures.availability import require_server
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
@@ -122,6 +126,21 @@ def test_a_build_without_fences_is_found_out(processes: Processes, tmp_path: Pat
     assert status == 1
     assert result["out_of_order"] >= 1
     assert result["stale_writes_refused"] == 0
+
+
+def test_a_handler_that_froze_while_it_was_killed_leaves_its_part_to_the_next(database: Any) -> None:
+    """Nobody could wake it; else the demo would end without having shown a stale write."""
+    faults = Faults(database, [], SimpleNamespace(owns=lambda _pid: True), 1)  # type: ignore[arg-type]
+    victim = subprocess.Popen(["sleep", "60"])
+    database["journal"].insert_one({"pid": victim.pid})
+
+    assert faults._kill_pool_process()
+    assert victim.wait(10) == -signal.SIGKILL
+    database["frozen"].insert_one({"_id": "place", "pid": victim.pid})
+    assert faults._frozen_handler() is None
+
+    database["frozen"].insert_one({"_id": "place", "pid": os.getpid()})
+    assert (faults._frozen_handler() or {})["pid"] == os.getpid()
 
 
 def test_ctrl_c_ends_everything_that_the_demo_started(
