@@ -18,6 +18,7 @@ from mongo_celery.outbox.entries import Entry
 
 Document = dict[str, Any]
 
+_INT64 = 2**63
 _OPTIONS = ("array_filters", "collation", "hint", "let", "comment")
 
 NOT_PINNED = object()
@@ -136,9 +137,10 @@ def guarded(filter: Mapping[str, Any], document_id: object, conditions: Sequence
 
 def id_key(document_id: object, codec: CodecOptions[Any]) -> bytes:
     """An `_id` as a key: it may be a document; and as the server compares it, for which 1 and 1.0 are the same."""
-    number = isinstance(document_id, (int, float)) and not isinstance(document_id, bool)
-    if number and float(document_id).is_integer():  # type: ignore[arg-type] # a number
-        document_id = Int64(int(document_id))  # type: ignore[call-overload]
+    if isinstance(document_id, float) and document_id.is_integer() and abs(document_id) < _INT64:
+        document_id = int(document_id)
+    if isinstance(document_id, int) and not isinstance(document_id, bool):
+        document_id = Int64(document_id)
     return encode({"": document_id}, codec_options=codec)
 
 

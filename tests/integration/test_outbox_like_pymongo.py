@@ -179,7 +179,7 @@ def test_a_bulk_write_looks_at_how_full_each_document_is(rig: Rig, database: Dat
 
 
 def test_a_bulk_write_takes_any_id_and_compares_ids_as_the_server_does(rig: Rig, database: Database[Document]) -> None:
-    """Those that only the collection's codec can encode; and 1, which finds the document whose `_id` is 1.0."""
+    """Those that only the collection's codec can encode; 1, which finds the document whose `_id` is 1.0; and 1e300."""
     rig.database = database.client.get_database(
         database.name, codec_options=CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
     )
@@ -188,11 +188,12 @@ def test_a_bulk_write_takes_any_id_and_compares_ids_as_the_server_does(rig: Rig,
     outbox.bulk_write([Write(InsertOne({"_id": identity}), tasks=tasks[:1])])
     outbox.bulk_write([Write(UpdateOne({"_id": identity}, {"$set": {"a": 1}}), tasks=tasks[:1])])
     database["orders"].insert_one({"_id": 1.0})
-    outbox.bulk_write([Write(UpdateOne({"_id": 1}, {"$set": {"a": 1}}), tasks=tasks)])
-    for known in (identity, 1):
+    database["orders"].insert_one({"_id": 1e300})
+    outbox.bulk_write([Write(UpdateOne({"_id": each}, {"$set": {"a": 1}}), tasks=tasks) for each in (1, 1e300)])
+    for known in (identity, 1, 1e300):
         with pytest.raises(OutboxRefusedError, match="max_pending"):
             outbox.bulk_write([Write(UpdateOne({"_id": known}, {"$set": {"a": 2}}), tasks=tasks[:1])])
-    assert outbox.sweep(older_than=0).dispatched == 4
+    assert outbox.sweep(older_than=0).dispatched == 6
 
 
 def test_an_upsert_whose_document_is_deleted_meanwhile_creates_it(
