@@ -1,0 +1,193 @@
+"""Three members, and primaries that die with writes that nobody else has: what a majority does not have, is not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from celery.signals import after_task_publish
+from pymongo import MongoClient
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.errors import ConnectionFailure
+
+from mongo_celery import Outbox, select_for_update, transactional
+from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.outbox.entries import FIELD
+from mongo_celery.outbox.pending import FREE
+from tests.acceptance.outbox_project import EFFECT, configured
+from tests.acceptance.outbox_rig import OPTIONS, Shop, Tap
+from tests.acceptance.test_twophase_faults import Bank
+from tests.fixtures.election import Elections
+from tests.fixtures.mongo import MakeClient
+from tests.fixtures.process import Processes, wait_for
+
+Document = dict[str, Any]
+
+
+@pytest.fixture
+def elections(three_members: MongoReplicaSet) -> Elections:
+    """Give the faults of a set of this test's own."""
+    return Elections(three_members)
+
+
+@pytest.fixture
+def client(three_members: MongoReplicaSet, make_client: MakeClient) -> MongoClient[Document]:
+    """Give a client of that set."""
+    return make_client(three_members.url)
+
+
+@pytest.fixture
+def shop(
+    processes: Processes, three_members: MongoReplicaSet, client: MongoClient[Document], redis_url: str
+) -> Iterator[Shop]:
+    """Give the outbox project on that set; a claim lasts longer than a slow majority write takes."""
+    with Shop(processes, client, three_members.url, redis_url, claim_ttl=4.0) as made:
+        yield made
+
+
+def test_outbox_writers_and_relays_bear_elections_that_take_writes_back(
+    shop: Shop, elections: Elections, redis_url: str
+) -> None:
+    """Two processes write, dispatch and sweep; what reached the broker is what is committed, in order."""
+    keys = ["a", "b", "c"]
+    shop.items.insert_many([{"_id": key, "ns": []} for key in keys])
+    with Tap(redis_url) as tap:
+        for turn in (1, 2):
+            before = len(tap.published)
+            writers = [shop.program("load", f"{turn}.{name}", 60, *keys) for name in ("first", "second")]
+            wait_for(lambda before=before: len(tap.published) > before + 30, 60)  # type: ignore[misc]
+            elections.under_load(shop.name)
+            assert [writer.wait(90) for writer in writers] == [0, 0], "\n".join(writer.text for writer in writers)
+        shop.sweep_all()
+
+        assert {key: len(ns) for key, ns in shop.committed().items()} == dict.fromkeys(keys, 240)
+        shop.agree(tap)
+
+
+def test_an_election_that_takes_removals_back_costs_duplicates(
+    shop: Shop, elections: Elections, redis_url: str
+) -> None:
+    """Removals do not wait for a majority: the entries are there again, and are sent again with the same ids."""
+    published: list[str] = []
+    with Tap(redis_url) as tap, ExitStack() as held:
+
+        def cut_off(headers: Document, **_arguments: Any) -> None:
+            published.append(headers["id"])
+            if len(published) == 3:
+                held.enter_context(elections.held_back())
+
+        after_task_publish.connect(cut_off, sender=EFFECT)
+        held.callback(after_task_publish.disconnect, cut_off, sender=EFFECT)
+        shop.insert("key", 1, 2, 3)
+        assert shop.pending() == 0, "removed, on this primary"
+        held.close()
+        assert shop.pending() == 3
+        ids = [entry["id"] for entry in shop.items.find_one({"_id": "key"})[FIELD]["events"]]  # type: ignore[index]
+        assert ids == published
+
+        shop.sweep_all()
+        wait_for(lambda: len(tap.published) == 6, message="the second time")
+        assert tap.published == [("key", n) for n in (1, 2, 3)] * 2
+
+
+def test_nothing_is_published_of_a_write_that_an_election_takes_back(
+    shop: Shop, elections: Elections, three_members: MongoReplicaSet, make_client: MakeClient, redis_url: str
+) -> None:
+    """Its writer waits for a majority, and so does a relay that takes it once the writer's claim has lapsed."""
+    ours = make_client(three_members.url, retryWrites=False)
+    outbox = Outbox(configured(redis_url), ours[shop.name]["items"], foreign_tasks=True, **OPTIONS)
+    with Tap(redis_url) as tap, ThreadPoolExecutor(2) as pool:
+        shop.insert("there", 1)
+        shop.sweep_all()
+        wait_for(lambda: tap.first() == {"there": [1]})
+        assert outbox.dispatch("there").left == 0, "and the index is known to be there"
+        with elections.held_back() as primary, MongoClient[Document](primary.url) as direct:
+            items = direct[shop.name]["items"]
+            tasks = [shop.effect("lost", 1)]
+            writing = pool.submit(outbox.insert_one, {"_id": "lost", "ns": [1]}, tasks=tasks)
+            lapsed = wait_for(
+                lambda: items.find_one({"_id": "lost", "$expr": FREE}), message="the writer's claim lapsed"
+            )
+            relaying = pool.submit(outbox.dispatch, "lost")
+            wait_for(lambda: _owner(items) != lapsed[FIELD]["claim"]["owner"], message="a relay's claim")
+            assert not writing.done()
+            assert not relaying.done()
+        with pytest.raises(ConnectionFailure):
+            writing.result(30)
+        with pytest.raises(ConnectionFailure):
+            relaying.result(30)
+
+        shop.insert("after", 1)
+        shop.sweep_all()
+        wait_for(lambda: "after" in tap.first())
+        assert tap.first() == shop.committed() == {"there": [1], "after": [1]}
+    outbox.publisher.close()
+
+
+def _owner(items: Collection[Document]) -> Any:
+    document = items.find_one({"_id": "lost"})
+    assert document is not None
+    return document[FIELD]["claim"]["owner"]
+
+
+def test_two_phase_drivers_bear_elections_that_take_steps_back(
+    processes: Processes,
+    three_members: MongoReplicaSet,
+    client: MongoClient[Document],
+    elections: Elections,
+    redis_url: str,
+) -> None:
+    """Each step waits for a majority: a transaction is applied once or not at all."""
+    bank = Bank(processes, client, three_members.url, redis_url)
+    stored = bank.database["transactions"]
+    for turn in (1, 2):
+        before = stored.count_documents({})
+        drivers = [bank.python("transfers", 10 * turn + each, 40) for each in range(3)]
+        wait_for(lambda before=before: stored.count_documents({}) > before + 15, 60)  # type: ignore[misc]
+        elections.under_load(bank.name)
+        assert [driver.wait(90) for driver in drivers] == [0, 0, 0], "\n".join(driver.text for driver in drivers)
+    bank.coordinator.recover(0)
+
+    assert stored.count_documents({}) == 240
+    bank.judge()
+
+
+def test_locked_transactions_bear_elections_that_take_commits_back(
+    client: MongoClient[Document], elections: Elections
+) -> None:
+    """A commit whose reply is lost is asked for again; if it was taken back, the body runs again."""
+    data = client["elections"]
+    data["counters"].insert_one({"_id": 1, "n": 0})
+    data.create_collection("ledger")
+    stop = threading.Event()
+
+    @transactional(client)
+    def count(name: str, *, session: ClientSession) -> None:
+        found = select_for_update(data["counters"], {"_id": 1}, session=session)
+        data["ledger"].insert_one({"_id": name, "n": found["n"]}, session=session)
+        data["counters"].update_one({"_id": 1}, {"$set": {"n": found["n"] + 1}}, session=session)
+
+    def work(name: str) -> int:
+        number = 0
+        while not stop.is_set():
+            count(f"{name}.{number}")
+            number += 1
+        return number
+
+    with ThreadPoolExecutor(3) as pool:
+        counted = [pool.submit(work, name) for name in "abc"]
+        try:
+            for more in (1, 2):
+                wait_for(lambda more=more: data["ledger"].count_documents({}) > 20 * more, 60)  # type: ignore[misc]
+                elections.under_load("elections")
+        finally:
+            stop.set()
+        total = sum(each.result(60) for each in counted)
+
+    assert [each["n"] for each in data["ledger"].find().sort("n", 1)] == list(range(total))
+    assert data["counters"].count_documents({"_id": 1, "n": total}) == 1
