@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,30 +21,22 @@ COUNT = f"{FIELD}.count"
 WAITING: dict[str, Any] = {COUNT: {"$gt": 0}}
 """What the partial index holds; a query needs this condition to use it."""
 
-_ensured: set[int] = set()
-_lock = threading.Lock()
-
 
 def ensure(collection: Collection[Any]) -> None:
     """
-    Create the index if it is not there; asked once a process and collection.
+    Create the index if it is not there.
 
     A user without the right to create indexes gets a warning: then the sweep reads the whole collection until
     somebody creates it.
     """
-    key = hash((id(collection.database.client), collection.full_name))
-    if key in _ensured:
-        return
-    with _lock:
-        try:
-            collection.create_index([(COUNT, 1)], name=NAME, partialFilterExpression=WAITING)
-        except OperationFailure as error:
-            logger.warning(
-                "outbox: the index %s on %s cannot be created (%s); create it by hand, or each sweep reads the whole "
-                "collection",
-                NAME, collection.full_name, short(error),
-            )  # fmt: skip
-        _ensured.add(key)
+    try:
+        collection.create_index([(COUNT, 1)], name=NAME, partialFilterExpression=WAITING)
+    except OperationFailure as error:
+        logger.warning(
+            "outbox: the index %s on %s cannot be created (%s); create it by hand, or each sweep reads the whole "
+            "collection",
+            NAME, collection.full_name, short(error),
+        )  # fmt: skip
 
 
 def exists(collection: Collection[Any]) -> bool | None:

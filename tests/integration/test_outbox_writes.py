@@ -315,6 +315,14 @@ def test_the_index_is_partial_has_its_name_and_is_used_by_the_sweep(rig: Rig, da
     assert index["partialFilterExpression"] == {"pendingEvents.count": {"$gt": 0}}
 
 
+def test_the_index_is_made_again_for_a_collection_that_was_dropped(rig: Rig, database: Database[Document]) -> None:
+    """By the next outbox on it, as in a test suite that begins with empty databases."""
+    rig.outbox(name="first").insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    database["orders"].drop()
+    rig.outbox(name="second").insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    assert "pending-events" in database["orders"].index_information()
+
+
 def test_an_option_that_no_write_knows_is_refused(rig: Rig, database: Database[Document]) -> None:
     """Dropped silently, it would be believed."""
     with pytest.raises(TypeError, match="hintt"):
