@@ -324,11 +324,12 @@ def test_a_call_that_the_server_ends_with_the_time_is_the_end_of_the_time(
 
 
 def test_commits_that_find_the_transaction_gone_end_with_the_time(counter: Counter, failpoint: Failpoint) -> None:
-    """The body is repeated no longer; nothing was committed."""
+    """The body is repeated no longer; nothing was committed. A body that the time ends in has no commit any more."""
     with failpoint(**NOT_COMMITTED), pytest.raises(TransactionTimeoutError, match="was aborted") as caught:
         counter.run(timeout=SHORT)
     assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
-    assert counter.runs == counter.commits > 1
+    assert counter.commits > 1
+    assert counter.runs - counter.commits in {0, 1}
     assert counter.n == 0
 
 
