@@ -18,9 +18,10 @@ import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
+from mongo_celery.durations import seconds
 from mongo_celery.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -197,15 +198,6 @@ OPTION_NAMES = tuple(field.name for field in dataclasses.fields(BridgeOptions))
 def call_timeout(ttl: float) -> float:
     """Hard limit in seconds of one MongoDB call that must not outlive a right of `ttl` seconds."""
     return ttl * 0.3
-
-
-def seconds(value: object, name: str) -> float:
-    """A duration in seconds from a number or a `timedelta`; anything else is a ConfigurationError."""
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigurationError(f"{name}={value!r} must be a number of seconds or a timedelta.")
-    return float(value)
 
 
 def check_name(value: object, what: str) -> str:

@@ -17,6 +17,7 @@ tokens race, too, and rivals may delete and create in turns). On another index i
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -41,7 +42,7 @@ Outcome = tuple[R] | tuple[()]
 
 
 @dataclass(frozen=True, slots=True)
-class Write(Generic[R]):
+class Write(ABC, Generic[R]):
     """
     One write that can be tried on a document and, for an upsert, create it.
 
@@ -57,13 +58,13 @@ class Write(Generic[R]):
     options: Mapping[str, Any] = field(default_factory=dict)
     command: Mapping[str, Any] = field(default_factory=dict)
 
+    @abstractmethod
     def attempt(self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None) -> Outcome[R]:
         """Write to the document if it is there and the guard holds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def insert(self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None) -> R:
         """Create the document with `stamps`; E11000 on `_id` if it is there."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import bson
@@ -32,10 +31,10 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
+from mongo_celery.durations import Duration, not_negative
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
 from mongo_celery.locking.attempts import Place, note_locked, waits_of
 from mongo_celery.locking.topology import explained
-from mongo_celery.options import seconds
 
 Document = dict[str, Any]
 _WRITE_CONFLICT = 112
@@ -51,7 +50,7 @@ def select_for_update(
     sort: Any = None,
     projection: Any = None,
     nowait: bool = False,
-    wait: float | timedelta | None = None,
+    wait: Duration | None = None,
 ) -> Any:
     """
     Read a document and lock it until the transaction ends.
@@ -109,7 +108,7 @@ def select_many_for_update(
     limit: int = 0,
     projection: Any = None,
     nowait: bool = False,
-    wait: float | timedelta | None = None,
+    wait: Duration | None = None,
 ) -> list[Any]:
     """
     Read several documents and lock them, in ascending order of `_id`, whatever order is asked for.
@@ -208,7 +207,7 @@ def _exact(collection: Collection[Any], document_id: object) -> bytes:
     return bson.encode({"_id": document_id}, codec_options=collection.codec_options)
 
 
-def _check(session: object, field: str, *, nowait: bool, wait: float | timedelta | None) -> float | None:
+def _check(session: object, field: str, *, nowait: bool, wait: Duration | None) -> float | None:
     """The seconds to wait, 0 for `nowait`, None for no bound."""
     if not isinstance(session, ClientSession) or not session.in_transaction:
         raise TransactionRequiredError
@@ -224,10 +223,7 @@ def _check(session: object, field: str, *, nowait: bool, wait: float | timedelta
         raise ConfigurationError("nowait and wait exclude each other; give one of them.")
     if wait is None:
         return 0.0 if nowait else None
-    limit = seconds(wait, "wait")
-    if limit < 0:
-        raise ConfigurationError(f"wait={wait!r} must not be negative.")
-    return limit
+    return not_negative(wait, "wait")
 
 
 def _update(field: str, application: str | None) -> list[Document]:

@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
 import pymongo
@@ -37,10 +36,10 @@ from pymongo.client_session import ClientSession
 from pymongo.errors import ClientBulkWriteException, PyMongoError
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.durations import Duration, positive
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.locking.attempts import Attempts, attempts_of, remembered
 from mongo_celery.locking.topology import explain, explained
-from mongo_celery.options import seconds
 from mongo_celery.redaction import short
 
 Client = MongoClient[Any] | Callable[[], MongoClient[Any]]
@@ -130,7 +129,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         self,
         client: Client,
         *,
-        timeout: float | timedelta = TIMEOUT,
+        timeout: Duration = TIMEOUT,
         read_concern: ReadConcern | None = None,
         write_concern: WriteConcern | None = None,
         read_preference: Any = None,
@@ -140,9 +139,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 f"transactional needs a MongoClient, or a callable that returns one, not {type(client).__name__}.",
             )
         self._client = client
-        self._timeout = seconds(timeout, "timeout")
-        if self._timeout <= 0:
-            raise ConfigurationError(f"timeout={timeout!r} must be more than 0 seconds.")
+        self._timeout = positive(timeout, "timeout")
         self._options: dict[str, Any] = {
             "read_concern": read_concern or ReadConcern("snapshot"),
             "write_concern": write_concern or WriteConcern("majority"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +15,9 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.durations import Duration, seconds
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import after_commit
-from mongo_celery.options import seconds
 from mongo_celery.outbox import index
 from mongo_celery.outbox.change import NOT_PINNED, Written
 from mongo_celery.outbox.dead_letters import COLLECTION, DeadLetters
@@ -30,7 +29,6 @@ from mongo_celery.redaction import short
 
 logger = logging.getLogger("mongo_celery.outbox")
 
-Duration = float | timedelta
 Source = Collection[Any] | Callable[[], Collection[Any]]
 _SECONDS_MAX = 3600.0
 _CLAIM_SECONDS_MIN = 0.1

@@ -9,16 +9,15 @@ from typing import Any
 
 from bson import ObjectId, encode
 from bson.codec_options import CodecOptions
-from bson.int64 import Int64
 from bson.regex import Regex
 from pymongo.results import UpdateResult
 
+from mongo_celery.canonical import canonical
 from mongo_celery.outbox import pending
 from mongo_celery.outbox.entries import Entry
 
 Document = dict[str, Any]
 
-_INT64 = 2**63
 _OPTIONS = ("array_filters", "collation", "hint", "let", "comment")
 
 NOT_PINNED = object()
@@ -137,11 +136,7 @@ def guarded(filter: Mapping[str, Any], document_id: object, conditions: Sequence
 
 def id_key(document_id: object, codec: CodecOptions[Any]) -> bytes:
     """An `_id` as a key: it may be a document; and as the server compares it, for which 1 and 1.0 are the same."""
-    if isinstance(document_id, float) and document_id.is_integer() and abs(document_id) < _INT64:
-        document_id = int(document_id)
-    if isinstance(document_id, int) and not isinstance(document_id, bool):
-        document_id = Int64(document_id)
-    return encode({"": document_id}, codec_options=codec)
+    return encode({"": canonical(document_id)}, codec_options=codec)
 
 
 def names_id(change: Change) -> bool:

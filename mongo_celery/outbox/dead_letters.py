@@ -12,11 +12,11 @@ from pymongo.collection import Collection
 from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
 
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.sizes import is_too_large
 from mongo_celery.redaction import short
 
 COLLECTION = "outbox_dead_letters"
 _TRACEBACK_CHARS = 8000
-_TOO_LARGE = {2, 10334, 17419, 17420}
 
 
 class DeadLetters:
@@ -45,8 +45,8 @@ class DeadLetters:
         }
         try:
             self._add(letter)
-        except (DocumentTooLarge, OperationFailure) as too_large:
-            if isinstance(too_large, OperationFailure) and too_large.code not in _TOO_LARGE:
+        except (DocumentTooLarge, OperationFailure) as refusal:
+            if not is_too_large(refusal):
                 raise
             # An entry that fills its document leaves a letter no room for more than itself.
             self._add(letter | {"error": type(error).__name__, "traceback": ""})

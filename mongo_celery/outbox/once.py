@@ -33,13 +33,12 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError, PyMongoError
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.durations import Duration, positive
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import transactional
-from mongo_celery.options import seconds
 from mongo_celery.redaction import short
 from mongo_celery.state.expressions import after, literal
 
-Duration = float | timedelta
 Source = Collection[Any] | Callable[[], Collection[Any]]
 
 logger = logging.getLogger("mongo_celery.outbox")
@@ -82,9 +81,7 @@ def once(
     Raises:
         ConfigurationError: when the decorator runs, if it cannot work.
     """
-    kept, claimed = seconds(keep, "keep"), seconds(claim_ttl, "claim_ttl")
-    if kept <= 0 or claimed <= 0:
-        raise ConfigurationError(f"keep={keep!r} and claim_ttl={claim_ttl!r} must be more than 0 seconds.")
+    kept, claimed = positive(keep, "keep"), positive(claim_ttl, "claim_ttl")
     if not isinstance(collection, Collection) and not callable(collection):
         raise ConfigurationError(f"{collection!r} is no PyMongo collection and no callable that returns one.")
     marks = Marks(collection, kept, claimed)

@@ -15,10 +15,11 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
 
+from mongo_celery.durations import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.options import DEFAULT_DATABASE, seconds
+from mongo_celery.options import DEFAULT_DATABASE
 from mongo_celery.outbox import pending, registry
-from mongo_celery.outbox.backing import Backing, Duration, Source, bounded
+from mongo_celery.outbox.backing import Backing, Source, bounded
 from mongo_celery.outbox.bulk import Write, write_in_bulk
 from mongo_celery.outbox.change import Change, Written, refuse_replacement
 from mongo_celery.outbox.dead_letters import DeadLetters
@@ -28,7 +29,6 @@ from mongo_celery.outbox.metrics import OutboxStatus
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import sweep_all, sweep_one
-from mongo_celery.outbox.writes import size_errors
 
 _DELETE_ROUNDS = 3
 _HELD = "another relay holds them, or they wait to be tried again after a failure"
@@ -148,9 +148,8 @@ class Outbox:
         entries = self._entries(tasks, events, document["_id"])
         if not entries:
             return self.collection.insert_one(document, session=session, **options)
-        whole, written = self.backing.writer.insertion(document, entries, claim=self.backing.may_claim(session))
-        with size_errors(self.collection.full_name):
-            self.collection.insert_one(whole, session=session, **options)
+        claim = self.backing.may_claim(session)
+        written = self.backing.writer.insert(document, entries, session=session, claim=claim, **options)
         self.backing.dispatch_at_once(written, session)
         return InsertOneResult(document["_id"], acknowledged=True)
 

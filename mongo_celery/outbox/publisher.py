@@ -151,11 +151,11 @@ class Publisher:
         # kombu's Redis transport counts any KeyError as a lost connection; a damaged entry can raise one too.
         lost = tuple(each for each in connection.connection_errors if each is not KeyError)
         # The result backend: a chord writes to it, and Celery listens there for the result of any task.
-        refused = (*getattr(self.app.backend, "channel_errors", ()), RuntimeError, BackendError)
-        of_backend = getattr(self.app.backend, "connection_errors", ())
-        if not any(isinstance(each, (*lost, *of_backend, *refused[:-2], *_LOST)) for each in causes):
+        backend_lost = getattr(self.app.backend, "connection_errors", ())
+        backend_refused = getattr(self.app.backend, "channel_errors", ())
+        if not any(isinstance(each, (*lost, *backend_lost, *backend_refused, *_LOST)) for each in causes):
             return error
-        if any(isinstance(each, refused) for each in causes):
+        if any(isinstance(each, (*backend_refused, RuntimeError, BackendError)) for each in causes):
             return BrokerUnavailableError(error, answers=True)
         silent = any(type(each).__name__ == "TimeoutError" for each in causes)  # Python's, and redis-py's of that name
         return BrokerUnavailableError(error, answers=(is_canvas or not silent) and self._answers())

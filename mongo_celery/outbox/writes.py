@@ -20,13 +20,14 @@ from bson import ObjectId
 from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure, WriteError
+from pymongo.errors import DuplicateKeyError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.outbox import pending
 from mongo_celery.outbox.change import NOT_PINNED, Change, Written, guarded, id_key, names_id
 from mongo_celery.outbox.entries import FIELD, Entry
+from mongo_celery.outbox.sizes import size_errors
 
 Document = dict[str, Any]
 
@@ -35,9 +36,6 @@ _SECONDS = 10.0
 
 _PAUSE_SECONDS = 0.02
 _FINDING = ("collation", "hint", "let")
-
-_TOO_LARGE = {10334, 17419, 17420}  # BSONObjectTooLarge, and the updates' own numbers
-_BAD_VALUE = 2  # what an insert says to the same
 
 
 class Writer:
@@ -213,6 +211,21 @@ class Writer:
         document_id = known if document is None or not change.shows_id else document["_id"]
         return Written(document_id, upserted=True, document=document)
 
+    def insert(
+        self,
+        document: Mapping[str, Any],
+        entries: Sequence[Entry],
+        *,
+        session: ClientSession | None,
+        claim: bool,
+        **options: Any,
+    ) -> Written:
+        """Insert a new document with its entries; errors as of `change`."""
+        whole, written = self.insertion(document, entries, claim=claim)
+        with size_errors(self.collection.full_name):
+            self.collection.insert_one(whole, session=session, **options)
+        return written
+
     def insertion(
         self, document: Mapping[str, Any], entries: Sequence[Entry], *, claim: bool
     ) -> tuple[Document, Written]:
@@ -281,25 +294,6 @@ class Writer:
                 document=document_id,
                 pending=count,
             )
-
-
-class size_errors:  # noqa: N801 - reads as a phrase
-    """Say in our words that a document would be larger than 16 MB."""
-
-    def __init__(self, namespace: str) -> None:
-        self._namespace = namespace
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        code = error.code if isinstance(error, (OperationFailure, WriteError)) else None
-        inserted = code == _BAD_VALUE and "too large" in str(error)
-        if isinstance(error, DocumentTooLarge) or code in _TOO_LARGE or inserted:
-            raise OutboxRefusedError(
-                f"the document with its entries would be larger than 16 MB; nothing was written to {self._namespace}. "
-                "Pass ids instead of values to the tasks, or keep less in the document.",
-            ) from error
 
 
 def _is_own_id(error: DuplicateKeyError) -> bool:

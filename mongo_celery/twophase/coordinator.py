@@ -12,13 +12,13 @@ from celery import Celery
 from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
+from mongo_celery.durations import Duration, not_negative, positive
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from mongo_celery.twophase import registry
 from mongo_celery.twophase.clusters import Clusters, Source, opened, strict
 from mongo_celery.twophase.compensation import compensation_ids, opposite
 from mongo_celery.twophase.driver import OvertakenError
 from mongo_celery.twophase.driving import NOT_BEGUN, Driving, still_mine
-from mongo_celery.twophase.durations import Duration, not_negative, positive
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import Client, is_same, part_of
 from mongo_celery.twophase.recovery import Recovery, recover

@@ -19,9 +19,9 @@ from mongo_celery import Outbox, select_for_update, transactional
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.pending import FREE
+from tests.acceptance.bank_rig import Bank
 from tests.acceptance.outbox_project import EFFECT, configured
 from tests.acceptance.outbox_rig import OPTIONS, Shop, Tap
-from tests.acceptance.test_twophase_faults import Bank
 from tests.fixtures.election import Elections
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import Processes, wait_for

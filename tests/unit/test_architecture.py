@@ -18,7 +18,8 @@ FUNCTION_LINES_MAX = 60
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "models", "types", "base"}
 
 FLOORS = (
-    {"errors", "redaction"},
+    {"errors", "redaction", "canonical"},
+    {"durations"},
     {"options"},
     {"fencing", "envelope", "window", "partitioning"},
     {"fenced"},
@@ -40,7 +41,7 @@ FLOORS = (
 )
 """The ground floor first. A name is a module or a package of the first level; the empty one is the package itself."""
 
-PURE = ("errors", "options", "fencing", "envelope", "window", "partitioning")
+PURE = ("errors", "durations", "canonical", "options", "fencing", "envelope", "window", "partitioning")
 """What must run without a client, Celery, threads or a clock."""
 
 

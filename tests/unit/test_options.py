@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mongo_celery import Bridge
+from mongo_celery.durations import seconds
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.options import OPTION_NAMES, BridgeOptions, call_timeout, merged, seconds
+from mongo_celery.options import OPTION_NAMES, BridgeOptions, call_timeout, merged
 
 DURATIONS = (
     "run_seconds",

@@ -5,9 +5,17 @@ from __future__ import annotations
 from datetime import timedelta
 
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.options import seconds
 
 Duration = float | timedelta
+
+
+def seconds(value: object, name: str) -> float:
+    """A duration in seconds from a number or a `timedelta`; anything else is a ConfigurationError."""
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigurationError(f"{name}={value!r} must be a number of seconds or a timedelta.")
+    return float(value)
 
 
 def positive(value: Duration, name: str) -> float:
