@@ -11,8 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge import Bridge
-    from mongo_celery.change import Change
+    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.change import Change
+    from mongo_celery.bridge.fenced import FencedCollection
+    from mongo_celery.bridge.fenced.fence import Fence
     from mongo_celery.errors import (
         AccessError,
         CommandRefusedError,
@@ -41,18 +43,16 @@ if TYPE_CHECKING:
         TransactionTimeoutError,
         UnreadableEventError,
     )
-    from mongo_celery.fenced import FencedCollection
-    from mongo_celery.fencing import Fence
     from mongo_celery.locking import select_for_update, select_many_for_update, transactional
     from mongo_celery.outbox import Event, Outbox, once
     from mongo_celery.twophase import Participant, TwoPhaseCommit
 
 _HOMES = {
-    "Bridge": "bridge",
-    "Change": "change",
+    "Bridge": "bridge.bridge",
+    "Change": "bridge.change",
     "Event": "outbox",
-    "Fence": "fencing",
-    "FencedCollection": "fenced",
+    "Fence": "bridge.fenced.fence",
+    "FencedCollection": "bridge.fenced",
     "Outbox": "outbox",
     "Participant": "twophase",
     "TwoPhaseCommit": "twophase",

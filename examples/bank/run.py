@@ -16,13 +16,7 @@ from typing import Any
 
 from pymongo import MongoClient
 
-from mongo_celery import (
-    Participant,
-    TransactionCanceledError,
-    TwoPhaseCommit,
-    select_many_for_update,
-    transactional,
-)
+from mongo_celery import Participant, TransactionCanceledError, TwoPhaseCommit, select_many_for_update, transactional
 from mongo_celery.embedded import MongoReplicaSet
 
 THREADS, TRANSFERS, BALANCE = 8, 15, 1000

@@ -7,8 +7,8 @@ checked and raised in the transaction of the effect, so that a stale execution n
 
 import sqlite3
 
+from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.errors import StaleFencingTokenError
-from mongo_celery.fencing import Fence
 
 SCHEMA = """
 CREATE TABLE fences (

@@ -7,7 +7,7 @@ from celery import Celery
 from mongo_celery import Bridge
 from mongo_celery.bench.setting import Setting
 from mongo_celery.bench.stopwatch import Stopwatch
-from mongo_celery.change import Change
+from mongo_celery.bridge.change import Change
 
 setting = Setting.from_environment()
 app = Celery("mongo_celery_bench", broker=setting.redis_url)

@@ -9,7 +9,7 @@ import click
 if TYPE_CHECKING:
     from celery import Celery
 
-    from mongo_celery.bridge import Bridge
+    from mongo_celery.bridge.bridge import Bridge
 
 
 def app_of(ctx: click.Context) -> Celery:
@@ -19,7 +19,7 @@ def app_of(ctx: click.Context) -> Celery:
     Raises:
         click.ClickException: without `-A`, or when the app has no bridge.
     """
-    from mongo_celery.registry import bridges_by_name, chosen_bridges
+    from mongo_celery.app import bridges_by_name, chosen_bridges
 
     app: Celery = ctx.obj.app
     if not ctx.find_root().params.get("app") and not bridges_by_name(app):
@@ -33,7 +33,7 @@ def app_of(ctx: click.Context) -> Celery:
 
 def bridges_of(ctx: click.Context, name: str | None) -> list[Bridge]:
     """The bridge of that name, or all of the app that `-A` names; errors as of `app_of`."""
-    from mongo_celery.registry import chosen_bridges
+    from mongo_celery.app import chosen_bridges
 
     app = app_of(ctx)
     with one_sentence_errors():
@@ -72,9 +72,9 @@ def sentence_for(error: BaseException | None) -> str | None:
         return None
     from pymongo.errors import PyMongoError
 
+    from mongo_celery.bridge.operations.reach import explained
     from mongo_celery.errors import MongoCeleryError
-    from mongo_celery.operations.reach import explained
-    from mongo_celery.redaction import short, without_credentials
+    from mongo_celery.mongo.redaction import short, without_credentials
 
     if isinstance(error, PyMongoError):
         known = explained(error)

@@ -15,8 +15,8 @@ from mongo_celery.cli.apps import bridges_of, one_bridge_of, one_sentence_errors
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mongo_celery.bridge import Bridge
-    from mongo_celery.operations.commands import Head, Outcome
+    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.operations.commands import Head, Outcome
 
 _WATCH_SECONDS = 2.0
 _PIPE_WIDTH = 160
@@ -63,7 +63,7 @@ def status(ctx: click.Context, bridge: str | None, as_json: bool, everything: bo
     if watch is not None:
         _watch(ctx, bridges, as_json, everything, watch)
         return
-    from mongo_celery.operations.status import read_status
+    from mongo_celery.bridge.operations.status import read_status
 
     with one_sentence_errors():
         statuses = [read_status(each) for each in bridges]
@@ -107,7 +107,7 @@ def _watch(ctx: click.Context, bridges: Sequence[Bridge], as_json: bool, everyth
 
 
 def _status_or_error(bridge: Bridge) -> dict[str, Any]:
-    from mongo_celery.operations.status import read_status
+    from mongo_celery.bridge.operations.status import read_status
 
     try:
         return read_status(bridge)
@@ -166,7 +166,7 @@ def pause(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
     Those that run may finish, and nothing is lost. Without SUBSCRIPTION all of the bridge. A pause
     longer than the oplog's window loses history.
     """
-    from mongo_celery.operations import commands
+    from mongo_celery.bridge.operations import commands
 
     _command(ctx, commands.pause, "paused", subscription, **given)
 
@@ -179,7 +179,7 @@ def pause(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
 @click.pass_context
 def resume(ctx: click.Context, /, subscription: str | None, **given: Any) -> None:
     """Let paused partitions flow again. Without SUBSCRIPTION all of the bridge."""
-    from mongo_celery.operations import commands
+    from mongo_celery.bridge.operations import commands
 
     _command(ctx, commands.resume, "resumed", subscription, **given)
 
@@ -196,7 +196,7 @@ def retry(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
 
     Their attempts are counted anew. Without SUBSCRIPTION all halted and parked partitions of the bridge.
     """
-    from mongo_celery.operations import commands
+    from mongo_celery.bridge.operations import commands
 
     _command(ctx, commands.retry, "retried", subscription, **given)
 
@@ -259,7 +259,7 @@ def skip(
 
     It will not be handled. SUBSCRIPTION may be left out where the bridge has only one.
     """
-    from mongo_celery.operations import commands
+    from mongo_celery.bridge.operations import commands
 
     chosen = one_bridge_of(ctx, bridge)
     with one_sentence_errors():
@@ -293,7 +293,7 @@ def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
     MongoDB, rights, oplog, broker, workers and settings. Takes some seconds, changes nothing, and ends with
     status 1 if anything is wrong.
     """
-    from mongo_celery.operations.preflight import check as preflight
+    from mongo_celery.bridge.operations.preflight import check as preflight
 
     failed = False
     for each in bridges_of(ctx, bridge):

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mongo_celery.operations.findings import Finding
+from mongo_celery.bridge.operations.findings import Finding
 
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 

@@ -83,8 +83,8 @@ def _run(
 
     from celery.platforms import create_pidlock
 
+    from mongo_celery.bridge.listener.process import run_listeners
     from mongo_celery.errors import MongoCeleryError
-    from mongo_celery.listener.process import run_listeners
 
     app.log.setup(loglevel, logfile)
     try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mongo_celery.outbox import Outbox
-    from mongo_celery.outbox.letters import Letter
+    from mongo_celery.outbox.replay import Letter
 
 _LETTERS = 50
 _DOCUMENTS = 1000
@@ -120,7 +120,7 @@ def dead_letters() -> None:
 def list_letters(ctx: click.Context, limit: int, name: str | None, as_json: bool) -> None:
     """List dead letters, the oldest first."""
     from mongo_celery.outbox.health import reach
-    from mongo_celery.outbox.letters import letters
+    from mongo_celery.outbox.replay import letters
 
     for each in _outboxes(ctx, name):
         with one_sentence_errors():
@@ -183,7 +183,7 @@ def _replay(chosen: Outbox, letter_id: str, without_document: bool, as_json: boo
     from dataclasses import asdict
 
     from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
-    from mongo_celery.outbox import letters
+    from mongo_celery.outbox import replay as letters
 
     with one_sentence_errors():
         try:
@@ -213,7 +213,7 @@ def _replay(chosen: Outbox, letter_id: str, without_document: bool, as_json: boo
 @click.pass_context
 def discard(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
     """Throw one dead letter away. Its task or event will never be published."""
-    from mongo_celery.outbox import letters
+    from mongo_celery.outbox import replay as letters
 
     chosen, letter = _find(_outboxes(ctx, name), id)
     # It goes to standard error: it may be the only trace of the task.
@@ -262,7 +262,7 @@ def _outboxes(ctx: click.Context, name: str | None) -> list[Outbox]:
 def _find(outboxes: Sequence[Outbox], id: str) -> tuple[Outbox, Letter]:  # noqa: A002
     """A letter and its outbox."""
     from mongo_celery.outbox.health import reach
-    from mongo_celery.outbox.letters import letter
+    from mongo_celery.outbox.replay import letter
 
     with one_sentence_errors():
         for each in outboxes:
@@ -276,7 +276,7 @@ def _find(outboxes: Sequence[Outbox], id: str) -> tuple[Outbox, Letter]:  # noqa
 
 def _all_letters(outboxes: Sequence[Outbox]) -> list[tuple[Outbox, str]]:
     from mongo_celery.outbox.health import reach
-    from mongo_celery.outbox.letters import letters
+    from mongo_celery.outbox.replay import letters
 
     found = []
     with one_sentence_errors():
@@ -287,7 +287,7 @@ def _all_letters(outboxes: Sequence[Outbox]) -> list[tuple[Outbox, str]]:
 
 
 def _clean(text: str) -> str:
-    from mongo_celery.redaction import without_credentials
+    from mongo_celery.mongo.redaction import without_credentials
 
     return without_credentials(text)
 

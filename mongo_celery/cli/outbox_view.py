@@ -14,7 +14,7 @@ from mongo_celery.cli.status_view import duration
 
 if TYPE_CHECKING:
     from mongo_celery.outbox.health import Health
-    from mongo_celery.outbox.letters import Letter
+    from mongo_celery.outbox.replay import Letter
 
 _ERROR_CHARACTERS = 100
 

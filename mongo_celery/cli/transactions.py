@@ -140,7 +140,7 @@ def cancel(
 
 def _coordinator(ctx: click.Context, name: str | None) -> TwoPhaseCommit:
     """The one that is named, or the app's only one."""
-    from mongo_celery.twophase.registry import coordinators_of
+    from mongo_celery.twophase.steps import coordinators_of
 
     app = ctx.obj.app
     with one_sentence_errors():

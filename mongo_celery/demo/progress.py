@@ -9,11 +9,11 @@ from typing import Any
 
 from pymongo import MongoClient
 
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.store import Store
 from mongo_celery.demo.record import Record
 from mongo_celery.demo.setting import HANDLERS, NAME_INTO_ORDER, Setting
-from mongo_celery.options import BridgeOptions
-from mongo_celery.state.partitions import Image
-from mongo_celery.state.store import Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from mongo_celery.demo.setting import Setting
 from mongo_celery.demo.verdict import Verdict
 from mongo_celery.demo.view import View
 from mongo_celery.errors import MongoCeleryError
-from mongo_celery.stream.start import operation_time
+from mongo_celery.mongo.oplog import operation_time
 
 _LOOK_SECONDS = 0.05
 _READY_SECONDS_MAX = 60.0

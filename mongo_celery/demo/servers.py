@@ -15,7 +15,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.demo.setting import Setting
 from mongo_celery.embedded import MongoReplicaSet, RedisServer, find_binary
 from mongo_celery.errors import ConfigurationError, ServerUnavailableError
-from mongo_celery.stream.start import check_topology
+from mongo_celery.mongo.oplog import check_topology
 
 _LEAST_OPLOG_MB = 64
 _ORDERS_A_MEGABYTE = 20  # what an order, its changes and the bridge's own writes take in the oplog

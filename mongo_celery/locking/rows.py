@@ -31,10 +31,10 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
-from mongo_celery.durations import Duration, not_negative
+from mongo_celery.arguments import Duration, not_negative
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
-from mongo_celery.locking.attempts import Place, note_locked, waits_of
-from mongo_celery.locking.topology import explained
+from mongo_celery.mongo.attempts import Place, note_locked, waits_of
+from mongo_celery.mongo.verdicts import explained
 
 Document = dict[str, Any]
 _WRITE_CONFLICT = 112

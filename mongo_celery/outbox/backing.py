@@ -15,9 +15,10 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery.durations import Duration, seconds
+from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import after_commit
+from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import index
 from mongo_celery.outbox.change import NOT_PINNED, Written
 from mongo_celery.outbox.dead_letters import COLLECTION, DeadLetters
@@ -25,7 +26,6 @@ from mongo_celery.outbox.metrics import Counters, OutboxStatus
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Relay
 from mongo_celery.outbox.writes import Writer
-from mongo_celery.redaction import short
 
 logger = logging.getLogger("mongo_celery.outbox")
 

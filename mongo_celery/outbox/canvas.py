@@ -20,7 +20,7 @@ from celery.canvas import Signature
 from kombu.serialization import dumps, prepare_accept_content
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.redaction import short
+from mongo_celery.mongo.redaction import short
 
 _LINKS = ("link", "link_error")
 

@@ -12,7 +12,7 @@ from bson.codec_options import CodecOptions
 from bson.regex import Regex
 from pymongo.results import UpdateResult
 
-from mongo_celery.canonical import canonical
+from mongo_celery.mongo.identity import canonical
 from mongo_celery.outbox import pending
 from mongo_celery.outbox.entries import Entry
 

@@ -11,9 +11,9 @@ from typing import Any
 from pymongo.collection import Collection
 from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
 
+from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.sizes import is_too_large
-from mongo_celery.redaction import short
 
 COLLECTION = "outbox_dead_letters"
 _TRACEBACK_CHARS = 8000

@@ -13,7 +13,7 @@ from uuid import UUID
 from bson import Decimal128, ObjectId
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.redaction import short
+from mongo_celery.mongo.redaction import short
 
 CONTENT_TYPE = "application/json"
 _KEY_BYTES_MAX = 255  # AMQP's short string

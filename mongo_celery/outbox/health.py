@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pymongo
 
-from mongo_celery.broker import bounded_connection
+from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.outbox import index
 from mongo_celery.outbox.metrics import OutboxStatus
 from mongo_celery.outbox.registry import SWEEP_TASK
-from mongo_celery.redaction import short, without_credentials
 
 if TYPE_CHECKING:
     from celery import Celery

@@ -10,9 +10,9 @@ from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import pending
 from mongo_celery.outbox.entries import FIELD
-from mongo_celery.redaction import short
 
 logger = logging.getLogger("mongo_celery.outbox")
 

@@ -33,11 +33,11 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError, PyMongoError
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery.durations import Duration, positive
+from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import transactional
-from mongo_celery.redaction import short
-from mongo_celery.state.expressions import after, literal
+from mongo_celery.mongo.expressions import after, literal
+from mongo_celery.mongo.redaction import short
 
 Source = Collection[Any] | Callable[[], Collection[Any]]
 

@@ -15,9 +15,9 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
 
-from mongo_celery.durations import Duration, seconds
+from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.options import DEFAULT_DATABASE
+from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.outbox import pending, registry
 from mongo_celery.outbox.backing import Backing, Source, bounded
 from mongo_celery.outbox.bulk import Write, write_in_bulk

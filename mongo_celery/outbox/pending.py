@@ -24,8 +24,8 @@ from bson import ObjectId
 from bson.int64 import Int64
 
 from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.mongo.expressions import after, literal, millis
 from mongo_celery.outbox.entries import FIELD, Entry
-from mongo_celery.state.expressions import after, literal, millis
 
 Document = dict[str, Any]
 Update = Mapping[str, Any] | Sequence[Mapping[str, Any]]

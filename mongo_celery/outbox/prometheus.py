@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import pymongo
 from pymongo.errors import PyMongoError
 
+from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.registry import outboxes_of
-from mongo_celery.redaction import short
 
 if TYPE_CHECKING:
     from celery import Celery

@@ -16,7 +16,7 @@ from kombu.exceptions import OperationalError
 from kombu.pools import ProducerPool
 from kombu.serialization import loads, prepare_accept_content
 
-from mongo_celery.broker import bounded_connection
+from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.outbox.canvas import heads, leaves
 from mongo_celery.outbox.entries import Entry
 

@@ -25,12 +25,12 @@ from bson import ObjectId
 from pymongo import ReturnDocument, WriteConcern
 from pymongo.collection import Collection
 
+from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import pending
 from mongo_celery.outbox.dead_letters import DeadLetters
 from mongo_celery.outbox.entries import FIELD, Entry, entries_of
 from mongo_celery.outbox.metrics import Counters
 from mongo_celery.outbox.publisher import BrokerUnavailableError, Publisher
-from mongo_celery.redaction import short
 
 logger = logging.getLogger("mongo_celery.outbox")
 

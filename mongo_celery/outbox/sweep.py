@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import ConnectionFailure, PyMongoError
 
+from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import index
 from mongo_celery.outbox.registry import outboxes_of
 from mongo_celery.outbox.relay import Delivery
-from mongo_celery.redaction import short
 
 if TYPE_CHECKING:
     from celery import Celery

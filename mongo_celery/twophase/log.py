@@ -12,7 +12,7 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.errors import TransactionStateError
-from mongo_celery.state.expressions import millis
+from mongo_celery.mongo.expressions import millis
 from mongo_celery.twophase.states import State, Transaction, read_transaction
 
 Document = dict[str, Any]

@@ -9,8 +9,8 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.redaction import short
-from mongo_celery.twophase.driving import Driving
+from mongo_celery.mongo.redaction import short
+from mongo_celery.twophase.completion import Driving
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.states import State, Transaction
 

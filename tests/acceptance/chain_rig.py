@@ -15,8 +15,8 @@ from uuid import uuid4
 import redis
 from pymongo import MongoClient
 
+from mongo_celery.bridge.partitioning import partition_index
 from mongo_celery.embedded import RedisServer
-from mongo_celery.partitioning import partition_index
 from tests.acceptance.chain_history import Effect, History, Item, Start, violations
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 

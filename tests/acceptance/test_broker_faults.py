@@ -15,7 +15,7 @@ import pytest
 from bson import Int64
 from pymongo import MongoClient
 
-from mongo_celery.envelope import Run, seal
+from mongo_celery.bridge.worker.envelope import Run, seal
 from tests.acceptance.chain_history import Item
 from tests.acceptance.chain_rig import Chain
 from tests.fixtures.process import wait_for

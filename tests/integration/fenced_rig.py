@@ -17,8 +17,8 @@ from pymongo import (
 from pymongo.collection import Collection
 from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
-from mongo_celery.fenced import TOMBSTONES, FencedCollection
-from mongo_celery.fencing import Fence
+from mongo_celery.bridge.fenced import TOMBSTONES, FencedCollection
+from mongo_celery.bridge.fenced.fence import Fence
 
 Document = dict[str, Any]
 MakeClient = Callable[..., MongoClient[Document]]

@@ -8,10 +8,10 @@ from typing import Any
 from pymongo import MongoClient, WriteConcern
 from pymongo.collection import Collection
 
-from mongo_celery.options import BridgeOptions
-from mongo_celery.state.claims import Claim, Claims
-from mongo_celery.state.partitions import Image, Partitions
-from mongo_celery.state.store import Store
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.claims import Claim, Claims
+from mongo_celery.bridge.state.partitions import Image, Partitions
+from mongo_celery.bridge.state.store import Store
 
 Document = dict[str, Any]
 

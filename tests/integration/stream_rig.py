@@ -10,11 +10,11 @@ from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 
+from mongo_celery.bridge.stream.reader import Event, Failed, Item, Position, StreamReader
+from mongo_celery.bridge.stream.source import Interest, Scope, filter_of, scope_of, source_of
+from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
-from mongo_celery.stream.reader import Event, Failed, Item, Position, StreamReader
-from mongo_celery.stream.source import Interest, Scope, filter_of, scope_of, source_of
-from mongo_celery.stream.start import operation_time
-from mongo_celery.window import Mark
+from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.process import wait_for
 
 APP_NAME = "reader-under-test"

@@ -11,14 +11,14 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
 
-from mongo_celery.change import Change
-from mongo_celery.listener.renewal import Renewal
-from mongo_celery.listener.subscription import Plan, Subscription, make_trackers
-from mongo_celery.listener.takeover import Taken, take_over
-from mongo_celery.options import BridgeOptions
-from mongo_celery.registration import Handler, make_handler
-from mongo_celery.state.store import Store
-from mongo_celery.window import Mark
+from mongo_celery.bridge.change import Change
+from mongo_celery.bridge.handlers import Handler, make_handler
+from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
+from mongo_celery.bridge.listener.takeover import Taken, take_over
+from mongo_celery.bridge.listener.term import Renewal
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.window import Mark
 
 Document = dict[str, Any]
 

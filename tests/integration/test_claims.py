@@ -1,7 +1,7 @@
 """
 Claims and outcomes against a real replica set, one guard after the other.
 
-Rules 1 to 4 are those of `mongo_celery/state/claims.py`. Where an update has several conditions, each has a
+Rules 1 to 4 are those of `mongo_celery/bridge/state/claims.py`. Where an update has several conditions, each has a
 test in which everything but this one condition would let the update through.
 """
 
@@ -17,9 +17,9 @@ import pytest
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.state.claims import Claim
-from mongo_celery.state.dead_letters import letter
-from mongo_celery.state.expressions import SHIFT
+from mongo_celery.bridge.state.claims import Claim
+from mongo_celery.bridge.state.dead_letters import letter
+from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
 from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, rig_of, token
 

@@ -16,7 +16,7 @@ from pymongo.database import Database
 
 from mongo_celery import Event, Outbox
 from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
-from mongo_celery.outbox.letters import discard, letter, letters, replay
+from mongo_celery.outbox.replay import discard, letter, letters, replay
 
 Document = dict[str, Any]
 

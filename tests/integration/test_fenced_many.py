@@ -54,7 +54,7 @@ def test_update_many_guards_each_document(target: Collection[Document]) -> None:
 
 def test_update_many_meets_each_document_once(target: Collection[Document], monkeypatch: pytest.MonkeyPatch) -> None:
     """P2: also when the update moves documents along the index that finds them, and over several batches."""
-    monkeypatch.setattr("mongo_celery.fenced.bulk.BATCH", 50)
+    monkeypatch.setattr("mongo_celery.bridge.fenced.bulk.BATCH", 50)
     target.create_index("n")
     target.insert_many([{"_id": i, "n": 0} for i in range(220)])
     result = view(target, 5).update_many({"n": {"$gte": 0}}, {"$inc": {"n": 1}}, hint="n_1")

@@ -21,8 +21,8 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError, OperationFailure
 from pymongo.monitoring import CommandStartedEvent, CommandSucceededEvent
 
+from mongo_celery.bridge.fenced import TOMBSTONES
 from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
-from mongo_celery.fenced import TOMBSTONES
 from tests.integration.fenced_rig import (
     DEADLINE_S,
     FENCE,

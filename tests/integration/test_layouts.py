@@ -14,10 +14,10 @@ from bson import Timestamp
 from bson.int64 import Int64
 from pymongo import MongoClient
 
+from mongo_celery.bridge.listener import draining
+from mongo_celery.bridge.listener.takeover import Taken
+from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.errors import LayoutError, LeaseLostError
-from mongo_celery.listener import draining
-from mongo_celery.listener.takeover import Taken
-from mongo_celery.state.partitions import Partitions
 from tests.integration.term_rig import BRIDGE, TermRig, begin_term, mark_at
 
 Document = dict[str, Any]

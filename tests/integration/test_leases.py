@@ -1,7 +1,7 @@
 """
 The lease against a real replica set: who may lead, for how long, and under which version.
 
-Rules 1 to 4 are those of `mongo_celery/state/leases.py`; P4 and P10 those of the design.
+Rules 1 to 4 are those of `mongo_celery/bridge/state/leases.py`; P4 and P10 those of the design.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from bson import Timestamp
 from pymongo import MongoClient, WriteConcern
 from pymongo.collection import Collection
 
-from mongo_celery.options import BridgeOptions
-from mongo_celery.state.expressions import SHIFT
-from mongo_celery.state.leases import Layout, Leases, Term, layout_of
-from mongo_celery.state.store import Store
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.leases import Layout, Leases, Term, layout_of
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]

@@ -14,15 +14,15 @@ import pytest
 from bson import Timestamp
 from pymongo import MongoClient
 
+from mongo_celery.bridge.listener import history
+from mongo_celery.bridge.listener.history import LostHistory
+from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.bridge.listener.takeover import find_starts
+from mongo_celery.bridge.listener.watermarks import Watermarks
+from mongo_celery.bridge.stream.reader import Position
+from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
-from mongo_celery.listener import history
-from mongo_celery.listener.history import LostHistory
-from mongo_celery.listener.subscription import Subscription
-from mongo_celery.listener.takeover import find_starts
-from mongo_celery.listener.watermarks import Watermarks
-from mongo_celery.stream.reader import Position
-from mongo_celery.stream.start import operation_time, read_oplog
-from mongo_celery.window import Mark
+from mongo_celery.mongo.oplog import operation_time, read_oplog
 from tests.integration.term_rig import TermRig, begin_term, mark_at
 
 Document = dict[str, Any]

@@ -13,16 +13,16 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import AccessError, Bridge, CommandRefusedError, ServerUnavailableError, TopologyError
-from mongo_celery.listener.renewal import Renewal
-from mongo_celery.listener.takeover import take_over
-from mongo_celery.operations import commands, workers
-from mongo_celery.operations.findings import Finding
-from mongo_celery.operations.preflight import check
-from mongo_celery.operations.status import read_status
-from mongo_celery.state.claims import Claim
-from mongo_celery.state.leases import Term
-from mongo_celery.state.partitions import Image, Partitions
-from mongo_celery.state.store import Store
+from mongo_celery.bridge.listener.takeover import take_over
+from mongo_celery.bridge.listener.term import Renewal
+from mongo_celery.bridge.operations import commands, workers
+from mongo_celery.bridge.operations.findings import Finding
+from mongo_celery.bridge.operations.preflight import check
+from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.state.claims import Claim
+from mongo_celery.bridge.state.leases import Term
+from mongo_celery.bridge.state.partitions import Image, Partitions
+from mongo_celery.bridge.state.store import Store
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.integration.guarded import GuardedMongo
 

@@ -13,7 +13,7 @@ import pytest
 from bson import Timestamp
 from pymongo import MongoClient
 
-from mongo_celery.state.partitions import Image
+from mongo_celery.bridge.state.partitions import Image
 from tests.fixtures.process import wait_for
 from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, rig_of, token
 

@@ -16,6 +16,10 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
 
+from mongo_celery.bridge.listener.takeover import start_time
+from mongo_celery.bridge.stream.reader import Event, Failed, Item, Position, StreamReader
+from mongo_celery.bridge.stream.source import scope_of
+from mongo_celery.bridge.window import Mark
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import (
     AccessError,
@@ -26,10 +30,7 @@ from mongo_celery.errors import (
     TopologyError,
     UnreadableEventError,
 )
-from mongo_celery.stream.reader import Event, Failed, Item, Position, StreamReader
-from mongo_celery.stream.source import scope_of
-from mongo_celery.stream.start import check_topology, read_oplog, start_time
-from mongo_celery.window import Mark
+from mongo_celery.mongo.oplog import check_topology, read_oplog
 from tests.fixtures.process import wait_for
 from tests.fixtures.rights import DATA, UrlOf
 from tests.integration.stream_rig import APP_NAME, Reading, interest_in, now, scope_on

@@ -19,7 +19,7 @@ from pymongo.database import Database
 
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, select_for_update, transactional
-from mongo_celery.locking.attempts import Attempts
+from mongo_celery.mongo.attempts import Attempts
 from tests.integration.locking_rig import Document, Sent, held
 
 Client = MongoClient[Document]

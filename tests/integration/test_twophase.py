@@ -13,11 +13,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Participant, TwoPhaseCommit
-from mongo_celery.errors import (
-    ConfigurationError,
-    TransactionCanceledError,
-    TransactionStateError,
-)
+from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from tests.integration.twophase_rig import Tutorial, balances, make_accounts, markers
 
 Document = dict[str, Any]

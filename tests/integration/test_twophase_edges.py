@@ -13,7 +13,7 @@ from pymongo.database import Database
 
 from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError, TransactionTimeoutError
-from mongo_celery.twophase.registry import STEP_TASK
+from mongo_celery.twophase.steps import STEP_TASK
 from mongo_celery.twophase.values import to_text
 from tests.integration.twophase_rig import Gate, Tutorial, balances, coordinator, make_accounts, markers
 

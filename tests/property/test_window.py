@@ -11,7 +11,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from mongo_celery.window import Entry, Mark, Window, _Completed
+from mongo_celery.bridge.window import Entry, Mark, Window, _Completed
 from tests.fixtures.samples import mark, token_data
 
 PARTITIONS = 3

@@ -11,7 +11,7 @@ from bson import ObjectId, Timestamp
 from pymongo import MongoClient
 
 from mongo_celery import Change, FencedCollection, HandlerUsageError
-from mongo_celery.change import describe, namespace_of, token_data
+from mongo_celery.bridge.change import describe, namespace_of, token_data
 from tests.fixtures.samples import event
 
 SECRET = "not for any log"

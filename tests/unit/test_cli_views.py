@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from mongo_celery.bridge.operations.findings import error, ok, warning
+from mongo_celery.bridge.operations.status import shape
 from mongo_celery.cli.check_view import check_view
 from mongo_celery.cli.status_view import duration, needs_attention, status_view
-from mongo_celery.operations.findings import error, ok, warning
-from mongo_celery.operations.status import shape
 from tests.unit.test_status import facts, image, lease
 
 

@@ -12,7 +12,7 @@ from bson import Int64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mongo_celery.envelope import Run, bridge_of, seal, unseal
+from mongo_celery.bridge.worker.envelope import Run, bridge_of, seal, unseal
 from mongo_celery.errors import InvalidEnvelopeError
 from tests.fixtures.samples import BSON_VALUES, event
 

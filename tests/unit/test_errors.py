@@ -24,7 +24,7 @@ from mongo_celery.errors import (
     TransactionTimeoutError,
     UnreadableEventError,
 )
-from mongo_celery.stream.reactions import Reaction, final_error, is_transient, needs_deployment, reaction_to
+from mongo_celery.mongo.verdicts import Reaction, final_error, is_transient, needs_deployment, reaction_to
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, MongoCeleryError)]
 

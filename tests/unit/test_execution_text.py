@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bson
 
-from mongo_celery.execution import _text
+from mongo_celery.bridge.worker.execution import _text
 
 
 def test_an_error_with_a_lone_surrogate_can_be_stored() -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mongo_celery.bridge.fenced.fence import Fence, Operators, Pipeline, Replacement, merge, target_of
 from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
-from mongo_celery.fencing import Fence, Operators, Pipeline, Replacement, merge, target_of
 
 KEY = "shop/summarise"
 small = st.integers(0, 3)

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from pymongo.errors import AutoReconnect
 
-from mongo_celery.heartbeat import Heartbeats
-from mongo_celery.state.claims import Claim, Claims
+from mongo_celery.bridge.state.claims import Claim, Claims
+from mongo_celery.bridge.worker.heartbeat import Heartbeats
 
 TTL_SECONDS = 0.3
 CLAIM = Claim("shop/orders/0/1", "owner", 1, 1, 7, 0, 0)

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mongo_celery import Bridge
-from mongo_celery.durations import seconds
+from mongo_celery.arguments import seconds
+from mongo_celery.bridge.options import OPTION_NAMES, BridgeOptions, merged
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.options import OPTION_NAMES, BridgeOptions, call_timeout, merged
+from mongo_celery.mongo.table import call_timeout
 
 DURATIONS = (
     "run_seconds",

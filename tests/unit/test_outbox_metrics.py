@@ -17,9 +17,9 @@ from pymongo.database import Database
 from mongo_celery import Outbox
 from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.health import Health, ask_broker
-from mongo_celery.outbox.letters import next_id
 from mongo_celery.outbox.metrics import OutboxStatus
 from mongo_celery.outbox.prometheus import OutboxCollector
+from mongo_celery.outbox.replay import next_id
 from tests.fixtures.mongo import MakeClient
 
 Document = dict[str, Any]

@@ -9,7 +9,7 @@ from pymongo import MongoClient
 from mongo_celery import Outbox, TwoPhaseCommit
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.registry import SWEEP_TASK, outboxes_of
-from mongo_celery.twophase.registry import RECOVER_TASK, STEP_TASK
+from mongo_celery.twophase.steps import RECOVER_TASK, STEP_TASK
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from bson.datetime_ms import DatetimeMS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mongo_celery.bridge.partitioning import HASH_NAME, document_key, partition_index, partitioner
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.partitioning import HASH_NAME, document_key, partition_index, partitioner
 from tests.fixtures.samples import BSON_VALUES, event
 
 WHOLE = 1 << 64
@@ -208,7 +208,7 @@ def test_odd_values_have_a_partition_too(key: object) -> None:
 def test_another_process_with_another_hash_seed_agrees() -> None:
     """P1: worker, listener and next year's listener are different processes."""
     code = (
-        "from mongo_celery.partitioning import partition_index as p; "
+        "from mongo_celery.bridge.partitioning import partition_index as p; "
         "print([p(key, 1 << 64) for key in (1, 'order-1', b'\\x00\\xff', {'a': 1, 'b': 2}, None)])"
     )
     expected = [0xFFC5DDB1E563CB55, 0x9612288F1723F5B5, 0x177F11799D4431E5, 0x7EC5D78E9954C1DF, 0xA5A9190DB78B9A43]

@@ -8,12 +8,12 @@ import pytest
 from bson import Timestamp
 from pymongo.errors import AutoReconnect, OperationFailure
 
+from mongo_celery.bridge.operations import broker, deployment, exposure
+from mongo_celery.bridge.operations.reach import explained
+from mongo_celery.bridge.operations.workers import judge_workers
 from mongo_celery.errors import AccessError, ServerUnavailableError
-from mongo_celery.operations import broker, deployment, exposure
-from mongo_celery.operations.reach import explained
-from mongo_celery.operations.workers import judge_workers
-from mongo_celery.redaction import short, without_credentials
-from mongo_celery.stream.start import Oplog
+from mongo_celery.mongo.oplog import Oplog
+from mongo_celery.mongo.redaction import short, without_credentials
 
 HOUR = 3600
 QUEUES = ["shop.0", "shop.1"]

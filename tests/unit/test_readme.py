@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from mongo_celery.options import OPTION_NAMES
+from mongo_celery.bridge.options import OPTION_NAMES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

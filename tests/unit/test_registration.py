@@ -12,10 +12,10 @@ from celery.app.task import Task
 from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change, ConfigurationError, HandlerUsageError
-from mongo_celery.embedding import LISTENER_OPTION, ListenerStep
-from mongo_celery.registration import TASK_OPTIONS
-from mongo_celery.registry import bridges_by_name, chosen_bridges, find_bridge
-from mongo_celery.tasks import COMMIT_TASK, PROTOCOL_ATTRIBUTES, overridden_attributes
+from mongo_celery.app import bridges_by_name, chosen_bridges, find_bridge
+from mongo_celery.bridge.handlers import TASK_OPTIONS
+from mongo_celery.bridge.listener.in_worker import LISTENER_OPTION, ListenerStep
+from mongo_celery.bridge.worker.tasks import COMMIT_TASK, PROTOCOL_ATTRIBUTES, overridden_attributes
 
 URL = "mongodb://127.0.0.1:1/shop?replicaSet=rs0"
 CHANGE = Change.build("insert", ns="shop.orders", full_document={"_id": 7})

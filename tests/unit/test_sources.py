@@ -10,9 +10,18 @@ import pytest
 from bson import ObjectId, Regex
 from pymongo import MongoClient
 
-from mongo_celery.change import FLAGS
+from mongo_celery.bridge.change import FLAGS
+from mongo_celery.bridge.stream.source import (
+    Filter,
+    Interest,
+    Scope,
+    Source,
+    filter_of,
+    scope_of,
+    source_of,
+    strip_flags,
+)
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.stream.source import Filter, Interest, Scope, Source, filter_of, scope_of, source_of, strip_flags
 from tests.fixtures.samples import event
 
 STATE = "mongo_celery"

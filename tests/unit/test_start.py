@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pymongo import MongoClient
 
-from mongo_celery.stream.start import Oplog, start_time, time_of_token
+from mongo_celery.bridge.listener.takeover import start_time
+from mongo_celery.mongo.oplog import Oplog, time_of_token
 
 FALLBACK = Timestamp(1, 1)
 WORD = st.integers(0, 2**32 - 1)

@@ -11,9 +11,9 @@ import pytest
 from bson import Timestamp
 from bson.int64 import Int64
 
-from mongo_celery.operations.status import Facts, shape
-from mongo_celery.options import BridgeOptions
-from mongo_celery.state.partitions import Image
+from mongo_celery.bridge.operations.status import Facts, shape
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.partitions import Image
 
 Document = dict[str, Any]
 

@@ -10,18 +10,18 @@ import bson
 import pytest
 from bson import Timestamp
 
-from mongo_celery.change import Change
+from mongo_celery.bridge.change import Change
+from mongo_celery.bridge.handlers import make_handler
+from mongo_celery.bridge.listener.dispatcher import Dispatch
+from mongo_celery.bridge.listener.subscription import Plan, Subscription
+from mongo_celery.bridge.listener.tracker import Patience, Step, Tracker
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.partitioning import Partitioner
+from mongo_celery.bridge.state.leases import Layout
+from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.stream.reader import Event
+from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.listener.dispatcher import Dispatch
-from mongo_celery.listener.subscription import Plan, Subscription
-from mongo_celery.listener.tracker import Patience, Step, Tracker
-from mongo_celery.options import BridgeOptions
-from mongo_celery.partitioning import Partitioner
-from mongo_celery.registration import make_handler
-from mongo_celery.state.leases import Layout
-from mongo_celery.state.partitions import Image
-from mongo_celery.stream.reader import Event
-from mongo_celery.window import Mark
 from tests.fixtures.samples import event, image, mark, token_data
 
 NOW = 1000.0

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mongo_celery.listener.tracker import LONGEST_GRACE, Patience, Step, Tracker
-from mongo_celery.state.partitions import Image
+from mongo_celery.bridge.listener.tracker import LONGEST_GRACE, Patience, Step, Tracker
+from mongo_celery.bridge.state.partitions import Image
 from tests.fixtures.samples import image
 
 VERSION = 1

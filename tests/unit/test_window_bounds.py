@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mongo_celery.window import Entry, Mark, Window
+from mongo_celery.bridge.window import Entry, Mark, Window
 
 
 def place(number: int) -> Mark:

@@ -25,7 +25,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Change
-from mongo_celery.execution import current
+from mongo_celery.bridge.worker.execution import current
 
 NAMES = os.environ["PROJECT_NAMES"]
 ITEMS = os.environ.get("PROJECT_DATA", f"{NAMES}_data") + ".items"

@@ -1,0 +1,1 @@
+"""The bridge: changes in MongoDB become ordered, fenced Celery tasks."""

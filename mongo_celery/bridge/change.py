@@ -1,0 +1,209 @@
+"""
+A change as user code sees it, and where a change belongs.
+
+Pure: no client, no Celery, no clock. `raw` is the change event as the server sent it; the attributes
+carry PyMongo's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from bson import ObjectId, Timestamp
+
+from mongo_celery.bridge.fenced import FencedCollection
+from mongo_celery.bridge.fenced.fence import Fence
+from mongo_celery.errors import HandlerUsageError
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from pymongo.client_session import ClientSession
+    from pymongo.collection import Collection
+
+FLAGS = "_mongoCelery"
+"""Name of the field under which the pipeline carries the verdicts of `match` expressions."""
+
+Fencer = Callable[["Change", "Collection[dict[str, Any]] | str"], "FencedCollection"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Change:
+    """
+    One change event, given to a handler.
+
+    Attributes:
+        raw: the event as the server sent it.
+        partition: index of the partition that keeps this change's order.
+        seq: number of this change within its partition, from 1, without gaps.
+        fencing_token: grows with every claim of the partition; a resource that has seen a
+            larger one should refuse this one.
+        session: the open transaction's session in a handler with `transactional=True`, else None.
+    """
+
+    raw: Mapping[str, Any]
+    partition: int = 0
+    seq: int = 1
+    fencing_token: int = 1
+    session: ClientSession | None = None
+    _fencer: Fencer | None = field(default=None, compare=False)
+
+    @property
+    def operation_type(self) -> str:
+        """`insert`, `update`, `replace`, `delete`, `drop`, `rename`, `dropDatabase`, `invalidate` ..."""
+        return str(self.raw["operationType"])
+
+    @property
+    def ns(self) -> Mapping[str, str]:
+        """The namespace as `{"db": ..., "coll": ...}`; empty for `invalidate`."""
+        return self.raw.get("ns") or {}
+
+    @property
+    def namespace(self) -> str:
+        """The namespace as `"db.collection"`, `"db"` or the empty string."""
+        return namespace_of(self.raw)
+
+    @property
+    def document_key(self) -> Mapping[str, Any]:
+        """`_id` (and the shard key) of the document; empty for events without a document."""
+        return self.raw.get("documentKey") or {}
+
+    @property
+    def full_document(self) -> dict[str, Any] | None:
+        """
+        The document. For an update it is looked up when the event is read: it may be newer than the
+        change, and is None when the document has been deleted since.
+        """
+        return self.raw.get("fullDocument")
+
+    @property
+    def full_document_before_change(self) -> dict[str, Any] | None:
+        """The document before the change, where the collection records pre-images."""
+        return self.raw.get("fullDocumentBeforeChange")
+
+    @property
+    def update_description(self) -> Mapping[str, Any] | None:
+        """`updatedFields`, `removedFields` and `truncatedArrays` of an update."""
+        return self.raw.get("updateDescription")
+
+    @property
+    def cluster_time(self) -> Timestamp | None:
+        """Time of the oplog entry; several changes of one transaction share it."""
+        return self.raw.get("clusterTime")
+
+    @property
+    def wall_time(self) -> datetime | None:
+        """The server's wall clock at the change (MongoDB 6.0 and later)."""
+        return self.raw.get("wallTime")
+
+    @property
+    def resume_token(self) -> Mapping[str, Any]:
+        """MongoDB's bookmark of this change."""
+        token: Mapping[str, Any] = self.raw["_id"]
+        return token
+
+    def __getitem__(self, name: str) -> Any:
+        return self.raw[name]
+
+    def __repr__(self) -> str:
+        return f"<Change {describe(self.raw)} seq={self.seq}>"
+
+    def fenced(self, collection: Collection[dict[str, Any]] | str) -> FencedCollection:
+        """
+        A view of a collection whose writes carry this change's fencing token.
+
+        A write raises `StaleFencingTokenError` where a newer execution of the partition has already
+        written to the document. Not promised: protection of documents that the newer execution has
+        not touched.
+
+        Args:
+            collection: a PyMongo collection, or `"db.collection"` on the bridge's cluster.
+        """
+        if self._fencer is None:
+            raise HandlerUsageError(
+                "This change was built without a bridge; pass Change.build(..., client=...) to use fenced().",
+            )
+        return self._fencer(self, collection)
+
+    def with_session(self, session: ClientSession) -> Change:
+        """The same change, bound to a transaction's session."""
+        return replace(self, session=session)
+
+    @classmethod
+    def build(
+        cls,
+        operation_type: str,
+        *,
+        ns: str,
+        document_key: Mapping[str, Any] | None = None,
+        full_document: Mapping[str, Any] | None = None,
+        fencing_token: int = 1,
+        client: Any = None,
+        **raw: Any,
+    ) -> Change:
+        """
+        Make a change for a unit test.
+
+        Args:
+            operation_type: as in MongoDB's events.
+            ns: `"db.collection"`.
+            document_key: by default the `_id` of `full_document`.
+            full_document: the document, if the event carries one.
+            fencing_token: what `fenced()` will carry.
+            client: a MongoClient for `fenced()`; without it `fenced()` raises.
+            raw: further fields of the event, such as `updateDescription=...`.
+        """
+        database, _, collection = ns.partition(".")
+        if document_key is None and full_document is not None and "_id" in full_document:
+            document_key = {"_id": full_document["_id"]}
+        event: dict[str, Any] = {
+            "_id": {"_data": ObjectId().binary.hex()},
+            "operationType": operation_type,
+            "clusterTime": Timestamp(1, 1),
+            "ns": {"db": database, "coll": collection} if collection else {"db": database},
+        }
+        if document_key is not None:
+            event["documentKey"] = dict(document_key)
+        if full_document is not None:
+            event["fullDocument"] = dict(full_document)
+        event.update(raw)
+        return cls(event, fencing_token=fencing_token, _fencer=_client_fencer(client) if client is not None else None)
+
+
+def _client_fencer(client: Any) -> Fencer:
+    def fence(change: Change, collection: Collection[dict[str, Any]] | str) -> FencedCollection:
+        target: Any = collection
+        if isinstance(collection, str):
+            database, _, name = collection.partition(".")
+            target = client[database][name]
+        return FencedCollection(target, Fence("test/test", 0, change.partition, change.fencing_token))
+
+    return fence
+
+
+def namespace_of(event: Mapping[str, Any]) -> str:
+    """`"db.collection"`, `"db"` or the empty string of an event."""
+    ns = event.get("ns")
+    if not ns:
+        return ""
+    collection = ns.get("coll")
+    return f"{ns['db']}.{collection}" if collection else str(ns["db"])
+
+
+def token_data(token: Mapping[str, Any]) -> str:
+    """The comparable part of a resume token. Whole tokens never compare: some `_id` types add `_typeBits`."""
+    return str(token["_data"])
+
+
+def describe(event: Mapping[str, Any]) -> str:
+    """Namespace, operation and key of an event, bounded; never the contents of a document."""
+    key = event.get("documentKey")
+    text = repr(key["_id"]) if key and "_id" in key else "-"
+    if len(text) > _KEY_CHARS:
+        text = text[:_KEY_CHARS] + "..."
+    return f"{namespace_of(event)} {event.get('operationType')} {text}"
+
+
+_KEY_CHARS = 80

@@ -1,0 +1,220 @@
+"""
+Many guarded writes in few commands: `bulk_write` and `update_many`.
+
+Requests become batches in which every `_id` occurs once, so that the order between batches is the user's
+order on each document. A batch is one bulk command. MongoDB counts matches but does not say whose; so if
+the count is short, the stamps of the batch are read once and each document is judged by its own (see
+`documents`):
+
+=======================================  ==============================================================
+stamp                                    reaction
+=======================================  ==============================================================
+newer                                    `StaleFencingTokenError`, after the batch; what was admitted stays
+no document, an upsert                   created: first all of the batch in one transaction, else one by one
+no document, no upsert                   tombstone newer: stale; else the user's matter
+mine                                     done, now or by an earlier write of this execution
+older, yet not matched                   tried alone
+=======================================  ==============================================================
+
+Deletes and whatever is not plain equality on `_id` run one by one, in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pymongo import UpdateOne
+from pymongo.client_session import ClientSession
+from pymongo.errors import BulkWriteError, DuplicateKeyError, WriteError
+from pymongo.results import DeleteResult, UpdateResult
+
+from mongo_celery.bridge.fenced.documents import Documents, Update
+from mongo_celery.bridge.fenced.fence import Target
+from mongo_celery.bridge.fenced.tombstones import slot, stamps_of
+
+BATCH = 500
+"""Most documents in one command, and in one transaction of creations."""
+
+COUNTS = ("nInserted", "nMatched", "nModified", "nRemoved", "nUpserted")
+"""The numbers in a bulk write's result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One update of one document, by its place in the user's list."""
+
+    place: int
+    write: Update
+    target: Target
+    upsert: bool
+
+
+def batches(items: Iterator[Item], documents: Documents) -> Iterator[list[Item]]:
+    """Runs of `items` in which no `_id` repeats, up to `BATCH` long."""
+    batch: list[Item] = []
+    seen: set[Any] = set()
+    for item in items:
+        key = slot(item.target.id, documents.collection.codec_options)
+        if batch and (key in seen or len(batch) == BATCH):
+            yield batch
+            batch, seen = [], set()
+        batch.append(item)
+        seen.add(key)
+    if batch:
+        yield batch
+
+
+def run(
+    documents: Documents,
+    batch: Sequence[Item],
+    command: Mapping[str, Any],
+    session: ClientSession | None,
+    *,
+    ordered: bool = True,
+) -> list[tuple[int, UpdateResult]]:
+    """
+    Do one batch: the results, by place (those of the common command summed under the batch's first place).
+
+    Raises:
+        StaleFencingTokenError: a document, or its tombstone, is stamped newer.
+        BulkWriteError: a write failed; its indexes are places in the user's list.
+    """
+    statements: list[UpdateOne] = []
+    places: list[int] = []
+    for item in batch:
+        edits = item.write.statements(documents.fence, item.target)
+        statements += edits
+        places += [item.place] * len(edits)
+    try:
+        result = documents.collection.bulk_write(statements, ordered=ordered, session=session, **command)
+    except BulkWriteError as error:
+        for detail in error.details.get("writeErrors", []):
+            detail["index"] = places[detail["index"]]
+        raise
+    common = UpdateResult({"n": result.matched_count, "nModified": result.modified_count, "ok": 1.0}, True)
+    rest = [] if result.matched_count == len(batch) else _settle_misses(documents, batch, command, session)
+    return [(batch[0].place, common), *rest]
+
+
+def _settle_misses(
+    documents: Documents, batch: Sequence[Item], command: Mapping[str, Any], session: ClientSession | None
+) -> list[tuple[int, UpdateResult]]:
+    found = stamps_of(documents.collection, [item.target.id for item in batch], session, bare={})
+    for item, stamps in zip(batch, found, strict=True):
+        documents.demand(item.target.id, stamps)
+    absent = [item for item, stamps in zip(batch, found, strict=True) if stamps is None]
+    again = [
+        item
+        for item, stamps in zip(batch, found, strict=True)
+        if stamps is not None and not documents.fence.bears(stamps)
+    ]
+    _demand_tombstones(documents, [item for item in absent if not item.upsert], session)
+    results = _create(documents, [item for item in absent if item.upsert], command, session)
+    return results + [_alone(documents, item, session) for item in again]
+
+
+def _demand_tombstones(documents: Documents, items: Sequence[Item], session: ClientSession | None) -> None:
+    if items and documents.tombstones is not None:
+        ids = [item.target.id for item in items]
+        for document_id, stamps in zip(ids, documents.tombstones.read(ids, session), strict=True):
+            documents.demand(document_id, stamps)
+
+
+def _create(
+    documents: Documents, items: Sequence[Item], command: Mapping[str, Any], session: ClientSession | None
+) -> list[tuple[int, UpdateResult]]:
+    if not items:
+        return []
+    if documents.tombstones is not None:
+        try:
+            results = documents.create_all([(item.write, item.target) for item in items], command, session)
+            return [(item.place, result) for item, result in zip(items, results, strict=True)]
+        except DuplicateKeyError:
+            # The transaction has left nothing behind, so each may be tried alone. Inside
+            # the user's own transaction that is over, too, and the error is its end.
+            if session is not None and session.in_transaction:
+                raise
+    return [_alone(documents, item, session) for item in items]
+
+
+def _alone(documents: Documents, item: Item, session: ClientSession | None) -> tuple[int, UpdateResult]:
+    try:
+        return item.place, documents.write(item.write, item.target, upsert=item.upsert, session=session)
+    except WriteError as error:
+        raise as_bulk_error(error, item.place) from error
+
+
+def as_bulk_error(error: WriteError, place: int) -> BulkWriteError:
+    """A bulk write's form of a single write's error."""
+    details = {**(error.details or {}), "index": place, "code": error.code, "errmsg": str(error)}
+    return BulkWriteError(
+        {"writeErrors": [details], "writeConcernErrors": [], **dict.fromkeys(COUNTS, 0), "upserted": []}
+    )
+
+
+class Tally:
+    """The sum of a bulk write's results, in the shape that PyMongo's own result wraps."""
+
+    def __init__(self) -> None:
+        self.details: dict[str, Any] = {
+            **dict.fromkeys(COUNTS, 0),
+            "upserted": [],
+            "writeErrors": [],
+            "writeConcernErrors": [],
+        }
+
+    def add(self, place: int, result: UpdateResult) -> None:
+        """Count one result."""
+        raw = result.raw_result or {}
+        if result.did_upsert:
+            self.details["nUpserted"] += 1
+            self.details["upserted"].append({"index": place, "_id": raw["upserted"]})
+        else:
+            self.details["nMatched"] += result.matched_count
+            self.details["nModified"] += result.modified_count
+
+    def fail(self, error: BulkWriteError) -> None:
+        """Count what a failed command did, and keep its errors."""
+        for name in COUNTS:
+            self.details[name] += error.details.get(name, 0)
+        for name in ("writeErrors", "writeConcernErrors"):
+            self.details[name] += error.details.get(name, [])
+
+    def close(self) -> dict[str, Any]:
+        """
+        The details.
+
+        Raises:
+            BulkWriteError: at least one write failed.
+        """
+        if self.details["writeErrors"] or self.details["writeConcernErrors"]:
+            raise BulkWriteError(self.details)
+        return self.details
+
+
+Alone = Callable[[Tally], None]
+"""A request that is no part of a batch."""
+
+
+def alone(place: int, act: Callable[[], UpdateResult | DeleteResult]) -> Alone:
+    """A step that runs `act`, which is one request with a result of its own."""
+
+    def step(tally: Tally) -> None:
+        try:
+            result = act()
+        except WriteError as error:
+            raise as_bulk_error(error, place) from error
+        if isinstance(result, DeleteResult):
+            tally.details["nRemoved"] += result.deleted_count
+        else:
+            tally.add(place, result)
+
+    return step
+
+
+def facts_of(request: Any) -> dict[str, Any]:
+    """What a PyMongo request was made of; it has no public names for that."""
+    names = [name for kind in type(request).__mro__ for name in getattr(kind, "__slots__", ())]
+    return {name.lstrip("_"): getattr(request, name) for name in names}

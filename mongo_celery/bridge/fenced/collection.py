@@ -1,0 +1,396 @@
+"""
+The fenced view over a PyMongo collection, as `change.fenced(...)` returns it.
+
+Round trips, where nothing is stale (n = number of batches of 500):
+
+=====================================  ================================================================
+operation                              round trips
+=====================================  ================================================================
+`update_one`, `replace_one` by `_id`   1; so too an upsert that finds its document
+`find_one_and_update` by `_id`         1; operators on a document not yet stamped in this generation: 2
+any of them by another filter          1 more
+an upsert that inserts                 5: the miss, then a transaction (slot, insert, slot, commit)
+`delete_one` by `_id`                  4: a transaction (slot, delete, tombstone, commit)
+without tombstones                     insert 2, delete 1
+a write that matches nothing           at most 4, to find out why
+`update_many`                          1 + n
+`bulk_write` of updates by `_id`       n; a batch with new documents: 7 more, all of them together
+`bulk_write` of anything else          as the single operation
+=====================================  ================================================================
+
+Once per client and collection, the first creation or delete also makes the tombstones' TTL index.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from itertools import groupby
+from typing import Any, TypeVar
+
+from pymongo import DeleteOne, ReplaceOne, UpdateMany, UpdateOne
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.common import validate_ok_for_replace, validate_ok_for_update
+from pymongo.cursor import Cursor
+from pymongo.errors import BulkWriteError
+from pymongo.results import BulkWriteResult, DeleteResult, UpdateResult
+
+from mongo_celery.bridge.fenced import bulk
+from mongo_celery.bridge.fenced.documents import Documents, FindAndUpdate, Update, Write, updated
+from mongo_celery.bridge.fenced.fence import Body, Fence, Operators, Pipeline, Replacement, Target, target_of
+from mongo_celery.bridge.fenced.tombstones import lifetime_ms
+from mongo_celery.errors import ConfigurationError, ForkedClientError
+
+TOMBSTONE_TTL = timedelta(days=7)
+"""How long a delete is remembered by default: far longer than any execution or queued message lives."""
+
+CHOICES = 3
+"""How often a write by another filter chooses a document, if each leaves the filter before it is written."""
+
+R = TypeVar("R")
+Filter = Mapping[str, Any]
+Change = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+class FencedCollection:
+    """
+    A collection written under one execution's fencing token.
+
+    Methods have PyMongo's arguments and results; the write concern is majority. A write is refused where
+    the target, or the tombstone of a deleted one, was stamped by a newer execution of the same subscription
+    and partition (P3); admitted writes stamp the target (``_fence``), so the fence never goes back (P4).
+    Documents as read carry ``_fence``.
+
+    It does not promise anything about documents that the newer execution has not touched, nor about writes
+    past the view. In the user's own transaction (`session`) the transaction's write concern counts, not
+    majority. A collation that makes different `_id` equal is not supported by upserts. One thread at a
+    time, as with a session.
+
+    Args:
+        collection: any PyMongo collection.
+        fence: the execution's right.
+        tombstone_ttl: seconds or timedelta that a delete is remembered; None: for ever; 0: not at all,
+            which makes deletes and inserts cheap and lets a stale upsert revive what was deleted. One value
+            for all users of a collection.
+
+    Raises:
+        ConfigurationError: a negative `tombstone_ttl`.
+        ForkedClientError: from each method, if the client was opened before this process was forked.
+    """
+
+    def __init__(
+        self,
+        collection: Collection[Any],
+        fence: Fence,
+        *,
+        tombstone_ttl: float | timedelta | None = TOMBSTONE_TTL,
+    ) -> None:
+        self._documents = Documents(collection, fence, lifetime_ms(tombstone_ttl))
+
+    def __repr__(self) -> str:
+        return f"FencedCollection({self._documents.collection.full_name!r}, {self._documents.fence!r})"
+
+    def update_one(
+        self,
+        filter: Filter,  # noqa: A002 - PyMongo's name, here and below
+        update: Change,
+        upsert: bool = False,
+        *,
+        bypass_document_validation: bool | None = None,
+        collation: Any = None,
+        array_filters: Sequence[Mapping[str, Any]] | None = None,
+        hint: Any = None,
+        session: ClientSession | None = None,
+        let: Mapping[str, Any] | None = None,
+        sort: Mapping[str, Any] | None = None,
+        comment: Any = None,
+    ) -> UpdateResult:
+        """
+        Update one document, as `Collection.update_one`.
+
+        Raises:
+            StaleFencingTokenError: the target is stamped newer.
+            ConfigurationError: an upsert without equality on `_id`, or an update of ``_fence``.
+        """
+        write = Update(
+            _changing(update),
+            updated(0, 0),
+            _given(collation=collation, array_filters=array_filters, hint=hint),
+            _given(bypass_document_validation=bypass_document_validation, let=let, comment=comment),
+        )
+        return self._write(write, filter, upsert, sort, session)
+
+    def replace_one(
+        self,
+        filter: Filter,  # noqa: A002
+        replacement: Mapping[str, Any],
+        upsert: bool = False,
+        *,
+        bypass_document_validation: bool | None = None,
+        collation: Any = None,
+        hint: Any = None,
+        session: ClientSession | None = None,
+        let: Mapping[str, Any] | None = None,
+        sort: Mapping[str, Any] | None = None,
+        comment: Any = None,
+    ) -> UpdateResult:
+        """Replace all but the stamps, as `Collection.replace_one`; errors as in `update_one`."""
+        write = Update(
+            _replacing(replacement),
+            updated(0, 0),
+            _given(collation=collation, hint=hint),
+            _given(bypass_document_validation=bypass_document_validation, let=let, comment=comment),
+        )
+        return self._write(write, filter, upsert, sort, session)
+
+    def find_one_and_update(
+        self,
+        filter: Filter,  # noqa: A002
+        update: Change,
+        projection: Mapping[str, Any] | Iterable[str] | None = None,
+        *,
+        sort: Any = None,
+        upsert: bool = False,
+        return_document: bool = False,
+        array_filters: Sequence[Mapping[str, Any]] | None = None,
+        hint: Any = None,
+        session: ClientSession | None = None,
+        let: Mapping[str, Any] | None = None,
+        comment: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Update and return one document, as `Collection.find_one_and_update`; errors as in `update_one`."""
+        options = _given(projection=projection, array_filters=array_filters, hint=hint, **kwargs)
+        command = _given(return_document=return_document, let=let, comment=comment)
+        return self._write(FindAndUpdate(_changing(update), None, options, command), filter, upsert, sort, session)
+
+    def delete_one(
+        self,
+        filter: Filter,  # noqa: A002
+        *,
+        collation: Any = None,
+        hint: Any = None,
+        session: ClientSession | None = None,
+        let: Mapping[str, Any] | None = None,
+        comment: Any = None,
+    ) -> DeleteResult:
+        """
+        Delete one document, as `Collection.delete_one`, and leave a tombstone (see `tombstones`).
+
+        A delete by `_id` leaves one even if there is no document: that it is gone is this execution's
+        outcome.
+
+        Raises:
+            StaleFencingTokenError: the target, or its tombstone, is stamped newer.
+        """
+        self._refuse_fork()
+        options = _given(collation=collation, hint=hint, let=let, comment=comment)
+        deleted, known = 0, target_of(filter)
+        for _ in range(CHOICES):
+            target = known or self._resolve(filter, None, options, session)
+            deleted = 0 if target is None else self._documents.delete(target, session, **options)
+            if deleted or known or target is None:
+                break
+        return DeleteResult({"n": deleted, "ok": 1.0}, True)
+
+    def update_many(
+        self,
+        filter: Filter,  # noqa: A002
+        update: Change,
+        upsert: bool = False,
+        *,
+        array_filters: Sequence[Mapping[str, Any]] | None = None,
+        bypass_document_validation: bool | None = None,
+        collation: Any = None,
+        hint: Any = None,
+        session: ClientSession | None = None,
+        let: Mapping[str, Any] | None = None,
+        comment: Any = None,
+    ) -> UpdateResult:
+        """
+        Update many documents, each behind its own guard, as `Collection.update_many`.
+
+        If one is stamped newer the error comes after its batch: the admitted ones of it are updated. Errors
+        as in `update_one`.
+        """
+        write = Update(
+            _changing(update),
+            updated(0, 0),
+            _given(collation=collation, array_filters=array_filters, hint=hint),
+            _given(bypass_document_validation=bypass_document_validation, let=let, comment=comment),
+        )
+        if upsert or target_of(filter) is not None:
+            return self._write(write, filter, upsert, None, session)
+        self._refuse_fork()
+        tally = bulk.Tally()
+        # By `_id`, which no update changes: a document that the update moves in another
+        # index would be met, and changed, twice.
+        found = self._find(filter, {"_id": 1}, {**write.options, **write.command}, session)
+        targets = (_within(filter, document["_id"]) for document in found.allow_disk_use(True))
+        items = (bulk.Item(0, write, target, upsert=False) for target in targets)
+        for batch in bulk.batches(items, self._documents):
+            for place, result in bulk.run(self._documents, batch, write.command, session):
+                tally.add(place, result)
+        return updated(tally.details["nMatched"], tally.details["nModified"])
+
+    def bulk_write(
+        self,
+        requests: Sequence[UpdateOne | ReplaceOne[Any] | DeleteOne | UpdateMany],
+        ordered: bool = True,
+        *,
+        bypass_document_validation: bool | None = None,
+        session: ClientSession | None = None,
+        comment: Any = None,
+        let: Mapping[str, Any] | None = None,
+    ) -> BulkWriteResult:
+        """
+        Do many writes, as `Collection.bulk_write`; each document is judged by its own stamp.
+
+        `InsertOne` and `DeleteMany` are refused: use ``ReplaceOne(..., upsert=True)`` and `DeleteOne`.
+
+        Raises:
+            StaleFencingTokenError: a document, or its tombstone, is stamped newer; later requests are not
+                tried.
+            BulkWriteError: writes failed; indexes are those of `requests`.
+            ConfigurationError: as in `update_one`, before anything is written.
+        """
+        self._refuse_fork()
+        command = _given(bypass_document_validation=bypass_document_validation, comment=comment, let=let)
+        steps = [self._step(place, request, command, session) for place, request in enumerate(requests)]
+        tally = bulk.Tally()
+        for step in self._grouped(steps):
+            try:
+                if callable(step):
+                    step(tally)
+                else:
+                    for place, result in bulk.run(self._documents, step, command, session, ordered=ordered):
+                        tally.add(place, result)
+            except BulkWriteError as error:
+                tally.fail(error)
+                if ordered:
+                    break
+        return BulkWriteResult(tally.close(), True)
+
+    def _step(
+        self, place: int, request: Any, command: Mapping[str, Any], session: ClientSession | None
+    ) -> bulk.Item | bulk.Alone:
+        """A request as an item of a batch, or as something to be run in its place."""
+        facts = bulk.facts_of(request)
+        upsert, sort = bool(facts.get("upsert")), facts.get("sort")
+        options = _given(**{name: facts.get(name) for name in ("collation", "array_filters", "hint")})
+        if isinstance(request, UpdateMany):
+            many = {**options, **command, "session": session, "upsert": upsert}
+            _changing(facts["doc"])
+            return bulk.alone(place, lambda: self.update_many(facts["filter"], facts["doc"], **many))
+        if isinstance(request, DeleteOne):
+            one = {
+                **options,
+                **_given(let=command.get("let"), comment=command.get("comment")),
+                "session": session,
+            }
+            return bulk.alone(place, lambda: self.delete_one(facts["filter"], **one))
+        if not isinstance(request, UpdateOne | ReplaceOne):
+            raise ConfigurationError(
+                f"A fenced bulk write takes no {type(request).__name__}: take ReplaceOne or DeleteOne."
+            )
+        body = _changing(facts["doc"]) if isinstance(request, UpdateOne) else _replacing(facts["doc"])
+        write, target = Update(body, updated(0, 0), options, command), target_of(facts["filter"])
+        self._demand_upsertable(write, target, upsert)
+        if target is None or (upsert and target.rest):
+            return bulk.alone(place, lambda: self._write(write, facts["filter"], upsert, sort, session))
+        return bulk.Item(place, write, target, upsert)
+
+    def _grouped(self, steps: Iterable[bulk.Item | bulk.Alone]) -> Iterator[list[bulk.Item] | bulk.Alone]:
+        """Runs of batched items, with what runs alone in its place between them."""
+        for alone, run in groupby(steps, callable):
+            if alone:
+                yield from (step for step in run if not isinstance(step, bulk.Item))
+            else:
+                yield from bulk.batches((step for step in run if isinstance(step, bulk.Item)), self._documents)
+
+    def _write(
+        self,
+        write: Write[R],
+        wanted: Filter,
+        upsert: bool,
+        sort: Any,
+        session: ClientSession | None,
+    ) -> R:
+        self._refuse_fork()
+        target = target_of(wanted)
+        self._demand_upsertable(write, target, upsert)
+        if target is not None:
+            return self._documents.write(write, target, upsert=upsert, session=session)
+        result = write.missed
+        for _ in range(CHOICES):
+            target = self._resolve(wanted, sort, {**write.options, **write.command}, session)
+            if target is None:
+                return write.missed
+            result = self._documents.write(write, target, upsert=False, session=session)
+            if result is not write.missed:
+                break  # else the document has left the filter since: choose again, as MongoDB would
+        return result
+
+    def _demand_upsertable(self, write: Write[Any], target: Target | None, upsert: bool) -> None:
+        if upsert and target is None:
+            raise ConfigurationError(
+                "A fenced upsert needs equality on _id: by another field, a stale execution would "
+                "insert a second document. Put the field's value into _id, or find the _id first."
+            )
+        if upsert and "collation" in write.options:
+            raise ConfigurationError("A fenced upsert takes no collation: _id must be the same for every execution.")
+
+    def _resolve(
+        self,
+        wanted: Filter,
+        sort: Any,
+        options: Mapping[str, Any],
+        session: ClientSession | None,
+    ) -> Target | None:
+        """
+        The document that a write by `filter` and `sort` would choose, stale or not.
+
+        With the guard in the filter instead, a stale call would skip the guarded document and hit the next.
+        """
+        for document in self._find(wanted, sort, options, session).limit(1):
+            return _within(wanted, document["_id"])
+        return None
+
+    def _find(
+        self,
+        wanted: Filter,
+        sort: Any,
+        options: Mapping[str, Any],
+        session: ClientSession | None,
+    ) -> Cursor[Any]:
+        chosen = {name: options[name] for name in ("collation", "hint", "let", "comment") if name in options}
+        order = list(sort.items()) if isinstance(sort, Mapping) else sort
+        return self._documents.collection.find(wanted, {"_id": 1}, sort=order, session=session, **chosen)
+
+    def _refuse_fork(self) -> None:
+        # PyMongo only warns: a child that uses the parent's sockets reads another's answers.
+        topology = getattr(self._documents.collection.database.client, "_topology", None)
+        if getattr(topology, "_pid", None) not in (None, os.getpid()):
+            raise ForkedClientError(namespace=self._documents.collection.full_name)
+
+
+def _changing(update: Change) -> Body:
+    validate_ok_for_update(update)
+    return Operators(update) if isinstance(update, Mapping) else Pipeline(update)
+
+
+def _replacing(replacement: Mapping[str, Any]) -> Body:
+    validate_ok_for_replace(replacement)
+    return Replacement(replacement)
+
+
+def _within(wanted: Filter, document_id: Any) -> Target:
+    """`wanted` on one document. Its own condition on `_id` has been met, and an `_id` never changes."""
+    return Target(document_id, {name: value for name, value in wanted.items() if name != "_id"})
+
+
+def _given(**arguments: Any) -> dict[str, Any]:
+    """The arguments that the user gave."""
+    return {name: value for name, value in arguments.items() if value is not None}

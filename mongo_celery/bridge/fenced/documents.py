@@ -1,0 +1,297 @@
+"""
+Guarded writes to single documents that are known by `_id`: the only place that decides what a miss means.
+
+A guarded write that matches nothing is never taken for success. In this order:
+
+1. the document's stamp is newer: `StaleFencingTokenError`;
+2. there is no document, but its tombstone is newer: the same;
+3. there is no document: an upsert creates it (see `tombstones` for how), anything else leaves it to the user;
+4. the stamp admits me: the user's other conditions do not match, or a rival changed the generation between
+   the two statements of an operator update. With conditions the write is tried once more, then it is the
+   user's matter; by `_id` alone it must match in the end, so it is tried up to `ATTEMPTS` times.
+
+An upsert's E11000 on `_id` means that the document came into being meanwhile or does not match the user's
+conditions. The stamp judges, for a newer execution may have made it; otherwise as in 4 (executions with equal
+tokens race, too, and rivals may delete and create in turns). On another index it is the user's error at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from pymongo import ReadPreference, ReplaceOne, UpdateOne, WriteConcern
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.errors import BulkWriteError, DuplicateKeyError, WriteConcernError, WriteError
+from pymongo.read_concern import ReadConcern
+from pymongo.results import UpdateResult
+
+from mongo_celery.bridge.fenced.fence import FIELD, Body, Fence, Replacement, Target, merge
+from mongo_celery.bridge.fenced.tombstones import Stamps, Tombstones, stamps_of
+
+ATTEMPTS = 10
+"""Most attempts of one write. Each one that misses means that a rival's write went through meanwhile."""
+
+R = TypeVar("R")
+T = TypeVar("T")
+Outcome = tuple[R] | tuple[()]
+"""What a statement returned, or nothing if it matched nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write(ABC, Generic[R]):
+    """
+    One write that can be tried on a document and, for an upsert, create it.
+
+    Args:
+        body: what the user wants done.
+        missed: the result of a write that matches nothing, as PyMongo gives it.
+        options: arguments of a statement (hint, array filters, collation).
+        command: arguments of the whole command (let, comment, bypass_document_validation).
+    """
+
+    body: Body
+    missed: R
+    options: Mapping[str, Any] = field(default_factory=dict)
+    command: Mapping[str, Any] = field(default_factory=dict)
+
+    @abstractmethod
+    def attempt(self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None) -> Outcome[R]:
+        """Write to the document if it is there and the guard holds."""
+
+    @abstractmethod
+    def insert(self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None) -> R:
+        """Create the document with `stamps`; E11000 on `_id` if it is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update(Write[UpdateResult]):
+    """`update_one` and `replace_one`. Both statements of an operator update travel in one command."""
+
+    def statements(self, fence: Fence, target: Target) -> list[UpdateOne]:
+        """The guarded statements, of which at most one matches."""
+        return [UpdateOne(target.where(guard), body, **self.options) for guard, body in self.body.edits(fence)]
+
+    def insertion(self, target: Target, stamps: Stamps) -> UpdateOne | ReplaceOne[Any]:
+        """The statement that creates the document."""
+        kind = ReplaceOne if isinstance(self.body, Replacement) else UpdateOne
+        return kind(target.nowhere(), self.body.insertion(stamps), upsert=True, **self.options)
+
+    def attempt(
+        self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
+    ) -> Outcome[UpdateResult]:
+        """See `Write`."""
+        try:
+            result = into.bulk_write(self.statements(fence, target), session=session, **self.command)
+        except BulkWriteError as error:
+            raise single_error(error) from error
+        return (updated(result.matched_count, result.modified_count),) if result.matched_count else ()
+
+    def insert(
+        self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None
+    ) -> UpdateResult:
+        """See `Write`."""
+        write = into.replace_one if isinstance(self.body, Replacement) else into.update_one
+        return write(
+            target.nowhere(),
+            self.body.insertion(stamps),
+            upsert=True,
+            session=session,
+            **self.options,
+            **self.command,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FindAndUpdate(Write[Any]):
+    """`find_one_and_update`. An operator update may need its second statement, which is a second command."""
+
+    def attempt(
+        self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
+    ) -> Outcome[Any]:
+        """See `Write`."""
+        for guard, body in self.body.edits(fence):
+            found = into.find_one_and_update(target.where(guard), body, session=session, **self.options, **self.command)
+            if found is not None:
+                return (found,)
+        return ()
+
+    def insert(self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None) -> Any:
+        """See `Write`."""
+        return into.find_one_and_update(
+            target.nowhere(),
+            self.body.insertion(stamps),
+            upsert=True,
+            session=session,
+            **self.options,
+            **self.command,
+        )
+
+
+class Documents:
+    """
+    The documents of one collection, behind one fence.
+
+    Args:
+        collection: the target; written with majority and read from the primary, whatever it says itself.
+        fence: the execution's right.
+        ttl_ms: lifetime of tombstones, None for ever, 0 for no tombstones.
+    """
+
+    def __init__(self, collection: Collection[Any], fence: Fence, ttl_ms: int | None) -> None:
+        self.collection = collection.with_options(
+            write_concern=WriteConcern("majority"), read_preference=ReadPreference.PRIMARY
+        )
+        self.fence = fence
+        self.tombstones = None if ttl_ms == 0 else Tombstones(self.collection, ttl_ms)
+
+    def write(self, write: Write[R], target: Target, *, upsert: bool, session: ClientSession | None) -> R:
+        """Do `write`, or raise because the target is stamped newer."""
+        duplicate: DuplicateKeyError | None = None
+        for attempt in range(ATTEMPTS):
+            if outcome := write.attempt(self.collection, self.fence, target, session):
+                return outcome[0]
+            if upsert:
+                try:
+                    return self.create(write, target, session)
+                except DuplicateKeyError as error:
+                    if not is_on_id(error):
+                        raise
+                    duplicate = error
+                # E11000 ends a user's transaction in the server: nothing can be read or tried there again.
+                ended = session is not None and session.in_transaction
+                self.judge(target.id, None if ended else session)
+                if ended:
+                    break
+            elif not self.judge(target.id, session):
+                return write.missed
+            if target.rest and attempt:
+                break
+        if duplicate is not None:
+            raise duplicate
+        return write.missed
+
+    def judge(self, document_id: Any, session: ClientSession | None) -> bool:
+        """
+        Whether the document exists.
+
+        Raises:
+            StaleFencingTokenError: it, or its tombstone, is stamped newer.
+        """
+        [stamps] = stamps_of(self.collection, [document_id], session, bare={})
+        exists = stamps is not None
+        if not exists and self.tombstones is not None:
+            [stamps] = self.tombstones.read([document_id], session)
+        self.demand(document_id, stamps)
+        return exists
+
+    def demand(self, document_id: Any, stamps: Stamps | None) -> None:
+        """Raise if `stamps` are newer than the fence."""
+        if not self.fence.admits(stamps):
+            raise self.fence.stale(namespace=self.collection.full_name, document_id=document_id)
+
+    def create(self, write: Write[R], target: Target, session: ClientSession | None) -> R:
+        """Create the document with what its tombstone remembers, or raise because that is newer."""
+        tombstones = self.tombstones
+        if tombstones is None:
+            return write.insert(self.collection, target, self.fence.stamp(None), session)
+
+        def body(inside: ClientSession) -> R:
+            [buried] = tombstones.take([target.id], inside)
+            self.demand(target.id, buried)
+            result = write.insert(self.collection, target, self.fence.stamp(buried), inside)
+            tombstones.settle([(target.id, None)], inside)
+            return result
+
+        return self._atomically(tombstones, body, session)
+
+    def create_all(
+        self,
+        wanted: Sequence[tuple[Update, Target]],
+        command: Mapping[str, Any],
+        session: ClientSession | None,
+    ) -> list[UpdateResult]:
+        """Create several documents in one transaction, all or none, with tombstones."""
+        tombstones, ids = self.tombstones, [target.id for _, target in wanted]
+        assert tombstones is not None
+
+        def body(inside: ClientSession) -> list[UpdateResult]:
+            requests = []
+            for (write, target), buried in zip(wanted, tombstones.take(ids, inside), strict=True):
+                self.demand(target.id, buried)
+                requests.append(write.insertion(target, self.fence.stamp(buried)))
+            try:
+                result = self.collection.bulk_write(requests, session=inside, **command)
+            except BulkWriteError as error:
+                raise single_error(error) from error
+            tombstones.settle([(i, None) for i in ids], inside)
+            made = result.upserted_ids or {}
+            return [updated(1, 0, upserted=made[place]) for place in range(len(wanted))]
+
+        return self._atomically(tombstones, body, session)
+
+    def delete(self, target: Target, session: ClientSession | None, **options: Any) -> int:
+        """Delete the document, leave a tombstone even if there was none, and return how many were deleted."""
+        tombstones = self.tombstones
+        if tombstones is None:
+            result = self.collection.delete_one(target.where(self.fence.guard()), session=session, **options)
+            if not result.deleted_count:
+                self.judge(target.id, session)
+            return result.deleted_count
+
+        def body(inside: ClientSession) -> int:
+            [buried] = tombstones.take([target.id], inside)
+            self.demand(target.id, buried)
+            count, stamps = self._remove(target, buried, inside, options)
+            tombstones.settle([(target.id, stamps)], inside)
+            return count
+
+        return self._atomically(tombstones, body, session)
+
+    def _remove(
+        self, target: Target, buried: Stamps | None, session: ClientSession, options: Mapping[str, Any]
+    ) -> tuple[int, Stamps | None]:
+        """The number of removed documents and what the tombstone must say then."""
+        guarded = target.where(self.fence.guard())
+        removed = self.collection.find_one_and_delete(guarded, {FIELD: 1}, session=session, **options)
+        if removed is not None:
+            return 1, self.fence.stamp(merge(buried, removed.get(FIELD)))
+        [current] = stamps_of(self.collection, [target.id], session, bare={})
+        self.demand(target.id, current)
+        # Admitted, yet not matched: the user's own conditions; what was buried stays so.
+        return 0, self.fence.stamp(buried) if current is None else buried
+
+    def _atomically(
+        self, tombstones: Tombstones, body: Callable[[ClientSession], T], session: ClientSession | None
+    ) -> T:
+        tombstones.prepare()
+        if session is not None and session.in_transaction:
+            return body(session)
+        if session is None:
+            with self.collection.database.client.start_session() as own:
+                return self._atomically(tombstones, body, own)
+        return session.with_transaction(body, ReadConcern("snapshot"), WriteConcern("majority"), ReadPreference.PRIMARY)
+
+
+def updated(matched: int, modified: int, **upserted: Any) -> UpdateResult:
+    """PyMongo's result of an update."""
+    return UpdateResult({"n": matched, "nModified": modified, "ok": 1.0, **upserted}, acknowledged=True)
+
+
+def is_on_id(error: DuplicateKeyError) -> bool:
+    """Whether E11000 is about `_id` rather than about another unique index."""
+    return list((error.details or {}).get("keyPattern", {})) == ["_id"]
+
+
+def single_error(error: BulkWriteError) -> WriteError | WriteConcernError:
+    """The error that PyMongo raises for a single write where a bulk write reports `error`."""
+    labels = {"errorLabels": error.details["errorLabels"]} if "errorLabels" in error.details else {}
+    for detail in error.details.get("writeErrors", []):
+        kind = DuplicateKeyError if detail.get("code") == 11000 else WriteError  # noqa: PLR2004 - E11000
+        return kind(detail.get("errmsg", ""), detail.get("code"), {**detail, **labels})
+    for detail in error.details.get("writeConcernErrors", []):
+        return WriteConcernError(detail.get("errmsg", ""), detail.get("code"), {**detail, **labels})
+    raise error

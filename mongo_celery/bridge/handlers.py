@@ -1,0 +1,205 @@
+"""
+What a decorator registers: a handler, checked when the decorator runs.
+
+Everything that can be known to fail later is refused here, with a sentence that names the cure: options
+that would break the protocol (`queue`, `expires`, `acks_late` ...), misspelt ones, coroutine functions,
+methods, duplicates and stacked decorators.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mongo_celery.arguments import check_choice, check_name, nearest
+from mongo_celery.bridge.options import FAILURE_POLICIES, UNAVAILABLE, BridgeOptions, PartitionKey
+from mongo_celery.bridge.partitioning import Partitioner, partitioner
+from mongo_celery.bridge.stream.source import Filter, Interest, filter_of, source_of
+from mongo_celery.errors import ConfigurationError
+
+TASK_OPTIONS = frozenset(
+    {
+        "autoretry_for",
+        "base",
+        "bind",
+        "default_retry_delay",
+        "dont_autoretry_for",
+        "max_retries",
+        "rate_limit",
+        "retry_backoff",
+        "retry_backoff_max",
+        "retry_jitter",
+        "retry_kwargs",
+        "send_events",
+        "soft_time_limit",
+        "throws",
+        "time_limit",
+        "track_started",
+    },
+)
+_REFUSED = {
+    "queue": "the bridge chooses the queue of the change's partition",
+    "exchange": "the bridge chooses the queue of the change's partition",
+    "routing_key": "the bridge chooses the queue of the change's partition",
+    "priority": "a priority would reorder changes",
+    "eta": "the listener dispatches a change when its turn comes",
+    "countdown": "the listener dispatches a change when its turn comes",
+    "expires": "an expired message would be dropped silently; the failure policy decides instead",
+    "acks_late": "the bridge needs late acknowledgement",
+    "acks_on_failure": "the claim in MongoDB decides, not the broker",
+    "acks_on_timeout": "the claim in MongoDB decides, not the broker",
+    "acks_on_failure_or_timeout": "the claim in MongoDB decides, not the broker",
+    "reject_on_worker_lost": "the listener dispatches again, sooner and in order",
+    "ignore_result": "a chain has no result",
+    "serializer": "the envelope is JSON and carries exact BSON",
+    "compression": "set task_compression for the whole app instead",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """
+    One registered handler.
+
+    Attributes:
+        name: the subscription's name.
+        task_name: the Celery task's name.
+        targets: the sources as given; resolved when the listener starts, since models come later.
+        partition_by: the handler's own rule, or None for the bridge's.
+    """
+
+    name: str
+    task_name: str
+    function: Callable[..., Any]
+    targets: tuple[object, ...]
+    filter: Filter
+    partition_by: PartitionKey | None
+    failure_policy: str | None
+    transactional: bool
+
+    def interest(self, default_database: str | None) -> Interest:
+        """Sources and filter, with the sources resolved."""
+        sources = tuple(source_of(target, default_database) for target in self.targets)
+        return Interest(self.name, sources, self.filter)
+
+    def policy(self, options: BridgeOptions) -> str:
+        """What happens after the last attempt: the handler's own policy, or the bridge's."""
+        return self.failure_policy or options.failure_policy
+
+    def partitioner(self, options: BridgeOptions) -> Partitioner:
+        """The rule by which this subscription's changes are spread."""
+        rule = self.partition_by if self.partition_by is not None else options.partition_by
+        return partitioner(
+            rule,
+            options.full_document,
+            options.full_document_before_change,
+            self.filter.operations,
+        )
+
+    def is_same_code(self, other: Handler) -> bool:
+        """Whether both are one function that was imported or reloaded twice."""
+        mine, theirs = _code(self.function), _code(other.function)
+        return mine == theirs and self.task_name == other.task_name
+
+
+def make_handler(
+    function: Callable[..., Any],
+    targets: tuple[object, ...],
+    options: BridgeOptions,
+    *,
+    task_name: str,
+    arguments: Mapping[str, Any],
+    task_options: Mapping[str, Any],
+) -> Handler:
+    """
+    Check a registration.
+
+    Args:
+        function: what the decorator stands on.
+        targets: the sources.
+        options: the bridge's options.
+        task_name: name of the Celery task.
+        arguments: `name`, `operations`, `fields`, `match`, `partition_by`, `failure_policy`, `transactional`.
+        task_options: everything else, for Celery's task.
+
+    Raises:
+        ConfigurationError: the first thing that is wrong, and its cure.
+    """
+    check_function(function, bind=bool(task_options.get("bind")))
+    check_task_options(task_options)
+    if not targets:
+        raise ConfigurationError("on_change needs at least one source, such as 'shop.orders'.")
+    name = check_name(arguments["name"] or function.__name__, "handler name")
+    if arguments["failure_policy"] is not None:
+        check_choice("failure_policy", arguments["failure_policy"], FAILURE_POLICIES, UNAVAILABLE)
+    handler = Handler(
+        name=name,
+        task_name=task_name,
+        function=function,
+        targets=targets,
+        filter=filter_of(arguments["operations"], arguments["fields"], arguments["match"]),
+        partition_by=arguments["partition_by"],
+        failure_policy=arguments["failure_policy"],
+        transactional=bool(arguments["transactional"]),
+    )
+    handler.partitioner(options)
+    for target in targets:
+        if _is_complete(target):
+            source_of(target, None)
+    return handler
+
+
+def _is_complete(target: object) -> bool:
+    """A bare collection waits for the URL's database, and a model class for its framework; the rest is judged now."""
+    if isinstance(target, str):
+        return "." in target or target == "*"
+    return not isinstance(target, type)
+
+
+def check_task_options(task_options: Mapping[str, Any]) -> None:
+    """Refuse task options that are unknown or that the bridge decides."""
+    for option in task_options:
+        if option in _REFUSED:
+            raise ConfigurationError(f"option {option!r} cannot be set on a change handler: {_REFUSED[option]}.")
+        if option not in TASK_OPTIONS:
+            known = [*TASK_OPTIONS, "operations", "fields", "match", "partition_by", "failure_policy", "name"]
+            raise ConfigurationError(f"option {option!r} of on_change is unknown{nearest(option, known)}.")
+
+
+def check_function(function: object, *, bind: bool) -> None:
+    """Refuse what cannot be a handler."""
+    if _is_task(function):
+        raise ConfigurationError(
+            "on_change stands on a Celery task; put it on the plain function, once: it makes the task itself.",
+        )
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigurationError("a change handler must be a plain function; Celery does not await coroutines.")
+    if not inspect.isfunction(function):
+        raise ConfigurationError(f"on_change needs a function, not {type(function).__name__}.")
+    parameters = list(inspect.signature(function).parameters.values())
+    if not bind and parameters and parameters[0].name == "self":
+        raise ConfigurationError(
+            "a change handler cannot be a method; use a function, with bind=True if it needs the task as `self`.",
+        )
+    wanted = 2 if bind else 1
+    try:
+        inspect.signature(function).bind(*range(wanted))
+    except TypeError:
+        text = "the task and the change" if bind else "the change"
+        raise ConfigurationError(
+            f"handler {function.__name__} must take {wanted} argument{'s' * (wanted > 1)}: {text}.",
+        ) from None
+
+
+def _is_task(function: object) -> bool:
+    try:
+        return hasattr(function, "apply_async")
+    except ConfigurationError:
+        return True  # what the decorator of a bridge without an app has returned
+
+
+def _code(function: Callable[..., Any]) -> tuple[str, int]:
+    code = inspect.unwrap(function).__code__
+    return code.co_filename, code.co_firstlineno

@@ -1,0 +1,195 @@
+"""
+A listener inside a worker: the counterpart of Celery's embedded beat.
+
+Nobody else watches it, so whatever ends it without `stop` is logged as critical, and it is started again
+after a pause. A worker that is about to end starts nothing.
+
+`worker --listener` embeds a listener as `-B` embeds beat: a process of its own where the pool is prefork, a thread
+elsewhere. It is a worker step, not a consumer step: a consumer restarts with every broker reconnect, and the lease
+must not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import click
+from billiard.context import Process
+from celery import Celery, bootsteps
+from celery.platforms import set_process_title
+
+from mongo_celery.app import chosen_bridges
+from mongo_celery.bridge.listener.process import Backoff, ListenerThreads, Pauses, run_listeners
+from mongo_celery.bridge.listener.service import Listener
+
+logger = logging.getLogger("mongo_celery.listener")
+
+EMBEDDED = Pauses(first=5.0, longest=60.0)
+"""For an embedded listener: shorter than for a failed bridge, since the cause may be a server that was away."""
+
+_STOP_SECONDS = 5.0
+_WATCH_SECONDS = 0.5
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def embedded_listener(
+    app: Celery, *, as_process: bool, is_ending: Callable[[], bool], pauses: Pauses = EMBEDDED
+) -> Any:
+    """
+    A service with `start` and `stop` for the worker's step.
+
+    Args:
+        app: the worker's app.
+        as_process: in a process of its own, else in threads.
+        is_ending: whether the worker shuts down; then an ended listener is left alone.
+        pauses: before a listener that has ended by itself is started again.
+    """
+    return (_ListenerProcess if as_process else _EmbeddedThreads)(app, is_ending, pauses)
+
+
+class _ListenerProcess:
+    """The listeners of an app in a process of their own, as the prefork pool's worker embeds beat."""
+
+    def __init__(self, app: Celery, is_ending: Callable[[], bool], pauses: Pauses) -> None:
+        self._app = app
+        self._is_ending = is_ending
+        self._pauses = pauses
+        self._process: Any = None
+        self._stopping = threading.Event()
+        self._watch = threading.Thread(target=self._keep_running, name="mongo_celery-listener-watch", daemon=True)
+
+    def start(self, *_: Any) -> None:
+        self._launch()
+        self._watch.start()
+
+    def stop(self, *_: Any) -> None:
+        self._stopping.set()
+        self._watch.join()  # first: from here on nobody starts another process
+        self._process.terminate()
+        self._process.join(_STOP_SECONDS)
+
+    terminate = stop
+
+    def _launch(self) -> None:
+        """Signals wait until the child is itself: the worker's handlers, which it inherits, would swallow them."""
+        process = Process(target=_main, args=(self._app, os.getpid()), daemon=True)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._process = process
+
+    def _keep_running(self) -> None:
+        backoff = Backoff(self._pauses)
+        started = time.monotonic()
+        while not self._stopping.wait(_WATCH_SECONDS):
+            if self._process.is_alive():
+                continue
+            if self._is_ending():
+                return
+            pause = backoff.after(time.monotonic() - started)
+            logger.critical(
+                "the embedded listener has ended with status %s; starting it again in %.0f s",
+                self._process.exitcode,
+                pause,
+                extra={"event": "listener_failed"},
+            )
+            if self._stopping.wait(pause) or self._is_ending():
+                return
+            started = time.monotonic()
+            self._relaunch()
+
+    def _relaunch(self) -> None:
+        """A fork that fails leaves the ended process in place, so that it is tried again."""
+        ended = self._process
+        try:
+            self._launch()
+        except OSError as error:
+            logger.critical("cannot start the embedded listener: %s", error, extra={"event": "listener_failed"})
+            return
+        ended.join(0)  # it has ended: this frees what the worker still holds of it
+
+
+def _main(app: Celery, worker: int) -> None:
+    """Listen until the worker ends this process, or has itself been killed: nobody else could end it."""
+    for number in (signal.SIGQUIT, *_ENDING_SIGNALS):
+        signal.signal(number, signal.SIG_DFL)  # not the worker's own handlers, which were inherited
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
+    set_process_title("celery", info="listener")
+    threading.Thread(target=_end_with, args=(worker,), name="mongo_celery-worker-watch", daemon=True).start()
+    raise SystemExit(run_listeners(app, []))
+
+
+def _end_with(worker: int) -> None:
+    pause = threading.Event()
+    while os.getppid() == worker:
+        pause.wait(_WATCH_SECONDS)
+    logger.warning("the worker is gone: stepping down", extra={"event": "worker_gone"})
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _EmbeddedThreads:
+    """The listeners of an app in threads, for pools without processes."""
+
+    def __init__(self, app: Celery, is_ending: Callable[[], bool], pauses: Pauses) -> None:
+        listeners = [(bridge.name, Listener(bridge)) for bridge in chosen_bridges(app, [])]
+        self._threads = ListenerThreads(listeners, pauses, is_ending=is_ending)
+
+    def start(self, *_: Any) -> None:
+        self._threads.start()
+
+    def stop(self, *_: Any) -> None:
+        self._threads.stop(_STOP_SECONDS)
+
+    terminate = stop
+
+
+LISTENER_OPTION = click.Option(
+    ("--listener",),
+    is_flag=True,
+    help="Also run the listener of this app's bridges, as -B runs beat. Safe on any number of workers: one leads.",
+)
+"""One object for all apps: Celery keeps a set of options by identity."""
+
+
+_ENDING_STATES = ("closing", "terminating")
+
+
+class ListenerStep(bootsteps.StartStopStep):
+    """Runs the listeners inside a worker that was started with `--listener`."""
+
+    label = "Listener"
+    conditional = True
+
+    def __init__(self, parent: Any, listener: bool = False, **kwargs: Any) -> None:
+        super().__init__(parent, **kwargs)
+        self.enabled = bool(listener)
+
+    def create(self, worker: Any) -> Any:
+        """The service that the worker starts and stops."""
+        as_process = worker.pool_cls.__module__.endswith("prefork")
+        return embedded_listener(worker.app, as_process=as_process, is_ending=partial(_is_ending, worker))
+
+
+def _is_ending(worker: Any) -> bool:
+    """Whether a worker shuts down: told by a signal, or already stopping its steps."""
+    from celery.worker import state as worker_state  # a web server has no use for all that it imports
+
+    told: tuple[Any, ...] = (worker_state.should_stop, worker_state.should_terminate)  # an exit status, and 0 is one
+    if any(each is not None and each is not False for each in told):
+        return True
+    return worker.blueprint.human_state() in _ENDING_STATES
+
+
+def install(app: Celery) -> None:
+    """Give an app's workers the option and the step. Once for each app."""
+    app.user_options["worker"].add(LISTENER_OPTION)
+    app.steps["worker"].add(ListenerStep)

@@ -1,0 +1,376 @@
+"""
+Leading: one thread that takes in what was read, looks at partitions, dispatches, and moves watermarks.
+
+Each turn of the loop does what is due and then waits for the next item or time. Nothing in it waits for a
+worker. The order of stepping down: stop to read and to dispatch, store the watermarks, end the renewal
+thread, release. Handlers that run are left alone; the next term adopts them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.listener import draining
+from mongo_celery.bridge.listener.dispatcher import Dispatcher
+from mongo_celery.bridge.listener.history import LostHistory
+from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
+from mongo_celery.bridge.listener.takeover import Taken, find_starts, open_position, take_over
+from mongo_celery.bridge.listener.term import Renewal
+from mongo_celery.bridge.listener.tracker import Step
+from mongo_celery.bridge.listener.watermarks import Watermarks
+from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
+from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
+from mongo_celery.mongo.verdicts import is_transient, needs_deployment
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.state.partitions import Image
+    from mongo_celery.bridge.stream.source import Interest, Scope
+
+logger = logging.getLogger("mongo_celery.listener")
+
+_SWEEP_SECONDS = 1.0
+_LONGEST_LOOK = 0.25
+_SHORTEST_LOOK = 0.005
+_BUSY_LOOK = 0.03
+_BUSY = 3
+_ITEMS_A_TURN = 2000
+_ITEMS_A_CHECK = 16
+_READ_AHEAD = 2000
+_LONGEST_BROKER_PAUSE = 10.0
+_COMPLAINT_SECONDS = 30.0
+
+
+class Relayout(Exception):  # noqa: N818 - not an error: the layout has changed, lead again
+    """The new partition layout is in force; the term begins again under it."""
+
+
+class Leader:
+    """
+    The listener's work in one term.
+
+    Args:
+        bridge: configuration, clients and handlers.
+        renewal: the lease, already being renewed.
+        interests: resolved sources and filters, in the order of the handlers.
+        scope: the stream.
+        stopping: set when the process is told to end.
+        on_history_lost: `halt`, `oldest` or `now`.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        renewal: Renewal,
+        interests: Sequence[Interest],
+        scope: Scope,
+        stopping: threading.Event,
+        on_history_lost: str,
+    ) -> None:
+        self._bridge = bridge
+        self._options = bridge.options
+        self._store = bridge.worker.store
+        self._renewal = renewal
+        self._interests = interests
+        self._scope = scope
+        self._stopping = stopping
+        self._inbox: SimpleQueue[Item | None] = SimpleQueue()
+        self._held: Item | None = None
+        self._reader: StreamReader | None = None
+        self._subscriptions: dict[str, Subscription] = {}
+        self._taken: Taken | None = None
+        self._watermarks = Watermarks(self._store, renewal, scope.fingerprint, self.report)
+        self._history = LostHistory(
+            self._store,
+            bridge.client,
+            renewal,
+            self._options,
+            decision=on_history_lost,
+            fingerprint=scope.fingerprint,
+        )
+        self._caught_up = False
+        self._looked_at = self._swept_at = self._moved_at = 0.0
+        self._broker_pause = 0.0
+        self._broker_at = 0.0
+        self._complained_at = -math.inf
+        key = bridge.worker.store.leases.signing_key()
+        if key is None:
+            raise LeaseLostError
+        self._dispatcher = Dispatcher(bridge.app, self._options, key)
+
+    def lead(self) -> None:
+        """
+        Lead until told to stop or until the lease is no longer trusted.
+
+        Raises:
+            LeaseLostError: somebody else leads.
+            Relayout: the layout has changed; lead again.
+            MongoCeleryError: something that waiting cannot cure.
+        """
+        self._begin()
+        try:
+            while not self._stopping.is_set():
+                if not self._renewal.trusted():
+                    raise LeaseLostError
+                self._renewal.alive()
+                self._turn()
+        finally:
+            if self._reader is not None:
+                self._reader.stop()
+            self._watermarks.store(self._subscriptions.values(), time.monotonic())
+            self._dispatcher.close()
+
+    def wake(self) -> None:
+        """End the current wait; callable from any thread."""
+        self._inbox.put(None)
+
+    def report(self) -> dict[str, Any]:
+        """What `status` shows of this term beside the stored positions."""
+        subscriptions = list(self._subscriptions.values())
+        return {
+            "outstanding": sum(len(subscription.outstanding) for subscription in subscriptions),
+            "buffered": sum(subscription.window.count for subscription in subscriptions),
+            "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
+            "caughtUp": self._caught_up,
+            "brokerDown": self._broker_pause > 0,
+        }
+
+    # -- beginning ---------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        handlers = self._bridge.handlers
+        taken = self._taken = take_over(self._store, self._renewal, self._options, handlers)
+        if taken.layout is not taken.wanted:
+            draining.check_can_drain(self._options, handlers, taken)
+        starts = find_starts(self._store, self._bridge.client, self._renewal, self._options, taken)
+        subscriptions: dict[str, Subscription] = {}
+        for handler, interest in zip(handlers, self._interests, strict=True):
+            start = starts[handler.name]
+            plan = Plan(
+                handler,
+                interest,
+                handler.partitioner(self._options),
+                taken.layout,
+                taken.version,
+                start.time,
+                start.watermark,
+            )
+            images = taken.images[handler.name]
+            ids = {
+                image.index: self._store.partitions.partition_id(handler.name, taken.layout.generation, image.index)
+                for image in images
+            }
+            trackers = make_trackers(images, ids, taken.version, self._options)
+            subscriptions[handler.name] = Subscription(self._options, plan, trackers)
+        self._subscriptions = subscriptions  # at once: the renewal thread reports from it
+        self._read_from(open_position(starts, self._scope.fingerprint))
+
+    def _read_from(self, position: Position) -> None:
+        logger.info(
+            "reading from %s",
+            "a stored token" if position.token else position.time,
+            extra={"event": "stream_opening"},
+        )
+        self._reader = StreamReader(
+            self._bridge.stream_client,
+            self._scope,
+            position,
+            deliver=self._inbox.put,
+            room=_READ_AHEAD,
+            batch_size=self._options.batch_size,
+            comment=self._options.comment,
+        )
+        self._reader.start()
+
+    # -- one turn ----------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        self._take_in(now)
+        try:
+            self._look(now)
+            self._drain()
+        except PyMongoError as error:
+            final = needs_deployment(error)
+            if final is not None:
+                raise final from error
+            if not is_transient(error):
+                raise
+            logger.warning("reading partitions failed, trying again: %s", error)
+            self._looked_at = self._swept_at = now
+        self._dispatch()
+        self._watermarks.flush(self._subscriptions.values(), now, self._moved_at)
+        self._wait()
+
+    def _take_in(self, now: float) -> None:
+        for number in range(_ITEMS_A_TURN):
+            if self._held is None:
+                try:
+                    self._held = self._inbox.get_nowait()
+                except Empty:
+                    return
+                if self._held is None:  # a wake-up
+                    continue
+            if isinstance(self._held, Failed):
+                self._failed(self._held.error)
+                self._held = None
+                return
+            if number % _ITEMS_A_CHECK == 0 and self._is_full():
+                self._complain(now)
+                return
+            self._caught_up = not hasattr(self._held, "raw")
+            for subscription in self._subscriptions.values():
+                subscription.take_in(self._held)
+            assert self._reader is not None, "items come from a reader"
+            self._reader.made_room(self._held)
+            self._held = None
+
+    def _is_full(self) -> bool:
+        subscriptions = self._subscriptions.values()
+        return any(subscription.is_full for subscription in subscriptions) or (
+            sum(subscription.window.size for subscription in subscriptions) >= self._options.buffer_bytes
+        )
+
+    def _complain(self, now: float) -> None:
+        """Full buffers are normal under backlog; they are loud when a partition stands still behind them."""
+        if now - self._complained_at < _COMPLAINT_SECONDS:
+            return
+        self._complained_at = now
+        for subscription in self._subscriptions.values():
+            standing = [
+                tracker.image.index
+                for tracker in subscription.trackers.values()
+                if tracker.image.state != "flowing" and subscription.window.depth(tracker.image.index)
+            ]
+            if subscription.is_full and standing:
+                logger.error(
+                    "the buffer of handler %s is full (%d changes) while its partitions %s stand still; the stream is "
+                    "not read until they are resumed, retried or skipped",
+                    subscription.name,
+                    subscription.window.count,
+                    standing,
+                    extra={"event": "buffer_full"},
+                )
+
+    # -- looking at partitions ---------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        """Read partitions: all of them once a second, those with something out more often."""
+        if now - self._swept_at >= _SWEEP_SECONDS:
+            self._swept_at = self._looked_at = now
+            assert self._taken is not None, "a term looks after it has taken over"
+            images = self._store.partitions.of(self._subscriptions, self._taken.layout.generation)
+        elif now - self._looked_at >= self._look_pause(now):
+            self._looked_at = now
+            images = self._store.partitions.look(
+                tracker.partition_id
+                for subscription in self._subscriptions.values()
+                for tracker in subscription.outstanding
+            )
+        else:
+            return
+        seen = time.monotonic()
+        for image in images:
+            self._observe(image, seen)
+
+    def _observe(self, image: Image, now: float) -> None:
+        subscription = self._subscriptions[image.subscription]
+        tracker = subscription.trackers.get(image.index)
+        if tracker is None:  # prepared by a listener with another layout, whose flip came too late
+            return
+        step = subscription.observe(image, now)
+        if step is Step.SUPERSEDED:
+            raise LeaseLostError
+        if step is Step.ENDED:
+            self._moved_at = now
+        elif step is Step.COMMIT:
+            logger.info("committing %s, whose commit message is late", tracker.partition_id)
+            self._store.claims.commit(tracker.partition_id, image.committed + 1)
+        elif step is Step.CLEAR:
+            logger.error("ending a claim of %s with an impossible expiry", tracker.partition_id)
+            assert image.claim is not None, "only a claim has an expiry"
+            self._store.partitions.clear_impossible_claim(tracker.partition_id, image.fence, image.claim["until"])
+
+    def _look_pause(self, now: float) -> float:
+        """Short after something moved, longer while handlers take their time; infinite with nothing out."""
+        outstanding = sum(len(subscription.outstanding) for subscription in self._subscriptions.values())
+        if not outstanding:
+            return math.inf
+        least = _SHORTEST_LOOK if outstanding < _BUSY else _BUSY_LOOK
+        return min(max((now - self._moved_at) / 4, least), _LONGEST_LOOK)
+
+    def _drain(self) -> None:
+        assert self._taken is not None, "a term drains after it has taken over"
+        if self._taken.layout is self._taken.wanted:
+            return
+        led = self._subscriptions.values()
+        drain = draining.limit(self._options, self._taken, led)
+        if drain is draining.Drain.RUNNING:
+            draining.end_dead_claims(self._store, led)
+        elif drain is draining.Drain.BEGIN_AGAIN:
+            raise Relayout
+        elif drain is draining.Drain.DONE:
+            self._watermarks.store(led, time.monotonic())
+            draining.flip(self._store, self._renewal, self._taken, led)
+            raise Relayout
+
+    # -- dispatching -------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        now = time.monotonic()
+        if now < self._broker_at:
+            return
+        due = [pair for subscription in self._subscriptions.values() for pair in subscription.due(now)]
+        if not due or not self._renewal.trusted():
+            return
+        try:
+            self._dispatcher.publish([dispatch for _, dispatch in due])
+        except Exception as error:  # noqa: BLE001 - whatever the broker's client raises: the outcome is unknown
+            self._broker_pause = min(max(self._broker_pause * 2, 0.5), _LONGEST_BROKER_PAUSE)
+            self._broker_at = time.monotonic() + self._broker_pause
+            logger.error(
+                "publishing failed, next try in %.1f s: %s",
+                self._broker_pause,
+                error,
+                extra={"event": "publish_failed"},
+            )
+            return
+        self._broker_pause = 0.0
+        sent = time.monotonic()
+        for tracker, _ in due:
+            tracker.sent(sent)
+        self._moved_at = sent
+
+    # -- failures of the stream --------------------------------------------------------------------
+
+    def _failed(self, error: MongoCeleryError) -> None:
+        if not isinstance(error, HistoryLostError):
+            raise error
+        self._read_from(self._history.go_on(error, self._subscriptions, self._watermarks))
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        now = time.monotonic()
+        next_run = min((subscription.next_due() for subscription in self._subscriptions.values()), default=math.inf)
+        until = min(
+            self._swept_at + _SWEEP_SECONDS,
+            self._looked_at + self._look_pause(now),
+            max(next_run, self._broker_at),
+        )
+        pause = max(until - now, 0.0)
+        if self._held is not None:  # full: new items cannot be taken in
+            self._stopping.wait(min(pause, _BUSY_LOOK))
+            return
+        try:
+            self._held = self._inbox.get(timeout=pause) if pause else self._inbox.get_nowait()
+        except Empty:
+            return

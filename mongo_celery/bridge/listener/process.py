@@ -1,0 +1,186 @@
+"""The listener process: one thread for each bridge, ended together by SIGTERM, SIGINT or when all have failed."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from celery import Celery
+
+from mongo_celery.app import chosen_bridges
+from mongo_celery.bridge.listener.service import Listener
+from mongo_celery.errors import MongoCeleryError
+from mongo_celery.mongo.redaction import short
+
+logger = logging.getLogger("mongo_celery.listener")
+
+_STOP_SECONDS = 10.0
+_SIGNAL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Seconds between a failure and the next start: `first`, then doubling up to `longest`."""
+
+    first: float
+    longest: float
+
+
+FAILED_BRIDGE = Pauses(first=30.0, longest=600.0)
+"""For a bridge that has failed for good while others go on: a person has to cure it, so there is no hurry."""
+
+
+class Backoff:
+    """The pauses of one thing that fails again and again; they begin anew once it has lived for `longest`."""
+
+    def __init__(self, pauses: Pauses) -> None:
+        self._pauses = pauses
+        self._next = pauses.first
+
+    def after(self, lived: float) -> float:
+        """The pause after a failure, of something that has lived for so many seconds."""
+        if lived > self._pauses.longest:
+            self._next = self._pauses.first
+        pause, self._next = self._next, min(self._next * 2, self._pauses.longest)
+        return pause
+
+
+class ListenerThreads:
+    """
+    One thread for each bridge's listener; whichever fails is started again after a pause.
+
+    Args:
+        listeners: with the names of their bridges.
+        pauses: before a failed one is started again.
+        ends_with_all: set `ended`, and start nothing again, once every bridge has failed.
+        is_ending: asked before a start: whether it is too late for that.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[tuple[str, Listener]],
+        pauses: Pauses,
+        *,
+        ends_with_all: bool = False,
+        is_ending: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.ended = threading.Event()
+        self._listeners = [listener for _, listener in listeners]
+        self._pauses = pauses
+        self._ends_with_all = ends_with_all
+        self._is_ending = is_ending
+        self._stopping = threading.Event()
+        self._failed: set[Listener] = set()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, args=each, name="mongo_celery-listener", daemon=True)
+            for each in listeners
+        ]
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether no bridge runs, and each one's last end was a failure."""
+        with self._lock:
+            return len(self._failed) == len(self._listeners)
+
+    def start(self) -> None:
+        """Start all threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, seconds: float = _STOP_SECONDS) -> None:
+        """Step down and start nothing again; waits at most so many seconds for each thread."""
+        self._stopping.set()
+        for listener in self._listeners:
+            listener.stop()
+        for thread in self._threads:
+            thread.join(seconds)
+
+    def _run(self, name: str, listener: Listener) -> None:
+        backoff = Backoff(self._pauses)
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            error = _failure_of(listener)
+            if error is None:
+                return
+            with self._lock:
+                self._failed.add(listener)
+            goes_on = not (self._stopping.is_set() or (self._ends_with_all and self.all_failed))
+            pause = backoff.after(time.monotonic() - started)
+            _log_failure(name, error, pause if goes_on else None)
+            if not goes_on:
+                self.ended.set()
+                return
+            if self._stopping.wait(pause) or self._is_ending():
+                return
+            with self._lock:
+                self._failed.discard(listener)
+
+
+def run_listeners(
+    app: Celery, names: Sequence[str], on_history_lost: str | None = None, *, pauses: Pauses = FAILED_BRIDGE
+) -> int:
+    """
+    Listen for the named bridges, or all of the app, until a signal ends the process.
+
+    A bridge that fails for good is logged as critical and started again after a pause, as long as another
+    bridge of this process goes on: one that fails must not take the lease of the others away each time.
+    Once every bridge has failed, the process ends, and a supervisor may restart it. With one bridge that
+    is its first failure.
+
+    Args:
+        app: the Celery app.
+        names: of bridges; none for all.
+        on_history_lost: takes the place of the option of that name.
+        pauses: before a failed bridge is started again.
+
+    Returns:
+        The exit status: 0 after a signal, 1 when every bridge has failed.
+
+    Raises:
+        ConfigurationError: the app has no bridge, a name is unknown, or an option is wrong.
+    """
+    app.loader.import_default_modules()
+    app.finalize()
+    listeners = [(bridge.name, Listener(bridge, on_history_lost)) for bridge in chosen_bridges(app, names)]
+    threads = ListenerThreads(listeners, pauses, ends_with_all=True)
+
+    told: list[int] = []
+
+    def told_to_end(number: int, _frame: FrameType | None) -> None:
+        told.append(number)  # no more: it may interrupt this thread while it holds the lock of an event or a log
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, told_to_end)
+    threads.start()
+    while not told and not threads.ended.wait(_SIGNAL_SECONDS):
+        pass
+    if told:
+        logger.info("%s: stepping down", signal.Signals(told[0]).name)
+    threads.stop()
+    return 1 if threads.all_failed else 0
+
+
+def _failure_of(listener: Listener) -> BaseException | None:
+    try:
+        listener.run()
+    except BaseException as error:  # noqa: BLE001 - whatever ends a thread unseen would end its bridge unseen
+        return error
+    return None
+
+
+def _log_failure(name: str, error: BaseException, pause: float | None) -> None:
+    known = isinstance(error, MongoCeleryError)
+    logger.critical(
+        "bridge %s has failed: %s%s",
+        name,
+        error if known else f"{type(error).__name__}: {short(error)}",
+        "" if pause is None else f" (starting it again in {pause:.0f} s)",
+        exc_info=None if known else error,
+        extra={"event": "listener_failed", "bridge": name},
+    )

@@ -1,0 +1,245 @@
+"""
+The life of a listener: wait for the servers, stand by, lead, step down, stand by again.
+
+`run` returns when it was told to stop, and raises when something is wrong that waiting cannot cure.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pymongo
+from kombu.exceptions import OperationalError
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.listener.leader import Leader, Relayout
+from mongo_celery.bridge.listener.term import Renewal
+from mongo_celery.bridge.state.leases import Leases, Term
+from mongo_celery.bridge.stream.source import Interest, Scope, scope_of
+from mongo_celery.broker.connection import bounded_connection
+from mongo_celery.errors import (
+    ConfigurationError,
+    HistoryLostError,
+    LeaseLostError,
+    MongoCeleryError,
+    ServerUnavailableError,
+)
+from mongo_celery.mongo.oplog import check_topology
+from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import is_transient, needs_deployment
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.bridge import Bridge
+
+logger = logging.getLogger("mongo_celery.listener")
+
+_STANDBY_SECONDS = 0.4
+_SUSPICION_SECONDS = 2.0
+_SERVER_PAUSE = 1.0
+_ATTEMPT_SECONDS = 10.0
+
+
+class Listener:
+    """
+    The listener of one bridge; any number may run, one leads.
+
+    Args:
+        bridge: what to listen for.
+        on_history_lost: takes the place of the option, for this process.
+    """
+
+    def __init__(self, bridge: Bridge, on_history_lost: str | None = None) -> None:
+        self._bridge = bridge
+        self._on_history_lost = on_history_lost
+        self._options = bridge.options
+        self._stopping = threading.Event()
+        self._leader: Leader | None = None
+        self._suspected_at = 0.0
+        self._stands_by = False
+
+    def stop(self) -> None:
+        """Step down and return from `run`. Callable from any thread."""
+        self._stopping.set()
+        leader = self._leader
+        if leader is not None:
+            leader.wake()
+
+    def run(self) -> None:
+        """
+        Listen until `stop` is called.
+
+        Afterwards the lease is released and a standby can take over at once; handlers that were running
+        go on, and the next listener adopts them.
+
+        Raises:
+            ConfigurationError: nothing to listen for, or an option or source is wrong.
+            DeploymentError: a wrong topology, a missing right, or servers that stay away.
+            StreamError: the stream cannot go on; also HistoryLostError.
+        """
+        self._check_app()
+        interests, scope = self._plan()
+        self._wait_for_servers()
+        leases = self._bridge.worker.store.leases
+        while not self._stopping.is_set():
+            term = self._stand_by(leases)
+            if term is not None:
+                self._lead(leases, term, interests, scope)
+                self._pause()  # whatever ended the term may end the next one as soon: no hot loop
+
+    def _check_app(self) -> None:
+        conf = self._bridge.app.conf
+        if conf.task_always_eager:
+            raise ConfigurationError("task_always_eager drops chains, so no change would be committed; unset it here.")
+        if conf.task_protocol != _PROTOCOL:
+            raise ConfigurationError("task_protocol=1 cannot carry chains; use Celery's default, 2.")
+
+    def _plan(self) -> tuple[list[Interest], Scope]:
+        handlers = self._bridge.handlers
+        if not handlers:
+            raise ConfigurationError(
+                f"bridge {self._options.name} has no handlers: import the module with the @bridge.on_change functions, "
+                "for example with include=[...] of the Celery app.",
+            )
+        interests = [handler.interest(self._bridge.default_database) for handler in handlers]
+        scope = scope_of(
+            interests,
+            state_database=self._options.database,
+            pipeline=self._options.pipeline,
+            full_document=self._options.full_document,
+            before_change=self._options.full_document_before_change,
+        )
+        return interests, scope
+
+    def _wait_for_servers(self) -> None:
+        """Both servers must answer once, within `start_timeout`; later absences are waited out."""
+        until = time.monotonic() + self._options.start_timeout
+        while not self._stopping.is_set():
+            missing = self._missing_server()
+            if missing is None:
+                return
+            name, error = missing
+            if time.monotonic() > until:
+                raise ServerUnavailableError(
+                    f"{name} gave no answer within {self._options.start_timeout:.0f} s (start_timeout); check its URL, "
+                    f"the network and the server. Last error: {error}",
+                )
+            logger.warning("waiting for %s: %s", name, error, extra={"event": "server_awaited"})
+            self._stopping.wait(_SERVER_PAUSE)
+
+    def _missing_server(self) -> tuple[str, str] | None:
+        try:
+            # By default the driver would look for a server for longer than a short `start_timeout`.
+            with pymongo.timeout(min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS)):
+                check_topology(self._bridge.client)
+            self._bridge.worker.store.leases.ensure()
+        except PyMongoError as error:
+            final = needs_deployment(error)
+            if final is not None:
+                raise final from error
+            if not is_transient(error):
+                raise
+            return "MongoDB", short(error)
+        try:
+            bound = int(min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS))
+            with bounded_connection(self._bridge.app, bound) as connection:
+                connection.ensure_connection(max_retries=1, interval_start=0, timeout=bound)
+        except (OperationalError, OSError) as error:
+            return "the broker", short(error)
+        return None
+
+    def _stand_by(self, leases: Leases) -> Term | None:
+        """One attempt to acquire the lease, then a short pause."""
+        try:
+            term = leases.acquire()
+            if term is None and time.monotonic() - self._suspected_at > _SUSPICION_SECONDS:
+                self._suspected_at = time.monotonic()
+                leases.ensure()
+                impossible = leases.suspicious()
+                if impossible is not None:
+                    logger.error("the lease's expiry is impossible; taking it over as seen")
+                    term = leases.acquire(observed=impossible)
+            if term is not None:
+                self._stands_by = False
+                return term
+            if not self._stands_by:
+                self._stands_by = True
+                logger.info("standing by: another listener leads", extra={"event": "standing_by"})
+        except PyMongoError as error:
+            final = needs_deployment(error)
+            if final is not None:
+                raise final from error
+            logger.warning("standing by; MongoDB does not answer: %s", error)
+        self._pause()
+        return None
+
+    def _pause(self) -> None:
+        self._stopping.wait(_STANDBY_SECONDS * random.uniform(0.5, 1.0))  # noqa: S311 - spreads standbys
+
+    def _lead(self, leases: Leases, term: Term, interests: list[Interest], scope: Scope) -> None:
+        """One term, from its acquisition to its end."""
+        logger.info(
+            "leading bridge %s with version %d",
+            self._options.name,
+            term.version,
+            extra={"event": "lease_acquired", "version": term.version},
+        )
+        renewal = Renewal(leases, term, self._options.lease_ttl, self._report)
+        renewal.start()
+        error: MongoCeleryError | None = None
+        try:
+            self._lead_until_done(renewal, interests, scope)
+        except LeaseLostError:
+            logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
+        except PyMongoError as failure:
+            error = needs_deployment(failure)
+            if error is not None:
+                raise error from failure
+            if not is_transient(failure):
+                raise
+            logger.warning("leading ended: %s; standing by", failure, extra={"event": "lease_lost"})
+        except MongoCeleryError as failure:
+            error = failure
+            raise
+        finally:
+            self._leader = None
+            renewal.stop()
+            self._release(leases, renewal, error)
+
+    def _lead_until_done(self, renewal: Renewal, interests: list[Interest], scope: Scope) -> None:
+        while True:
+            self._leader = Leader(
+                self._bridge,
+                renewal,
+                interests,
+                scope,
+                self._stopping,
+                self._on_history_lost or self._options.on_history_lost,
+            )
+            try:
+                self._leader.lead()
+            except Relayout:
+                document = self._bridge.worker.store.leases.read()
+                if document is None:
+                    raise LeaseLostError from None
+                renewal.refresh(document)
+                continue
+            return
+
+    def _release(self, leases: Leases, renewal: Renewal, error: MongoCeleryError | None) -> None:
+        state = "idle" if error is None else ("history_lost" if isinstance(error, HistoryLostError) else "failed")
+        try:
+            if leases.release(renewal.term, state, str(error) if error else None):
+                logger.info("lease released", extra={"event": "lease_released"})
+        except PyMongoError as failure:
+            logger.warning("could not release the lease; it expires by itself: %s", failure)
+
+    def _report(self) -> dict[str, object]:
+        leader = self._leader
+        return leader.report() if leader is not None else {}
+
+
+_PROTOCOL = 2

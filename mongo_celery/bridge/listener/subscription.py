@@ -1,0 +1,186 @@
+"""One subscription in one term: its window, its partitions, and which of them may run next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from bson import Timestamp
+from bson.raw_bson import RawBSONDocument
+
+from mongo_celery.bridge.change import describe
+from mongo_celery.bridge.handlers import Handler
+from mongo_celery.bridge.listener.dispatcher import Dispatch
+from mongo_celery.bridge.listener.tracker import Patience, Step, Tracker
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.partitioning import Partitioner
+from mongo_celery.bridge.state.leases import Layout
+from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.stream.reader import Event
+from mongo_celery.bridge.stream.source import Interest
+from mongo_celery.bridge.window import Entry, Mark, Window
+from mongo_celery.bridge.worker.envelope import Run
+from mongo_celery.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a term fixes for a subscription."""
+
+    handler: Handler
+    interest: Interest
+    partitioner: Partitioner
+    layout: Layout
+    version: int
+    start: Timestamp
+    watermark: Mark | None
+
+
+class Subscription:
+    """
+    A subscription that is being led.
+
+    Args:
+        options: the bridge's options.
+        plan: what this term fixes.
+        trackers: its partitions, by index.
+
+    Attributes:
+        until: while an old layout is drained, the place up to which this is done.
+        left: the first place behind it that was read, and left.
+    """
+
+    def __init__(self, options: BridgeOptions, plan: Plan, trackers: Mapping[int, Tracker]) -> None:
+        self.name = plan.handler.name
+        self.plan = plan
+        self.trackers = trackers
+        self.window = Window(plan.watermark)
+        self.until: Mark | None = None
+        self.left: str | None = None
+        self.stored: Mark | None = plan.watermark
+        self._options = options
+        self._candidates: set[int] = set()
+
+    @property
+    def outstanding(self) -> list[Tracker]:
+        """Partitions with a run under way."""
+        return [tracker for tracker in self.trackers.values() if tracker.outstanding is not None]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may be read for this subscription."""
+        return self.window.count >= self._options.buffer_changes
+
+    def take_in(self, item: Event | Mark) -> None:
+        """Put what the reader handed over into the window."""
+        mark = item if isinstance(item, Mark) else item.mark
+        if not self.window.is_new(mark.data):
+            return
+        if self.until is not None and mark.data > self.until.data:
+            self._leave(mark, self.until)
+            return
+        if isinstance(item, Mark) or not self._owes(item):
+            self.window.pass_over(mark)
+            return
+        index = self._index(item.document)
+        if mark.data <= self.trackers[index].image.data:
+            self.window.pass_over(mark)
+            return
+        self.window.add(Entry(mark, index, item.raw))
+        self._candidates.add(index)
+
+    def _leave(self, mark: Mark, until: Mark) -> None:
+        """Behind the place up to which old partitions are drained, all is left for the new layout."""
+        if self.left is None:
+            self.left = mark.data
+            self.window.pass_over(until)
+
+    def _owes(self, event: Event) -> bool:
+        time_ = event.mark.cluster_time
+        if time_ is not None and time_ < self.plan.start:
+            return False
+        return self.plan.interest.wants(event.document)
+
+    def _index(self, document: Mapping[str, object]) -> int:
+        try:
+            return self.plan.partitioner.index(document, self.plan.layout.partitions)
+        except Exception as error:
+            raise ConfigurationError(
+                f"partition_by of handler {self.name} failed for {describe(document)}: {error!r}. "
+                "It must give a key for every event.",
+            ) from error
+
+    def observe(self, image: Image, now: float) -> Step:
+        """Take in an image of one of the partitions."""
+        tracker = self.trackers[image.index]
+        step = tracker.observe(image, now)
+        if step is Step.ENDED:
+            self.window.complete(image.index, image.data)
+        if tracker.outstanding is None and self.window.depth(image.index):
+            self._candidates.add(image.index)
+        return step
+
+    def due(self, now: float) -> Iterable[tuple[Tracker, Dispatch]]:
+        """Runs that may be dispatched now: numbered against what is committed now."""
+        for index in list(self._candidates):
+            tracker = self.trackers[index]
+            if tracker.outstanding is not None:
+                self._candidates.discard(index)
+                continue
+            if tracker.ready_at > now:
+                continue
+            self.window.complete(index, tracker.image.data)
+            entries = self.window.head(index, self._limit(tracker), self._options.run_bytes)
+            if entries:
+                yield tracker, self._dispatch(tracker, entries)
+            else:
+                self._candidates.discard(index)
+
+    def next_due(self) -> float:
+        """Monotonic time at which the next waiting run becomes ready; infinite when none waits for a time."""
+        return min((self.trackers[index].ready_at for index in self._candidates), default=float("inf"))
+
+    def _limit(self, tracker: Tracker) -> int:
+        """After an unclean end runs are one change each, so that only the guilty change is charged."""
+        claim = tracker.image.claim  # a lapsed one: its successor will note it in `single`
+        unclean = max(tracker.image.single, claim["last"] if claim else 0)
+        if self.plan.handler.transactional or tracker.next_sequence <= unclean:
+            return 1
+        return self._options.run_size
+
+    def _dispatch(self, tracker: Tracker, entries: list[Entry]) -> Dispatch:
+        first = tracker.next_sequence
+        run = Run(
+            self._options.name,
+            self.name,
+            self.plan.layout.generation,
+            tracker.image.index,
+            self.plan.version,
+            first,
+            first + len(entries) - 1,
+            [entry.raw for entry in entries],
+        )
+        return Dispatch(run, self.plan.handler.task_name, tracker.attempt, _label(entries, first))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is buffered or under way."""
+        return not self.window.count and not self.outstanding
+
+
+def _label(entries: list[Entry], first: int) -> str:
+    more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+    return f"({describe(RawBSONDocument(entries[0].raw))} seq={first}{more})"
+
+
+def make_trackers(
+    images: Iterable[Image],
+    ids: Mapping[int, str],
+    version: int,
+    options: BridgeOptions,
+) -> dict[int, Tracker]:
+    """Trackers of a subscription's partitions, from the images of the take-over."""
+    patience = Patience(options.grace, options.commit_grace)
+    now = time.monotonic()
+    return {image.index: Tracker(ids[image.index], image, version, patience, now) for image in images}

@@ -1,0 +1,252 @@
+"""
+Taking over: the first thing a new term does, before it reads or dispatches.
+
+In this order, each step safe to repeat after a crash:
+
+1. subscriptions and partitions are raised to the new version; from then on no message of an older term
+   can claim. A larger epoch (after a rewind, or a lease that was restored from a backup) raises the
+   lease's version above it, and the step begins again. All generations but the one in force are closed.
+2. the layout is compared with the options; another layout means that this term drains the old one.
+3. the start is pinned where there is none: in the lease, before the first read, so that a crash before the first
+   commit loses nothing. `oldest` reads the first entry of `local.oplog.rs`, whatever it is: on a young set that is
+   the no-op of the set's initiation, from which everything ever written follows, also a write that races the
+   bridge's first start.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from bson import Timestamp
+from pymongo import MongoClient
+
+from mongo_celery.bridge.handlers import Handler
+from mongo_celery.bridge.listener.term import Renewal
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.partitioning import HASH_NAME
+from mongo_celery.bridge.state.leases import Layout, layout_of
+from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.stream.reader import Position
+from mongo_celery.bridge.window import Mark
+from mongo_celery.errors import LeaseLostError
+from mongo_celery.mongo.oplog import operation_time, read_oplog
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.state.store import Store
+
+logger = logging.getLogger("mongo_celery.listener")
+
+_ROUNDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A subscription that has no handler in this process, and its partitions."""
+
+    name: str
+    document: Mapping[str, Any]
+    images: Sequence[Image]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """
+    What a take-over found.
+
+    Attributes:
+        layout: under which this term runs.
+        wanted: the layout of the options; another one than `layout` means that this term only drains.
+        documents: the subscriptions' documents by name.
+        images: the partitions' images by subscription.
+        absent: subscriptions without a handler, if this term drains the old layout; nothing can begin there any
+            more, and what runs may finish.
+    """
+
+    version: int
+    layout: Layout
+    wanted: Layout
+    documents: Mapping[str, Mapping[str, Any]]
+    images: Mapping[str, Sequence[Image]]
+    absent: Sequence[Absent] = ()
+
+
+def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: Sequence[Handler]) -> Taken:
+    """
+    Win every subscription and partition for the term.
+
+    Raises:
+        LeaseLostError: the term ended meanwhile.
+    """
+    stored = layout_of(renewal.term.document)
+    wanted = _wanted_layout(stored, options, handlers)
+    layout = wanted if stored is None or _same(stored, wanted) else stored
+    if layout is wanted and stored != wanted and not store.leases.set_layout(renewal.term, wanted):
+        raise LeaseLostError
+    names = [handler.name for handler in handlers]
+    for _ in range(_ROUNDS):
+        version = renewal.term.version
+        documents = store.subscriptions.take_over(names, version)
+        images: dict[str, Sequence[Image]] = {}
+        for name in names:
+            token = documents[name]["resumeToken"]
+            store.partitions.prepare(name, layout.generation, layout.partitions, version, token)
+            images[name] = _won(store, name, layout, version)
+        absent = [] if layout is wanted else _absent(store, names, layout, version)
+        largest = max([store.partitions.largest_epoch()] + [document["epoch"] for document in documents.values()])
+        if largest <= version:
+            store.partitions.close_others(layout.generation, version)
+            return Taken(version, layout, wanted, documents, images, absent)
+        logger.warning("an epoch of %d is larger than version %d; raising the version", largest, version)
+        if not renewal.raise_version(largest):
+            break
+    raise LeaseLostError
+
+
+def _won(store: Store, name: str, layout: Layout, version: int) -> list[Image]:
+    """A listener with other options, whose flip came too late, may have left partitions that belong to nobody."""
+    images = store.partitions.take_over(name, layout.generation, version)
+    return [image for image in images if image.index < layout.partitions]
+
+
+def _absent(store: Store, names: Sequence[str], layout: Layout, version: int) -> list[Absent]:
+    documents = {str(document["_id"]).partition("/")[2]: document for document in store.subscriptions.read_all()}
+    return [
+        Absent(name, document, _won(store, name, layout, version))
+        for name, document in documents.items()
+        if name not in names
+    ]
+
+
+def _wanted_layout(stored: Layout | None, options: BridgeOptions, handlers: Sequence[Handler]) -> Layout:
+    """Keys of subscriptions that are not registered now are kept: they may come back."""
+    keys = {handler.name: f"{HASH_NAME}:{handler.partitioner(options).name}" for handler in handlers}
+    kept = dict(stored.keys) if stored else {}
+    return Layout(stored.generation if stored else 0, options.partitions, {**kept, **keys})
+
+
+def _same(stored: Layout, wanted: Layout) -> bool:
+    """Whether every subscription that both know is spread alike."""
+    return stored.partitions == wanted.partitions and all(
+        wanted.keys[name] == key for name, key in stored.keys.items() if name in wanted.keys
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a subscription stands when a term begins."""
+
+    time: Timestamp
+    watermark: Mark | None
+    fingerprint: str | None
+
+    @property
+    def place(self) -> tuple[Timestamp, str]:
+        """Where it must be read from: comparable, by cluster time and then by token."""
+        if self.watermark is None:
+            return self.time, ""
+        return self.watermark.cluster_time or self.time, self.watermark.data
+
+
+def find_starts(
+    store: Store,
+    client: MongoClient[dict[str, Any]],
+    renewal: Renewal,
+    options: BridgeOptions,
+    taken: Taken,
+) -> dict[str, Start]:
+    """
+    The start of each subscription, pinned where it has none.
+
+    Raises:
+        LeaseLostError: the term ended meanwhile.
+        AccessError: `oldest` was asked for and the oplog may not be read.
+    """
+    fresh = [name for name, document in taken.documents.items() if document["startAtOperationTime"] is None]
+    if fresh:
+        _pin(store, client, renewal, options, taken, fresh)
+        return read_starts(store, list(taken.documents), taken.version)
+    return {name: _start(document, taken.version) for name, document in taken.documents.items()}
+
+
+def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, Start]:
+    """
+    The starts of some subscriptions, as they are stored now.
+
+    Raises:
+        LeaseLostError: a later term has taken one of them.
+    """
+    documents = store.subscriptions.take_over(names, version)
+    return {name: _start(document, version) for name, document in documents.items()}
+
+
+def _start(document: Mapping[str, Any], version: int) -> Start:
+    start, token, time_ = document["startAtOperationTime"], document["resumeToken"], document["clusterTime"]
+    if start is None or document["epoch"] != version:
+        raise LeaseLostError  # somebody else has taken the epoch meanwhile
+    if token is None or (time_ is not None and time_ < start):  # before its start nothing is owed
+        return Start(start, None, document["fingerprint"])
+    return Start(start, Mark(token, token["_data"], time_), document["fingerprint"])
+
+
+def _pin(
+    store: Store,
+    client: MongoClient[dict[str, Any]],
+    renewal: Renewal,
+    options: BridgeOptions,
+    taken: Taken,
+    fresh: Sequence[str],
+) -> None:
+    lease = renewal.term.document
+    pinned = lease["startAtOperationTime"]
+    if pinned is None:
+        pinned = store.leases.pin_start(renewal.term, start_time(client, options.start_from))
+        if pinned is None:
+            raise LeaseLostError
+        age = max(0, int(time.time()) - pinned.time)
+        logger.warning(
+            "bridge %s starts for the first time, at %s (%s, %d s ago)",
+            options.name,
+            pinned.as_datetime().isoformat(),
+            options.start_from if isinstance(options.start_from, str) else "as given",
+            age,
+            extra={"event": "start_pinned", "age_seconds": age},
+        )
+    position = lease if lease["resumeToken"] else None
+    start = (position or {}).get("clusterTime") or pinned
+    for name in fresh:
+        store.subscriptions.pin(name, taken.version, start, position)
+        if position is not None:
+            logger.warning(
+                "handler %s is new: it begins where the bridge stands, at %s",
+                name,
+                start.as_datetime().isoformat(),
+                extra={"event": "subscription_added"},
+            )
+
+
+def open_position(starts: Mapping[str, Start], fingerprint: str) -> Position:
+    """
+    Where the stream is opened: at the smallest position of all subscriptions.
+
+    After its token when the token came from a stream with the same fingerprint, else at its cluster time.
+    """
+    smallest = min(starts.values(), key=lambda start: start.place)
+    mark = smallest.watermark
+    return Position(mark.token if mark is not None and smallest.fingerprint == fingerprint else None, smallest.place[0])
+
+
+def start_time(client: MongoClient[dict[str, Any]], start_from: str | Timestamp | datetime) -> Timestamp:
+    """The cluster time that an option `start_from` means at this moment."""
+    if isinstance(start_from, Timestamp):
+        return start_from
+    if isinstance(start_from, datetime):
+        return Timestamp(start_from, 0)
+    if start_from == "now":
+        now = operation_time(client)
+        return Timestamp(now.time, now.inc + 1)
+    return read_oplog(client).first

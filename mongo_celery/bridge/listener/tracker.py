@@ -1,0 +1,185 @@
+"""
+What the listener knows of one partition, and what it does next.
+
+Pure: fed with images of the partition's document and the monotonic time of reading them. At most one
+run is outstanding per partition (window 1); this is where that is kept, and the only liveness rule of
+the protocol, the sweep:
+
+1. handled: commit it after `commit_grace`, whatever the claim says.
+2. a live claim: wait, whoever owns it; so handlers of an earlier term finish undisturbed.
+3. a lapsed claim, or no sign that the message was ever taken: dispatch again after the grace, counted by
+   the monotonic clock from the latest of my last dispatch, the last change seen, and the first successful
+   read that showed the claim lapsed. It doubles with each repetition up to five minutes, because a message
+   may just be waiting behind slow ones.
+4. a claim that was taken and has ended without an outcome (a retry, a recorded crash): its message is used
+   up, so the change is dispatched as soon as it is due.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from mongo_celery.bridge.state.partitions import Image
+
+LONGEST_GRACE = 300.0
+_DOUBLINGS = 16
+_CLOCK_SLACK = 1.0
+_NEVER = math.inf
+
+
+class Step(Enum):
+    """What the leader has to do about a partition now."""
+
+    WAIT = "wait"
+    ENDED = "ended"
+    """The outstanding run is over: the image says how far the partition is."""
+
+    COMMIT = "commit"
+    CLEAR = "clear"
+    """The claim's expiry can only come from a wrong clock: end it as it was seen."""
+
+    SUPERSEDED = "superseded"
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """A run that was dispatched, or that was found running at take-over."""
+
+    first: int
+    fence: int
+    sent_at: float
+    lapsed_at: float | None = None
+    handled_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """The waiting times of the sweep, in seconds."""
+
+    dispatch_grace: float
+    commit_grace: float
+
+
+class Tracker:
+    """
+    One partition in one term.
+
+    Attributes:
+        image: the last one read.
+        outstanding: the run that is out, or None.
+        ready_at: monotonic time from which the next run may be dispatched; infinite while something is out
+            or the partition stands still.
+        attempt: how often the change at the head was dispatched, for the task id.
+    """
+
+    def __init__(self, partition_id: str, image: Image, version: int, patience: Patience, now: float) -> None:
+        self.partition_id = partition_id
+        self.image = image
+        self.outstanding: Outstanding | None = None
+        self.ready_at = _NEVER
+        self.attempt = 0
+        self._version = version
+        self._patience = patience
+        self._repeats = 0
+        self._is_repeat = False
+        self._given_up: int | None = None
+        self._changed_at = now
+        self._suspect: tuple[Any, float] | None = None
+        self.observe(image, now)
+
+    @property
+    def next_sequence(self) -> int:
+        """Number of the next change, given at dispatch."""
+        return self.image.committed + 1
+
+    def sent(self, now: float) -> None:
+        """A run that begins with `next_sequence` was published."""
+        self.outstanding = Outstanding(self.next_sequence, self.image.fence, now)
+        self.ready_at = _NEVER
+        self.attempt += 1
+        self._repeats += self._is_repeat
+        self._is_repeat = False
+
+    def observe(self, image: Image, now: float) -> Step:
+        """Take in a newer image."""
+        if _essence(image) != _essence(self.image):
+            self._changed_at = now
+            if image.committed != self.image.committed:
+                self.attempt = self._repeats = 0
+                self._is_repeat = False
+        self.image = image
+        if image.epoch != self._version:  # a smaller one: what was won is gone, and somebody has put it there anew
+            return Step.SUPERSEDED
+        if self.outstanding is None:
+            return self._without_run(image, now)
+        if image.committed != self.outstanding.first - 1:
+            self.outstanding = None
+            self._without_run(image, now)
+            return Step.ENDED
+        if image.handled is not None:
+            return self._handled(self.outstanding, now)
+        if image.live:
+            self.outstanding.lapsed_at = None
+            return self._suspicious(image, now)
+        return self._unclaimed(self.outstanding, image, now)
+
+    def _without_run(self, image: Image, now: float) -> Step:
+        """Nothing of mine is out: adopt what runs, or be ready when the head is due."""
+        if image.handled is not None or (image.claim is not None and not self._is_given_up(image)):
+            # One less than its fence: the message of a claim that exists is used up.
+            self.outstanding = Outstanding(image.committed + 1, image.fence - 1, now)
+            self.ready_at = _NEVER
+        else:
+            self.ready_at = now + max(image.due_in, 0.0) if image.state == "flowing" else _NEVER
+        return Step.WAIT
+
+    def _is_given_up(self, image: Image) -> bool:
+        """A lapsed claim whose grace has passed is waited for only once, also if the broker is down meanwhile."""
+        return not image.live and image.fence == self._given_up
+
+    def _handled(self, run: Outstanding, now: float) -> Step:
+        run.handled_at = run.handled_at or now
+        return Step.COMMIT if now - run.handled_at >= self._patience.commit_grace else Step.WAIT
+
+    def _unclaimed(self, run: Outstanding, image: Image, now: float) -> Step:
+        if image.state != "flowing":
+            self._give_up()
+            self.ready_at = _NEVER
+            return Step.WAIT
+        if image.claim is None and image.fence > run.fence:
+            self._give_up()
+            self._repeats = 0
+            self.ready_at = now + max(image.due_in, 0.0)
+            return Step.WAIT
+        if image.claim is not None:
+            run.lapsed_at = run.lapsed_at or now
+        since = max(run.sent_at, self._changed_at, run.lapsed_at or 0.0)
+        doublings = min(self._repeats, _DOUBLINGS)  # unbounded, the power outgrows a float after some days
+        grace = min(self._patience.dispatch_grace * 2**doublings, LONGEST_GRACE)
+        if now >= max(since + grace, now + image.due_in):
+            self._give_up()
+            self._is_repeat = True
+            self.ready_at = now
+        return Step.WAIT
+
+    def _give_up(self) -> None:
+        self.outstanding = None
+        self._given_up = self.image.fence
+
+    def _suspicious(self, image: Image, now: float) -> Step:
+        """A claim that ends later than its own ttl allows, unchanged for twice that time."""
+        claim = image.claim or {}
+        if image.ahead <= _CLOCK_SLACK:
+            self._suspect = None
+            return Step.WAIT
+        if self._suspect is None or self._suspect[0] != claim["until"]:
+            self._suspect = (claim["until"], now)
+        return Step.CLEAR if now - self._suspect[1] > 2 * claim["ttl"] / 1000 else Step.WAIT
+
+
+def _essence(image: Image) -> Image:
+    """What changes only when somebody writes."""
+    return replace(image, live=False, ahead=0.0, due_in=0.0)

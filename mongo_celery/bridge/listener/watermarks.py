@@ -1,0 +1,97 @@
+"""Storing how far the subscriptions of a term are: within a second while anything moves, lazily when idle."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from bson import Timestamp
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.bridge.listener.term import Renewal
+from mongo_celery.bridge.window import Mark
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.state.store import Store
+
+logger = logging.getLogger("mongo_celery.listener")
+
+_PAUSE_SECONDS = 1.0
+_IDLE_PAUSE_SECONDS = 5.0
+
+
+class Watermarks:
+    """
+    Stores the watermarks of one term, and the smallest of them in the lease.
+
+    Args:
+        store: where they go; each write is guarded by the epoch, or by the term.
+        renewal: the term.
+        fingerprint: of the stream that the tokens are from.
+        report: gives what `status` shows of the listener.
+
+    Attributes:
+        floors: the new starts of subscriptions that have lost history, by name; a place that is not behind its
+            floor must not be stored over it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        renewal: Renewal,
+        fingerprint: str,
+        report: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self.floors: dict[str, Timestamp] = {}
+        self._store = store
+        self._renewal = renewal
+        self._fingerprint = fingerprint
+        self._report = report
+        self._reported: Mapping[str, Any] = {}
+        self._flushed_at = 0.0
+
+    def flush(self, subscriptions: Collection[Subscription], now: float, moved_at: float) -> None:
+        """Store what has moved, if it is time; `moved_at` is when a change was last dispatched or done."""
+        if now - self._flushed_at < _PAUSE_SECONDS:
+            return
+        is_idle = now - moved_at > _IDLE_PAUSE_SECONDS and self._report() == self._reported
+        if not is_idle or now - self._flushed_at >= _IDLE_PAUSE_SECONDS:
+            self.store(subscriptions, now)
+
+    def store(self, subscriptions: Collection[Subscription], now: float) -> None:
+        """Store what has moved; failing is harmless, since the next time stores more."""
+        self._flushed_at = now
+        try:
+            for subscription in subscriptions:
+                self._advance(subscription)
+            self._record_smallest(subscriptions)
+        except PyMongoError as error:
+            logger.warning("storing watermarks failed, trying again: %s", error)
+
+    def _advance(self, subscription: Subscription) -> None:
+        mark = subscription.window.watermark
+        if mark is None or mark is subscription.stored or self._below_floor(subscription.name, mark):
+            return
+        self._store.subscriptions.advance(
+            subscription.name, subscription.plan.version, mark.token, mark.cluster_time, self._fingerprint
+        )
+        subscription.stored = mark
+
+    def _record_smallest(self, subscriptions: Collection[Subscription]) -> None:
+        marks = [subscription.stored for subscription in subscriptions]
+        known = [mark for mark in marks if mark is not None]
+        smallest = min(known, key=lambda mark: mark.data) if known and len(known) == len(marks) else None
+        report = self._report()
+        self._store.leases.record_position(
+            self._renewal.term,
+            smallest.token if smallest else None,
+            smallest.cluster_time if smallest else None,
+            report,
+        )
+        self._reported = report
+
+    def _below_floor(self, name: str, mark: Mark) -> bool:
+        floor = self.floors.get(name)
+        return floor is not None and (mark.cluster_time is None or mark.cluster_time <= floor)

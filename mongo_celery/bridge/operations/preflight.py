@@ -1,0 +1,88 @@
+"""
+The preflight: everything outside our code that a bridge depends on, tried rather than believed.
+
+Nothing is left behind: rights on the state database are tried in a transaction that is aborted, the change
+stream is opened and closed. A server that does not answer is a finding, and the rest is still looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.operations.broker import check_broker
+from mongo_celery.bridge.operations.deployment import check_mongodb
+from mongo_celery.bridge.operations.exposure import check_exposure
+from mongo_celery.bridge.operations.findings import Finding, error, ok
+from mongo_celery.bridge.operations.reach import explained, reach
+from mongo_celery.bridge.operations.workers import check_workers
+from mongo_celery.bridge.worker.tasks import overridden_attributes
+from mongo_celery.errors import MongoCeleryError
+from mongo_celery.mongo.redaction import without_credentials
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.bridge import Bridge
+
+_TASK_PROTOCOL = 2
+
+
+def check(bridge: Bridge) -> list[Finding]:
+    """
+    Look at everything that a bridge needs, for some seconds.
+
+    Afterwards MongoDB and the broker are as before. Not promised: that what is well now stays so.
+
+    Raises:
+        ConfigurationError: an option is wrong; then there is nothing to check yet.
+    """
+    assert bridge.options, "wrong options are refused before anything is looked at"
+    found = _guarded("celery", lambda: _check_celery(bridge))
+    found += _guarded("mongodb", lambda: check_mongodb(reach(bridge), bridge))
+    broker = _guarded("broker", lambda: check_broker(bridge.app))
+    found += broker
+    if not any(finding.name == "broker" and finding.level == "error" for finding in broker):
+        found += _guarded("workers", lambda: check_workers(bridge))
+    return found + _guarded("exposure", lambda: check_exposure(bridge))
+
+
+def _guarded(name: str, part: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """The findings of a part; what ends it early is one more."""
+    found: list[Finding] = []
+    try:
+        for finding in part():
+            found.append(finding)  # noqa: PERF402 - what was found before an error counts
+    except MongoCeleryError as failure:
+        found.append(error(name, without_credentials(str(failure))))
+    except PyMongoError as failure:
+        found.append(error(name, without_credentials(str(explained(failure)))))
+    return found
+
+
+def _check_celery(bridge: Bridge) -> Iterable[Finding]:
+    conf = bridge.app.conf
+    if conf.task_always_eager:
+        yield error("task_always_eager", "It drops chains, so no change would be committed; unset it.")
+    if conf.task_protocol != _TASK_PROTOCOL:
+        yield error("task_protocol", "task_protocol=1 cannot carry chains; use Celery's default, 2.")
+    yield _check_handlers(bridge)
+    overridden = overridden_attributes(bridge.app)
+    for task, attributes in sorted(overridden.items()):
+        yield error(
+            "task_annotations",
+            f"They override {', '.join(attributes)} of {task}, which the bridge depends on; exclude the task there.",
+        )
+    if not overridden:
+        yield ok("task_annotations", "They leave the bridge's tasks alone.")
+
+
+def _check_handlers(bridge: Bridge) -> Finding:
+    names = [handler.name for handler in bridge.handlers]
+    if names:
+        return ok("handlers", f"{len(names)} registered: {', '.join(names)}.")
+    return error(
+        "handlers",
+        "None is registered: import the module with the @bridge.on_change functions, for example with include=[...] "
+        "of the Celery app.",
+    )

@@ -1,0 +1,283 @@
+"""
+What `status` shows of a bridge: read in a few majority reads, then shaped by pure functions.
+
+The stored positions are facts. What only the listener knows (how much it has buffered, whether it has
+caught up) comes from the report that it leaves in the lease within a second of any change, and it counts
+only while that listener's lease is live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pymongo
+from bson import Timestamp
+from pymongo import MongoClient
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.operations.reach import ANSWER_SECONDS, explained, reach
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.leases import layout_of
+from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.errors import DeploymentError
+from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.bridge import Bridge
+
+_FAILURES = {"failed", "history_lost"}
+_WORST_FIRST = ("halted", "paused", "parked", "flowing")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """
+    One reading of a bridge's state.
+
+    Attributes:
+        registered: names of the subscriptions that this process's app has handlers for.
+        lease: the lease with its verdict `live`, or None before the first start.
+        subscriptions: all stored ones, registered or not.
+        images: the partitions of the layout in force.
+        letters: number of dead letters by subscription.
+        now: the cluster's latest operation time.
+        oplog_window: seconds that the oplog reaches back; None without the right to read it.
+    """
+
+    options: BridgeOptions
+    registered: tuple[str, ...]
+    lease: Mapping[str, Any] | None
+    subscriptions: Sequence[Mapping[str, Any]]
+    images: Sequence[Image]
+    letters: Mapping[str, int]
+    now: Timestamp
+    oplog_window: int | None
+
+
+def read_status(bridge: Bridge) -> dict[str, Any]:
+    """
+    The state of a bridge as plain values that JSON can carry.
+
+    Tokens are their `_data` strings, times ISO strings in UTC, durations seconds. Not promised: one
+    snapshot; the reads follow each other within milliseconds.
+
+    - `state`: `never_started`; `leading`; `idle` (nobody holds the lease); `failed` or `history_lost` (the
+      last listener ended with `error`).
+    - `lag_seconds`: from the watermark to the cluster's latest operation, the largest of the registered
+      subscriptions; 0 when the listener has read everything and nothing is left to do.
+    - `outstanding`, `buffered`: changes under way and waiting, from the listener's report. Without one,
+      `outstanding` counts the partitions that are claimed, and `buffered` is 0 where nobody leads and None
+      where a new listener has not reported yet.
+    - a subscription's `state` is that of its worst partition (`halted`, `paused`, `parked`, `flowing`), or
+      `new` (registered, but no listener has led with it yet), or `unregistered`.
+
+    Raises:
+        ServerUnavailableError: MongoDB did not answer.
+        DeploymentError: it cannot serve a bridge, or a right is missing.
+    """
+    client = reach(bridge)
+    try:
+        return shape(_read(client, bridge))
+    except PyMongoError as error:
+        raise explained(error) from error
+
+
+def _read(client: MongoClient[dict[str, Any]], bridge: Bridge) -> Facts:
+    options = bridge.options
+    store = Store(client, options)
+    lease = store.leases.read()
+    layout = layout_of(lease) if lease else None
+    subscriptions = store.subscriptions.read_all()
+    names = [_name(document) for document in subscriptions]
+    images = store.partitions.of(names, layout.generation) if layout and names else []
+    return Facts(
+        options=options,
+        registered=tuple(handler.name for handler in bridge.handlers),
+        lease=lease,
+        subscriptions=subscriptions,
+        images=images,
+        letters=store.dead_letters.count(),
+        now=operation_time(client),
+        oplog_window=_oplog_window(client),
+    )
+
+
+def _oplog_window(client: MongoClient[dict[str, Any]]) -> int | None:
+    try:
+        with pymongo.timeout(ANSWER_SECONDS):
+            return read_oplog(client).window_seconds
+    except (DeploymentError, PyMongoError):
+        return None  # no right to read it, or a mongos, which has none
+
+
+def shape(facts: Facts) -> dict[str, Any]:
+    """The status from facts."""
+    lease = facts.lease or {}
+    live = bool(lease.get("live")) and lease.get("listenerId") is not None
+    report = _report(lease) if live else {}
+    subscriptions = _subscriptions(facts, report)
+    lags = [each["lag_seconds"] for each in subscriptions if each["state"] != "unregistered"]
+    under_way = sum(image.live or image.handled is not None for image in facts.images)
+    return {
+        "bridge": facts.options.name,
+        "state": _state(lease, live=live),
+        "error": lease.get("error") if not live else None,
+        "listener": _listener(lease) if live else None,
+        "version": int(lease.get("version", 0)),
+        "lag_seconds": max((lag for lag in lags if lag is not None), default=None),
+        "oplog_window_seconds": facts.oplog_window,
+        "watermark": _data(lease.get("resumeToken")),
+        "watermark_at": _iso(lease.get("clusterTime")),
+        "started_from": _iso(lease.get("startAtOperationTime")),
+        "outstanding": report.get("outstanding", under_way),
+        "buffered": report.get("buffered", None if live else 0),
+        "buffered_bytes": report.get("bufferedBytes", None if live else 0),
+        "caught_up": report.get("caughtUp", False),
+        "broker_down": report.get("brokerDown", False),
+        "dead_letters": sum(facts.letters.values()),
+        "gaps": [_gap(gap) for gap in lease.get("gaps", ())],
+        "generation": lease.get("generation", 0),
+        "subscriptions": subscriptions,
+        "partitions": [
+            _partition(image, facts.options)
+            for image in sorted(facts.images, key=lambda image: (image.subscription, image.index))
+        ],
+    }
+
+
+def state_of(image: Image) -> str:
+    """The state of a partition as people see it: a flowing one whose change waits for its retry is parked."""
+    return "parked" if image.state == "flowing" and image.parked else image.state
+
+
+def _state(lease: Mapping[str, Any], *, live: bool) -> str:
+    if not lease.get("version"):
+        return "never_started"
+    if live:
+        return "leading"
+    return str(lease["state"]) if lease.get("state") in _FAILURES else "idle"
+
+
+def _report(lease: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The report of the term that leads; an acquisition clears its predecessor's."""
+    return lease.get("report") or {}
+
+
+def _listener(lease: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id": lease["listenerId"],
+        "host": lease.get("host"),
+        "pid": lease.get("pid"),
+        "since": _iso(lease.get("acquiredAt")),
+        "expires": _iso(lease.get("expiresAt")),
+    }
+
+
+def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    documents = {_name(document): document for document in facts.subscriptions}
+    idle = bool(report.get("caughtUp")) and not report.get("buffered") and not report.get("outstanding")
+    version = (facts.lease or {}).get("version")
+    shaped = []
+    for name in sorted({*documents, *facts.registered}):
+        document = documents.get(name, {})
+        images = [image for image in facts.images if image.subscription == name]
+        # A report speaks for the subscriptions of its own term; an epoch shows which these are.
+        done = idle and name in facts.registered and document.get("epoch") == version
+        shaped.append(
+            {
+                "name": name,
+                "state": _subscription_state(facts, name, document, images),
+                "watermark": _data(document.get("resumeToken")),
+                "watermark_at": _iso(document.get("clusterTime")),
+                "lag_seconds": 0 if done else _lag(document, facts.now),
+                "dead_letters": facts.letters.get(name, 0),
+            },
+        )
+    return shaped
+
+
+def _subscription_state(facts: Facts, name: str, document: Mapping[str, Any], images: Sequence[Image]) -> str:
+    if name not in facts.registered:
+        return "unregistered"
+    if not document:
+        return "new"
+    states = {state_of(image) for image in images}
+    return next((state for state in _WORST_FIRST if state in states), "flowing")
+
+
+def _lag(document: Mapping[str, Any], now: Timestamp) -> int | None:
+    """Seconds from the watermark, or before the first one from the start, to the latest operation."""
+    token = document.get("resumeToken")
+    reached = document.get("clusterTime") or (time_of_token(token, None) if token else None)
+    reached = reached or document.get("startAtOperationTime")
+    return None if reached is None else max(0, now.time - reached.time)
+
+
+def _partition(image: Image, options: BridgeOptions) -> dict[str, Any]:
+    return {
+        "subscription": image.subscription,
+        "index": image.index,
+        "queue": options.queue_of(image.index),
+        "state": state_of(image),
+        "committed": int(image.committed),
+        "token": image.data or None,
+        "epoch": int(image.epoch),
+        "fence": int(image.fence),
+        "claim": _claim(image),
+        "handled": int(image.handled["last"]) if image.handled else None,
+        "retry": _retry(image),
+        "head": _head(image),
+    }
+
+
+def _claim(image: Image) -> dict[str, Any] | None:
+    claim = image.claim
+    if claim is None:
+        return None
+    return {
+        "owner": claim["owner"],
+        "first": int(claim["first"]),
+        "last": int(claim["last"]),
+        "until": _iso(claim["until"]),
+        "live": image.live,
+    }
+
+
+def _retry(image: Image) -> dict[str, Any] | None:
+    if not (image.retries or image.crashes or image.error):
+        return None
+    return {
+        "count": int(image.retries),
+        "crashes": int(image.crashes),
+        "due_seconds": max(image.due_in, 0.0),
+        "error": image.error,
+    }
+
+
+def _head(image: Image) -> dict[str, Any] | None:
+    if image.head is None:
+        return None
+    return {"token": image.head["resumeToken"]["_data"], "key": image.head["key"]}
+
+
+def _gap(gap: Mapping[str, Any]) -> dict[str, Any]:
+    return {"until": _iso(gap.get("until")), "policy": gap.get("policy"), "error": gap.get("error")}
+
+
+def _name(document: Mapping[str, Any]) -> str:
+    return str(document["_id"]).partition("/")[2]
+
+
+def _data(token: Mapping[str, Any] | None) -> str | None:
+    return str(token["_data"]) if token else None
+
+
+def _iso(value: datetime | Timestamp | None) -> str | None:
+    if value is None:
+        return None
+    moment = value.as_datetime() if isinstance(value, Timestamp) else value
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).isoformat()

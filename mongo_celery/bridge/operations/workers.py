@@ -1,0 +1,100 @@
+"""Preflight of the workers: which one lacks which task, and which queue nobody consumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mongo_celery.bridge.operations.broker import BROKER_SECONDS
+from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
+from mongo_celery.bridge.worker.tasks import COMMIT_TASK
+from mongo_celery.broker.connection import bounded_connection
+from mongo_celery.mongo.redaction import short
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.bridge import Bridge
+
+INSPECT_SECONDS = 1.5
+"""How long workers have to answer. Each question waits so long, since nobody knows how many will answer."""
+
+_QUEUES_SHOWN = 4
+
+
+def check_workers(bridge: Bridge) -> Iterator[Finding]:
+    """Ask the workers that run now; a solo pool that is busy does not answer."""
+    try:
+        with bounded_connection(bridge.app, BROKER_SECONDS) as connection:
+            inspect = bridge.app.control.inspect(timeout=INSPECT_SECONDS, connection=connection)
+            queues = inspect.active_queues() or {}
+            tasks = inspect.registered() or {}
+    except Exception as failure:  # noqa: BLE001 - every transport raises its own; some have no remote control
+        yield warning("workers", f"They cannot be asked over this broker: {short(failure)}")
+        return
+    needed = [*(handler.task_name for handler in bridge.handlers), COMMIT_TASK]
+    yield from judge_workers(bridge.options.queue_names, needed, queues, tasks)
+
+
+def judge_workers(
+    queue_names: Sequence[str],
+    needed: Sequence[str],
+    active_queues: Mapping[str, Iterable[Mapping[str, Any]]],
+    registered: Mapping[str, Iterable[str]],
+) -> Iterator[Finding]:
+    """
+    Findings from what workers answered.
+
+    Args:
+        queue_names: of the bridge.
+        needed: names of the tasks that the bridge sends.
+        active_queues: by worker, as Celery's `inspect` gives them.
+        registered: task names by worker, perhaps followed by their options in brackets.
+    """
+    if not active_queues and not registered:
+        yield warning(
+            "workers",
+            f"None answered within {INSPECT_SECONDS:.1f} s: changes wait until one runs. (A busy solo pool does not "
+            "answer.)",
+        )
+        return
+    consumed = {worker: {str(queue["name"]) for queue in queues} for worker, queues in active_queues.items()}
+    concerned = sorted(worker for worker, names in consumed.items() if names & set(queue_names))
+    yield ok("workers", f"{len(concerned)} of {len(active_queues)} that answered consume this bridge's queues.")
+    yield from _missing_consumers(queue_names, consumed)
+    yield from _missing_tasks(concerned, needed, registered)
+
+
+def _missing_consumers(queue_names: Sequence[str], consumed: Mapping[str, set[str]]) -> Iterator[Finding]:
+    everything = set().union(*consumed.values())
+    alone = [name for name in queue_names if name not in everything]
+    if not alone:
+        yield ok("consumers", "Every queue of the bridge has a consumer.")
+        return
+    more = f" and {len(alone) - _QUEUES_SHOWN} more" if len(alone) > _QUEUES_SHOWN else ""
+    shown = ", ".join(alone[:_QUEUES_SHOWN]) + more
+    yield error(
+        "consumers",
+        f"No running worker consumes {shown}: changes of these partitions stand still. Start workers without -Q, or "
+        "with -Q from `changes queues`.",
+    )
+
+
+def _missing_tasks(
+    concerned: Sequence[str],
+    needed: Sequence[str],
+    registered: Mapping[str, Iterable[str]],
+) -> Iterator[Finding]:
+    complete = True
+    for worker in concerned:
+        if worker not in registered:
+            continue  # it answered only the other question
+        known = {text.partition(" [")[0] for text in registered[worker]}
+        lacking = [name for name in needed if name not in known]
+        if lacking:
+            complete = False
+            yield error(
+                "worker_tasks",
+                f"Worker {worker} lacks {', '.join(lacking)} and drops what it gets of them: deploy the same code "
+                "there, or keep it away from the bridge's queues with -X.",
+            )
+    if complete and concerned:
+        yield ok("worker_tasks", "Every worker that consumes the bridge's queues knows its tasks.")

@@ -1,0 +1,256 @@
+"""
+The options of a bridge: one frozen value, validated when it is made.
+
+An option comes from the `Bridge(...)` call, else from the Celery setting `mongo_celery_<option>`,
+else from the defaults here. Durations are seconds or `timedelta`; every wait and buffer has a bound,
+and the bound has a name. Relations between times are checked here, once, so that no part of the
+protocol has to ask whether its heartbeat can come in time:
+
+- a lease is renewed every `lease_ttl / 3` and one call of ours takes at most `call_timeout(ttl)`,
+  less than a third, so that one renewal may fail;
+- the same holds for a claim and its heartbeat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+from mongo_celery.arguments import check_choice, check_known, check_name, seconds
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.opening import DEFAULT_DATABASE
+from mongo_celery.mongo.table import call_timeout
+
+if TYPE_CHECKING:
+    from bson import Timestamp
+
+FAILURE_POLICIES = ("halt", "dead_letter", "skip")
+HISTORY_POLICIES = ("halt", "oldest", "now")
+FULL_DOCUMENT = (None, "default", "updateLookup", "whenAvailable", "required")
+BEFORE_CHANGE = (None, "off", "whenAvailable", "required")
+SETTING_PREFIX = "mongo_celery_"
+
+FailurePolicy = Literal["halt", "dead_letter", "skip"]
+PartitionKey = str | Callable[[Mapping[str, Any]], Any]
+
+UNAVAILABLE = {
+    "snapshot": "reading what exists before streaming is not part of this version; choose 'oldest' or 'now'",
+    "park_key": "'park_key' is not part of this version; choose 'halt', 'dead_letter' or 'skip'",
+}
+"""Choices of a later version, and what to choose meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeOptions:
+    """
+    What a bridge may be told; see the README's configuration table for each option's meaning.
+
+    Raises:
+        ConfigurationError: when a value or a relation between values cannot work; the message
+            names the option and the cure.
+    """
+
+    name: str = "default"
+    database: str = DEFAULT_DATABASE
+    partitions: int = 16
+    queues: int | None = None
+    partition_by: PartitionKey | None = None
+    run_size: int = 1
+    run_seconds: float = 1.0
+    run_bytes: int = 1 << 20
+    lease_ttl: float = 10.0
+    claim_ttl: float = 10.0
+    start_from: str | Timestamp | datetime = "oldest"
+    full_document: str | None = "updateLookup"
+    full_document_before_change: str | None = None
+    pipeline: Sequence[Mapping[str, Any]] = ()
+    failure_policy: str = "halt"
+    on_history_lost: str = "halt"
+    max_crashes: int = 3
+    transaction_seconds: float = 30.0
+    commit_grace: float = 3.0
+    dispatch_grace: float | None = None
+    buffer_changes: int = 20_000
+    buffer_bytes: int = 64 << 20
+    batch_size: int | None = None
+    comment: str | None = None
+    start_timeout: float = 60.0
+    autodiscover: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dispatch_grace is None:
+            object.__setattr__(self, "dispatch_grace", max(5.0, seconds(self.claim_ttl, "claim_ttl") * 2 / 3))
+        for field in _DURATIONS:
+            object.__setattr__(self, field, seconds(getattr(self, field), field))
+        self._check_names()
+        self._check_counts()
+        self._check_choices()
+        self._check_times()
+        _check_pipeline(self.pipeline)
+        self._check_relations()
+
+    @property
+    def grace(self) -> float:
+        """Seconds after which a dispatched run without any sign of life is dispatched again."""
+        assert self.dispatch_grace is not None
+        return self.dispatch_grace
+
+    @property
+    def queue_count(self) -> int:
+        """How many queues the partitions share."""
+        return self.queues or self.partitions
+
+    def queue_of(self, index: int) -> str:
+        """Name of the queue of a partition index; an index beyond the queues wraps around."""
+        return f"{self.name}.{index % self.queue_count}"
+
+    @property
+    def queue_names(self) -> list[str]:
+        """Names of all queues of this bridge."""
+        return [self.queue_of(index) for index in range(self.queue_count)]
+
+    def _check_names(self) -> None:
+        check_name(self.name, "bridge name")
+        database = self.database
+        if (
+            not isinstance(database, str)
+            or not database
+            or database in {"admin", "config", "local"}
+            or re.search(r'[/\\. "$\0]', database)
+        ):
+            raise ConfigurationError(
+                f"database={database!r} cannot hold the state; use a plain name such as 'mongo_celery'."
+            )
+
+    def _check_counts(self) -> None:
+        for field in ("partitions", "run_size", "run_bytes", "max_crashes", "buffer_changes", "buffer_bytes"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"{field}={value!r} must be a whole number of at least 1.")
+        for field in ("queues", "batch_size"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigurationError(f"{field}={value!r} must be None or a whole number of at least 1.")
+
+    def _check_choices(self) -> None:
+        check_choice("failure_policy", self.failure_policy, FAILURE_POLICIES, UNAVAILABLE)
+        check_choice("on_history_lost", self.on_history_lost, HISTORY_POLICIES, UNAVAILABLE)
+        check_choice("full_document", self.full_document, FULL_DOCUMENT, UNAVAILABLE)
+        check_choice("full_document_before_change", self.full_document_before_change, BEFORE_CHANGE, UNAVAILABLE)
+        if isinstance(self.start_from, str):
+            check_choice("start_from", self.start_from, ("oldest", "now"), UNAVAILABLE)
+        elif isinstance(self.start_from, datetime):
+            if self.start_from.tzinfo is None:
+                raise ConfigurationError("start_from is a datetime without a time zone; add one, such as timezone.utc.")
+        elif type(self.start_from).__name__ != "Timestamp":
+            raise ConfigurationError(
+                f"start_from={self.start_from!r} must be 'oldest', 'now', a bson Timestamp or a datetime.",
+            )
+
+    def _check_times(self) -> None:
+        for field in ("lease_ttl", "claim_ttl"):
+            if not 1 <= getattr(self, field) <= _DAY:
+                raise ConfigurationError(f"{field}={getattr(self, field)} must lie between 1 second and one day.")
+        for field in ("run_seconds", "transaction_seconds", "commit_grace", "dispatch_grace", "start_timeout"):
+            if not 0 < getattr(self, field) <= _DAY:
+                raise ConfigurationError(
+                    f"{field}={getattr(self, field)} must be more than 0 seconds and at most a day."
+                )
+
+    def _check_relations(self) -> None:
+        """Each error names its options as a fact: at construction a setting may still be missing."""
+        if self.queues is not None and self.queues > self.partitions:
+            raise ConfigurationError(
+                f"queues={self.queues} is more than partitions={self.partitions}; lower it.",
+                options=("queues", "partitions"),
+            )
+        if self.buffer_changes < self.run_size:
+            raise ConfigurationError(
+                f"buffer_changes={self.buffer_changes} cannot hold one run of run_size={self.run_size}; raise it.",
+                options=("buffer_changes", "run_size"),
+            )
+        least = self.claim_ttl / 3 + call_timeout(self.claim_ttl)
+        if self.grace < least:
+            raise ConfigurationError(
+                f"dispatch_grace={self.dispatch_grace} must be at least {least:.1f} s, a heartbeat and a call of "
+                f"claim_ttl={self.claim_ttl}; raise it or lower claim_ttl.",
+                options=("dispatch_grace", "claim_ttl"),
+            )
+
+
+_DAY = 86_400
+_DURATIONS = (
+    "run_seconds",
+    "transaction_seconds",
+    "lease_ttl",
+    "claim_ttl",
+    "commit_grace",
+    "dispatch_grace",
+    "start_timeout",
+)
+OPTION_NAMES = tuple(field.name for field in dataclasses.fields(BridgeOptions))
+
+
+def merged(given: Mapping[str, Any], settings: Mapping[str, Any]) -> BridgeOptions:
+    """
+    The options of one bridge from its keyword arguments and the Celery settings below them.
+
+    Args:
+        given: keyword arguments of `Bridge(...)`.
+        settings: settings whose names begin with `mongo_celery_`, without that prefix.
+    """
+    below = {name: value for name, value in settings.items() if name != "database_url"}
+    check_known(list(given), OPTION_NAMES, "option")
+    check_known(list(below), OPTION_NAMES, "setting mongo_celery_")
+    return BridgeOptions(**{**below, **given})
+
+
+def early(given: Mapping[str, Any]) -> BridgeOptions | None:
+    """
+    What can be judged of a bridge's keyword arguments before the app's settings are known.
+
+    Returns:
+        The options without settings; None when only the settings can tell whether two options fit together.
+
+    Raises:
+        ConfigurationError: a value, or a relation between given values, cannot work.
+    """
+    try:
+        return merged(given, {})
+    except ConfigurationError as error:
+        if set(getattr(error, "options", given)) <= set(given):
+            raise
+        return None
+
+
+def _check_pipeline(pipeline: object) -> None:
+    if isinstance(pipeline, (str, bytes, Mapping)) or not isinstance(pipeline, Sequence):
+        raise ConfigurationError("pipeline must be a list of aggregation stages, such as [{'$match': {...}}].")
+    for stage in pipeline:
+        if not isinstance(stage, Mapping) or len(stage) != 1:
+            raise ConfigurationError(f"pipeline stage {stage!r} must be a document with one stage operator.")
+        ((operator, body),) = stage.items()
+        if _removes_id(operator, body):
+            raise ConfigurationError(
+                f"pipeline stage {operator} removes or replaces _id, which is the resume token: without it no "
+                "position can be stored. Keep _id as it is.",
+            )
+
+
+def _removes_id(operator: str, body: Any) -> bool:
+    if operator in {"$replaceRoot", "$replaceWith"}:
+        return True
+    if operator not in {"$addFields", "$project", "$set", "$unset"} or not isinstance(body, (str, Sequence, Mapping)):
+        return False
+    kept = operator == "$project" and isinstance(body, Mapping) and body.get("_id") in (1, True)
+    fields = [body] if isinstance(body, str) else body
+    return any(_is_id(field) and not (kept and field == "_id") for field in fields)
+
+
+def _is_id(field: object) -> bool:
+    """A part of the token is as bad as the whole: a projection of `_id._data` drops the rest."""
+    return isinstance(field, str) and field.split(".")[0] == "_id"

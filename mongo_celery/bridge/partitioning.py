@@ -1,0 +1,141 @@
+"""
+Which partition a change belongs to: the key, and its stable hash.
+
+The key must come out the same whenever a change is read again, in every process and every Python
+version; else a change that is read twice could count as done in a partition that it never passed.
+So a key is made only of what the oplog fixes: namespace and document key, or fields of the document
+for inserts and replaces, or of an image with mode `required`. A key from an `updateLookup` is refused
+when the handler is registered.
+
+The hash is BLAKE2b over the key's BSON, which is the same everywhere; golden vectors stand in
+`tests/unit/test_partitioning.py`. A key that is missing or null hashes like any other value: all such
+changes of a subscription share one partition. Numbers that MongoDB holds equal (1, 1.0, Int64 1) hash
+alike, since `_id: 1` and `_id: 1.0` are the same document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import bson
+from bson.raw_bson import RawBSONDocument
+
+from mongo_celery.bridge.options import PartitionKey
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.identity import canonical
+
+HASH_NAME = "blake2b-64"
+_WITH_DOCUMENT = {"insert", "replace"}
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioner:
+    """
+    The partition rule of one subscription: how its key is called, and how it is taken.
+
+    Attributes:
+        name: stored with the layout; under another name the layout is another one.
+        key: from an event to a BSON value.
+    """
+
+    name: str
+    key: Callable[[Mapping[str, Any]], Any]
+
+    def index(self, event: Mapping[str, Any], count: int) -> int:
+        """Partition index of an event among `count` partitions."""
+        return partition_index(self.key(event), count)
+
+
+def partition_index(key: Any, count: int) -> int:
+    """Stable hash of a key modulo the number of partitions."""
+    digest = hashlib.blake2b(bson.encode({"": canonical(key)}), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % count
+
+
+def partitioner(
+    rule: PartitionKey | None,
+    full_document: str | None,
+    before_change: str | None,
+    operations: Collection[str] | None = None,
+) -> Partitioner:
+    """
+    The partition rule from the option `partition_by`.
+
+    Args:
+        rule: None or `"_id"` for namespace and document key; a path such as `"fullDocument.customer"`
+            (or, short, `"customer"`), `"fullDocumentBeforeChange.customer"` or `"documentKey.region"`;
+            or a callable on the event, which must look only at what the oplog fixes.
+        full_document: the bridge's option.
+        before_change: the bridge's option.
+        operations: what the handler asks for; inserts and replaces carry their document in the oplog.
+
+    Raises:
+        ConfigurationError: when the key could change between two readings.
+    """
+    if rule is None or rule == "_id":
+        return Partitioner("_id", document_key)
+    if callable(rule):
+        return Partitioner(_callable_name(rule), lambda event: rule(_decoded(event)))
+    if not isinstance(rule, str) or not all(rule.split(".")):
+        raise ConfigurationError(f"partition_by={rule!r} must be '_id', a field path or a function of the event.")
+    path = rule.split(".")
+    if path[0] not in {"fullDocument", "fullDocumentBeforeChange", "documentKey"}:
+        path = ["fullDocument", *path]
+    in_oplog = path[0] == "fullDocument" and operations and set(operations) <= _WITH_DOCUMENT
+    if not in_oplog:
+        _refuse_volatile(rule, path[0], full_document, before_change)
+    return Partitioner(".".join(path), lambda event: _at(event, path))
+
+
+def document_key(event: Mapping[str, Any]) -> Any:
+    """The default key: namespace and `_id`; the namespace alone for events without a document."""
+    ns = event.get("ns") or {}
+    key = event.get("documentKey")
+    return [ns.get("db"), ns.get("coll"), key.get("_id") if key else None]
+
+
+def _refuse_volatile(rule: str, root: str, full_document: str | None, before_change: str | None) -> None:
+    if root == "fullDocument" and full_document != "required":
+        raise ConfigurationError(
+            f"partition_by={rule!r} reads the document, which full_document={full_document!r} may give differently "
+            "when the change is read again. Use '_id', full_document='required' on collections with images, or "
+            "operations={'insert', 'replace'}.",
+        )
+    if root == "fullDocumentBeforeChange" and before_change != "required":
+        raise ConfigurationError(
+            f"partition_by={rule!r} reads the image before the change, which is certain only with "
+            "full_document_before_change='required'. Set it, or use '_id'.",
+        )
+
+
+def _decoded(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Users' functions get plain values; the listener's own events decode only what is looked at."""
+    return bson.decode(event.raw, _LENIENT) if isinstance(event, RawBSONDocument) else event
+
+
+_LENIENT: bson.CodecOptions[Any] = bson.CodecOptions(
+    unicode_decode_error_handler="replace",
+    datetime_conversion=bson.codec_options.DatetimeConversion.DATETIME_AUTO,
+)
+
+
+def _callable_name(rule: Callable[..., Any]) -> str:
+    name = f"{rule.__module__}:{getattr(rule, '__qualname__', '')}"
+    if "<lambda>" in name or "<locals>" in name or name.endswith(":"):
+        raise ConfigurationError(
+            "partition_by must be a function at module level: its name is stored with the partitions, and a "
+            "lambda or a nested function has none.",
+        )
+    return name
+
+
+def _at(event: Mapping[str, Any], path: list[str]) -> Any:
+    value: Any = event
+    for name in path:
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(name)
+    return value

@@ -1,0 +1,298 @@
+"""
+What an execution may write on its partition: the claim, and the outcomes.
+
+The partition's document is the authority on who may run what::
+
+                    claim (fence + 1)                     commit
+    waiting ----------------------------> claimed --handled--> handled ------> waiting (committed + n)
+       ^                                   |  |  |
+       |<--- retry (parked until notBefore)+  |  +--- halt ---> halted (until an operator acts)
+       |<--- claim lapses: crash + 1 ---------+--- dead letter or skip --> waiting (committed + 1)
+
+1. Every execution claims anew (first delivery, redelivery, retry) and gets a strictly larger fence.
+   With the lease's version alone as fencing token a redelivered change runs twice under one number,
+   and the second writes after the successor has.
+2. A claim matches `epoch` for equality: "at least" would let a forged or foreign version poison it.
+3. Every later write matches fence, owner and `committed`. A refusal is final; a retry that reads the
+   state again would beat the fence by waiting.
+4. A commit takes its values from `handled`, which was fenced when it was written; so whoever commits is
+   right, and the commit message carries no authority.
+
+| failure | what happens |
+|---|---|
+| the answer of a claim is lost | ended by owner, best effort, and claimed anew; no crash is counted |
+| a heartbeat is late | the claim lapses; the execution may still finish if nobody claimed since |
+| `handled` is lost in a rollback (it is written with w:1) | the change runs once more, nothing else |
+| the worker dies | the claim lapses; the next claim counts a crash and runs change by change |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import pymongo
+from bson.int64 import Int64
+from pymongo import WriteConcern
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+
+from mongo_celery.mongo.expressions import after, literal, millis, next_number
+from mongo_celery.mongo.table import ACKNOWLEDGED, Commands, call_timeout
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """
+    The right of one execution to run a run.
+
+    Attributes:
+        fence: the fencing token of this execution.
+        retries: attempts of the first change that asked for a retry.
+        crashes: attempts of the run that ended without an outcome.
+    """
+
+    partition_id: str
+    owner: str
+    first: int
+    last: int
+    fence: int
+    retries: int
+    crashes: int
+
+
+class Claims:
+    """Claims and outcomes of one bridge's partitions. Thread-safe."""
+
+    def __init__(self, collection: Collection[dict[str, Any]], letters: Collection[dict[str, Any]], ttl: float) -> None:
+        self._collection = collection
+        self._commands = Commands(collection, call_timeout(ttl))
+        self._letters = letters
+        self._ttl = ttl
+        self._timeout = call_timeout(ttl)
+
+    def take(
+        self,
+        partition_id: str,
+        *,
+        owner: str,
+        version: int,
+        first: int,
+        last: int,
+        token: str,
+        ttl: float | None = None,
+    ) -> Claim | None:
+        """
+        Claim a run.
+
+        Args:
+            owner: random, of this execution alone.
+            version: the lease version in the message.
+            token: comparable part of the first change's resume token.
+            ttl: seconds; the bridge's `claim_ttl` by default.
+
+        Returns:
+            The claim, or None: the message is a duplicate, stale or early, and is dropped.
+        """
+        replaced = {"$gt": ["$claim", None]}
+        claim = {
+            "owner": literal(owner),
+            "first": Int64(first),
+            "last": Int64(last),
+            "ttl": millis(ttl or self._ttl),
+            "until": after(ttl or self._ttl),
+        }
+        retry = {
+            "count": {"$ifNull": ["$retry.count", 0]},
+            "crashes": {"$add": [{"$ifNull": ["$retry.crashes", 0]}, {"$cond": [replaced, 1, 0]}]},
+            "notBefore": None,
+            "error": {"$ifNull": ["$retry.error", None]},
+        }
+        single = {"$cond": [replaced, {"$max": ["$single", "$claim.last"]}, "$single"]}
+        document = self._commands.find_and_update(
+            {
+                "_id": partition_id,
+                "epoch": version,
+                "committed": first - 1,
+                "handled": None,
+                "state": "flowing",
+                "$expr": {
+                    "$and": [
+                        {"$lte": ["$claim.until", "$$NOW"]},
+                        {"$lte": ["$retry.notBefore", "$$NOW"]},
+                        {"$lt": ["$resumeToken._data", literal(token)]},
+                    ],
+                },
+            },
+            [{"$set": {"fence": next_number("fence"), "claim": claim, "retry": retry, "single": single}}],
+            {"fence": 1, "retry": 1},
+        )
+        if document is None:
+            return None
+        counts = document["retry"]
+        return Claim(partition_id, owner, first, last, document["fence"], counts["count"], counts["crashes"])
+
+    def relinquish(self, partition_id: str, owner: str) -> None:
+        """End a claim whose answer was lost or came too late. It counts as no attempt."""
+        with pymongo.timeout(self._timeout):
+            self._collection.update_one(
+                {"_id": partition_id, "claim.owner": owner, "handled": None},
+                {"$set": {"claim": None}},
+            )
+
+    def extend(self, claim: Claim) -> bool:
+        """The heartbeat; False when the claim is no longer ours."""
+        with pymongo.timeout(self._timeout):
+            result = self._collection.update_one(
+                _own(claim),
+                [{"$set": {"claim.until": {"$add": ["$$NOW", "$claim.ttl"]}}}],
+            )
+        return result.matched_count == 1
+
+    def is_mine(self, claim: Claim) -> bool:
+        """Whether the claim still stands, by a majority read."""
+        with pymongo.timeout(self._timeout):
+            return self._collection.find_one(_own(claim), {"_id": 1}) is not None
+
+    def handle(
+        self,
+        claim: Claim,
+        last: int,
+        token: Mapping[str, Any],
+        session: ClientSession | None = None,
+        *,
+        retryable: bool = False,
+    ) -> bool:
+        """
+        Record that the handler succeeded up to `last`; from then on no message can start it again.
+
+        Repeating it is harmless. Outside a transaction it is written with w:1: losing it costs one
+        more run of the change, and nothing else.
+
+        Args:
+            claim: under which the handler ran.
+            last: number of the last change that is done, `token` its resume token.
+            session: of a transactional handler.
+            retryable: as the driver's retryable write. After a transaction it comes on the same server
+                session and ends what a lost answer has left open there, which would block this document.
+        """
+        guard = _own(claim)
+        del guard["handled"]
+        guard["$or"] = [{"handled": None}, {"handled.owner": claim.owner}]
+        change = {"handled": {"owner": claim.owner, "last": Int64(last), "resumeToken": dict(token)}}
+        if session is not None:  # the transaction's own limits hold, and its write concern
+            return self._collection.update_one(guard, {"$set": change}, session=session).matched_count == 1
+        if retryable:
+            fast = self._collection.with_options(write_concern=WriteConcern(w=1))
+            with pymongo.timeout(self._timeout):
+                return fast.update_one(guard, {"$set": change}).matched_count == 1
+        return self._commands.update(guard, {"$set": change}, ACKNOWLEDGED)
+
+    def commit(self, partition_id: str, first: int | None = None) -> bool:
+        """
+        The position becomes what `handled` says; `state` is untouched.
+
+        Args:
+            first: what the commit task demands to be next; the listener, which has just read the
+                document, gives it too.
+
+        Returns:
+            False when there was nothing to commit: it is already done, or a newer run is under way.
+        """
+        guard: dict[str, Any] = {"_id": partition_id, "handled": {"$ne": None}}
+        if first is not None:
+            guard["committed"] = first - 1
+        return self._commands.update(guard, [{"$set": COMMIT}])
+
+    def park(self, claim: Claim, *, delay: float | None, not_before: datetime | None, error: str) -> bool:
+        """
+        Set the first change aside until its retry time, by the server's clock, and count the attempt.
+
+        Args:
+            delay: seconds from now; or
+            not_before: a time.
+        """
+        due = after(delay) if delay is not None else literal(not_before)
+        retry = {
+            "$mergeObjects": [
+                "$retry",
+                {"count": {"$add": ["$retry.count", 1]}, "notBefore": due, "error": literal(error)},
+            ],
+        }
+        return self._write(claim, [{"$set": {"claim": None, "retry": retry}}])
+
+    def crash(self, claim: Claim, error: str) -> bool:
+        """End a claim whose execution is being killed: counted, and run change by change from now on."""
+        retry = {
+            "$mergeObjects": ["$retry", {"crashes": {"$add": ["$retry.crashes", 1]}, "error": literal(error)}],
+        }
+        single = {"$max": ["$single", Int64(claim.last)]}
+        return self._write(claim, [{"$set": {"claim": None, "retry": retry, "single": single}}])
+
+    def halt(self, claim: Claim, token: Mapping[str, Any], key: str, error: str) -> bool:
+        """Stop the partition at the claim's first change, until an operator retries or skips it."""
+        change = {
+            "claim": None,
+            "state": "halted",
+            "head": literal({"resumeToken": dict(token), "key": key}),
+            "retry": {"$mergeObjects": ["$retry", {"error": literal(error)}]},
+        }
+        return self._write(claim, [{"$set": change}])
+
+    def skip(self, claim: Claim, token: Mapping[str, Any]) -> bool:
+        """Pass over the claim's first change: the execution writes the position itself."""
+        return self._write(claim, {"$set": _passed(claim, token)})
+
+    def set_aside(self, claim: Claim, token: Mapping[str, Any], letter: Mapping[str, Any]) -> bool:
+        """
+        Pass over the claim's first change and store its dead letter, both or neither.
+
+        The letter replaces one with the same `_id`, so that a rewound change can be set aside again.
+        """
+
+        def both(session: ClientSession) -> bool:
+            change = {"$set": _passed(claim, token)}
+            if self._collection.update_one(_own(claim), change, session=session).matched_count == 0:
+                session.abort_transaction()
+                return False
+            self._letters.replace_one({"_id": letter["_id"]}, dict(letter), upsert=True, session=session)
+            self._letters.update_one({"_id": letter["_id"]}, {"$currentDate": {"at": True}}, session=session)
+            return True
+
+        with (
+            pymongo.timeout(max(self._timeout, _TRANSACTION_SECONDS)),
+            self._collection.database.client.start_session() as session,
+        ):
+            return session.with_transaction(both, write_concern=WriteConcern("majority"))
+
+    def _write(self, claim: Claim, change: Any) -> bool:
+        with pymongo.timeout(self._timeout):
+            return self._collection.update_one(_own(claim), change).matched_count == 1
+
+
+_TRANSACTION_SECONDS = 5.0
+
+COMMIT: dict[str, Any] = {
+    "committed": "$handled.last",
+    "resumeToken": "$handled.resumeToken",
+    "claim": None,
+    "handled": None,
+    "retry": None,
+}
+"""What a commit sets, from the mark that an execution left; also part of a take-over."""
+
+
+def _own(claim: Claim) -> dict[str, Any]:
+    return {
+        "_id": claim.partition_id,
+        "fence": claim.fence,
+        "claim.owner": claim.owner,
+        "committed": claim.first - 1,
+        "handled": None,
+    }
+
+
+def _passed(claim: Claim, token: Mapping[str, Any]) -> dict[str, Any]:
+    return {"committed": Int64(claim.first), "resumeToken": dict(token), "claim": None, "retry": None}

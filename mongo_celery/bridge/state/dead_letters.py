@@ -1,0 +1,62 @@
+"""
+Dead letters: changes that were set aside with their error, for a person to look at.
+
+A letter is written together with the position that passes over its change (see `claims.set_aside`);
+it is never lost and never there twice, since its `_id` is made of bridge, subscription and token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pymongo
+from bson.raw_bson import RawBSONDocument
+from pymongo.collection import Collection
+
+from mongo_celery.mongo.table import call_timeout
+
+
+class DeadLetters:
+    """The dead letters of one bridge."""
+
+    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
+        self._collection = collection
+        self._bridge = bridge
+        self._timeout = call_timeout(ttl)
+
+    def count(self) -> dict[str, int]:
+        """How many letters there are, by subscription."""
+        stages: list[dict[str, Any]] = [
+            {"$match": {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}},
+            {"$group": {"_id": "$subscription", "count": {"$sum": 1}}},
+        ]
+        with pymongo.timeout(self._timeout):
+            return {row["_id"]: row["count"] for row in self._collection.aggregate(stages)}
+
+
+def letter(
+    *,
+    bridge: str,
+    subscription: str,
+    partition: int,
+    token: Mapping[str, Any],
+    key: str,
+    change: bytes,
+    error: str,
+    traceback: str,
+    attempts: int,
+) -> dict[str, Any]:
+    """The document of a dead letter; `at`, the server's time, is added when it is written."""
+    return {
+        "_id": f"{bridge}/{subscription}/{token['_data']}",
+        "bridge": bridge,
+        "subscription": subscription,
+        "partition": partition,
+        "resumeToken": dict(token),
+        "key": key,
+        "change": RawBSONDocument(change),
+        "error": error,
+        "traceback": traceback,
+        "attempts": attempts,
+    }

@@ -1,0 +1,316 @@
+"""
+The lease: a time-limited right to be the listener of a bridge.
+
+The server is the authority. Acquire, renew and release are three operations::
+
+    free --acquire(version + 1)--> held by (listenerId, version) --renew--> held
+     ^                                   |                |
+     +------------- release -------------+                +-- expiresAt passes: free again
+
+1. An acquisition succeeds only where the lease is free or expired by the server's clock, and always
+   raises the version. There is no "refresh if it is mine": a late renewal could take a lease back.
+2. Renew and release match `{listenerId, version}` and nothing else.
+3. Release empties `listenerId` and `expiresAt` and keeps the document, so that the version never
+   starts again at 0.
+4. The holder trusts its lease until *start of the last successful renewal* + ttl - margin by its own
+   monotonic clock: a slow round trip cannot stretch it.
+
+| failure | what happens |
+|---|---|
+| the answer of an acquisition is lost | the lease stays with an id that nobody uses and expires |
+| the answer of a renewal is lost | the trusted time is not moved; the next renewal decides |
+| the document is deleted | the renewal matches nothing: step down; the next acquisition counts from cluster time |
+| a primary's clock ran far ahead | an expiry beyond the lease's own ttl, unchanged for twice that time, is replaced |
+
+Field names are those of the algorithm's source, a pessimistic listener lock in MongoDB by Alec
+Henninger; the version and the server's clock repair what its descendants found.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pymongo
+from bson import ObjectId, Timestamp
+from bson.binary import Binary
+from bson.int64 import Int64
+from pymongo import ReturnDocument
+from pymongo.collection import Collection
+from pymongo.errors import DuplicateKeyError
+
+from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
+from mongo_celery.mongo.oplog import last_operation_time
+from mongo_celery.mongo.table import call_timeout
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """
+    The time from one acquisition to its end.
+
+    Attributes:
+        listener_id: made for this term, never used again.
+        version: the fencing token of the lease.
+        trusted_until: monotonic time at which this process stops to believe in the lease.
+        document: the lease as it was when acquired.
+    """
+
+    listener_id: str
+    version: int
+    trusted_until: float
+    document: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How changes are spread: stored with the lease, changed only as a whole."""
+
+    generation: int
+    partitions: int
+    keys: Mapping[str, str]
+
+
+class Leases:
+    """The lease of one bridge."""
+
+    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
+        self._collection = collection
+        self._bridge = bridge
+        self._ttl = ttl
+        self._timeout = call_timeout(ttl)
+        self._suspect: tuple[Any, float] | None = None
+
+    def ensure(self) -> None:
+        """
+        Create the document where it is missing. `$expr` is refused in an upsert, so this is a step of its own.
+
+        Its version begins at the operation time. Each version and fence that was given before cost a write,
+        and so at least one increment of that time: also within the second of a drop none is given twice.
+        """
+        document: dict[str, Any] = {
+            "listenerId": None,
+            "version": self._operation_number(),
+            "expiresAt": None,
+            "ttl": millis(self._ttl),
+            "resumeToken": None,
+            "clusterTime": None,
+            "startAtOperationTime": None,
+            "generation": 0,
+            "partitions": None,
+            "keys": {},
+            "signingKey": Binary(secrets.token_bytes(32)),
+            "renewedAt": None,
+            "state": "idle",
+        }
+        with pymongo.timeout(self._timeout):
+            try:
+                self._collection.update_one({"_id": self._bridge}, {"$setOnInsert": document}, upsert=True)
+            except DuplicateKeyError:
+                return  # another listener was first
+
+    def _operation_number(self) -> Int64:
+        with pymongo.timeout(self._timeout):
+            time_ = last_operation_time(self._collection.database.client)
+        return Int64(time_.time * SHIFT + time_.inc) if time_ is not None else Int64(0)
+
+    def acquire(self, *, observed: Mapping[str, Any] | None = None) -> Term | None:
+        """
+        Take the lease if it is free or expired.
+
+        Args:
+            observed: a lease with an impossible expiry (see `suspicious`), to be replaced as seen.
+
+        Returns:
+            The new term, or None while somebody else holds the lease.
+        """
+        listener_id = str(ObjectId())
+        free: dict[str, Any] = {"$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
+        if observed is not None:
+            free = {name: observed[name] for name in ("listenerId", "version", "expiresAt")}
+        started = time.monotonic()
+        with pymongo.timeout(self._timeout):
+            document = self._collection.find_one_and_update(
+                {"_id": self._bridge, **free},
+                [
+                    {
+                        "$set": {
+                            "version": next_number("version"),
+                            "listenerId": literal(listener_id),
+                            "expiresAt": after(self._ttl),
+                            "ttl": literal(millis(self._ttl)),
+                            "renewedAt": "$$NOW",
+                            "acquiredAt": "$$NOW",
+                            "host": literal(socket.gethostname()),
+                            "pid": literal(os.getpid()),
+                            "state": "leading",
+                            "report": None,
+                            "error": None,
+                        },
+                    },
+                ],
+                return_document=ReturnDocument.AFTER,
+            )
+        if document is None:
+            return None
+        return Term(listener_id, document["version"], started + self._ttl * _TRUST, document)
+
+    def suspicious(self) -> Mapping[str, Any] | None:
+        """
+        The lease, if its expiry lies further ahead than its own ttl and has not changed for twice that time.
+
+        Only a primary with a wrong clock writes such an expiry; without this rule a fail-over away from
+        it could leave the bridge without a listener for as long as that clock was ahead. Call it
+        regularly while standing by: it remembers what it saw.
+        """
+        ahead = {"$gt": [{"$subtract": ["$expiresAt", "$$NOW"]}, {"$add": ["$ttl", 1000]}]}
+        with pymongo.timeout(self._timeout):
+            lease = self._collection.find_one(
+                {"_id": self._bridge},
+                {"listenerId": 1, "version": 1, "expiresAt": 1, "ttl": 1, "ahead": ahead},
+            )
+        if lease is None or lease["expiresAt"] is None or not lease["ahead"]:
+            self._suspect = None
+            return None
+        seen = (lease["version"], lease["expiresAt"])
+        if self._suspect is None or self._suspect[0] != seen:
+            self._suspect = (seen, time.monotonic())
+            return None
+        waited = time.monotonic() - self._suspect[1]
+        return lease if waited > 2 * lease["ttl"] / 1000 else None
+
+    def renew(self, term: Term, report: Mapping[str, Any]) -> Term | None:
+        """
+        Extend the lease of this term.
+
+        Args:
+            term: the term that calls.
+            report: what `status` shows of the listener.
+
+        Returns:
+            The term with its new trusted time, or None when it has ended: then nothing may be
+            dispatched any more.
+        """
+        started = time.monotonic()
+        with pymongo.timeout(self._timeout):
+            document = self._collection.find_one_and_update(
+                self._mine(term),
+                [{"$set": {"expiresAt": after(self._ttl), "renewedAt": "$$NOW", "report": literal(dict(report))}}],
+                return_document=ReturnDocument.AFTER,
+            )
+        if document is None:
+            return None
+        return Term(term.listener_id, term.version, started + self._ttl * _TRUST, document)
+
+    def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
+        """Give the lease back; False when it was no longer ours. The version stays."""
+        with pymongo.timeout(self._timeout):
+            result = self._collection.update_one(
+                self._mine(term),
+                {"$set": {"listenerId": None, "expiresAt": None, "state": state, "error": error}},
+            )
+        return result.matched_count == 1
+
+    def raise_version(self, term: Term, above: int) -> Term | None:
+        """A larger version for this term, after a take-over met a larger epoch; None when the term has ended."""
+        with pymongo.timeout(self._timeout):
+            document = self._collection.find_one_and_update(
+                self._mine(term),
+                [{"$set": {"version": {"$max": [next_number("version"), Int64(above + 1)]}}}],
+                return_document=ReturnDocument.AFTER,
+            )
+        if document is None:
+            return None
+        return Term(term.listener_id, document["version"], term.trusted_until, document)
+
+    def pin_start(self, term: Term, start: Timestamp, *, replace: bool = False) -> Timestamp | None:
+        """
+        Record where the bridge starts, before anything is read.
+
+        Returns:
+            The pinned time, which is the first one recorded unless `replace` is given, or None when
+            the term has ended.
+        """
+        guard = self._mine(term)
+        with pymongo.timeout(self._timeout):
+            if replace:
+                self._collection.update_one(guard, {"$set": {"startAtOperationTime": start}})
+            else:
+                self._collection.update_one(
+                    {**guard, "startAtOperationTime": None},
+                    {"$set": {"startAtOperationTime": start}},
+                )
+            document = self._collection.find_one(guard, {"startAtOperationTime": 1})
+        return None if document is None else document["startAtOperationTime"]
+
+    def set_layout(self, term: Term, layout: Layout) -> bool:
+        """Flip to a layout in one write; False when the term has ended."""
+        change = {"generation": layout.generation, "partitions": layout.partitions, "keys": dict(layout.keys)}
+        with pymongo.timeout(self._timeout):
+            return self._collection.update_one(self._mine(term), {"$set": change}).matched_count == 1
+
+    def record_position(
+        self,
+        term: Term,
+        token: Mapping[str, Any] | None,
+        cluster_time: Timestamp | None,
+        report: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Store the smallest watermark, where there is one, and the report; False when the term has ended."""
+        change: dict[str, Any] = {"report": dict(report) if report is not None else None}
+        if token is not None:
+            change |= {"resumeToken": dict(token), "clusterTime": cluster_time}
+        with pymongo.timeout(self._timeout):
+            return self._collection.update_one(self._mine(term), {"$set": change}).matched_count == 1
+
+    def record_gap(
+        self,
+        term: Term,
+        gap: Mapping[str, Any],
+        token: Mapping[str, Any] | None = None,
+        time_: Timestamp | None = None,
+    ) -> bool:
+        """
+        Keep a lasting note of history that was given up on purpose; the last 20 are kept.
+
+        With a time, it becomes the bridge's position at once, with the token or without: the lost one must not
+        stay, since a subscription that is added later begins there.
+        """
+        change: dict[str, Any] = {"$push": {"gaps": {"$each": [dict(gap)], "$slice": -20}}}
+        if time_ is not None:
+            position = {"resumeToken": dict(token) if token else None, "clusterTime": time_}
+            change["$set"] = {**position, "startAtOperationTime": time_}
+        with pymongo.timeout(self._timeout):
+            return self._collection.update_one(self._mine(term), change).matched_count == 1
+
+    def read(self) -> dict[str, Any] | None:
+        """The lease document, or None before the first start; `live` says whether somebody holds it now."""
+        live = {"$gt": ["$expiresAt", "$$NOW"]}
+        with pymongo.timeout(self._timeout):
+            found = list(self._collection.aggregate([{"$match": {"_id": self._bridge}}, {"$set": {"live": live}}]))
+        return found[0] if found else None
+
+    def signing_key(self) -> bytes | None:
+        """The key of this bridge's envelopes, or None before the first start of a listener."""
+        with pymongo.timeout(self._timeout):
+            document = self._collection.find_one({"_id": self._bridge}, {"signingKey": 1})
+        return bytes(document["signingKey"]) if document else None
+
+    def _mine(self, term: Term) -> dict[str, Any]:
+        return {"_id": self._bridge, "listenerId": term.listener_id, "version": term.version}
+
+
+_TRUST = 0.9
+"""Share of the ttl for which the holder trusts its lease; the rest is margin for clocks that drift."""
+
+
+def layout_of(document: Mapping[str, Any]) -> Layout | None:
+    """The layout in a lease document; None before the first one was stored."""
+    if document.get("partitions") is None:
+        return None
+    return Layout(document["generation"], document["partitions"], document["keys"])

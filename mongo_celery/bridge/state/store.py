@@ -1,0 +1,40 @@
+"""The state database of one bridge, opened with the concerns that the protocol rests on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bson.codec_options import CodecOptions
+from pymongo import MongoClient, ReadPreference, WriteConcern
+from pymongo.read_concern import ReadConcern
+
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.claims import Claims
+from mongo_celery.bridge.state.dead_letters import DeadLetters
+from mongo_celery.bridge.state.leases import Leases
+from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.bridge.state.subscriptions import Subscriptions
+
+
+class Store:
+    """
+    All collections of a bridge's state: majority writes, majority reads, primary only.
+
+    Whatever concerns the URL sets are meant for the user's data; a lease or a claim that a fail-over
+    can roll back would give the same fencing token to two holders.
+    """
+
+    def __init__(self, client: MongoClient[dict[str, Any]], options: BridgeOptions) -> None:
+        database = client.get_database(
+            options.database,
+            codec_options=CodecOptions(),
+            read_preference=ReadPreference.PRIMARY,
+            write_concern=WriteConcern("majority"),
+            read_concern=ReadConcern("majority"),
+        )
+        bridge = options.name
+        self.leases = Leases(database["leases"], bridge, options.lease_ttl)
+        self.subscriptions = Subscriptions(database["subscriptions"], bridge, options.lease_ttl)
+        self.partitions = Partitions(database["partitions"], bridge, options.lease_ttl)
+        self.claims = Claims(database["partitions"], database["dead_letters"], options.claim_ttl)
+        self.dead_letters = DeadLetters(database["dead_letters"], bridge, options.lease_ttl)

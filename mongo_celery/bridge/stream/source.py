@@ -1,0 +1,317 @@
+"""
+What a handler listens to, and the one change stream that serves all handlers of a bridge.
+
+Server-side filters use only what the oplog fixes: namespace and operation. A condition on anything else
+(`match`) is computed by the server into a flag, and applied by the listener: a filter on a looked-up
+field would make a token unresumable as soon as the document changes.
+
+The bridge's own state database is always excluded; else every commit would be a change that leads to a
+commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bson import json_util
+
+from mongo_celery.arguments import check_known
+from mongo_celery.bridge.change import FLAGS
+from mongo_celery.bridge.fenced import TOMBSTONES
+from mongo_celery.errors import ConfigurationError
+
+DOCUMENT_OPERATIONS = frozenset({"insert", "update", "replace", "delete"})
+OPERATIONS = DOCUMENT_OPERATIONS | {"drop", "rename", "dropDatabase", "invalidate"}
+_RESERVED = frozenset({"admin", "config", "local"})
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A collection, a database (`collection` is None), or everything (both are None)."""
+
+    database: str | None
+    collection: str | None
+
+    def covers(self, database: str | None, collection: str | None) -> bool:
+        """Whether an event of this namespace belongs to the source; a collection-wide event has no collection."""
+        if self.collection is None and collection is not None and collection.endswith(TOMBSTONES):
+            return False  # what fenced deletes leave behind belongs to nobody's data
+        if database is None or self.database is None:
+            return True
+        return self.database == database and (self.collection is None or collection in (None, self.collection))
+
+    def __str__(self) -> str:
+        return f"{self.database or '*'}.{self.collection or '*'}" if self.database else "*"
+
+
+def source_of(target: object, default_database: str | None) -> Source:
+    """
+    A source from what users write.
+
+    Args:
+        target: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` where the URL names a database, a PyMongo
+            collection or database, a Django model or a MongoEngine document class.
+        default_database: the database in the bridge's URL.
+
+    Raises:
+        ConfigurationError: when it is none of these.
+    """
+    if isinstance(target, str):
+        return _from_text(target, default_database)
+    full_name = getattr(target, "full_name", None)
+    if isinstance(full_name, str):
+        return _from_text(full_name, default_database)
+    if isinstance(target, type):
+        return _from_class(target)
+    name = getattr(target, "name", None)
+    if isinstance(name, str) and hasattr(target, "list_collection_names"):
+        return _checked(Source(name, None), target)
+    raise ConfigurationError(
+        f"{target!r} is not a source; give 'db.collection', 'db.*', a PyMongo collection or a model class.",
+    )
+
+
+def _from_text(text: str, default_database: str | None) -> Source:
+    if text == "*":
+        return Source(None, None)
+    database, dot, collection = text.partition(".")
+    if not dot:
+        if not default_database:
+            raise ConfigurationError(
+                f"source {text!r} names no database and the bridge's URL has none; write 'db.{text}' or '{text}.*'.",
+            )
+        database, collection = default_database, text
+    return _checked(Source(database, None if collection == "*" else collection), text)
+
+
+def _checked(source: Source, target: object) -> Source:
+    if source.database in _RESERVED:
+        raise ConfigurationError(f"source {target!r}: MongoDB's own database {source.database!r} cannot be watched.")
+    for part in (source.database, source.collection):
+        if part is not None and (not part or "\0" in part or part.startswith("$") or "*" in part):
+            raise ConfigurationError(f"source {target!r} is not of the form 'db.collection' or 'db.*'.")
+    return source
+
+
+def _from_class(model: Any) -> Source:
+    """Django's and MongoEngine's own words for a model's collection; neither is imported unless it is in use."""
+    concrete = getattr(getattr(model, "_meta", None), "concrete_model", None)
+    if concrete is not None:
+        from django.db import connections, router
+
+        database = connections[router.db_for_write(model)].settings_dict["NAME"]
+        return _checked(Source(str(database), str(concrete._meta.db_table)), model)  # noqa: SLF001 - Django's public name
+    named = getattr(model, "_get_collection_name", None)
+    if callable(named) and named():
+        database = model._get_db().name  # noqa: SLF001 - MongoEngine has no other way
+        return _checked(Source(str(database), str(named())), model)
+    raise ConfigurationError(f"class {model.__name__} is neither a Django model nor a MongoEngine document.")
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """
+    Which changes a handler gets.
+
+    Attributes:
+        operations: operation types.
+        fields: an update counts only when it touches one of these; None for all.
+        match: an aggregation expression over the event, judged by the server; None for all.
+    """
+
+    operations: frozenset[str] = DOCUMENT_OPERATIONS
+    fields: frozenset[str] | None = None
+    match: Any = None
+
+
+def filter_of(operations: Iterable[str] | None, fields: Iterable[str] | None, match: Any) -> Filter:
+    """A filter from a decorator's arguments, or a ConfigurationError."""
+    for name, value in (("operations", operations), ("fields", fields)):
+        if value is not None and not _are_names(value):
+            raise ConfigurationError(f"{name}={value!r} must be a set of names, such as {name}={{'...'}}.")
+    asked = frozenset(operations) if operations is not None else DOCUMENT_OPERATIONS
+    check_known(sorted(asked), sorted(OPERATIONS), "operation")
+    if match is not None and not isinstance(match, Mapping):
+        raise ConfigurationError(f"match={match!r} must be an aggregation expression, such as {{'$gt': [...]}}.")
+    return Filter(asked, frozenset(fields) if fields is not None else None, match)
+
+
+def _are_names(value: object) -> bool:
+    """Not one name, not none, and nothing that can be read only once."""
+    return (
+        isinstance(value, Collection)
+        and not isinstance(value, (str, bytes))
+        and bool(value)
+        and all(isinstance(name, str) for name in value)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Interest:
+    """What one subscription wants: sources and filter."""
+
+    name: str
+    sources: tuple[Source, ...]
+    filter: Filter
+
+    def wants(self, event: Mapping[str, Any]) -> bool:
+        """
+        Whether an event belongs to this subscription.
+
+        Raises:
+            ConfigurationError: the bridge's pipeline has removed what this is judged by. To pass over the
+                event would be a silent loss.
+        """
+        self._check_is_whole(event)
+        operation = event["operationType"]
+        if operation not in self.filter.operations:
+            return False
+        ns = event.get("ns") or {}
+        database, collection = ns.get("db"), ns.get("coll")
+        if not any(source.covers(database, collection) for source in self.sources):
+            return False
+        if self.filter.match is not None and not event.get(FLAGS, {}).get(self.name, False):
+            return False
+        return self.filter.fields is None or operation != "update" or _touches(event, self.filter.fields)
+
+    def _check_is_whole(self, event: Mapping[str, Any]) -> None:
+        operation = event.get("operationType")
+        needed = ["operationType"]
+        if operation != "invalidate":
+            needed.append("ns")
+        if operation in DOCUMENT_OPERATIONS:
+            needed.append("documentKey")
+        if self.filter.fields is not None and operation == "update":
+            needed.append("updateDescription")
+        if self.filter.match is not None:
+            needed.append(FLAGS)
+        missing = [name for name in needed if name not in event]
+        if missing:
+            raise ConfigurationError(
+                f"the bridge's pipeline removes {', '.join(missing)} from events, by which handler {self.name} is "
+                "chosen; keep these fields, or leave out the projection.",
+            )
+
+
+def _touches(event: Mapping[str, Any], fields: frozenset[str]) -> bool:
+    description = event.get("updateDescription") or {}
+    touched = [
+        *description.get("updatedFields", ()),
+        *description.get("removedFields", ()),
+        *(array["field"] for array in description.get("truncatedArrays") or ()),
+    ]
+    return any(
+        path == field or path.startswith(f"{field}.") or field.startswith(f"{path}.")
+        for path in touched
+        for field in fields
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """
+    The change stream of a bridge: where it is opened and with which stages and options.
+
+    Attributes:
+        database: None for the whole cluster.
+        collection: None for a whole database.
+        pipeline: our stages, then the user's.
+        options: `full_document` and `full_document_before_change`, where they are set.
+    """
+
+    database: str | None
+    collection: str | None
+    pipeline: tuple[Mapping[str, Any], ...]
+    options: Mapping[str, str]
+
+    @property
+    def fingerprint(self) -> str:
+        """Names this stream: a token may be given back only to a stream with the fingerprint it came from."""
+        document = {
+            "database": self.database,
+            "collection": self.collection,
+            "pipeline": list(self.pipeline),
+            "options": dict(self.options),
+        }
+        text = json_util.dumps(document, sort_keys=True, json_options=json_util.CANONICAL_JSON_OPTIONS)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def scope_of(
+    interests: Sequence[Interest],
+    *,
+    state_database: str,
+    pipeline: Sequence[Mapping[str, Any]] = (),
+    full_document: str | None = None,
+    before_change: str | None = None,
+) -> Scope:
+    """
+    The narrowest stream that serves all interests.
+
+    Raises:
+        ConfigurationError: when a source lies in the bridge's own state database.
+    """
+    sources = sorted({source for interest in interests for source in interest.sources}, key=str)
+    for source in sources:
+        if source.database == state_database:
+            raise ConfigurationError(
+                f"source {source} lies in the bridge's state database {state_database!r}: watching it would feed the "
+                "bridge with its own writes. Choose another database for the state.",
+            )
+    databases = {source.database for source in sources}
+    database = databases.pop() if len(databases) == 1 else None
+    collection = sources[0].collection if len(sources) == 1 else None
+    stages = [_match(sources, interests, database, collection, state_database), *_flags(interests), *pipeline]
+    options = {}
+    if full_document not in (None, "default"):
+        options["full_document"] = str(full_document)
+    if before_change not in (None, "off"):
+        options["full_document_before_change"] = str(before_change)
+    return Scope(database, collection, tuple(stage for stage in stages if stage), options)
+
+
+def _match(
+    sources: Sequence[Source],
+    interests: Sequence[Interest],
+    database: str | None,
+    collection: str | None,
+    state_database: str,
+) -> Mapping[str, Any]:
+    """An invalidate always passes: the stream reopens after its token."""
+    wanted: list[dict[str, Any]] = []
+    if collection is None:
+        wanted += [_namespaces(sources)] if all(source.database for source in sources) else []
+    if database is None:
+        wanted.append({"ns.db": {"$ne": state_database}})
+    operations = frozenset().union(*(interest.filter.operations for interest in interests))
+    wanted.append({"operationType": {"$in": sorted(operations)}})
+    return {"$match": {"$or": [{"operationType": "invalidate"}, {"$and": wanted}]}}
+
+
+def _namespaces(sources: Sequence[Source]) -> dict[str, Any]:
+    """A collection's own events, and those of its whole database, which have no collection."""
+    clauses: list[dict[str, Any]] = []
+    for source in sources:
+        clause: dict[str, Any] = {"ns.db": source.database}
+        if source.collection is not None:
+            clause["ns.coll"] = {"$in": [source.collection, None]}
+        clauses.append(clause)
+    return {"$or": clauses}
+
+
+def _flags(interests: Sequence[Interest]) -> list[dict[str, Any]]:
+    flags = {
+        interest.name: {"$cond": [interest.filter.match, True, False]}
+        for interest in interests
+        if interest.filter.match is not None
+    }
+    return [{"$addFields": {FLAGS: flags}}] if flags else []
+
+
+def strip_flags(event: dict[str, Any]) -> dict[str, Any]:
+    """The event as the server would have sent it without our flags."""
+    event.pop(FLAGS, None)
+    return event

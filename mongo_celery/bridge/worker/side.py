@@ -1,0 +1,81 @@
+"""What one worker process holds of a bridge: its store, its heartbeats, the key of its envelopes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from pymongo import MongoClient
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.worker.envelope import Run, unseal
+from mongo_celery.bridge.worker.heartbeat import Heartbeats
+from mongo_celery.errors import InvalidEnvelopeError
+
+logger = logging.getLogger("mongo_celery.worker")
+
+_KEY_SECONDS = 5.0
+
+
+class WorkerSide:
+    """
+    A bridge inside one worker process. Made after the fork, used by all threads of the process.
+
+    Args:
+        client: this process's client.
+        options: the bridge's options.
+    """
+
+    def __init__(self, client: MongoClient[dict[str, object]], options: BridgeOptions) -> None:
+        self.store = Store(client, options)
+        self.heartbeats = Heartbeats(self.store.claims, options.claim_ttl)
+        self._options = options
+        self._key: bytes | None = None
+        self._key_read = 0.0
+        self._lock = threading.Lock()
+
+    def open(self, kind: str, envelope: object, subscription: str | None) -> Run | None:
+        """
+        A verified run, or None for a message that must be dropped; the reason is logged.
+
+        A signature that does not fit makes it read the key again, at most every few seconds: the state
+        database may have been made anew.
+        """
+        try:
+            run = self._unseal(kind, envelope)
+        except InvalidEnvelopeError:
+            logger.warning(
+                "dropped a %s message for bridge %s that is forged, damaged or from another installation",
+                kind,
+                self._options.name,
+                extra={"event": "envelope_refused"},
+            )
+            return None
+        except PyMongoError as error:
+            logger.warning("cannot verify a message for bridge %s: %s", self._options.name, error)
+            return None
+        if run.bridge != self._options.name or (subscription is not None and run.subscription != subscription):
+            logger.warning("dropped a message of %s that was sent to another handler", run.partition_id)
+            return None
+        return run
+
+    def _unseal(self, kind: str, envelope: object) -> Run:
+        key = self._key
+        if key is not None:
+            try:
+                return unseal(kind, envelope, key)
+            except InvalidEnvelopeError:
+                if time.monotonic() - self._key_read < _KEY_SECONDS:
+                    raise
+        return unseal(kind, envelope, self._read_key())
+
+    def _read_key(self) -> bytes:
+        with self._lock:
+            self._key_read = time.monotonic()
+            self._key = self.store.leases.signing_key()
+        if self._key is None:
+            raise InvalidEnvelopeError
+        return self._key

@@ -1,0 +1,256 @@
+"""
+The Celery edge: the class of handler tasks, and the commit task.
+
+The work is done in `__call__`, which the worker calls with the message's arguments: it can replace them
+by a change, and calls on to the app's own `__call__` (Flask's application context, Django's task).
+
+`self.retry()` keeps Celery's logic of limits, backoff and jitter, but its signature publishes nothing:
+the retry is parked in MongoDB. So a long countdown holds no message, survives restarts, and never lets
+a successor overtake.
+
+Nothing here calls MongoDB from hooks that run in the worker's parent process.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pymongo
+from celery import Celery
+from celery.app.task import Task
+from celery.exceptions import Ignore, Reject
+from pymongo import WriteConcern
+from pymongo.read_concern import ReadConcern
+
+from mongo_celery.bridge.change import Change
+from mongo_celery.bridge.worker.envelope import bridge_of
+from mongo_celery.bridge.worker.execution import (
+    Execution,
+    ParkedSignature,
+    current,
+    refuse_new_arguments,
+    until_answered,
+)
+from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
+
+if TYPE_CHECKING:
+    from pymongo.client_session import ClientSession
+
+    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.handlers import Handler
+
+logger = logging.getLogger("mongo_celery.worker")
+
+COMMIT_TASK = "mongo_celery.commit"
+PROTOCOL_ATTRIBUTES: dict[str, Any] = {
+    "acks_late": True,
+    "acks_on_failure": True,
+    "acks_on_timeout": True,
+    "acks_on_failure_or_timeout": True,
+    "reject_on_worker_lost": False,
+    "ignore_result": True,
+    "store_errors_even_if_ignored": False,
+    "serializer": "json",
+    "expires": None,
+}
+"""What the protocol needs of a task; `check` and every worker look whether annotations override it."""
+
+
+class ChangeTask:
+    """
+    Mixed into the app's task class: turns a message into claim, handler calls and an outcome.
+
+    Calling the task with a `Change` just runs the function, for unit tests.
+    """
+
+    bridge: Bridge
+    handler: Handler
+    if TYPE_CHECKING:
+        request: Any
+        run: Callable[..., Any]
+        app: Celery
+        name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one message, or, with a `Change`, just the function."""
+        if args and isinstance(args[0], Change):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if self.request.called_directly:
+            raise HandlerUsageError(
+                f"{self.name} takes a Change; in a unit test make one with Change.build('insert', ns=...).",
+            )
+        run = self.bridge.worker.open("run", args[0] if args else None, self.handler.name)
+        if run is None:
+            raise Ignore
+        Execution(self.bridge, self.handler, run).execute(self._call_with)
+        return None
+
+    def _call_with(self, change: Change, retries: int) -> None:
+        request = self.request
+        request.retries = retries
+        inherited = super().__call__  # type: ignore[misc]
+        if getattr(inherited, "__func__", None) is Task.__call__:
+            self.run(change)  # Celery's own would push another request, without attempts
+            return
+        request._protected = 0  # noqa: SLF001 - a run of several changes passes here several times
+        inherited(change)
+
+    def signature_from_request(self, *_args: Any, **_kwargs: Any) -> ParkedSignature:
+        """What `retry` would publish: nothing (the execution parks the change)."""
+        return ParkedSignature(args=(self.request.argsrepr,))
+
+    def retry(self, args: Any = None, kwargs: Any = None, *rest: Any, throw: bool = True, **options: Any) -> Any:
+        """Celery's `retry`, parked in MongoDB; it always raises, whatever `throw` says."""
+        del throw
+        refuse_new_arguments(args, kwargs)
+        return super().retry(None, None, *rest, throw=True, **options)  # type: ignore[misc]
+
+    def apply_async(self, *_args: Any, **_options: Any) -> Any:
+        """Refused: the listener dispatches changes."""
+        raise HandlerUsageError(
+            f"{self.name} is a change handler: the listener dispatches it when a document changes. Write to the "
+            "watched collection, or call the function with a Change.",
+        )
+
+    def replace(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refused: a replaced task would commit before its replacement has run."""
+        raise HandlerUsageError("A change handler cannot replace itself; start the other task with delay().")
+
+    def add_to_chord(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refused: a change handler is part of its own chain."""
+        raise HandlerUsageError("A change handler cannot join a chord; start the chord with delay().")
+
+
+def make_task(bridge: Bridge, app: Celery, handler: Handler, options: dict[str, Any]) -> Any:
+    """Register a handler's Celery task; the returned proxy becomes the task when the app is finalized."""
+    function = handler.function
+    if handler.transactional:
+        function = in_transaction(bridge, function)
+    base = options.pop("base", None)
+    ignored = tuple(options.pop("dont_autoretry_for", ()))
+    register: Any = app.task
+    return register(
+        name=handler.task_name,
+        base=_base(app, base),
+        bridge=bridge,
+        handler=handler,
+        typing=False,
+        shared=False,
+        dont_autoretry_for=(*ignored, StaleFencingTokenError, Reject),
+        **PROTOCOL_ATTRIBUTES,
+        **options,
+    )(function)
+
+
+def _base(app: Celery, base: type[Any] | None) -> type[Any]:
+    parent = base or app.Task
+    return type("ChangeTask", (ChangeTask, parent), {"abstract": True})
+
+
+def in_transaction(bridge: Bridge, function: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    The function, run inside a transaction whose last write is the mark that it has been handled.
+
+    So its effects in the same cluster happen exactly once: they and the mark are there together or not
+    at all. It stands inside `autoretry_for`, which would otherwise take transient errors before the
+    driver can repeat the body.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        *before, change = args
+        execution = current.get()
+        if execution is None:  # called directly, in a unit test
+            return function(*args)
+
+        def body(session: ClientSession) -> None:
+            function(*before, change.with_session(session))
+            execution.handle_in(session, change)
+
+        with (
+            pymongo.timeout(bridge.options.transaction_seconds),
+            bridge.client.start_session() as session,
+        ):
+            session.with_transaction(
+                body,
+                read_concern=ReadConcern("snapshot"),
+                write_concern=WriteConcern("majority"),
+            )
+        execution.transaction_committed()
+        return None
+
+    return run
+
+
+class CommitTask:
+    """Mixed into the app's task class: publishes the link of a chain without what only user tasks need."""
+
+    if TYPE_CHECKING:
+        app: Celery
+        name: str
+
+    def apply_async(self, args: Any = None, _kwargs: Any = None, *_rest: Any, **options: Any) -> Any:
+        """
+        Publish the link that the worker takes from a handler's message after the handler has succeeded.
+
+        The listener has already chosen queue, id and label, so routes, canvas and representations of the
+        arguments need not be worked out again.
+        """
+        amqp, task_id, queue = self.app.amqp, options["task_id"], options["queue"]
+        message = amqp.as_task_v2(
+            task_id,
+            self.name,
+            tuple(args or ()),
+            {},
+            root_id=options.get("root_id"),
+            parent_id=options.get("parent_id"),
+            ignore_result=True,
+            argsrepr=options.get("argsrepr", "()"),
+            kwargsrepr="{}",
+            create_sent_event=self.app.conf.task_send_sent_event,
+        )
+        with self.app.producer_or_acquire(options.get("producer")) as producer:
+            amqp.send_task_message(producer, self.name, message, queue=queue, serializer="json", declare=[])
+        return self.app.AsyncResult(task_id)
+
+
+def register_commit(app: Celery, find: Callable[[str], Bridge | None]) -> None:
+    """Register the commit task of an app, once for all its bridges."""
+
+    def commit(*args: Any, **_kwargs: Any) -> None:
+        """Turn what is handled into the new position. Whatever arguments a forged message has, it is dropped."""
+        envelope = args[0] if args else None
+        try:
+            bridge = find(bridge_of(envelope))
+        except InvalidEnvelopeError:
+            bridge = None
+        if bridge is None:
+            logger.warning(
+                "dropped a commit message that names no bridge of this app", extra={"event": "envelope_refused"}
+            )
+            raise Ignore
+        run = bridge.worker.open("commit", envelope, None)
+        if run is None:
+            raise Ignore
+        claims = bridge.worker.store.claims
+        if not until_answered(lambda: claims.commit(run.partition_id, run.first), f"a commit of {run.partition_id}"):
+            logger.debug("commit of %s found its work done", run.partition_id)
+
+    base = type("CommitTask", (CommitTask, app.Task), {"abstract": True})
+    register: Any = app.task
+    register(name=COMMIT_TASK, base=base, shared=False, typing=False, **PROTOCOL_ATTRIBUTES)(commit)
+
+
+def overridden_attributes(app: Celery) -> dict[str, list[str]]:
+    """Attributes of our tasks that `task_annotations` have changed, by task name."""
+    found: dict[str, list[str]] = {}
+    for name, task in app.tasks.items():
+        if name != COMMIT_TASK and not hasattr(task, "handler"):
+            continue
+        wrong = [key for key, value in PROTOCOL_ATTRIBUTES.items() if getattr(task, key, value) != value]
+        if wrong:
+            found[name] = wrong
+    return found

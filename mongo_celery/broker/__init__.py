@@ -1,0 +1,1 @@
+"""The broker: bounded connections and the queues that an app knows."""

@@ -1,0 +1,35 @@
+"""The broker's connection, bounded: a frozen server must not hold a process for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Celery
+from kombu import Connection
+
+_BOUNDS = {
+    "redis": ("socket_timeout", "socket_connect_timeout"),
+    "amqp": ("read_timeout", "write_timeout"),
+}
+"""What bounds a call, by the kind of transport."""
+
+
+def bounded_connection(app: Celery, seconds: int, *, confirm: bool = False) -> Connection:
+    """
+    A connection of its own to publish with, every call of which ends within a bound.
+
+    Neither Redis nor RabbitMQ has a bound by itself. What the app's `broker_transport_options` say about it
+    counts more.
+
+    Args:
+        app: the Celery app, for its broker.
+        seconds: the bound of a call.
+        confirm: whether RabbitMQ confirms each message; Redis always answers.
+    """
+    with app.connection_for_write() as plain:
+        kind = plain.transport.driver_type
+    given = app.conf.broker_transport_options or {}
+    bounds: dict[str, Any] = {name: seconds for name in _BOUNDS.get(kind, ()) if name not in given}
+    if confirm and kind == "amqp":
+        bounds.setdefault("confirm_publish", given.get("confirm_publish", True))
+    return app.connection_for_write(connect_timeout=seconds, transport_options=bounds)

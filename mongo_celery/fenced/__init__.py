@@ -1,6 +1,0 @@
-"""The fenced view of a PyMongo collection: writes that an older execution cannot undo (see `fencing`)."""
-
-from mongo_celery.fenced.collection import TOMBSTONE_TTL, FencedCollection
-from mongo_celery.fenced.tombstones import SUFFIX as TOMBSTONES
-
-__all__ = ["TOMBSTONES", "TOMBSTONE_TTL", "FencedCollection"]

@@ -1,0 +1,36 @@
+"""Words of drivers without the credentials of URLs."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+_USER_INFO = re.compile(r"(://)?[^\s\"'(]*@")
+"""Also the pieces into which drivers cut a URL whose password is not escaped."""
+
+_TAILS = (" (configured timeouts:", ", Timeout:", ", full error:")
+
+
+def without_credentials(text: str) -> str:
+    """A text whose URLs show no user and no password."""
+    return _USER_INFO.sub(r"\1***@", text)
+
+
+def short(error: BaseException) -> str:
+    """An error's own words, without what drivers append, and without credentials."""
+    text = str(error) or type(error).__name__
+    for tail in _TAILS:
+        text = text.split(tail, 1)[0]
+    return without_credentials(text.rstrip("."))
+
+
+def keep_commands_out_of_logs() -> None:
+    """
+    At `-l DEBUG` PyMongo would log each command: whole documents, and the signing key as it is read.
+
+    Whoever wants that sets the level of the logger `pymongo.command`, or `pymongo`, explicitly. Called
+    where logging is set up and where clients are made: an app that sets up logging by itself sends no signal.
+    """
+    commands = logging.getLogger("pymongo.command")
+    if commands.level == logging.NOTSET and logging.getLogger("pymongo").level == logging.NOTSET:
+        commands.setLevel(logging.INFO)

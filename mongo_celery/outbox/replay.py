@@ -1,0 +1,196 @@
+"""
+What a person does with dead letters: look at them, put them back, throw them away.
+
+A letter that is put back gets a new id as an entry (`<id>~1`, then `~2`); its tasks and its event keep theirs, by
+which consumers deduplicate. The new id is what makes it safe: entries are removed by name, and a relay that was
+paused between setting an entry aside and removing it may wake up at any time. It then removes the old name only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from bson import json_util
+from bson.binary import UuidRepresentation
+
+from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.redaction import short
+from mongo_celery.outbox.change import Change
+from mongo_celery.outbox.entries import FIELD, Entry
+from mongo_celery.outbox.publisher import BrokerUnavailableError
+
+if TYPE_CHECKING:
+    from mongo_celery.outbox.outbox import Outbox
+
+_ROUNDS = 3
+
+_JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """
+    One dead letter.
+
+    Attributes:
+        id: of its entry; what commands take.
+        document: `_id` of the document that it belongs to.
+        at: when it was set aside, by the server's clock.
+        entry: as it was stored.
+        error: what its last attempt failed with.
+        traceback: of that error.
+    """
+
+    id: str
+    document: Any
+    at: datetime | None
+    entry: Mapping[str, Any]
+    error: str
+    traceback: str
+
+    def plain(self, *, payload: bool = True) -> dict[str, Any]:
+        """As JSON can hold it; what is not JSON's own becomes extended JSON."""
+        found = asdict(self)
+        if not payload:
+            found["entry"] = {name: value for name, value in self.entry.items() if name != "payload"}
+        plain: dict[str, Any] = json.loads(json_util.dumps(found, json_options=_JSON))
+        return plain | {"at": None if self.at is None else self.at.isoformat()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """
+    What became of a letter.
+
+    Attributes:
+        id: of the letter.
+        result: `pending` where it is back in its document, `published` where it went straight to the broker.
+        entry: its id as an entry from now on; None where it is none any more.
+    """
+
+    id: str
+    result: str
+    entry: str | None
+
+
+def letters(outbox: Outbox, limit: int) -> list[Letter]:
+    """The dead letters of an outbox, the oldest first."""
+    return [_letter(outbox, stored) for stored in outbox.dead_letters.find(limit)]
+
+
+def letter(outbox: Outbox, id: str) -> Letter | None:  # noqa: A002
+    """One letter by the id of its entry."""
+    stored = outbox.dead_letters.get(id)
+    return None if stored is None else _letter(outbox, stored)
+
+
+def replay(outbox: Outbox, id: str, *, without_document: bool = False) -> Replay:  # noqa: A002
+    """
+    Put a letter back at the end of what is pending in its document, with its attempts at zero.
+
+    Relays deliver it like any entry. Repeating this is harmless: while the entry waits it is not added twice.
+    Where the process ends between adding the entry and removing the letter, the letter stays, and replaying it
+    once more can publish the task a second time, under the same id.
+
+    Args:
+        outbox: the letter's.
+        id: of the letter.
+        without_document: publish it now if its document is gone. Nothing stands behind that: whoever needs the
+            document will not find it.
+
+    Raises:
+        CommandRefusedError: there is no such letter, its document is gone, its entry is still in it, or it cannot
+            be read; the letter is still there.
+        OutboxRefusedError: the document is full; the letter is still there.
+    """
+    found = letter(outbox, id)
+    if found is None:
+        raise CommandRefusedError(f"Outbox {outbox.name} has no dead letter {id}.")
+    entry = _entry(found)
+    again = replace(entry, id=next_id(id), attempts=0, at=datetime.now(UTC))
+    for _ in range(_ROUNDS):
+        if _append(outbox, found.document, id, again):
+            break
+        there = _ids_in(outbox, found.document)
+        if there is None:
+            return _replay_without_document(outbox, found, entry, allowed=without_document)
+        if again.id in there:
+            break
+        if id in there:
+            raise CommandRefusedError(
+                f"Entry {id} is still in document {found.document!r}: the relay that set it aside has not removed it "
+                "yet, or ended before. Try again in some seconds.",
+            )
+    else:
+        raise CommandRefusedError(f"Document {found.document!r} kept changing while {id} was put back; try again.")
+    outbox.dead_letters.remove(id)
+    return Replay(id=id, result="pending", entry=again.id)
+
+
+def discard(outbox: Outbox, id: str) -> bool:  # noqa: A002
+    """Throw a letter away: its task or event will never be published. False if there is none."""
+    return outbox.dead_letters.remove(id)
+
+
+def next_id(id: str) -> str:  # noqa: A002
+    """The id under which a letter's entry is put back; always the same, so that a repetition finds it."""
+    base, mark, number = id.rpartition("~")
+    return f"{base}~{int(number) + 1}" if mark and number.isdecimal() else f"{id}~1"
+
+
+def _append(outbox: Outbox, document_id: Any, id: str, again: Entry) -> bool:  # noqa: A002
+    """Add the entry, by one update; False where the document is gone or holds it under either id."""
+    guard = {"_id": document_id, f"{FIELD}.events.id": {"$nin": [id, again.id]}}
+    change = Change(filter=guard, update={}, options={})
+    return outbox.backing.writer.change(change, [again], session=None, claim=False).matched
+
+
+def _ids_in(outbox: Outbox, document_id: Any) -> list[Any] | None:
+    """The ids of the entries in a document; None where there is no document."""
+    document = outbox.backing.plain.find_one({"_id": document_id}, {f"{FIELD}.events.id": 1})
+    if document is None:
+        return None
+    return [entry.get("id") for entry in document.get(FIELD, {}).get("events", []) if isinstance(entry, Mapping)]
+
+
+def _replay_without_document(outbox: Outbox, found: Letter, entry: Entry, *, allowed: bool) -> Replay:
+    if not allowed:
+        raise CommandRefusedError(
+            f"Document {found.document!r} of dead letter {found.id} is gone, so there is nothing to put it back into. "
+            "Discard it, or publish it all the same with --without-document.",
+        )
+    try:
+        outbox.publisher.publish(entry)
+    except BrokerUnavailableError as error:
+        raise CommandRefusedError(
+            f"The broker did not take {found.id}: {short(error)}. Nothing was changed."
+        ) from error
+    except Exception as error:
+        raise CommandRefusedError(f"{found.id} still cannot be published: {short(error)}.") from error
+    outbox.dead_letters.remove(found.id)
+    return Replay(id=found.id, result="published", entry=None)
+
+
+def _entry(found: Letter) -> Entry:
+    try:
+        return Entry.from_document(found.entry)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CommandRefusedError(
+            f"Dead letter {found.id} cannot be read, so it can only be discarded: somebody else has written to {FIELD} "
+            f"(missing or wrong: {short(error)}).",
+        ) from error
+
+
+def _letter(outbox: Outbox, stored: Mapping[str, Any]) -> Letter:
+    return Letter(
+        id=str(stored["_id"]).removeprefix(f"{outbox.collection.full_name}/"),
+        document=stored.get("document"),
+        at=stored.get("at"),
+        entry=stored.get("entry") or {},
+        error=str(stored.get("error", "")),
+        traceback=str(stored.get("traceback", "")),
+    )

@@ -1,0 +1,150 @@
+"""Driving a transaction to its end: patience with MongoDB, and with other drivers."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from bson import ObjectId
+from pymongo.errors import PyMongoError
+
+from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
+from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import is_transient
+from mongo_celery.twophase.coordinator import BusyError, Driver, Open, OvertakenError, StuckError
+from mongo_celery.twophase.log import TransactionLog
+from mongo_celery.twophase.states import State, Transaction
+
+Result = TypeVar("Result")
+
+FINISHED_BY_RECOVERY = "recovery will finish it"
+NOT_BEGUN = (
+    "run it again: nothing may have been begun yet, and recovery finishes only what was begun, or queued by delay"
+)
+_PAUSE_SECONDS_MAX = 0.5
+
+
+class Driving:
+    """
+    Drives transactions of one log.
+
+    Args:
+        log: of the transactions.
+        open_part: gives a participant's collection.
+        timeout: seconds for which transient errors are repeated, and another driver is waited for.
+    """
+
+    def __init__(self, log: TransactionLog, open_part: Open, timeout: float) -> None:
+        self._log = log
+        self._open = open_part
+        self._timeout = timeout
+
+    def new_driver(self, identity: ObjectId | None = None) -> Driver:
+        """A driver with an identity of its own, or the given one."""
+        return Driver(self._log, self._open, identity or ObjectId())
+
+    def to_the_end(self, transaction: Transaction) -> Transaction:
+        """
+        Step by step until the state is final. If another driver takes over, wait for it.
+
+        Raises:
+            TransactionStateError: a participant refuses to be undone, or two of them are one document.
+            TransactionTimeoutError: the time is used up.
+        """
+        deadline = time.monotonic() + self._timeout
+        driver = self.new_driver(transaction.driver)
+        while not transaction.state.is_final:
+            current = transaction
+            step = driver.begin_and_apply if current.state is State.INITIAL else driver.step
+            try:
+                transaction = self._once_more(step, current, driver, deadline)
+            except OvertakenError:
+                return self._awaited(transaction.id, deadline)
+            except StuckError as error:
+                raise stuck(current, error) from error
+        return transaction
+
+    def persist(
+        self,
+        attempt: Callable[[], Result],
+        deadline: float | None = None,
+        *,
+        hint: str = FINISHED_BY_RECOVERY,
+        **fields: Any,
+    ) -> Result:
+        """
+        Repeat an attempt that met a transient error, or found something changed, until the time is used up.
+
+        Args:
+            attempt: what is done; it may be done several times.
+            deadline: of the monotonic clock; by default after the timeout.
+            hint: what follows when the time is used up.
+            fields: of the error.
+
+        Raises:
+            TransactionTimeoutError: it is.
+        """
+        deadline = time.monotonic() + self._timeout if deadline is None else deadline
+        pause = 0.01
+        while True:
+            try:
+                return attempt()
+            except (PyMongoError, BusyError) as error:
+                if isinstance(error, PyMongoError) and not is_transient(error):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise TransactionTimeoutError(
+                        f"MongoDB did not let it get on in time ({short(error)}); {hint}.",
+                        outcome="unknown",
+                        **fields,
+                    ) from error
+            threading.Event().wait(random.random() * pause)  # noqa: S311 - jitter, no secret
+            pause = min(pause * 2, _PAUSE_SECONDS_MAX)
+
+    def _once_more(
+        self, step: Callable[[Transaction], Transaction], seen: Transaction, driver: Driver, deadline: float
+    ) -> Transaction:
+        """A step; if an answer was lost and the step had been done after all, go on from there."""
+        hint = NOT_BEGUN if seen.state is State.INITIAL else FINISHED_BY_RECOVERY
+        try:
+            return self.persist(lambda: step(seen), deadline, hint=hint, id=seen.id)
+        except OvertakenError:
+            now = self.persist(lambda: self._log.get(seen.id), deadline, id=seen.id)
+            if now.driver != driver.identity:
+                raise
+            return now
+
+    def _awaited(self, transaction_id: Any, deadline: float) -> Transaction:
+        pause = 0.01
+        while True:
+            now = self.persist(lambda: self._log.get(transaction_id), deadline, id=transaction_id)
+            if now.state.is_final:
+                return now
+            if time.monotonic() >= deadline:
+                raise TransactionTimeoutError(
+                    f"transaction {now.id!r} is {now.state}, in the hands of another driver; if that one does not "
+                    "finish it, recovery will.",
+                    id=now.id,
+                    outcome="unknown",
+                )
+            threading.Event().wait(pause)
+            pause = min(pause * 2, _PAUSE_SECONDS_MAX)
+
+
+def stuck(transaction: Transaction, error: StuckError) -> TransactionStateError:
+    """What to say of a transaction that no driver gets any further."""
+    return TransactionStateError(
+        f"transaction {transaction.id!r} stays {transaction.state}: {error}. Put it right, then recover.",
+        id=transaction.id,
+        state=transaction.state,
+    )
+
+
+def still_mine(transaction: Transaction | None) -> Transaction:
+    """What a conditional update returned; None means that it met another state, and calls for another attempt."""
+    if transaction is None:
+        raise BusyError("it changed meanwhile")
+    return transaction
