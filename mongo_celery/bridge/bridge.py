@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -25,6 +23,7 @@ from mongo_celery.bridge.worker import queues  # noqa: F401 - its signals
 from mongo_celery.bridge.worker.side import WorkerSide
 from mongo_celery.bridge.worker.tasks import make_task, register_commit
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.forking import per_process
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
 from mongo_celery.outbox import Outbox
@@ -74,8 +73,6 @@ class Bridge:
         self._app: Celery | None = None
         self._handlers: dict[str, Handler] = {}
         self._waiting: list[Callable[[Celery], None]] = []
-        self._lock = threading.RLock()
-        self._process: tuple[int, MongoClient[dict[str, Any]], WorkerSide] | None = None
         if app is not None:
             self.init_app(app)
 
@@ -144,15 +141,15 @@ class Bridge:
         """The registered handlers, in the order of their names."""
         return [self._handlers[name] for name in sorted(self._handlers)]
 
-    @property
+    @per_process
     def client(self) -> MongoClient[dict[str, Any]]:
         """This process's client: connects lazily, and is made anew after a fork."""
-        return self._of_process()[1]
+        return self._connect()
 
-    @property
+    @per_process
     def worker(self) -> WorkerSide:
         """This process's store, heartbeats and envelope key."""
-        return self._of_process()[2]
+        return WorkerSide(self.client, self.options)
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
         """A client of its own for one change stream, with a socket timeout in seconds."""
@@ -311,16 +308,6 @@ class Bridge:
                         f"handlers {other.name!r} of bridge {bridge.name} and {handler.name!r} of bridge {self.name} "
                         f"would share the Celery task {handler.task_name}; give each a function with its own name.",
                     )
-
-    def _of_process(self) -> tuple[int, MongoClient[dict[str, Any]], WorkerSide]:
-        process = self._process
-        if process is None or process[0] != os.getpid():
-            with self._lock:
-                if self._process is None or self._process[0] != os.getpid():
-                    client = self._connect()
-                    self._process = (os.getpid(), client, WorkerSide(client, self.options))
-                process = self._process
-        return process
 
     def _connect(self) -> MongoClient[dict[str, Any]]:
         keep_commands_out_of_logs()

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import pymongo
-
 from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.outbox import index
 from mongo_celery.outbox.metrics import OutboxStatus
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 BROKER_SECONDS = 3
 """How long a command waits for the broker's answer."""
 
-_ANSWER_SECONDS = 4.0
 _LATE = 3
 """An entry that is older than so many times `sweep_after` should have been delivered by a sweep."""
 
@@ -103,8 +101,7 @@ def reach(outbox: Outbox) -> None:
         client = outbox.collection.database.client
     except ValueError as error:  # what the driver raises for a port that is none
         raise ConfigurationError(f"the collection of {outbox!r} cannot be opened: {short(error)}") from error
-    with pymongo.timeout(_ANSWER_SECONDS):
-        client.admin.command("ping")
+    ping(client)
 
 
 def read_health(app: Celery, outboxes: Sequence[Outbox]) -> list[Health]:

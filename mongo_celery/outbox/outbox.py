@@ -17,9 +17,9 @@ from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
 
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.opening import DEFAULT_DATABASE
+from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
 from mongo_celery.outbox import pending, registry
-from mongo_celery.outbox.backing import Backing, Source, bounded
+from mongo_celery.outbox.backing import Backing, bounded
 from mongo_celery.outbox.bulk import Write, write_in_bulk
 from mongo_celery.outbox.change import Change, Written, refuse_replacement
 from mongo_celery.outbox.dead_letters import DeadLetters

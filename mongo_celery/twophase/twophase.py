@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from bson import ObjectId
@@ -14,8 +13,10 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import Duration, not_negative, positive
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
+from mongo_celery.forking import per_process
+from mongo_celery.mongo.opening import Source, collection_of
 from mongo_celery.twophase import steps as registry
-from mongo_celery.twophase.clusters import Clusters, Source, opened, strict
+from mongo_celery.twophase.clusters import Clusters, opened
 from mongo_celery.twophase.compensation import compensation_ids, opposite
 from mongo_celery.twophase.completion import NOT_BEGUN, Driving, still_mine
 from mongo_celery.twophase.coordinator import OvertakenError
@@ -88,23 +89,23 @@ class TwoPhaseCommit:
     def __repr__(self) -> str:
         return f"<TwoPhaseCommit {self.name} application={self.application}>"
 
-    @cached_property
+    @per_process
     def transactions(self) -> Collection[dict[str, Any]]:
         """The transactions' collection, with majority writes and reads from the primary."""
-        return opened(self._given[0])
+        return opened(collection_of(self._given[0]))
 
-    @cached_property
+    @per_process
     def accounts(self) -> Collection[dict[str, Any]]:
         """The documents that `transfer` names."""
         given = self._given[1]
-        return strict(self.transactions.database["accounts"]) if given is None else opened(given)
+        return opened(self.transactions.database["accounts"] if given is None else collection_of(given))
 
-    @cached_property
+    @per_process
     def log(self) -> TransactionLog:
         """Reads and writes of the transactions' documents."""
         return TransactionLog(self.transactions, self.application, self.accounts.full_name)
 
-    @cached_property
+    @per_process
     def _driving(self) -> Driving:
         return Driving(self.log, self._clusters.open, self._timeout)
 

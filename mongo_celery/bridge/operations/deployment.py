@@ -13,10 +13,11 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
-from mongo_celery.bridge.operations.reach import ANSWER_SECONDS, explained
+from mongo_celery.bridge.operations.reach import explained
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.stream.source import Interest, Scope, Source, scope_of
 from mongo_celery.errors import ConfigurationError, DeploymentError, MongoCeleryError, TopologyError
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.oplog import Oplog, check_topology, read_oplog
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Reaction, final_error, reaction_to

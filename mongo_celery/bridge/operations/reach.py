@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pymongo
 from pymongo import MongoClient
 from pymongo.errors import ConnectionFailure, OperationFailure, PyMongoError
 
 from mongo_celery.errors import AccessError, ConfigurationError, ServerUnavailableError
+from mongo_celery.mongo.opening import ANSWER_SECONDS, ping
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import needs_deployment
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.bridge import Bridge
-
-ANSWER_SECONDS = 4.0
-"""How long a command waits for the first answer of a server."""
 
 _AUTHENTICATION_FAILED = 18
 
@@ -32,8 +29,7 @@ def reach(bridge: Bridge) -> MongoClient[dict[str, Any]]:
     """
     client = _client(bridge)
     try:
-        with pymongo.timeout(ANSWER_SECONDS):
-            client.admin.command("ping")
+        ping(client)
     except PyMongoError as error:
         raise explained(error) from error
     return client

@@ -18,12 +18,13 @@ from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.operations.reach import ANSWER_SECONDS, explained, reach
+from mongo_celery.bridge.operations.reach import explained, reach
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import DeploymentError
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
 
 if TYPE_CHECKING:
