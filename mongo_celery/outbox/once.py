@@ -64,7 +64,8 @@ def once(
     of a chain gets its argument, a chord its part.
 
     Args:
-        collection: where ids are remembered, or a callable that returns it; all users of it share the ids.
+        collection: where ids are remembered, or a callable that returns it, asked once in each process; all users
+            of it share the ids.
         keep: seconds or `timedelta` for which a finished id is remembered. A duplicate that comes later runs.
         claim_ttl: without `session`: how long a run keeps duplicates away; longer than the function takes. After a
             crash the duplicate runs when it is over.

@@ -47,8 +47,8 @@ class Outbox:
 
     Args:
         app: the Celery app.
-        collection: a PyMongo collection, or a callable that returns one (prefork workers make their clients
-            after the fork).
+        collection: a PyMongo collection, or a callable that returns one; it is asked once in each process, since
+            prefork workers make their clients after the fork.
         name: what commands and logs call it; by default the collection's full name.
         sweep_after: seconds after which the sweep takes an entry.
         sweep_every: seconds between two sweeps by `celery beat`; None for no beat entry.

@@ -42,13 +42,13 @@ class TwoPhaseCommit:
 
     Args:
         app: the Celery app; None if nothing is driven by Celery.
-        transactions: the collection of transaction documents, or a callable that returns it (prefork workers make
-            their clients after the fork).
+        transactions: the collection of transaction documents, or a callable that returns it; it is asked once in
+            each process, since prefork workers make their clients after the fork.
         application: this application's marker: recovery takes over only what carries it, or no marker.
         name: for the command line and for tasks, if an app has several.
         accounts: the documents that `transfer` names, or a callable; by default the collection `accounts` beside
             the transactions.
-        clients: other clusters by alias: clients, or callables that return them.
+        clients: other clusters by alias: clients, or callables that return them, asked as above.
         older_than: seconds after which an unfinished transaction counts as abandoned.
         timeout: seconds for which transient errors are repeated.
         recover_every: seconds between two recoveries by `celery beat`; None for no beat entry.

@@ -12,6 +12,7 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery import Bridge, Outbox, TwoPhaseCommit
+from mongo_celery.forking import PerProcess
 from tests.fixtures.forking import holds_after_a_fork
 
 URL = "mongodb://localhost:1"
@@ -161,3 +162,29 @@ def test_a_fork_amid_the_making_hinders_no_child() -> None:
     finally:
         go_on.set()
         maker.join()
+
+
+def test_a_child_does_not_take_what_its_parent_has_made() -> None:
+    """What is taken is closed, and the parent's connections are not the child's to close."""
+    value = PerProcess(object)
+    parents = value.get()
+    assert holds_after_a_fork(lambda: value.take() is None and value.get() is not parents)
+    assert value.get() is parents
+    assert value.take() is parents
+    assert value.take() is None
+    assert value.get() is not parents
+
+
+def test_what_could_not_be_made_is_tried_again() -> None:
+    """A server that is down when the first one asks may be up when the next one does."""
+    errors = [ConnectionError("down")]
+
+    def make() -> str:
+        if errors:
+            raise errors.pop()
+        return "up"
+
+    value = PerProcess(make)
+    with pytest.raises(ConnectionError):
+        value.get()
+    assert value.get() == "up"
