@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ from pymongo import DeleteMany, DeleteOne, InsertOne, ReplaceOne, UpdateMany, Up
 from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
 from mongo_celery.outbox import pending
-from mongo_celery.outbox.change import NOT_PINNED, id_key, pinned_id, refuse_replacement
+from mongo_celery.outbox.change import refuse_replacement
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.writes import Writer
@@ -61,32 +62,28 @@ def write_in_bulk(
     Raises:
         OutboxRefusedError: before anything was written.
     """
-    requests, known, added = [], dict[bytes, Any](), list[tuple[Any, Any, int]]()
+    requests, known, added = [], dict[Hashable, Any](), list[tuple[Any, Any, int]]()
     for write in writes:
         document_id = _id_of(write.request)
-        entries = make_entries(write.tasks, write.events, None if document_id is _UNKNOWN else document_id)
+        entries = make_entries(write.tasks, write.events, None if document_id is NO_ID else document_id)
         requests.append(_with_entries(writer, write.request, entries, document_id))
         if not entries:
             continue
-        if document_id is not _UNKNOWN:
+        if document_id is not NO_ID:
             known[id_key(document_id, writer.collection.codec_options)] = document_id
         if not isinstance(write.request, InsertOne):
-            unknown = write.request._filter if document_id is _UNKNOWN else None  # noqa: SLF001
+            unknown = write.request._filter if document_id is NO_ID else None  # noqa: SLF001
             added.append((document_id, unknown, len(entries)))
     writer.refuse_full_documents(added, session)
     return writer.collection.bulk_write(requests, ordered=ordered, session=session), list(known.values())
-
-
-_UNKNOWN = object()
 
 
 def _id_of(request: Any) -> Any:
     if isinstance(request, InsertOne):
         return request._doc.setdefault("_id", ObjectId())  # noqa: SLF001 - PyMongo's requests show nothing in public
     if isinstance(request, (UpdateOne, ReplaceOne)):
-        pinned = NOT_PINNED if request._collation else pinned_id(request._filter)  # noqa: SLF001
-        return _UNKNOWN if pinned is NOT_PINNED else pinned
-    return _UNKNOWN
+        return NO_ID if request._collation else demanded_id(request._filter)  # noqa: SLF001
+    return NO_ID
 
 
 def _with_entries(writer: Writer, request: Any, entries: Sequence[Entry], document_id: Any) -> Any:
@@ -109,7 +106,7 @@ def _with_entries(writer: Writer, request: Any, entries: Sequence[Entry], docume
         pending.refuse_in_filter(request._filter)  # noqa: SLF001
     if isinstance(request, ReplaceOne):
         refuse_replacement(document)
-        new_id = ObjectId() if document_id is _UNKNOWN else document_id
+        new_id = ObjectId() if document_id is NO_ID else document_id
         update: Any = pending.replacement_with_entries(document, entries, None, new_id)
     elif entries:
         update = pending.with_entries(document, entries)

@@ -32,7 +32,8 @@ from pymongo.results import DeleteResult, UpdateResult
 
 from mongo_celery.bridge.fenced.documents import Documents, Update
 from mongo_celery.bridge.fenced.fence import Target
-from mongo_celery.bridge.fenced.tombstones import slot, stamps_of
+from mongo_celery.bridge.fenced.tombstones import stamps_of
+from mongo_celery.mongo.identity import id_key
 
 BATCH = 500
 """Most documents in one command, and in one transaction of creations."""
@@ -56,7 +57,7 @@ def batches(items: Iterator[Item], documents: Documents) -> Iterator[list[Item]]
     batch: list[Item] = []
     seen: set[Any] = set()
     for item in items:
-        key = slot(item.target.id, documents.collection.codec_options)
+        key = id_key(item.target.id, documents.collection.codec_options)
         if batch and (key in seen or len(batch) == BATCH):
             yield batch
             batch, seen = [], set()

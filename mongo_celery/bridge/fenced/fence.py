@@ -31,9 +31,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from bson.regex import Regex
-
 from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
+from mongo_celery.mongo.identity import NO_ID, demanded_id
 
 FIELD = "_fence"
 """The field of a target that holds the stamps; users' updates may not touch it."""
@@ -196,15 +195,10 @@ class Target:
 
 def target_of(filter: Mapping[str, Any]) -> Target | None:  # noqa: A002 - PyMongo's name
     """The document that `filter` names by equality on `_id`, or None if it names none."""
-    if "_id" not in filter:
+    wanted = demanded_id(filter)
+    if wanted is NO_ID:
         return None
-    rest = {name: value for name, value in filter.items() if name != "_id"}
-    value = filter["_id"]
-    if isinstance(value, re.Pattern | Regex):
-        return None
-    if isinstance(value, Mapping) and any(str(name).startswith("$") for name in value):
-        return Target(value["$eq"], rest) if set(value) == {"$eq"} else None
-    return Target(value, rest)
+    return Target(wanted, {name: value for name, value in filter.items() if name != "_id"})
 
 
 # ---------------------------------------------------------------- what a write does
