@@ -10,6 +10,7 @@ from bson import ObjectId
 from pymongo.results import UpdateResult
 
 from mongo_celery.mongo.identity import NO_ID, demanded_id
+from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox import pending
 from mongo_celery.outbox.entries import Entry
 
@@ -68,7 +69,7 @@ class Change:
     """
 
     filter: Mapping[str, Any]
-    update: pending.Update | None = None
+    update: Modifications | None = None
     replacement: Mapping[str, Any] | None = None
     upsert: bool = False
     sort: Any = None
@@ -106,14 +107,6 @@ def refuse_replacement(replacement: Mapping[str, Any]) -> None:
     pending.refuse_in_document(replacement)
     if any(str(key).startswith("$") for key in replacement):
         raise ValueError("replacement can not include $ operators")  # PyMongo's own words
-
-
-def guarded(filter: Mapping[str, Any], document_id: object, conditions: Sequence[Document]) -> Document:  # noqa: A002
-    """The user's filter, narrowed to one document and further conditions; array filters for `$` stay on top."""
-    extra = [*conditions]
-    if "_id" in filter and demanded_id(filter) is NO_ID:
-        extra.append({"_id": filter["_id"]})
-    return {**filter, "_id": document_id, "$and": [*filter.get("$and", ()), *extra]}
 
 
 def names_id(change: Change) -> bool:

@@ -25,8 +25,9 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, id_key
+from mongo_celery.mongo.writes import narrowed
 from mongo_celery.outbox import pending
-from mongo_celery.outbox.change import Change, Written, guarded, names_id
+from mongo_celery.outbox.change import Change, Written, names_id
 from mongo_celery.outbox.entries import FIELD, Entry
 from mongo_celery.outbox.sizes import size_errors
 
@@ -164,7 +165,7 @@ class Writer:
     ) -> Any:
         asked = change.return_document is not None
         return self.collection.find_one_and_update(
-            guarded(change.filter, document_id, conditions),
+            narrowed(change.filter, document_id).where(*conditions),
             change.with_entries(entries, claim, document_id),
             projection=change.projection if asked else {FIELD: 1},
             return_document=bool(change.return_document) if asked else ReturnDocument.AFTER,
