@@ -15,10 +15,11 @@ from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import per_process
 from mongo_celery.locking import after_commit
+from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import index
-from mongo_celery.outbox.change import NOT_PINNED, Written
+from mongo_celery.outbox.change import Written
 from mongo_celery.outbox.dead_letters import COLLECTION, DeadLetters
 from mongo_celery.outbox.metrics import Counters, OutboxStatus
 from mongo_celery.outbox.publisher import Publisher
@@ -132,7 +133,7 @@ class Backing:
     def dispatch_at_once(self, written: Written, session: ClientSession | None) -> None:
         """The fast path: whatever goes wrong, the entries are in the document, and the sweep finds them."""
         document_id = written.document_id
-        if not self.at_once or not (written.matched or written.upserted) or document_id is NOT_PINNED:
+        if not self.at_once or not (written.matched or written.upserted) or document_id is NO_ID:
             return
         if session is not None and session.in_transaction:
             after_commit(session, lambda: self.dispatch_at_once(Written(document_id, matched=True), None))

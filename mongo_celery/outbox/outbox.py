@@ -18,6 +18,7 @@ from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
+from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox import pending, registry
 from mongo_celery.outbox.backing import Backing, bounded
 from mongo_celery.outbox.bulk import Write, write_in_bulk
@@ -156,7 +157,7 @@ class Outbox:
     def update_one(
         self,
         filter: Mapping[str, Any],  # noqa: A002 - PyMongo's word
-        update: pending.Update,
+        update: Modifications,
         *,
         upsert: bool = False,
         tasks: Sequence[object] = (),
@@ -211,7 +212,7 @@ class Outbox:
     def find_one_and_update(
         self,
         filter: Mapping[str, Any],  # noqa: A002 - PyMongo's word
-        update: pending.Update,
+        update: Modifications,
         *,
         projection: Any = None,
         sort: Any = None,

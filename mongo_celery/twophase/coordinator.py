@@ -17,6 +17,7 @@ from bson import ObjectId
 from pymongo.collection import Collection
 from pymongo.errors import WriteError
 
+from mongo_celery.mongo.identity import same_bson
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.twophase import documents
@@ -25,7 +26,6 @@ from mongo_celery.twophase.documents import Undone, View
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import FENCE, MARKERS, Part
 from mongo_celery.twophase.states import State, Transaction
-from mongo_celery.twophase.values import same
 
 logger = logging.getLogger("mongo_celery.twophase")
 
@@ -130,7 +130,7 @@ class Driver:
             for other, seen in zip(parts[:index], views[:index], strict=True):
                 if view.id is None or seen.id is None or part.namespace != other.namespace:
                     continue
-                if not same(view.id, seen.id) or not is_one_server(self._open(part), self._open(other)):
+                if not same_bson(view.id, seen.id) or not is_one_server(self._open(part), self._open(other)):
                     continue
                 reason = f"participants {other} and {part} are one document; combine both changes in one participant"
                 if view.marked:
