@@ -26,9 +26,10 @@ from mongo_celery.bridge.listener.takeover import Taken, find_starts, open_posit
 from mongo_celery.bridge.listener.term import Renewal
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
+from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
-from mongo_celery.mongo.verdicts import is_transient, needs_deployment
+from mongo_celery.mongo.verdicts import explained, is_transient
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.bridge import Bridge
@@ -199,7 +200,7 @@ class Leader:
             self._look(now)
             self._drain()
         except PyMongoError as error:
-            final = needs_deployment(error)
+            final = explained(error, state_concern(self._options))
             if final is not None:
                 raise final from error
             if not is_transient(error):

@@ -18,6 +18,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.leader import Leader, Relayout
 from mongo_celery.bridge.listener.term import Renewal
+from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.bridge.stream.source import Interest, Scope, scope_of
 from mongo_celery.broker.connection import bounded_connection
@@ -30,7 +31,7 @@ from mongo_celery.errors import (
 )
 from mongo_celery.mongo.oplog import check_topology
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import is_transient, needs_deployment
+from mongo_celery.mongo.verdicts import explained, is_transient
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.bridge import Bridge
@@ -137,7 +138,7 @@ class Listener:
                 check_topology(self._bridge.client)
             self._bridge.worker.store.leases.ensure()
         except PyMongoError as error:
-            final = needs_deployment(error)
+            final = explained(error, state_concern(self._options))
             if final is not None:
                 raise final from error
             if not is_transient(error):
@@ -169,7 +170,7 @@ class Listener:
                 self._stands_by = True
                 logger.info("standing by: another listener leads", extra={"event": "standing_by"})
         except PyMongoError as error:
-            final = needs_deployment(error)
+            final = explained(error, state_concern(self._options))
             if final is not None:
                 raise final from error
             logger.warning("standing by; MongoDB does not answer: %s", error)
@@ -195,7 +196,7 @@ class Listener:
         except LeaseLostError:
             logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
         except PyMongoError as failure:
-            error = needs_deployment(failure)
+            error = explained(failure, state_concern(self._options))
             if error is not None:
                 raise error from failure
             if not is_transient(failure):

@@ -23,11 +23,11 @@ from pymongo import MongoClient
 from pymongo.change_stream import ChangeStream
 from pymongo.errors import NetworkTimeout
 
+from mongo_celery.bridge.stream.reactions import UNKNOWN_LIMIT, Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Scope
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.oplog import time_of_token
-from mongo_celery.mongo.verdicts import UNKNOWN_LIMIT, Reaction, final_error, reaction_to
 
 logger = logging.getLogger("mongo_celery.stream")
 

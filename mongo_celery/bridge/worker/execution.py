@@ -40,11 +40,13 @@ from mongo_celery.bridge.change import Change, describe
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.claims import Claim
+from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.state.dead_letters import letter
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, StaleFencingTokenError
-from mongo_celery.mongo.verdicts import is_transient
+from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import explained, is_transient
 
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
@@ -167,7 +169,8 @@ class Execution:
                 ttl=ttl,
             )
         except PyMongoError as error:
-            logger.warning("claim of %s failed: %s", run.partition_id, error, extra={"event": "claim_failed"})
+            said = explained(error, state_concern(self._bridge.options)) or short(error)
+            logger.warning("claim of %s failed: %s", run.partition_id, said, extra={"event": "claim_failed"})
             self._relinquish(owner)
             raise
         if claim is None:
