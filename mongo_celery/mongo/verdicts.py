@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from pymongo.errors import ConnectionFailure, DocumentTooLarge, OperationFailure, PyMongoError
+from pymongo.errors import ConnectionFailure, DocumentTooLarge, DuplicateKeyError, OperationFailure, PyMongoError
 
 from mongo_celery.errors import AccessError, DeploymentError, TopologyError
 from mongo_celery.mongo.redaction import short
@@ -180,9 +180,7 @@ def is_too_large(error: BaseException | None) -> bool:
 
 def is_duplicate_id(error: BaseException) -> bool:
     """Whether a write failed because there is a document of its `_id`, rather than by another unique index."""
-    if not isinstance(error, OperationFailure) or verdict_on(error) is not Verdict.DUPLICATE_KEY:
-        return False
-    return list((error.details or {}).get("keyPattern", {})) == ["_id"]
+    return isinstance(error, DuplicateKeyError) and list((error.details or {}).get("keyPattern", {})) == ["_id"]
 
 
 # -- sentences -------------------------------------------------------------------------------------

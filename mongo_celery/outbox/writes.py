@@ -24,6 +24,7 @@ from pymongo.errors import DuplicateKeyError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.mongo.verdicts import is_duplicate_id
 from mongo_celery.outbox import pending
 from mongo_celery.outbox.change import NOT_PINNED, Change, Written, guarded, id_key, names_id
 from mongo_celery.outbox.entries import FIELD, Entry
@@ -179,7 +180,7 @@ class Writer:
             return self._upsert(change, entries, session)
         except DuplicateKeyError as error:
             # Twice: it is there, and the filter does not match it. PyMongo says no more than this either.
-            if not again or not _is_own_id(error) or (session is not None and session.in_transaction):
+            if not again or not is_duplicate_id(error) or (session is not None and session.in_transaction):
                 raise
             return None
 
@@ -294,10 +295,6 @@ class Writer:
                 document=document_id,
                 pending=count,
             )
-
-
-def _is_own_id(error: DuplicateKeyError) -> bool:
-    return set((error.details or {}).get("keyPattern", {})) == {"_id"}
 
 
 def _count(document: Mapping[str, Any]) -> int:

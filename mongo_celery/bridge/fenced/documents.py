@@ -31,6 +31,7 @@ from pymongo.results import UpdateResult
 
 from mongo_celery.bridge.fenced.fence import FIELD, Body, Fence, Replacement, Target, merge
 from mongo_celery.bridge.fenced.tombstones import Stamps, Tombstones, stamps_of
+from mongo_celery.mongo.verdicts import Code, is_duplicate_id
 
 ATTEMPTS = 10
 """Most attempts of one write. Each one that misses means that a rival's write went through meanwhile."""
@@ -158,7 +159,7 @@ class Documents:
                 try:
                     return self.create(write, target, session)
                 except DuplicateKeyError as error:
-                    if not is_on_id(error):
+                    if not is_duplicate_id(error):
                         raise
                     duplicate = error
                 # E11000 ends a user's transaction in the server: nothing can be read or tried there again.
@@ -281,16 +282,11 @@ def updated(matched: int, modified: int, **upserted: Any) -> UpdateResult:
     return UpdateResult({"n": matched, "nModified": modified, "ok": 1.0, **upserted}, acknowledged=True)
 
 
-def is_on_id(error: DuplicateKeyError) -> bool:
-    """Whether E11000 is about `_id` rather than about another unique index."""
-    return list((error.details or {}).get("keyPattern", {})) == ["_id"]
-
-
 def single_error(error: BulkWriteError) -> WriteError | WriteConcernError:
     """The error that PyMongo raises for a single write where a bulk write reports `error`."""
     labels = {"errorLabels": error.details["errorLabels"]} if "errorLabels" in error.details else {}
     for detail in error.details.get("writeErrors", []):
-        kind = DuplicateKeyError if detail.get("code") == 11000 else WriteError  # noqa: PLR2004 - E11000
+        kind = DuplicateKeyError if detail.get("code") == Code.DuplicateKey else WriteError
         return kind(detail.get("errmsg", ""), detail.get("code"), {**detail, **labels})
     for detail in error.details.get("writeConcernErrors", []):
         return WriteConcernError(detail.get("errmsg", ""), detail.get("code"), {**detail, **labels})

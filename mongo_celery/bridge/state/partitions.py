@@ -26,8 +26,7 @@ from pymongo.errors import BulkWriteError
 from mongo_celery.bridge.state.claims import COMMIT
 from mongo_celery.mongo.expressions import literal, next_number
 from mongo_celery.mongo.table import call_timeout
-
-_DUPLICATE_KEY = 11000
+from mongo_celery.mongo.verdicts import Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class Partitions:
         try:
             self._collection.insert_many(documents, ordered=False)
         except BulkWriteError as error:
-            if any(failure["code"] != _DUPLICATE_KEY for failure in error.details["writeErrors"]):
+            if any(failure["code"] != Code.DuplicateKey for failure in error.details["writeErrors"]):
                 raise
 
     def discard(self, subscription: str, generation: int, version: int) -> None:
