@@ -9,8 +9,6 @@ PyMongo's does; with `sort` or `upsert` it is resolved to an `_id` first, becaus
 
 from __future__ import annotations
 
-import random
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -24,6 +22,7 @@ from pymongo.errors import DuplicateKeyError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import is_duplicate_id
 from mongo_celery.outbox import pending
 from mongo_celery.outbox.change import NOT_PINNED, Change, Written, guarded, id_key, names_id
@@ -35,7 +34,7 @@ Document = dict[str, Any]
 _SECONDS = 10.0
 """How long a document may keep changing between being found and being written before the outcome is given up."""
 
-_PAUSE_SECONDS = 0.02
+_PAUSES = Pauses(first=0.02, longest=0.02, jitter=1.0)
 _FINDING = ("collation", "hint", "let")
 
 
@@ -88,7 +87,7 @@ class Writer:
                         written = self._upsert_unless_there(change, entries, session, again=upserts == 1)
                 if written is not None:
                     return written
-                threading.Event().wait(random.random() * _PAUSE_SECONDS)  # noqa: S311 - jitter, no secret
+                time.sleep(_PAUSES.nth())
         raise OutboxRefusedError(
             f"a document of {self.collection.full_name} kept changing for {_SECONDS:.0f} s between being found and "
             "being written; use a filter on _id, or repeat the write.",

@@ -7,7 +7,6 @@ The life of a listener: wait for the servers, stand by, lead, step down, stand b
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -31,6 +30,7 @@ from mongo_celery.errors import (
 )
 from mongo_celery.mongo.oplog import check_topology
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import explained, is_transient
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.listener")
 
-_STANDBY_SECONDS = 0.4
+_STANDBY_PAUSES = Pauses(first=0.4, longest=0.4, jitter=0.5)  # spreads standbys
 _SUSPICION_SECONDS = 2.0
 _SERVER_PAUSE = 1.0
 _ATTEMPT_SECONDS = 10.0
@@ -178,7 +178,7 @@ class Listener:
         return None
 
     def _pause(self) -> None:
-        self._stopping.wait(_STANDBY_SECONDS * random.uniform(0.5, 1.0))  # noqa: S311 - spreads standbys
+        self._stopping.wait(_STANDBY_PAUSES.nth())
 
     def _lead(self, leases: Leases, term: Term, interests: list[Interest], scope: Scope) -> None:
         """One term, from its acquisition to its end."""
