@@ -87,9 +87,8 @@ def _refusal(client: Client, database: str, name: str) -> str | None:
             collection.update_one(probe, {"$set": {"checked": True}}, session=session)
             collection.delete_one(probe, session=session)
         except OperationFailure as failure:
-            if (
-                failure.code == Code.OperationNotSupportedInTransaction
-            ):  # before 4.4 a collection cannot begin in a transaction
+            # Before 4.4 a collection cannot begin in a transaction.
+            if failure.code == Code.OperationNotSupportedInTransaction:
                 return None
             return short(failure)
         finally:
