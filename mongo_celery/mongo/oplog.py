@@ -15,8 +15,8 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 
 from mongo_celery.errors import AccessError, DeploymentError, TopologyError
+from mongo_celery.mongo.verdicts import Verdict, verdict_on
 
-_UNAUTHORIZED = 13
 _TIME_BYTES = 9
 _TIMESTAMP_TYPE = 0x82
 
@@ -80,7 +80,7 @@ def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:
         first = oplog.find_one({}, {"ts": 1}, sort=[("$natural", 1)])
         last = oplog.find_one({}, {"ts": 1}, sort=[("$natural", -1)])
     except OperationFailure as error:
-        if error.code == _UNAUTHORIZED:
+        if verdict_on(error) is Verdict.ACCESS:
             raise AccessError(
                 "The MongoDB user may not read the oplog, which start_from='oldest' needs: grant the action find on "
                 "{db: 'local', collection: 'oplog.rs'}, or set start_from to 'now' or to a time.",

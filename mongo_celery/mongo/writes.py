@@ -34,6 +34,7 @@ from pymongo.errors import BulkWriteError, DuplicateKeyError, WriteConcernError,
 
 from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.identity import NO_ID, demanded_id
+from mongo_celery.mongo.verdicts import Code
 
 Modifications = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What PyMongo's `update_one` takes: operators or a pipeline."""
@@ -282,14 +283,12 @@ class BulkRequest:
 COUNTS = ("nInserted", "nMatched", "nModified", "nRemoved", "nUpserted")
 """The numbers in a bulk write's result."""
 
-_DUPLICATE_KEY = 11000
-
 
 def single_error(error: BulkWriteError) -> WriteError | WriteConcernError:
     """The error that PyMongo raises for a single write where a bulk write reports `error`."""
     labels = {"errorLabels": error.details["errorLabels"]} if "errorLabels" in error.details else {}
     for detail in error.details.get("writeErrors", []):
-        kind = DuplicateKeyError if detail.get("code") == _DUPLICATE_KEY else WriteError
+        kind = DuplicateKeyError if detail.get("code") == Code.DuplicateKey else WriteError
         return kind(detail.get("errmsg", ""), detail.get("code"), {**detail, **labels})
     for detail in error.details.get("writeConcernErrors", []):
         return WriteConcernError(detail.get("errmsg", ""), detail.get("code"), {**detail, **labels})

@@ -9,8 +9,6 @@ PyMongo's does; with `sort` or `upsert` it is resolved to an `_id` first, becaus
 
 from __future__ import annotations
 
-import random
-import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -25,6 +23,8 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, id_key
+from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import is_duplicate_id
 from mongo_celery.mongo.writes import narrowed
 from mongo_celery.outbox import pending
 from mongo_celery.outbox.change import Change, Written, names_id
@@ -36,7 +36,7 @@ Document = dict[str, Any]
 _SECONDS = 10.0
 """How long a document may keep changing between being found and being written before the outcome is given up."""
 
-_PAUSE_SECONDS = 0.02
+_PAUSES = Pauses(first=0.02, longest=0.02, jitter=1.0)
 _FINDING = ("collation", "hint", "let")
 
 
@@ -89,7 +89,7 @@ class Writer:
                         written = self._upsert_unless_there(change, entries, session, again=upserts == 1)
                 if written is not None:
                     return written
-                threading.Event().wait(random.random() * _PAUSE_SECONDS)  # noqa: S311 - jitter, no secret
+                time.sleep(_PAUSES.nth())
         raise OutboxRefusedError(
             f"a document of {self.collection.full_name} kept changing for {_SECONDS:.0f} s between being found and "
             "being written; use a filter on _id, or repeat the write.",
@@ -181,7 +181,7 @@ class Writer:
             return self._upsert(change, entries, session)
         except DuplicateKeyError as error:
             # Twice: it is there, and the filter does not match it. PyMongo says no more than this either.
-            if not again or not _is_own_id(error) or (session is not None and session.in_transaction):
+            if not again or not is_duplicate_id(error) or (session is not None and session.in_transaction):
                 raise
             return None
 
@@ -296,10 +296,6 @@ class Writer:
                 document=document_id,
                 pending=count,
             )
-
-
-def _is_own_id(error: DuplicateKeyError) -> bool:
-    return set((error.details or {}).get("keyPattern", {})) == {"_id"}
 
 
 def _count(document: Mapping[str, Any]) -> int:

@@ -8,8 +8,7 @@ it still sends to a participant is refused by the fence there: see `documents`.
 from __future__ import annotations
 
 import logging
-import random
-import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from pymongo.errors import WriteError
 
 from mongo_celery.mongo.identity import same_bson
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.twophase import documents
 from mongo_celery.twophase.clusters import is_one_server
@@ -34,7 +34,7 @@ Open = Callable[[Part], Collection[dict[str, Any]]]
 _ROUNDS = 50
 """How often a fence may have been moved by other transactions before the attempt is given up for now."""
 
-_PAUSE_SECONDS = 0.05
+_PAUSES = Pauses(first=0.05, longest=0.05, jitter=1.0)
 
 
 class OvertakenError(Exception):
@@ -120,7 +120,7 @@ class Driver:
             if reached == len(parts):
                 return self._mine(self._log.advance(transaction, State.APPLIED))
             views = None
-            threading.Event().wait(random.random() * _PAUSE_SECONDS)  # noqa: S311 - jitter, no secret
+            time.sleep(_PAUSES.nth())
         raise BusyError
 
     def _twice(self, transaction: Transaction, views: list[View]) -> str | None:

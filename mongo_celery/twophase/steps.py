@@ -8,6 +8,7 @@ from kombu.exceptions import OperationalError
 from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.twophase.completion import stuck
 from mongo_celery.twophase.coordinator import BusyError, StuckError
@@ -25,7 +26,7 @@ _RETRIES_MAX = 20
 _EXPIRES_SECONDS = 60.0
 """Messages must not pile up without workers; but busy workers must find one that still counts."""
 
-_BACKOFF_SECONDS_MAX = 60
+_PAUSES = Pauses(first=1.0, longest=60.0)
 
 
 def add_coordinator(app: Celery, coordinator: TwoPhaseCommit, recover_every: float | None) -> None:
@@ -73,8 +74,8 @@ def _publish_next(task: Any, arguments: tuple[str, str, int | None]) -> None:
         raise task.retry(args=arguments, exc=error, **_patience(task)) from error
 
 
-def _patience(task: Any) -> dict[str, int]:
-    return {"countdown": min(2**task.request.retries, _BACKOFF_SECONDS_MAX), "max_retries": _RETRIES_MAX}
+def _patience(task: Any) -> dict[str, float]:
+    return {"countdown": _PAUSES.nth(task.request.retries), "max_retries": _RETRIES_MAX}
 
 
 def _register_tasks(app: Celery) -> None:

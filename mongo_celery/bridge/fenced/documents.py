@@ -31,6 +31,7 @@ from pymongo.results import UpdateResult
 
 from mongo_celery.bridge.fenced.fence import FIELD, Fence, merge
 from mongo_celery.bridge.fenced.tombstones import Stamps, Tombstones, stamps_of
+from mongo_celery.mongo.verdicts import is_duplicate_id
 from mongo_celery.mongo.writes import Body, Replacement, Target, single_error
 
 ATTEMPTS = 10
@@ -165,7 +166,7 @@ class Documents:
                 try:
                     return self.create(write, target, session)
                 except DuplicateKeyError as error:
-                    if not is_on_id(error):
+                    if not is_duplicate_id(error):
                         raise
                     duplicate = error
                 # E11000 ends a user's transaction in the server: nothing can be read or tried there again.
@@ -286,8 +287,3 @@ class Documents:
 def updated(matched: int, modified: int, **upserted: Any) -> UpdateResult:
     """PyMongo's result of an update."""
     return UpdateResult({"n": matched, "nModified": modified, "ok": 1.0, **upserted}, acknowledged=True)
-
-
-def is_on_id(error: DuplicateKeyError) -> bool:
-    """Whether E11000 is about `_id` rather than about another unique index."""
-    return list((error.details or {}).get("keyPattern", {})) == ["_id"]

@@ -26,8 +26,9 @@ from celery import Celery, bootsteps
 from celery.platforms import set_process_title
 
 from mongo_celery.app import chosen_bridges
-from mongo_celery.bridge.listener.process import Backoff, ListenerThreads, Pauses, run_listeners
+from mongo_celery.bridge.listener.process import Backoff, ListenerThreads, run_listeners
 from mongo_celery.bridge.listener.service import Listener
+from mongo_celery.mongo.repeating import Pauses
 
 logger = logging.getLogger("mongo_celery.listener")
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pymongo import MongoClient
-from pymongo.errors import ConnectionFailure, OperationFailure, PyMongoError
+from pymongo.errors import ConnectionFailure, PyMongoError
 
-from mongo_celery.errors import AccessError, ConfigurationError, ServerUnavailableError
+from mongo_celery.bridge.state.concern import state_concern
+from mongo_celery.errors import ConfigurationError, ServerUnavailableError
 from mongo_celery.mongo.opening import ANSWER_SECONDS, ping
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import needs_deployment
+from mongo_celery.mongo.verdicts import Concern, explained
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.bridge import Bridge
-
-_AUTHENTICATION_FAILED = 18
 
 
 def reach(bridge: Bridge) -> MongoClient[dict[str, Any]]:
@@ -31,7 +30,7 @@ def reach(bridge: Bridge) -> MongoClient[dict[str, Any]]:
     try:
         ping(client)
     except PyMongoError as error:
-        raise explained(error) from error
+        raise in_words(error, state_concern(bridge.options)) from error
     return client
 
 
@@ -43,15 +42,11 @@ def _client(bridge: Bridge) -> MongoClient[dict[str, Any]]:
         raise ConfigurationError(message) from error
 
 
-def explained(error: PyMongoError) -> Exception:
+def in_words(error: PyMongoError, concern: Concern) -> Exception:
     """An error of ours for what a command cannot go on after; the error itself where there is no better word."""
     if isinstance(error, ConnectionFailure) or error.timeout:
         return ServerUnavailableError(
             f"MongoDB gave no answer within {ANSWER_SECONDS:.0f} s; check its URL, the network and the servers. "
             f"Last error: {short(error)}",
         )
-    if isinstance(error, OperationFailure) and error.code == _AUTHENTICATION_FAILED:
-        return AccessError(
-            f"MongoDB refused the login; check user, password and authSource in the URL. It said: {short(error)}",
-        )
-    return needs_deployment(error) or error
+    return explained(error, concern) or error

@@ -18,8 +18,9 @@ from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.operations.reach import explained, reach
+from mongo_celery.bridge.operations.reach import in_words, reach
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.store import Store
@@ -84,7 +85,7 @@ def read_status(bridge: Bridge) -> dict[str, Any]:
     try:
         return shape(_read(client, bridge))
     except PyMongoError as error:
-        raise explained(error) from error
+        raise in_words(error, state_concern(bridge.options)) from error
 
 
 def _read(client: MongoClient[dict[str, Any]], bridge: Bridge) -> Facts:

@@ -25,8 +25,7 @@ from pymongo.errors import BulkWriteError
 from mongo_celery.bridge.state.claims import COMMIT
 from mongo_celery.mongo.expressions import literal, next_number
 from mongo_celery.mongo.table import Table, call_timeout
-
-_DUPLICATE_KEY = 11000
+from mongo_celery.mongo.verdicts import Code
 
 _DEFAULTS: dict[str, Any] = {
     "epoch": Int64(0),
@@ -132,7 +131,7 @@ class Partitions:
         try:
             self._table.collection.insert_many(documents, ordered=False)
         except BulkWriteError as error:
-            if any(failure["code"] != _DUPLICATE_KEY for failure in error.details["writeErrors"]):
+            if any(failure["code"] != Code.DuplicateKey for failure in error.details["writeErrors"]):
                 raise
 
     def discard(self, subscription: str, generation: int, version: int) -> None:
