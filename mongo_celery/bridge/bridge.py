@@ -18,7 +18,7 @@ from pymongo.errors import InvalidURI
 from pymongo.uri_parser import parse_uri
 
 from mongo_celery.app import add_bridge, bridges_by_name, find_bridge
-from mongo_celery.bridge.handlers import Handler, check_function, make_handler
+from mongo_celery.bridge.handlers import Handler, check_function, make_handler, refuse_function_as_source
 from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, PartitionKey, early, merged
 from mongo_celery.bridge.worker import queues  # noqa: F401 - its signals
@@ -209,6 +209,7 @@ class Bridge:
         Raises:
             ConfigurationError: when the decorator runs, whatever is wrong with all this.
         """
+        refuse_function_as_source(sources)
         arguments = {
             "name": name,
             "operations": operations,

@@ -194,7 +194,8 @@ def retry(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
     """
     Run halted and parked changes again at once.
 
-    Their attempts are counted anew. Without SUBSCRIPTION all halted and parked partitions of the bridge.
+    Their attempts are counted anew. Without SUBSCRIPTION all halted and parked partitions of the bridge whose handler
+    this app has: the others would wait for ever.
     """
     from mongo_celery.bridge.operations import commands
 
@@ -227,7 +228,7 @@ def _show_outcomes(bridge: str, past: str, outcomes: Sequence[Outcome], as_json:
         click.echo(json.dumps({"bridge": bridge, past: len(done), "partitions": [asdict(each) for each in outcomes]}))
         return
     for outcome in outcomes:
-        if outcome.result == "refused" or (outcome.result == "unfit" and outcome.state == "halted"):
+        if outcome.result == "refused" or (outcome.result == "unfit" and outcome.state in {"halted", "parked"}):
             click.echo(outcome.reason)
     if not done:
         click.echo(f"Nothing to do: {len(outcomes)} partitions were looked at, and none had to be {past}.")

@@ -88,10 +88,10 @@ class Led:
         renewal = Renewal(self.store.leases, term, bridge.options.lease_ttl, dict)
         self.version = take_over(self.store, renewal, bridge.options, bridge.handlers).version
 
-    def claim(self, index: int = 0, number: int = 1) -> Claim | None:
+    def claim(self, index: int = 0, number: int = 1, subscription: str = "summarise") -> Claim | None:
         """Claim one change of a partition, as a worker does."""
         return self.store.claims.take(
-            self.store.partitions.partition_id("summarise", 0, index),
+            self.store.partitions.partition_id(subscription, 0, index),
             owner=str(ObjectId()),
             version=self.version,
             first=number,
@@ -270,6 +270,47 @@ def test_a_retry_does_not_wait_for_a_parked_change(led: Led) -> None:
     outcomes = commands.retry(led.bridge)
     assert [outcome.result for outcome in outcomes] == ["done", "unfit", "unfit"]
     assert led.claim() is not None
+
+
+def test_a_retry_of_what_nothing_would_run_is_refused(led: Led, make_bridge: MakeBridge) -> None:
+    """Its subscription is stored, but no handler of this app serves it: a success would be a lie."""
+    led.halt()
+    other = make_bridge(handler="audit")
+    sentence = r"summarise has no handler in this app, so nothing would run it: import the module .* then retry"
+    for named in (("summarise", 0), ("summarise",), (None, 0)):
+        with pytest.raises(CommandRefusedError, match=sentence):
+            commands.retry(other, *named)
+    assert led.partition()["state"] == "halted"
+
+
+def test_a_retry_of_all_leaves_out_what_nothing_would_run(led: Led, make_bridge: MakeBridge) -> None:
+    """One forgotten import does not keep the others from their retry."""
+    both = make_bridge()
+
+    @both.on_change("shop.carts", name="audit")
+    def audit(change: object) -> None:
+        del change
+
+    led.store.leases.release(led.term, "idle", None)
+    again = Led(both)
+    again.halt()
+    again.park(1)
+    claim = again.claim(number=1, subscription="audit")
+    assert claim is not None, "the change may run"
+    assert again.store.claims.halt(claim, token(1), "shop.carts insert 1", "ValueError: no")
+    outcomes = commands.retry(make_bridge(handler="audit"))
+    found = {(each.subscription, each.index): (each.result, each.state) for each in outcomes}
+    assert found == {
+        ("audit", 0): ("done", "flowing"),
+        ("audit", 1): ("unfit", "flowing"),
+        ("audit", 2): ("unfit", "flowing"),
+        ("summarise", 0): ("unfit", "halted"),
+        ("summarise", 1): ("unfit", "parked"),
+        ("summarise", 2): ("unfit", "flowing"),
+    }
+    assert "no handler in this app" in outcomes[3].reason
+    assert "no handler in this app" in outcomes[4].reason
+    assert "nothing to retry" in outcomes[5].reason
 
 
 def test_a_skip_passes_over_the_change_that_was_seen(led: Led) -> None:

@@ -209,11 +209,28 @@ def test_two_subscriptions_never_share_a_task(app: Celery, bridge: Bridge) -> No
 
 
 def test_a_handler_needs_a_source(bridge: Bridge) -> None:
-    """P9: `@bridge.on_change()` would never be called, and without the parentheses it would be a source."""
+    """P9: `@bridge.on_change()` would listen to nothing."""
     with pytest.raises(ConfigurationError, match=r"needs at least one source, such as 'shop.orders'"):
         bridge.on_change()(handle)
-    with pytest.raises(ConfigurationError, match="is not a source"):
-        bridge.on_change(handle)(handle)
+
+
+def test_a_decorator_without_parentheses_is_refused_at_once(app: Celery, bridge: Bridge) -> None:
+    """P9: the function would be taken for a source, and nothing would be registered."""
+    late = Bridge(None, URL, name="late")
+    tasks = [app.task(handle), app.task(handle, name="bound", bind=True), late.on_change("shop.orders")(handle)]
+    for function in (handle, handle_later, lambda change: change, Shop().handle, *tasks):
+        with pytest.raises(ConfigurationError, match=r'write @bridge\.on_change\("db\.collection"\)'):
+            bridge.on_change(function)
+    with pytest.raises(ConfigurationError, match="write @bridge"):
+        bridge.on_change("shop.orders", handle)
+    assert bridge.handlers == []
+
+
+def test_a_collection_is_no_function(bridge: Bridge) -> None:
+    """PyMongo gives any attribute that it is asked for, also those of tasks."""
+    with MongoClient[Any](URL, connect=False) as client:
+        bridge.on_change(client.shop.orders)(handle)
+    assert [handler.name for handler in bridge.handlers] == ["handle"]
 
 
 @pytest.mark.parametrize("source", ["shop.", "admin.x", "*.orders", 42, None, ["shop.orders"]])

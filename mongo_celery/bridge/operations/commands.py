@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.bridge import Bridge
 
 _ROUNDS = 2
+_UNSERVED = (
+    "has no handler in this app, so nothing would run it: import the module with its @bridge.on_change function, for "
+    "example with include=[...] of the Celery app, or name the app that has it with -A; then retry"
+)
 
 Result = Literal["done", "unchanged", "unfit", "refused"]
 
@@ -78,6 +82,7 @@ class _Command:
         goal: the stored state in which there is nothing left to do; None where there is no such state.
         objection: why the command does not fit a partition; None when it does.
         write: False when the partition has moved since it was read.
+        runs: whether it is pointless for a subscription that no handler of this app serves.
     """
 
     name: str
@@ -85,6 +90,7 @@ class _Command:
     objection: Callable[[Image], str | None]
     write: Callable[[Partitions, Image, int], bool]
     after: str
+    runs: bool = False
 
 
 def pause(bridge: Bridge, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
@@ -113,7 +119,8 @@ def retry(bridge: Bridge, subscription: str | None = None, partition: int | None
     """
     Run the first change of halted or parked partitions again at once, with its counts at zero.
 
-    Arguments and errors as for `pause`.
+    Subscriptions without a handler in this app are left as they are, for nothing here would run them; a named one is
+    refused. Arguments and errors as for `pause`.
     """
     return _run(bridge, _RETRY, subscription, partition)
 
@@ -151,10 +158,16 @@ def read_head(bridge: Bridge, subscription: str | None, partition: int) -> Head:
 
 
 def _run(bridge: Bridge, command: _Command, subscription: str | None, partition: int | None) -> list[Outcome]:
+    served = {handler.name for handler in bridge.handlers}
     try:
         store = Store(reach(bridge), bridge.options)
         generation, images = _choose(store, bridge.name, subscription, partition)
-        outcomes = [_apply(store.partitions, command, generation, image) for image in images]
+        if command.runs and subscription is not None and subscription not in served:
+            raise CommandRefusedError(f"Subscription {subscription} {_UNSERVED}.")
+        outcomes = [
+            _apply(store.partitions, command, generation, image, served=image.subscription in served)
+            for image in images
+        ]
     except PyMongoError as error:
         raise explained(error) from error
     if partition is not None and outcomes[0].result in {"unfit", "refused"}:
@@ -162,9 +175,9 @@ def _run(bridge: Bridge, command: _Command, subscription: str | None, partition:
     return outcomes
 
 
-def _apply(partitions: Partitions, command: _Command, generation: int, image: Image) -> Outcome:
+def _apply(partitions: Partitions, command: _Command, generation: int, image: Image, *, served: bool) -> Outcome:
     for _ in range(_ROUNDS):
-        objection = command.objection(image)
+        objection = command.objection(image) or (_UNSERVED if command.runs and not served else None)
         if objection is not None:
             result: Result = "unchanged" if image.state == command.goal else "unfit"
             return Outcome(image.subscription, image.index, state_of(image), result, _sentence(image, objection))
@@ -267,4 +280,4 @@ def _skipping(token: str) -> _Command:
 
 _PAUSE = _Command("pause", "paused", _not_pausable, Partitions.pause, "paused")
 _RESUME = _Command("resume", "flowing", _not_paused, Partitions.resume, "flowing")
-_RETRY = _Command("retry", None, _not_retriable, Partitions.retry, "flowing")
+_RETRY = _Command("retry", None, _not_retriable, Partitions.retry, "flowing", runs=True)
