@@ -23,7 +23,7 @@ from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import CommandRefusedError
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.wiring import Wiring
 
 _ROUNDS = 2
 _UNSERVED = (
@@ -93,7 +93,7 @@ class _Command:
     runs: bool = False
 
 
-def pause(bridge: Bridge, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
+def pause(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
     """
     Let no new execution begin; what runs may finish, and nothing is lost.
 
@@ -107,25 +107,25 @@ def pause(bridge: Bridge, subscription: str | None = None, partition: int | None
     Raises:
         CommandRefusedError: the named partition does not allow it, or nothing has that name.
     """
-    return _run(bridge, _PAUSE, subscription, partition)
+    return _run(wiring, _PAUSE, subscription, partition)
 
 
-def resume(bridge: Bridge, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
+def resume(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
     """Let paused partitions flow again. Arguments and errors as for `pause`."""
-    return _run(bridge, _RESUME, subscription, partition)
+    return _run(wiring, _RESUME, subscription, partition)
 
 
-def retry(bridge: Bridge, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
+def retry(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
     """
     Run the first change of halted or parked partitions again at once, with its counts at zero.
 
     Subscriptions without a handler in this app are left as they are, for nothing here would run them; a named one is
     refused. Arguments and errors as for `pause`.
     """
-    return _run(bridge, _RETRY, subscription, partition)
+    return _run(wiring, _RETRY, subscription, partition)
 
 
-def skip(bridge: Bridge, subscription: str | None, partition: int, *, token: str) -> Outcome:
+def skip(wiring: Wiring, subscription: str | None, partition: int, *, token: str) -> Outcome:
     """
     Pass over the change at which a partition has halted. That change will not be handled.
 
@@ -135,10 +135,10 @@ def skip(bridge: Bridge, subscription: str | None, partition: int, *, token: str
     Raises:
         CommandRefusedError: the partition is not halted, or halted at another change.
     """
-    return _run(bridge, _skipping(token), subscription, partition)[0]
+    return _run(wiring, _skipping(token), subscription, partition)[0]
 
 
-def read_head(bridge: Bridge, subscription: str | None, partition: int) -> Head:
+def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
     """
     The change that `skip` would pass over.
 
@@ -146,8 +146,8 @@ def read_head(bridge: Bridge, subscription: str | None, partition: int) -> Head:
         CommandRefusedError: the partition is not halted.
     """
     try:
-        store = Store(reach(bridge), bridge.options)
-        _, (image,) = _choose(store, bridge.name, subscription, partition)
+        reach(wiring)
+        _, (image,) = _choose(wiring.store, wiring.name, subscription, partition)
     except PyMongoError as error:
         raise explained(error) from error
     objection = _not_halted(image)
@@ -157,11 +157,12 @@ def read_head(bridge: Bridge, subscription: str | None, partition: int) -> Head:
     return Head(image.subscription, image.index, image.head["key"], token, int(image.committed), image.error)
 
 
-def _run(bridge: Bridge, command: _Command, subscription: str | None, partition: int | None) -> list[Outcome]:
-    served = {handler.name for handler in bridge.handlers}
+def _run(wiring: Wiring, command: _Command, subscription: str | None, partition: int | None) -> list[Outcome]:
+    served = {handler.name for handler in wiring.handlers}
     try:
-        store = Store(reach(bridge), bridge.options)
-        generation, images = _choose(store, bridge.name, subscription, partition)
+        reach(wiring)
+        store = wiring.store
+        generation, images = _choose(store, wiring.name, subscription, partition)
         if command.runs and subscription is not None and subscription not in served:
             raise CommandRefusedError(f"Subscription {subscription} {_UNSERVED}.")
         outcomes = [

@@ -13,7 +13,7 @@ from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import needs_deployment
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.wiring import Wiring
 
 ANSWER_SECONDS = 4.0
 """How long a command waits for the first answer of a server."""
@@ -21,7 +21,7 @@ ANSWER_SECONDS = 4.0
 _AUTHENTICATION_FAILED = 18
 
 
-def reach(bridge: Bridge) -> MongoClient[dict[str, Any]]:
+def reach(wiring: Wiring) -> MongoClient[dict[str, Any]]:
     """
     The bridge's client, after the primary has answered once.
 
@@ -30,7 +30,7 @@ def reach(bridge: Bridge) -> MongoClient[dict[str, Any]]:
         AccessError: the login was refused.
         ConfigurationError: the URL is not valid.
     """
-    client = _client(bridge)
+    client = _client(wiring)
     try:
         with pymongo.timeout(ANSWER_SECONDS):
             client.admin.command("ping")
@@ -39,11 +39,11 @@ def reach(bridge: Bridge) -> MongoClient[dict[str, Any]]:
     return client
 
 
-def _client(bridge: Bridge) -> MongoClient[dict[str, Any]]:
+def _client(wiring: Wiring) -> MongoClient[dict[str, Any]]:
     try:
-        return bridge.client
+        return wiring.client
     except ValueError as error:  # what the driver raises for a port that is none
-        message = f"the MongoDB URL of bridge {bridge.name} is not valid: {short(error)}"
+        message = f"the MongoDB URL of bridge {wiring.name} is not valid: {short(error)}"
         raise ConfigurationError(message) from error
 
 

@@ -1,4 +1,4 @@
-"""What one worker process holds of a bridge: its store, its heartbeats, the key of its envelopes."""
+"""What one worker process holds of a bridge beside its wiring: its heartbeats, the key of its envelopes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import logging
 import threading
 import time
 
-from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.envelope import Run, unseal
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from mongo_celery.errors import InvalidEnvelopeError
@@ -22,17 +20,16 @@ _KEY_SECONDS = 5.0
 
 class WorkerSide:
     """
-    A bridge inside one worker process. Made after the fork, used by all threads of the process.
+    A bridge inside one worker process, used by all threads of the process: `wiring.of_process(WorkerSide)`.
 
     Args:
-        client: this process's client.
-        options: the bridge's options.
+        wiring: of the bridge.
     """
 
-    def __init__(self, client: MongoClient[dict[str, object]], options: BridgeOptions) -> None:
-        self.store = Store(client, options)
-        self.heartbeats = Heartbeats(self.store.claims, options.claim_ttl)
-        self._options = options
+    def __init__(self, wiring: Wiring) -> None:
+        self.heartbeats = Heartbeats(wiring.store.claims, wiring.options.claim_ttl)
+        self._bridge = wiring.name
+        self._leases = wiring.store.leases
         self._key: bytes | None = None
         self._key_read = 0.0
         self._lock = threading.Lock()
@@ -50,14 +47,14 @@ class WorkerSide:
             logger.warning(
                 "dropped a %s message for bridge %s that is forged, damaged or from another installation",
                 kind,
-                self._options.name,
+                self._bridge,
                 extra={"event": "envelope_refused"},
             )
             return None
         except PyMongoError as error:
-            logger.warning("cannot verify a message for bridge %s: %s", self._options.name, error)
+            logger.warning("cannot verify a message for bridge %s: %s", self._bridge, error)
             return None
-        if run.bridge != self._options.name or (subscription is not None and run.subscription != subscription):
+        if run.bridge != self._bridge or (subscription is not None and run.subscription != subscription):
             logger.warning("dropped a message of %s that was sent to another handler", run.partition_id)
             return None
         return run
@@ -75,7 +72,7 @@ class WorkerSide:
     def _read_key(self) -> bytes:
         with self._lock:
             self._key_read = time.monotonic()
-            self._key = self.store.leases.signing_key()
+            self._key = self._leases.signing_key()
         if self._key is None:
             raise InvalidEnvelopeError
         return self._key
