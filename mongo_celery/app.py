@@ -42,7 +42,7 @@ def _held_by(app: Celery) -> _Held:
     return held
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: Python 3.11 cannot make a Registry[...] that is frozen and has them
 class Registry(Generic[T]):
     """
     The things of one kind that belong to apps.

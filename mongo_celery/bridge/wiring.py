@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from bson.raw_bson import RawBSONDocument
@@ -46,16 +45,6 @@ BRIDGES: Registry[Wiring] = Registry(
 """Of all apps."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
-    """What one process has of a bridge; all its threads share it."""
-
-    pid: int
-    client: MongoClient[dict[str, Any]]
-    store: Store
-    parts: dict[object, Any] = field(default_factory=dict)
-
-
 class Wiring:
     """
     One bridge as its own parts see it. Thread-safe; nothing connects before it is needed.
@@ -83,7 +72,7 @@ class Wiring:
         self._options: BridgeOptions | None = None
         self._handlers: dict[str, Handler] = {}
         self._lock = threading.RLock()
-        self._process: _Process | None = None
+        self._process: tuple[int, dict[object, Any]] = (os.getpid(), {})
 
     def __repr__(self) -> str:
         return f"<Wiring of bridge {self.name}>"
@@ -173,22 +162,26 @@ class Wiring:
     @property
     def client(self) -> MongoClient[dict[str, Any]]:
         """This process's client: connects lazily, and is made anew after a fork."""
-        return self._of_process().client
+        return self.of_process(Wiring._connect)
 
     @property
     def store(self) -> Store:
-        """The bridge's state."""
-        return self._of_process().store
+        """The bridge's state, by this process's client."""
+        return self.of_process(Wiring._open_state)
 
     def of_process(self, make: Callable[[Wiring], T]) -> T:
-        """What a part keeps for itself in each process: made at its first use, and anew after a fork."""
-        parts = self._of_process().parts
-        if make not in parts:
+        """What is kept once for each process: made at its first use, and anew after a fork."""
+        if self._process[0] != os.getpid():
             with self._lock:
-                if make not in parts:
-                    parts[make] = make(self)
-        part: T = parts[make]
-        return part
+                if self._process[0] != os.getpid():
+                    self._process = (os.getpid(), {})
+        kept = self._process[1]
+        if make not in kept:
+            with self._lock:
+                if make not in kept:
+                    kept[make] = make(self)
+        made: T = kept[make]
+        return made
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
         """A client of its own for one change stream, with a socket timeout in seconds."""
@@ -209,23 +202,15 @@ class Wiring:
             database, name = default, namespace
         return self.client[database][name]
 
-    def _of_process(self) -> _Process:
-        process = self._process
-        if process is None or process.pid != os.getpid():
-            with self._lock:
-                process = self._process
-                if process is None or process.pid != os.getpid():
-                    process = self._process = self._begin()
-        return process
-
-    def _begin(self) -> _Process:
+    def _connect(self) -> MongoClient[dict[str, Any]]:
         keep_commands_out_of_logs()
-        options = self.options
         try:
-            client = MongoClient[dict[str, Any]](self.url, **_client_options(_url_options(self.url)))
+            return MongoClient(self.url, **_client_options(_url_options(self.url)))
         except (InvalidURI, ClientConfigurationError, ValueError) as error:
             raise self._bad_url(error) from None
-        return _Process(os.getpid(), client, Store(client, options))
+
+    def _open_state(self) -> Store:
+        return Store(self.client, self.options)
 
     def _bad_url(self, error: Exception) -> ConfigurationError:
         return ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {short(error)}")

@@ -183,6 +183,11 @@ def test_no_rooms_of_the_bridge_form_a_cycle() -> None:
     assert cycle_in(rooms(within, second_part)) is None
 
 
+def test_only_the_package_itself_names_the_bridge() -> None:
+    """The facade stands above all its parts, and commands act on the wiring."""
+    assert {each.importer for each in imports() if each.imported == "bridge.bridge"} == {""}
+
+
 def test_the_search_for_cycles_finds_one() -> None:
     """A checker that has never failed has not been tested."""
     assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
