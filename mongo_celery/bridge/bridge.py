@@ -36,6 +36,9 @@ class Bridge:
         name: of the bridge; part of queue names, task ids and state. Letters, digits, `_`, `-`.
         options: see the README's configuration table.
 
+    Attributes:
+        wiring: what the bridge's own parts are handed; nothing for users.
+
     Nothing connects before it is needed: not at import, and not in a worker's parent process.
 
     Raises:

@@ -36,7 +36,6 @@ _CLIENT_DEFAULTS: dict[str, Any] = {
     "datetime_conversion": "DATETIME_AUTO",  # a year 10000 must not stop a partition
 }
 
-
 BRIDGES: Registry[Wiring] = Registry(
     "bridge",
     create="mongo_celery.Bridge(app, 'mongodb://...') where the app is made",

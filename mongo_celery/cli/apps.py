@@ -54,7 +54,7 @@ def one_of(ctx: click.Context, registry: Registry[T], name: str | None, option: 
     found = all_of(ctx, registry, name)
     if len(found) > 1:
         names = ", ".join(sorted(each.name for each in found))
-        raise click.ClickException(f"this app has more than one {registry.kind}: choose one of {names} with {option}.")
+        raise click.ClickException(f"this app has several {registry.kind}s: choose one of {names} with {option}.")
     return found[0]
 
 
