@@ -28,7 +28,7 @@ class WorkerSide:
 
     def __init__(self, wiring: Wiring) -> None:
         self.heartbeats = Heartbeats(wiring.store.claims, wiring.options.claim_ttl)
-        self._bridge = wiring.name
+        self._options = wiring.options
         self._leases = wiring.store.leases
         self._key: bytes | None = None
         self._key_read = 0.0
@@ -47,14 +47,14 @@ class WorkerSide:
             logger.warning(
                 "dropped a %s message for bridge %s that is forged, damaged or from another installation",
                 kind,
-                self._bridge,
+                self._options.name,
                 extra={"event": "envelope_refused"},
             )
             return None
         except PyMongoError as error:
-            logger.warning("cannot verify a message for bridge %s: %s", self._bridge, error)
+            logger.warning("cannot verify a message for bridge %s: %s", self._options.name, error)
             return None
-        if run.bridge != self._bridge or (subscription is not None and run.subscription != subscription):
+        if run.bridge != self._options.name or (subscription is not None and run.subscription != subscription):
             logger.warning("dropped a message of %s that was sent to another handler", run.partition_id)
             return None
         return run
