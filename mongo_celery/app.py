@@ -1,61 +1,141 @@
-"""Which bridges belong to a Celery app."""
+"""What belongs to a Celery app: things of some kind by their names, and tasks with their beat entries."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mongo_celery.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from mongo_celery.bridge.bridge import Bridge
+_ATTRIBUTE = "_mongo_celery"
+_EXPIRES_SECONDS = 60.0
+"""Beat's messages must not pile up without workers; but busy workers must find one that still counts."""
 
-_ATTRIBUTE = "_mongo_celery_bridges"
+
+class Named(Protocol):
+    """A thing with a name, which it may not know before it is asked for it."""
+
+    @property
+    def name(self) -> str:
+        """What commands call it."""
 
 
-def add_bridge(app: Celery, bridge: Bridge) -> bool:
+T = TypeVar("T", bound=Named)
+
+
+@dataclass(slots=True)
+class _Held:
+    """What is kept on one app: things with the names known so far by kind, tasks, and seconds by beat entry."""
+
+    things: dict[str, list[tuple[str | None, Any]]] = field(default_factory=dict)
+    tasks: set[str] = field(default_factory=set)
+    periods: dict[str, float] = field(default_factory=dict)
+
+
+def _held_by(app: Celery) -> _Held:
+    held: _Held = app.__dict__.setdefault(_ATTRIBUTE, _Held())
+    return held
+
+
+@dataclass(frozen=True)  # without slots: Python 3.11 cannot make a Registry[...] that is frozen and has them
+class Registry(Generic[T]):
     """
-    Note a bridge of an app.
+    The things of one kind that belong to apps.
 
-    Returns:
-        Whether it is the app's first.
-
-    Raises:
-        ConfigurationError: the app already has another bridge of that name.
+    Attributes:
+        kind: the word for it in messages.
+        create: how and where one is made, for an app without.
+        rename: what to do about a name that is taken.
     """
-    bridges: dict[str, Bridge] = app.__dict__.setdefault(_ATTRIBUTE, {})
-    if bridges.setdefault(bridge.name, bridge) is not bridge:
-        raise ConfigurationError(f"the app already has a bridge named {bridge.name!r}; give this one another name.")
-    return len(bridges) == 1
+
+    kind: str
+    create: str
+    rename: str
+
+    def add(self, app: Celery, thing: T, name: str | None) -> bool:
+        """
+        Note a thing of an app.
+
+        Args:
+            app: the Celery app.
+            thing: what belongs to it.
+            name: its name, if that is known already.
+
+        Returns:
+            Whether it is the app's first.
+
+        Raises:
+            ConfigurationError: the app already has another one that is known by this name.
+        """
+        known = _held_by(app).things.setdefault(self.kind, [])
+        if name is not None and name in {other for other, _ in known}:
+            article = "an" if self.kind[0] in "aeiou" else "a"
+            raise ConfigurationError(f"the app already has {article} {self.kind} named {name!r}; {self.rename}.")
+        known.append((name, thing))
+        return len(known) == 1
+
+    def of(self, app: Celery) -> list[T]:
+        """All of an app, in the order in which they were made."""
+        return [thing for _, thing in _held_by(app).things.get(self.kind, ())]
+
+    def find(self, app: Celery, name: str) -> T | None:
+        """The one of that name; asks things for their names."""
+        return next((thing for thing in self.of(app) if thing.name == name), None)
+
+    def named(self, app: Celery, names: Sequence[str]) -> list[T]:
+        """
+        Those that a command names, or all of them.
+
+        Raises:
+            ConfigurationError: there is none, or one of the names is unknown.
+        """
+        found = self.of(app)
+        if not found:
+            raise ConfigurationError(
+                f"this app has no {self.kind}: create one with {self.create}, and name the app with -A."
+            )
+        if not names:
+            return found
+        by_name = {thing.name: thing for thing in found}
+        for name in names:
+            if name not in by_name:
+                raise ConfigurationError(
+                    f"there is no {self.kind} {name!r}; this app has {', '.join(sorted(by_name))}."
+                )
+        return [by_name[name] for name in names]
 
 
-def find_bridge(app: Celery, name: str) -> Bridge | None:
-    """A bridge by its name."""
-    return bridges_by_name(app).get(name)
-
-
-def bridges_by_name(app: Celery) -> dict[str, Bridge]:
-    """All bridges of an app."""
-    found: dict[str, Bridge] = app.__dict__.get(_ATTRIBUTE, {})
-    return found
-
-
-def chosen_bridges(app: Celery, names: Sequence[str]) -> list[Bridge]:
+def add_task(app: Celery, name: str, function: Callable[..., Any], **options: Any) -> None:
     """
-    The bridges that a command names, or all of them.
+    Register a task without a result, once for each app.
 
-    Raises:
-        ConfigurationError: there is none, or one of the names is unknown.
+    Args:
+        app: the Celery app.
+        name: of the task.
+        function: a plain function: Celery is silent about other callables, and does not register them.
+        options: of the task.
     """
-    bridges = bridges_by_name(app)
-    if not bridges:
-        raise ConfigurationError(
-            "this app has no bridge: create one with mongo_celery.Bridge(app, 'mongodb://...') where the app is made, "
-            "and name the app with -A.",
-        )
-    for name in names:
-        if name not in bridges:
-            raise ConfigurationError(f"there is no bridge {name!r}; this app has {', '.join(sorted(bridges))}.")
-    return [bridges[name] for name in names] if names else list(bridges.values())
+    held = _held_by(app)
+    if name not in held.tasks:
+        held.tasks.add(name)
+        register: Any = app.task
+        register(name=name, shared=False, ignore_result=True, **options)(function)
+
+
+def schedule(app: Celery, task: str, every: float, *args: str) -> None:
+    """
+    Have beat send a task with these arguments: one entry, as often as the most impatient asks.
+
+    Messages expire; not at once, or busy workers would never run one.
+    """
+    entry = " ".join((task, *args))
+    periods = _held_by(app).periods
+    if every < periods.get(entry, math.inf):
+        periods[entry] = every
+        signature = app.signature(task, args=args)
+        app.add_periodic_task(every, signature, name=entry, expires=max(every, _EXPIRES_SECONDS))

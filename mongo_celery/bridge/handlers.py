@@ -9,9 +9,12 @@ methods, duplicates and stacked decorators.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from celery.app.task import Task
+from celery.local import Proxy
 
 from mongo_celery.arguments import check_choice, check_name, nearest
 from mongo_celery.bridge.options import FAILURE_POLICIES, UNAVAILABLE, BridgeOptions, PartitionKey
@@ -156,6 +159,20 @@ def _is_complete(target: object) -> bool:
     if isinstance(target, str):
         return "." in target or target == "*"
     return not isinstance(target, type)
+
+
+def refuse_function_as_source(sources: Iterable[object]) -> None:
+    """
+    A decorator without parentheses takes the function for a source, and would register nothing.
+
+    Judged by the type alone: a collection has every attribute, and a task's proxy may not be ready to be asked.
+    """
+    for source in sources:
+        if issubclass(type(source), (Proxy, Task)) or inspect.isroutine(source):
+            raise ConfigurationError(
+                'on_change was given a function, and needs a source: write @bridge.on_change("db.collection") above '
+                "the function.",
+            )
 
 
 def check_task_options(task_options: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
-"""Finding the user's app and its bridges for a command, and saying in one sentence what is wrong."""
+"""What the commands share: the user's app and what belongs to it, options, the console, errors in one sentence."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -10,51 +11,64 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from celery import Celery
+    from rich.console import Console
 
-    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.app import Named, Registry
     from mongo_celery.mongo.verdicts import Concern
 
+T = TypeVar("T", bound="Named")
 
-def app_of(ctx: click.Context) -> Celery:
+_PIPE_WIDTH = 160
+"""What is piped to grep must not wrap at 80."""
+
+
+def json_option(each: str) -> Callable[[Any], Any]:
+    """The option `--json`; the help says what has a line of its own."""
+    return click.option("--json", "as_json", is_flag=True, help=f"One JSON object on one line for each {each}.")
+
+
+def app_of(ctx: click.Context, registry: Registry[Any]) -> Celery:
     """
     The app that `-A` names, with its task modules imported.
 
     Raises:
-        click.ClickException: without `-A`, or when the app has no bridge.
+        click.ClickException: without `-A`, or when nothing of this kind belongs to the app.
     """
-    from mongo_celery.app import bridges_by_name, chosen_bridges
-
     app: Celery = ctx.obj.app
-    if not ctx.find_root().params.get("app") and not bridges_by_name(app):
-        raise click.ClickException(f"name your Celery app with -A: celery -A shop {_words(ctx)}")
+    if not ctx.find_root().params.get("app") and not registry.of(app):
+        words = ctx.command_path.partition(" ")[2]  # as typed after `celery`, without options
+        raise click.ClickException(f"name your Celery app with -A: celery -A shop {words}")
     with one_sentence_errors():
         app.loader.import_default_modules()
         app.finalize()
-        chosen_bridges(app, [])
+        registry.named(app, [])
     return app
 
 
-def bridges_of(ctx: click.Context, name: str | None) -> list[Bridge]:
-    """The bridge of that name, or all of the app that `-A` names; errors as of `app_of`."""
-    from mongo_celery.app import chosen_bridges
-
-    app = app_of(ctx)
+def all_of(ctx: click.Context, registry: Registry[T], name: str | None) -> list[T]:
+    """The one of that name, or all of the app that `-A` names; errors as of `app_of`."""
+    app = app_of(ctx, registry)
     with one_sentence_errors():
-        return chosen_bridges(app, [name] if name else [])
+        return registry.named(app, [name] if name else [])
 
 
-def one_bridge_of(ctx: click.Context, name: str | None) -> Bridge:
-    """The bridge that a command acts on; an app with several bridges has to name one."""
-    bridges = bridges_of(ctx, name)
-    if len(bridges) > 1:
-        names = ", ".join(bridge.name for bridge in bridges)
-        raise click.ClickException(f"this app has several bridges: choose one of {names} with --bridge.")
-    return bridges[0]
+def one_of(ctx: click.Context, registry: Registry[T], name: str | None, option: str = "--name") -> T:
+    """The one that a command acts on; an app with several has to name one."""
+    found = all_of(ctx, registry, name)
+    if len(found) > 1:
+        names = ", ".join(sorted(each.name for each in found))
+        raise click.ClickException(f"this app has several {registry.kind}s: choose one of {names} with {option}.")
+    return found[0]
 
 
-def _words(ctx: click.Context) -> str:
-    """The command as typed after `celery`, without its options."""
-    return ctx.command_path.partition(" ")[2]
+def console_of(ctx: click.Context) -> Console:
+    """Where a command shows what people read."""
+    from rich.console import Console
+
+    console = Console(no_color=ctx.obj.no_color or None, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)
+    return console
 
 
 class one_sentence_errors:  # noqa: N801 - a context manager that reads as a phrase

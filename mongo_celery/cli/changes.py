@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli.apps import bridges_of, one_bridge_of, one_sentence_errors, sentence_for
+from mongo_celery.cli.apps import all_of, console_of, json_option, one_of, one_sentence_errors, sentence_for
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mongo_celery.bridge.bridge import Bridge
     from mongo_celery.bridge.operations.commands import Head, Outcome
+    from mongo_celery.bridge.wiring import Wiring
 
 _WATCH_SECONDS = 2.0
-_PIPE_WIDTH = 160
 
 BRIDGE = click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
-JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on one line for each bridge.")
+JSON = json_option("bridge")
 PARTITION = click.option("--partition", type=click.IntRange(min=0), metavar="N", help="One partition only.")
 SUBSCRIPTION = click.argument("subscription", required=False)
 
@@ -59,7 +58,7 @@ def status(ctx: click.Context, bridge: str | None, as_json: bool, everything: bo
     The lag is the time from the position up to which all is done to MongoDB's latest operation. Numbers
     of changes under way come from the listener's last report, a few seconds old.
     """
-    bridges = bridges_of(ctx, bridge)
+    bridges = _bridges(ctx, bridge)
     if watch is not None:
         _watch(ctx, bridges, as_json, everything, watch)
         return
@@ -67,7 +66,7 @@ def status(ctx: click.Context, bridge: str | None, as_json: bool, everything: bo
 
     with one_sentence_errors():
         statuses = [read_status(each) for each in bridges]
-    _show_statuses(_console(ctx), statuses, as_json, everything)
+    _show_statuses(console_of(ctx), statuses, as_json, everything)
 
 
 def _show_statuses(console: Console, statuses: Sequence[dict[str, Any]], as_json: bool, everything: bool) -> None:
@@ -80,7 +79,7 @@ def _show_statuses(console: Console, statuses: Sequence[dict[str, Any]], as_json
     console.print(status_view(statuses, everything=everything))
 
 
-def _watch(ctx: click.Context, bridges: Sequence[Bridge], as_json: bool, everything: bool, seconds: float) -> None:
+def _watch(ctx: click.Context, bridges: Sequence[Wiring], as_json: bool, everything: bool, seconds: float) -> None:
     """Repeat until interrupted; a MongoDB that does not answer is shown, and asked again."""
     from threading import Event
 
@@ -88,7 +87,7 @@ def _watch(ctx: click.Context, bridges: Sequence[Bridge], as_json: bool, everyth
 
     from mongo_celery.cli.status_view import status_view
 
-    console = _console(ctx)
+    console = console_of(ctx)
     pause = Event()
     with ExitStack() as stack:
         live = None
@@ -106,16 +105,16 @@ def _watch(ctx: click.Context, bridges: Sequence[Bridge], as_json: bool, everyth
             return
 
 
-def _status_or_error(bridge: Bridge) -> dict[str, Any]:
+def _status_or_error(wiring: Wiring) -> dict[str, Any]:
     from mongo_celery.bridge.operations.status import read_status
 
     try:
-        return read_status(bridge)
+        return read_status(wiring)
     except Exception as error:
         sentence = sentence_for(error)
         if sentence is None:
             raise
-        return {"bridge": bridge.name, "state": "unknown", "error": sentence}
+        return {"bridge": wiring.name, "state": "unknown", "error": sentence}
 
 
 # -- queues ----------------------------------------------------------------------------------------
@@ -139,7 +138,7 @@ def queues(ctx: click.Context, bridge: str | None, as_json: bool, with_default: 
     --with-default. Without it the app's default queue is left out, because -Q is for workers that keep
     changes and other tasks apart. Several bridges share the line; --bridge names one.
     """  # noqa: D301 - \b is click's, and no part of the text
-    bridges = bridges_of(ctx, bridge)
+    bridges = _bridges(ctx, bridge)
     default = [str(bridges[0].app.conf.task_default_queue)] if with_default else []
     with one_sentence_errors():
         names = {each.name: each.options.queue_names for each in bridges}
@@ -194,7 +193,8 @@ def retry(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
     """
     Run halted and parked changes again at once.
 
-    Their attempts are counted anew. Without SUBSCRIPTION all halted and parked partitions of the bridge.
+    Their attempts are counted anew. Without SUBSCRIPTION all halted and parked partitions of the bridge whose handler
+    this app has: the others would wait for ever.
     """
     from mongo_celery.bridge.operations import commands
 
@@ -203,7 +203,7 @@ def retry(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
 
 def _command(
     ctx: click.Context,
-    run: Callable[[Bridge, str | None, int | None], list[Outcome]],
+    run: Callable[[Wiring, str | None, int | None], list[Outcome]],
     past: str,
     subscription: str | None,
     *,
@@ -211,7 +211,7 @@ def _command(
     bridge: str | None,
     as_json: bool,
 ) -> None:
-    chosen = one_bridge_of(ctx, bridge)
+    chosen = _one_bridge(ctx, bridge)
     with one_sentence_errors():
         outcomes = run(chosen, subscription, partition)
     _show_outcomes(chosen.name, past, outcomes, as_json)
@@ -227,7 +227,7 @@ def _show_outcomes(bridge: str, past: str, outcomes: Sequence[Outcome], as_json:
         click.echo(json.dumps({"bridge": bridge, past: len(done), "partitions": [asdict(each) for each in outcomes]}))
         return
     for outcome in outcomes:
-        if outcome.result == "refused" or (outcome.result == "unfit" and outcome.state == "halted"):
+        if outcome.result == "refused" or (outcome.result == "unfit" and outcome.state in {"halted", "parked"}):
             click.echo(outcome.reason)
     if not done:
         click.echo(f"Nothing to do: {len(outcomes)} partitions were looked at, and none had to be {past}.")
@@ -261,7 +261,7 @@ def skip(
     """
     from mongo_celery.bridge.operations import commands
 
-    chosen = one_bridge_of(ctx, bridge)
+    chosen = _one_bridge(ctx, bridge)
     with one_sentence_errors():
         head = commands.read_head(chosen, subscription, partition)
     _describe(head)
@@ -296,7 +296,7 @@ def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
     from mongo_celery.bridge.operations.preflight import check as preflight
 
     failed = False
-    for each in bridges_of(ctx, bridge):
+    for each in _bridges(ctx, bridge):
         with one_sentence_errors():
             findings = preflight(each)
         wrong = any(finding.level == "error" for finding in findings)
@@ -309,14 +309,20 @@ def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
         else:
             from mongo_celery.cli.check_view import check_view
 
-            _console(ctx).print(check_view(each.name, findings))
+            console_of(ctx).print(check_view(each.name, findings))
     ctx.exit(1 if failed else 0)
 
 
-def _console(ctx: click.Context) -> Console:
-    from rich.console import Console
+# -- inside ----------------------------------------------------------------------------------------
 
-    console = Console(no_color=ctx.obj.no_color or None, highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, _PIPE_WIDTH)  # what is piped to grep must not wrap at 80
-    return console
+
+def _bridges(ctx: click.Context, name: str | None) -> list[Wiring]:
+    from mongo_celery.bridge.wiring import BRIDGES
+
+    return all_of(ctx, BRIDGES, name)
+
+
+def _one_bridge(ctx: click.Context, name: str | None) -> Wiring:
+    from mongo_celery.bridge.wiring import BRIDGES
+
+    return one_of(ctx, BRIDGES, name, "--bridge")

@@ -61,9 +61,10 @@ def listener(
     """
     from celery.platforms import detached, maybe_drop_privileges
 
+    from mongo_celery.bridge.wiring import BRIDGES
     from mongo_celery.cli.apps import app_of
 
-    app = app_of(ctx)
+    app = app_of(ctx, BRIDGES)
     if not detach:
         maybe_drop_privileges(uid=uid, gid=gid)
         ctx.exit(_run(app, bridges, on_history_lost, loglevel, logfile, pidfile))

@@ -10,20 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli.apps import one_sentence_errors, sentence_for
+from mongo_celery.cli.apps import all_of, console_of, json_option, one_sentence_errors, sentence_for
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mongo_celery.outbox import Outbox
     from mongo_celery.outbox.replay import Letter
 
 _LETTERS = 50
 _DOCUMENTS = 1000
-_PIPE_WIDTH = 160
 
 NAME = click.option("--name", metavar="NAME", help="The outbox, where the app has several.")
-JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on one line for each outbox or letter.")
+JSON = json_option("outbox or letter")
 IDS = click.argument("ids", metavar="ID...", nargs=-1)
 
 
@@ -60,7 +57,7 @@ def status(ctx: click.Context, name: str | None, as_json: bool) -> None:
         for health in found:
             click.echo(json.dumps(plain_health(health)))
         return
-    console = _console(ctx)
+    console = console_of(ctx)
     console.print(health_view(found))
     for sentence in advice_view(found):
         console.print(sentence, soft_wrap=True)
@@ -133,7 +130,7 @@ def list_letters(ctx: click.Context, limit: int, name: str | None, as_json: bool
         else:
             from mongo_celery.cli.outbox_view import letters_view
 
-            _console(ctx).print(letters_view(each.name, found, count))
+            console_of(ctx).print(letters_view(each.name, found, count))
 
 
 @dead_letters.command()
@@ -150,7 +147,7 @@ def show(ctx: click.Context, id: str, payload: bool, name: str | None, as_json: 
         return
     from mongo_celery.cli.outbox_view import letter_view
 
-    _console(ctx).print(letter_view(chosen.name, letter, payload=payload), soft_wrap=True)
+    console_of(ctx).print(letter_view(chosen.name, letter, payload=payload), soft_wrap=True)
 
 
 @dead_letters.command()
@@ -237,29 +234,9 @@ def discard(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: b
 
 
 def _outboxes(ctx: click.Context, name: str | None) -> list[Outbox]:
-    """The outbox of that name, or all of the app that `-A` names, with its task modules imported."""
-    from mongo_celery.outbox.registry import outboxes_of
+    from mongo_celery.outbox.outbox import OUTBOXES
 
-    app = ctx.obj.app
-    if not ctx.find_root().params.get("app") and not outboxes_of(app):
-        words = ctx.command_path.partition(" ")[2]
-        raise click.ClickException(f"name your Celery app with -A: celery -A shop {words}")
-    with one_sentence_errors():
-        app.loader.import_default_modules()
-        app.finalize()
-    found = outboxes_of(app)
-    if not found:
-        raise click.ClickException(
-            "this app has no outbox: create one with mongo_celery.Outbox(app, client.shop.orders) where the app or its "
-            "tasks are made, and name the app with -A.",
-        )
-    if name is None:
-        return found
-    with one_sentence_errors():
-        names = {each.name: each for each in found}
-    if name not in names:
-        raise click.ClickException(f"there is no outbox {name!r}; this app has {', '.join(sorted(names))}.")
-    return [names[name]]
+    return all_of(ctx, OUTBOXES, name)
 
 
 def _find(outboxes: Sequence[Outbox], id: str) -> tuple[Outbox, Letter]:  # noqa: A002
@@ -293,12 +270,3 @@ def _clean(text: str) -> str:
     from mongo_celery.mongo.redaction import without_credentials
 
     return without_credentials(text)
-
-
-def _console(ctx: click.Context) -> Console:
-    from rich.console import Console
-
-    console = Console(no_color=ctx.obj.no_color or None, highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, _PIPE_WIDTH)  # what is piped to grep must not wrap at 80
-    return console

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli.apps import one_sentence_errors
+from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
 _LIMIT = 50
 _RECOVER_LIMIT = 1000
-_PIPE_WIDTH = 160
 _STATES = ("initial", "pending", "applied", "done", "canceling", "canceled")
 
 NAME = click.option("--name", metavar="NAME", help="The TwoPhaseCommit, where the app has several.")
-JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on one line for each transaction.")
+JSON = json_option("transaction")
 AGE = click.option(
     "--older-than", type=click.FloatRange(min=0), metavar="SECONDS", help="Since the last step, by the server's clock."
 )
@@ -56,17 +55,13 @@ def list_transactions(
         for document in found:
             click.echo(_json(document))
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table("id", "state", "application", "last step", "what", box=None)
     for document in found:
         table.add_row(*(Text(str(each)) for each in _row(document)))  # no markup: what is stored is anybody's
-    console = Console(no_color=ctx.obj.no_color or None, highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, _PIPE_WIDTH)  # what is piped to grep must not wrap at 80
-    console.print(table if found else f"No transaction is {' or '.join(wanted)}.")
+    console_of(ctx).print(table if found else f"No transaction is {' or '.join(wanted)}.")
 
 
 @transactions.command()
@@ -139,24 +134,9 @@ def cancel(
 
 
 def _coordinator(ctx: click.Context, name: str | None) -> TwoPhaseCommit:
-    """The one that is named, or the app's only one."""
-    from mongo_celery.twophase.steps import coordinators_of
+    from mongo_celery.twophase.twophase import COORDINATORS
 
-    app = ctx.obj.app
-    with one_sentence_errors():
-        app.loader.import_default_modules()
-        app.finalize()
-    known = coordinators_of(app)
-    if not known:
-        raise click.ClickException(
-            "this app has no TwoPhaseCommit: create one with mongo_celery.TwoPhaseCommit(app, transactions) where the "
-            "app is made, and name the app with -A.",
-        )
-    if name is not None and name not in known:
-        raise click.ClickException(f"there is no TwoPhaseCommit {name!r}; this app has {', '.join(sorted(known))}.")
-    if name is None and len(known) > 1:
-        raise click.ClickException(f"choose one of {', '.join(sorted(known))} with --name.")
-    return known[name] if name is not None else next(iter(known.values()))
+    return one_of(ctx, COORDINATORS, name)
 
 
 def _find(chosen: TwoPhaseCommit, text: str) -> Mapping[str, Any]:

@@ -7,21 +7,27 @@ would write: `pre_save` of each field, then its value for the database.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from pymongo.errors import DuplicateKeyError
+from pymongo.results import InsertOneResult, UpdateResult
 
 from mongo_celery.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from mongo_celery.outbox.events import Event
-    from mongo_celery.outbox.outbox import Outbox
+Insert = Callable[..., InsertOneResult]
+Update = Callable[..., UpdateResult]
 
 
-def save(outbox: Outbox, instance: Any, *, tasks: Sequence[object], events: Sequence[Event]) -> Any:
+def save(instance: Any, collection: str, *, insert: Insert, update: Update) -> Any:
     """
     Save an instance through an outbox.
+
+    Args:
+        instance: of a model.
+        collection: name of the outbox's collection.
+        insert: the outbox's `insert_one`, with what is to follow.
+        update: the outbox's `update_one`, with what is to follow.
 
     Inside `django_mongodb_backend.transaction.atomic` its session is used, and nothing is dispatched before the
     commit. Afterwards the instance has its primary key, and `pre_save` and `post_save` were sent.
@@ -34,10 +40,10 @@ def save(outbox: Outbox, instance: Any, *, tasks: Sequence[object], events: Sequ
     meta = getattr(instance, "_meta", None)
     if meta is None or not hasattr(meta, "concrete_fields"):
         raise ConfigurationError(f"{type(instance).__name__} is no Django model; use insert_one or update_one.")
-    if meta.db_table != outbox.collection.name:
+    if meta.db_table != collection:
         raise ConfigurationError(
-            f"{type(instance).__name__} is stored in {meta.db_table!r}, and this outbox is on "
-            f"{outbox.collection.name!r}; make one for each collection.",
+            f"{type(instance).__name__} is stored in {meta.db_table!r}, and this outbox is on {collection!r}; make one "
+            "for each collection.",
         )
     if len(meta.get_parent_list()) and not meta.proxy:
         raise ConfigurationError(f"{type(instance).__name__} inherits from a model with a collection of its own.")
@@ -51,7 +57,7 @@ def save(outbox: Outbox, instance: Any, *, tasks: Sequence[object], events: Sequ
     connection = connections[alias]
     pre_save.send(sender=model, instance=instance, raw=False, using=alias, update_fields=None)
     try:
-        created = _write(outbox, instance, connection, tasks=tasks, events=events)
+        created = _write(instance, connection, insert, update)
     except DuplicateKeyError as error:
         raise IntegrityError(str(error)) from error
     instance._state.adding, instance._state.db = False, alias  # noqa: SLF001 - Django's own place for it
@@ -59,7 +65,7 @@ def save(outbox: Outbox, instance: Any, *, tasks: Sequence[object], events: Sequ
     return instance
 
 
-def _write(outbox: Outbox, instance: Any, connection: Any, *, tasks: Sequence[object], events: Sequence[Event]) -> bool:
+def _write(instance: Any, connection: Any, insert: Insert, update: Update) -> bool:
     """Whether the document is new."""
     adding = instance._state.adding  # noqa: SLF001
     meta = instance._meta  # noqa: SLF001
@@ -75,13 +81,12 @@ def _write(outbox: Outbox, instance: Any, connection: Any, *, tasks: Sequence[ob
         if not field.primary_key:
             values[field.column] = prepared
     column = meta.pk.column
-    given: dict[str, Any] = {"tasks": tasks, "events": events, "session": session}
     if instance.pk is None:
-        inserted = outbox.insert_one(values, **given)
+        inserted = insert(values, session=session)
         instance.pk = meta.pk.to_python(inserted.inserted_id)
         return True
     identity = meta.pk.get_db_prep_save(instance.pk, connection)
     if adding and meta.pk.has_default():  # Django takes it for a new one, too
-        outbox.insert_one({column: identity, **values}, **given)
+        insert({column: identity, **values}, session=session)
         return True
-    return outbox.update_one({column: identity}, {"$set": values}, upsert=True, **given).matched_count == 0
+    return update({column: identity}, {"$set": values}, upsert=True, session=session).matched_count == 0

@@ -15,7 +15,7 @@ from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import Concern, explained
 from mongo_celery.outbox import index
 from mongo_celery.outbox.metrics import OutboxStatus
-from mongo_celery.outbox.registry import SWEEP_TASK
+from mongo_celery.outbox.sweep import SWEEP_TASK
 
 if TYPE_CHECKING:
     from celery import Celery

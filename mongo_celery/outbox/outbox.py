@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -15,11 +15,12 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
 
+from mongo_celery.app import Registry, add_task, schedule
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
 from mongo_celery.mongo.writes import Modifications
-from mongo_celery.outbox import pending, registry
+from mongo_celery.outbox import pending
 from mongo_celery.outbox.backing import Backing, bounded
 from mongo_celery.outbox.bulk import Write, write_in_bulk
 from mongo_celery.outbox.change import Change, Written, refuse_replacement
@@ -29,10 +30,17 @@ from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.metrics import OutboxStatus
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Delivery
-from mongo_celery.outbox.sweep import sweep_all, sweep_one
+from mongo_celery.outbox.sweep import SWEEP_TASK, Backlog, sweep_all, sweep_one
 
 _DELETE_ROUNDS = 3
 _HELD = "another relay holds them, or they wait to be tried again after a failure"
+
+OUTBOXES: Registry[Outbox] = Registry(
+    "outbox",
+    create="mongo_celery.Outbox(app, client.shop.orders) where the app or its tasks are made",
+    rename="use it, or give this one name='...'",
+)
+"""Of all apps."""
 
 
 class Outbox:
@@ -99,7 +107,10 @@ class Outbox:
         self._name = name or (collection.full_name if isinstance(collection, Collection) else None)
         self._source = source
         every = None if sweep_every is None else bounded(sweep_every, "sweep_every")
-        registry.add_outbox(app, self, self._name, every, partial(sweep_all, app))
+        OUTBOXES.add(app, self, self._name)
+        add_task(app, SWEEP_TASK, _sweep_of(app), acks_late=False)
+        if every is not None:
+            schedule(app, SWEEP_TASK, every)
 
     def __repr__(self) -> str:
         return f"<Outbox {self._name or '(not opened yet)'}>"
@@ -118,6 +129,11 @@ class Outbox:
     def dead_letters(self) -> DeadLetters:
         """Entries that could not be published."""
         return self.backing.dead_letters
+
+    @property
+    def backlog(self) -> Backlog:
+        """What a sweep needs of this outbox."""
+        return Backlog(lambda: self.name, self.backing, self.sweep_after)
 
     # -- writes ------------------------------------------------------------------------------------
 
@@ -351,7 +367,9 @@ class Outbox:
         """
         from mongo_celery.outbox.django import save
 
-        return save(self, instance, tasks=tasks, events=events)
+        insert = partial(self.insert_one, tasks=tasks, events=events)
+        update = partial(self.update_one, tasks=tasks, events=events)
+        return save(instance, self.collection.name, insert=insert, update=update)
 
     # -- delivery ----------------------------------------------------------------------------------
 
@@ -375,7 +393,7 @@ class Outbox:
             The sum of what was done.
         """
         age = self.sweep_after if older_than is None else seconds(older_than, "older_than")
-        return sweep_one(self, age, limit)
+        return sweep_one(self.backlog, age, limit)
 
     def status(self) -> OutboxStatus:
         """Counts and ages of what is pending; reads only documents in the index."""
@@ -398,3 +416,11 @@ class Outbox:
         if entries:
             self.backing.dispatch_at_once(written, session)
         return written
+
+
+def _sweep_of(app: Celery) -> Callable[[], Any]:
+    def sweep_outboxes() -> Any:
+        """Deliver what was left behind in all outboxes of this app."""
+        return sweep_all(outbox.backlog for outbox in OUTBOXES.of(app))
+
+    return sweep_outboxes

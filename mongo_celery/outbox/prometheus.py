@@ -19,14 +19,13 @@ import pymongo
 from pymongo.errors import PyMongoError
 
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.registry import outboxes_of
+from mongo_celery.outbox.outbox import OUTBOXES, Outbox
 
 if TYPE_CHECKING:
     from celery import Celery
     from prometheus_client import Metric
 
     from mongo_celery.outbox.metrics import OutboxStatus
-    from mongo_celery.outbox.outbox import Outbox
 
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -71,7 +70,7 @@ class OutboxCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics of this moment."""
         families = _families()
-        for outbox in list(outboxes_of(self._app)):
+        for outbox in OUTBOXES.of(self._app):
             name = _name(outbox)
             if name is None:
                 continue

@@ -10,21 +10,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from pymongo.errors import ConnectionFailure, PyMongoError
 
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import index
-from mongo_celery.outbox.registry import outboxes_of
+from mongo_celery.outbox.backing import Backing
 from mongo_celery.outbox.relay import Delivery
 
-if TYPE_CHECKING:
-    from celery import Celery
-
-    from mongo_celery.outbox.outbox import Outbox
-
 logger = logging.getLogger("mongo_celery.outbox")
+
+SWEEP_TASK = "mongo_celery.outbox.sweep"
 
 _TURN = 50
 """Documents of one outbox before the next has its turn."""
@@ -39,17 +38,33 @@ _IDLE_TURNS_MAX = 3
 """So many turns in which nothing could be delivered end a sweep of one outbox: what failed is held back meanwhile."""
 
 
-def sweep_one(outbox: Outbox, older_than: float, limit: int) -> Delivery:
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """
+    What a sweep needs of one outbox.
+
+    Attributes:
+        name: gives what logs call it; asked for late, since the collection may not be open yet.
+        backing: of the outbox.
+        age: seconds after which an entry is due.
+    """
+
+    name: Callable[[], str]
+    backing: Backing
+    age: float
+
+
+def sweep_one(backlog: Backlog, older_than: float, limit: int) -> Delivery:
     """Deliver documents of one outbox, the given number at most; the sum of what was done."""
-    relay = outbox.backing.relay
+    relay = backlog.backing.relay
     total, refusals = Delivery(), 0
-    for document_id in index.due_documents(outbox.backing.plain, older_than, limit):
+    for document_id in index.due_documents(backlog.backing.plain, older_than, limit):
         try:
             delivery = relay.deliver(document_id, older_than=older_than)
         except ConnectionFailure:
             raise
         except Exception as error:  # noqa: BLE001 - one document that nobody can make sense of stops no other
-            logger.error("outbox %s: document %r cannot be delivered: %s", outbox.name, document_id, short(error))
+            logger.error("outbox %s: document %r cannot be delivered: %s", backlog.name(), document_id, short(error))
             delivery = Delivery(left=1, error=short(error))
         total = _sum(total, delivery)
         refusals = refusals + 1 if delivery.broker_down else 0
@@ -58,28 +73,29 @@ def sweep_one(outbox: Outbox, older_than: float, limit: int) -> Delivery:
     return total
 
 
-def sweep_all(app: Celery) -> dict[str, Any]:
+def sweep_all(backlogs: Iterable[Backlog]) -> dict[str, Any]:
     """
-    Deliver what is due in all outboxes of an app, in turns.
+    Deliver what is due in some outboxes, in turns.
 
     Returns:
         Per outbox `{"dispatched", "dead", "error"}`, as plain values for a task's result.
     """
     deadline = time.monotonic() + _SWEEP_SECONDS
     totals: dict[str, Delivery] = {}
-    waiting = list(outboxes_of(app))
+    waiting = list(backlogs)
     idle: Counter[str] = Counter()
     while waiting and time.monotonic() < deadline:
-        for outbox in list(waiting):
+        for backlog in list(waiting):
             try:
-                delivery = sweep_one(outbox, outbox.sweep_after, _TURN)
+                delivery = sweep_one(backlog, backlog.age, _TURN)
             except PyMongoError as error:  # MongoDB does not answer, or refuses the query
-                logger.warning("outbox %s was not swept: %s", outbox.name, short(error))
+                logger.warning("outbox %s was not swept: %s", backlog.name(), short(error))
                 delivery = Delivery(error=short(error))
-            totals[outbox.name] = _sum(totals.get(outbox.name, Delivery()), delivery)
-            idle[outbox.name] += delivery.dispatched + delivery.dead == 0
-            if (not delivery.left and not delivery.dispatched + delivery.dead) or idle[outbox.name] >= _IDLE_TURNS_MAX:
-                waiting.remove(outbox)
+            name = backlog.name()
+            totals[name] = _sum(totals.get(name, Delivery()), delivery)
+            idle[name] += delivery.dispatched + delivery.dead == 0
+            if (not delivery.left and not delivery.dispatched + delivery.dead) or idle[name] >= _IDLE_TURNS_MAX:
+                waiting.remove(backlog)
             if delivery.broker_down:
                 waiting.clear()
                 break

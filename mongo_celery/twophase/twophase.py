@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bson import ObjectId
@@ -11,22 +12,30 @@ from celery import Celery
 from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
+from mongo_celery.app import Registry, schedule
 from mongo_celery.arguments import Duration, not_negative, positive
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from mongo_celery.forking import per_process
 from mongo_celery.mongo.opening import Source, collection_of
-from mongo_celery.twophase import steps as registry
 from mongo_celery.twophase.clusters import Clusters, opened
 from mongo_celery.twophase.compensation import compensation_ids, opposite
-from mongo_celery.twophase.completion import NOT_BEGUN, Driving, still_mine
-from mongo_celery.twophase.coordinator import OvertakenError
+from mongo_celery.twophase.completion import NOT_BEGUN, Driving, still_mine, stuck
+from mongo_celery.twophase.coordinator import OvertakenError, StuckError
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import Client, is_same, part_of
 from mongo_celery.twophase.recovery import Recovery, recover
 from mongo_celery.twophase.states import State, Transaction, amount, transfer_parts
+from mongo_celery.twophase.steps import RECOVER_TASK, publish_step, register_tasks
 from mongo_celery.twophase.values import plain, plain_id
 
 _RECOVER_LIMIT = 1000
+
+COORDINATORS: Registry[TwoPhaseCommit] = Registry(
+    "TwoPhaseCommit",
+    create="mongo_celery.TwoPhaseCommit(app, transactions) where the app is made",
+    rename="give this one name='...'",
+)
+"""Of all apps."""
 
 
 class TwoPhaseCommit:
@@ -84,7 +93,10 @@ class TwoPhaseCommit:
         self._clusters = Clusters(lambda: self.transactions, clients or {})
         if app is not None:
             every = None if recover_every is None else positive(recover_every, "recover_every")
-            registry.add_coordinator(app, self, every)
+            COORDINATORS.add(app, self, name)
+            register_tasks(app, partial(_step, app), partial(_recover, app))
+            if every is not None:
+                schedule(app, RECOVER_TASK, every, name)
 
     def __repr__(self) -> str:
         return f"<TwoPhaseCommit {self.name} application={self.application}>"
@@ -226,7 +238,7 @@ class TwoPhaseCommit:
             self._refuse_foreign(seen, allowed=False)
             state = seen.state
             raise TransactionStateError(f"transaction {id!r} is {state}: nothing is left to drive.", id=id, state=state)
-        return registry.publish_step(self.app, self.name, plain_id("id", id, self.transactions.codec_options), None)
+        return publish_step(self.app, self.name, plain_id("id", id, self.transactions.codec_options), None)
 
     def step(self, id: Any, version: int | None) -> Transaction | None:  # noqa: A002
         """
@@ -384,3 +396,22 @@ class TwoPhaseCommit:
                 id=seen.id,
                 application=seen.application,
             )
+
+
+def _named(app: Celery, name: str) -> TwoPhaseCommit:
+    found = COORDINATORS.find(app, name)
+    if found is None:
+        raise ConfigurationError(f"this worker's app has no TwoPhaseCommit named {name!r}.")
+    return found
+
+
+def _step(app: Celery, name: str, id: Any, version: int | None) -> Transaction | None:  # noqa: A002
+    coordinator = _named(app, name)
+    try:
+        return coordinator.step(id, version)
+    except StuckError as error:
+        raise stuck(coordinator.log.get(id), error) from error
+
+
+def _recover(app: Celery, name: str) -> list[Recovery]:
+    return _named(app, name).recover()

@@ -2,7 +2,7 @@
 The app on which `test_cli.py` runs the command lines.
 
 Everything comes from the environment: `PROJECT_MONGO`, `PROJECT_BROKER`, `PROJECT_NAMES` (the name that all
-databases begin with), and `PROJECT_OPTIONS` (the bridge's options as JSON).
+databases begin with), `PROJECT_OPTIONS` (the bridge's options as JSON), and `PROJECT_HANDLER` (its name).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ bridge = Bridge(
 )
 
 
-@bridge.on_change(f"{NAMES}_data.orders", operations={"insert"})
+@bridge.on_change(f"{NAMES}_data.orders", operations={"insert"}, name=os.environ.get("PROJECT_HANDLER"))
 def summarise(change: Change) -> None:
     """Write down the order, or fail as the order asks."""
     document = change.full_document

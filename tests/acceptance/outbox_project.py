@@ -30,7 +30,7 @@ from pymongo import InsertOne, MongoClient, UpdateOne, monitoring
 from pymongo.errors import PyMongoError
 
 from mongo_celery import Outbox, transactional
-from mongo_celery.outbox.registry import SWEEP_TASK
+from mongo_celery.outbox.sweep import SWEEP_TASK
 
 Document = dict[str, Any]
 

@@ -193,6 +193,10 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     assert "need attention" in text
     assert "a [bad] order" in text
 
+    forgotten = shop.changes("retry", PROJECT_HANDLER="audit")
+    assert "no handler in this app" in forgotten.stdout
+    assert "Nothing to do" in forgotten.stdout
+    one_sentence(shop.changes("retry", "summarise", PROJECT_HANDLER="audit"), "no handler in this app")
     assert shop.json("retry")["retried"] == 1
     second = shop.wait_for_halt(after=first["fence"])
     assert second["_id"] == first["_id"]

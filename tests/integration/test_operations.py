@@ -23,6 +23,7 @@ from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.worker.side import WorkerSide
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.integration.guarded import GuardedMongo
 
@@ -88,10 +89,10 @@ class Led:
         renewal = Renewal(self.store.leases, term, bridge.options.lease_ttl, dict)
         self.version = take_over(self.store, renewal, bridge.options, bridge.handlers).version
 
-    def claim(self, index: int = 0, number: int = 1) -> Claim | None:
+    def claim(self, index: int = 0, number: int = 1, subscription: str = "summarise") -> Claim | None:
         """Claim one change of a partition, as a worker does."""
         return self.store.claims.take(
-            self.store.partitions.partition_id("summarise", 0, index),
+            self.store.partitions.partition_id(subscription, 0, index),
             owner=str(ObjectId()),
             version=self.version,
             first=number,
@@ -113,7 +114,7 @@ class Led:
 
     def partition(self, index: int = 0) -> Document:
         """A partition as `status` shows it."""
-        found: Document = read_status(self.bridge)["partitions"][index]
+        found: Document = read_status(self.bridge.wiring)["partitions"][index]
         return found
 
     def images(self) -> list[Image]:
@@ -134,7 +135,7 @@ def test_the_status_of_a_bridge_that_was_never_started_leaves_nothing_behind(
     bridge: Bridge, mongo_client: MongoClient[Document], state_database: str
 ) -> None:
     """Looking is free of side effects."""
-    status = read_status(bridge)
+    status = read_status(bridge.wiring)
     assert status["state"] == "never_started"
     assert status["partitions"] == []
     assert status["oplog_window_seconds"] >= 0
@@ -143,7 +144,7 @@ def test_the_status_of_a_bridge_that_was_never_started_leaves_nothing_behind(
 
 def test_the_status_follows_the_lease(led: Led) -> None:
     """Held, then given back with an error."""
-    status = read_status(led.bridge)
+    status = read_status(led.bridge.wiring)
     assert status["state"] == "leading"
     assert status["version"] == led.version
     assert status["listener"]["id"] == led.term.listener_id
@@ -151,17 +152,17 @@ def test_the_status_follows_the_lease(led: Led) -> None:
     assert [each["index"] for each in status["partitions"]] == [0, 1, 2]
     assert [each["queue"] for each in status["partitions"]] == ["shop.0", "shop.1", "shop.2"]
     led.store.leases.release(led.term, "history_lost", "too late")
-    status = read_status(led.bridge)
+    status = read_status(led.bridge.wiring)
     assert (status["state"], status["error"], status["listener"]) == ("history_lost", "too late", None)
 
 
 def test_the_status_follows_the_reports_of_the_listener(led: Led) -> None:
     """Lag is zero only for a listener that says it has caught up."""
     led.store.leases.renew(led.term, {"outstanding": 2, "buffered": 5, "caughtUp": True})
-    status = read_status(led.bridge)
+    status = read_status(led.bridge.wiring)
     assert (status["outstanding"], status["buffered"]) == (2, 5)
     led.store.leases.renew(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
-    assert read_status(led.bridge)["lag_seconds"] == 0
+    assert read_status(led.bridge.wiring)["lag_seconds"] == 0
 
 
 def test_the_status_follows_a_partition(led: Led) -> None:
@@ -172,13 +173,13 @@ def test_the_status_follows_a_partition(led: Led) -> None:
     assert shown["claim"]["live"] is True
     assert shown["claim"]["owner"] == claim.owner
     assert shown["fence"] == claim.fence
-    assert read_status(led.bridge)["outstanding"] == 1
+    assert read_status(led.bridge.wiring)["outstanding"] == 1
     assert led.store.claims.park(claim, delay=3600, not_before=None, error="ConnectionError: later")
     shown = led.partition()
     assert shown["state"] == "parked"
     assert 3500 < shown["retry"]["due_seconds"] <= 3600
     led.halt(index=1)
-    status = read_status(led.bridge)
+    status = read_status(led.bridge.wiring)
     assert status["subscriptions"][0]["state"] == "halted"
     assert status["partitions"][1]["head"] == {"token": token(1)["_data"], "key": "shop.orders insert 1"}
 
@@ -186,7 +187,7 @@ def test_the_status_follows_a_partition(led: Led) -> None:
 def test_a_subscription_without_a_handler_is_still_shown(led: Led, make_bridge: MakeBridge) -> None:
     """Its position is kept; somebody may have forgotten an import."""
     other = make_bridge(handler="audit")
-    shown = {each["name"]: each["state"] for each in read_status(other)["subscriptions"]}
+    shown = {each["name"]: each["state"] for each in read_status(other.wiring)["subscriptions"]}
     assert shown == {"audit": "new", "summarise": "unregistered"}
     assert led.bridge.name == other.name
 
@@ -197,14 +198,14 @@ def test_a_frozen_server_is_told_in_one_sentence_within_seconds(
     """Connections stay open and nothing is answered: the worst case of unreachable."""
     server = make_replica_set()
     bridge = make_bridge(server.url)
-    assert read_status(bridge)["state"] == "never_started"
+    assert read_status(bridge.wiring)["state"] == "never_started"
     server.pause()
     began = time.monotonic()
     try:
         with pytest.raises(ServerUnavailableError, match="gave no answer"):
-            read_status(bridge)
+            read_status(bridge.wiring)
         assert time.monotonic() - began < ANSWER_SECONDS_MAX
-        assert [finding.name for finding in check(bridge) if finding.level == "error"][:1] == ["mongodb"]
+        assert [finding.name for finding in check(bridge.wiring) if finding.level == "error"][:1] == ["mongodb"]
     finally:
         server.resume()
 
@@ -212,7 +213,7 @@ def test_a_frozen_server_is_told_in_one_sentence_within_seconds(
 def test_the_status_on_a_standalone_names_the_cure(standalone_url: str, make_bridge: MakeBridge) -> None:
     """There is no bridge without change streams."""
     with pytest.raises(TopologyError, match="replSet"):
-        read_status(make_bridge(standalone_url))
+        read_status(make_bridge(standalone_url).wiring)
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -220,11 +221,11 @@ def test_the_status_on_a_standalone_names_the_cure(standalone_url: str, make_bri
 
 def test_a_paused_partition_is_not_claimed_until_it_is_resumed(led: Led) -> None:
     """Only the named one stands still."""
-    assert [outcome.result for outcome in commands.pause(led.bridge, "summarise", 0)] == ["done"]
+    assert [outcome.result for outcome in commands.pause(led.bridge.wiring, "summarise", 0)] == ["done"]
     assert led.claim(0) is None
     assert led.claim(1) is not None
     assert led.partition()["state"] == "paused"
-    commands.resume(led.bridge, "summarise", 0)
+    commands.resume(led.bridge.wiring, "summarise", 0)
     assert led.claim(0) is not None
 
 
@@ -232,7 +233,7 @@ def test_a_pause_leaves_what_runs_alone(led: Led) -> None:
     """The execution may finish, and its outcome counts."""
     claim = led.claim()
     assert claim is not None
-    commands.pause(led.bridge)
+    commands.pause(led.bridge.wiring)
     assert led.store.claims.handle(claim, 1, token(1))
     assert led.store.claims.commit(claim.partition_id, 1)
     assert led.partition()["committed"] == 1
@@ -242,19 +243,19 @@ def test_a_pause_leaves_what_runs_alone(led: Led) -> None:
 def test_commands_without_a_name_act_on_all_that_fit(led: Led) -> None:
     """Repeating one is harmless; what does not fit is left alone and told."""
     led.halt(2)
-    outcomes = commands.pause(led.bridge)
+    outcomes = commands.pause(led.bridge.wiring)
     assert [outcome.result for outcome in outcomes] == ["done", "done", "unfit"]
     assert "halted" in outcomes[2].reason
-    assert [outcome.result for outcome in commands.pause(led.bridge)] == ["unchanged", "unchanged", "unfit"]
-    assert [outcome.result for outcome in commands.resume(led.bridge)] == ["done", "done", "unfit"]
-    assert [outcome.state for outcome in commands.resume(led.bridge)] == ["flowing", "flowing", "halted"]
+    assert [outcome.result for outcome in commands.pause(led.bridge.wiring)] == ["unchanged", "unchanged", "unfit"]
+    assert [outcome.result for outcome in commands.resume(led.bridge.wiring)] == ["done", "done", "unfit"]
+    assert [outcome.state for outcome in commands.resume(led.bridge.wiring)] == ["flowing", "flowing", "halted"]
 
 
 def test_a_retry_starts_a_halted_change_again_with_new_counts(led: Led) -> None:
     """The same change, under a larger fence."""
     led.halt()
     fence = led.partition()["fence"]
-    commands.retry(led.bridge, "summarise", 0)
+    commands.retry(led.bridge.wiring, "summarise", 0)
     shown = led.partition()
     assert (shown["state"], shown["retry"], shown["head"], shown["committed"]) == ("flowing", None, None, 0)
     assert shown["fence"] > fence
@@ -267,17 +268,58 @@ def test_a_retry_does_not_wait_for_a_parked_change(led: Led) -> None:
     """The server is back: nobody wants to wait for the backoff."""
     led.park()
     assert led.claim() is None
-    outcomes = commands.retry(led.bridge)
+    outcomes = commands.retry(led.bridge.wiring)
     assert [outcome.result for outcome in outcomes] == ["done", "unfit", "unfit"]
     assert led.claim() is not None
+
+
+def test_a_retry_of_what_nothing_would_run_is_refused(led: Led, make_bridge: MakeBridge) -> None:
+    """Its subscription is stored, but no handler of this app serves it: a success would be a lie."""
+    led.halt()
+    other = make_bridge(handler="audit")
+    sentence = r"summarise has no handler in this app, so nothing would run it: import the module .* then retry"
+    for named in (("summarise", 0), ("summarise",), (None, 0)):
+        with pytest.raises(CommandRefusedError, match=sentence):
+            commands.retry(other.wiring, *named)
+    assert led.partition()["state"] == "halted"
+
+
+def test_a_retry_of_all_leaves_out_what_nothing_would_run(led: Led, make_bridge: MakeBridge) -> None:
+    """One forgotten import does not keep the others from their retry."""
+    both = make_bridge()
+
+    @both.on_change("shop.carts", name="audit")
+    def audit(change: object) -> None:
+        del change
+
+    led.store.leases.release(led.term, "idle", None)
+    again = Led(both)
+    again.halt()
+    again.park(1)
+    claim = again.claim(number=1, subscription="audit")
+    assert claim is not None, "the change may run"
+    assert again.store.claims.halt(claim, token(1), "shop.carts insert 1", "ValueError: no")
+    outcomes = commands.retry(make_bridge(handler="audit").wiring)
+    found = {(each.subscription, each.index): (each.result, each.state) for each in outcomes}
+    assert found == {
+        ("audit", 0): ("done", "flowing"),
+        ("audit", 1): ("unfit", "flowing"),
+        ("audit", 2): ("unfit", "flowing"),
+        ("summarise", 0): ("unfit", "halted"),
+        ("summarise", 1): ("unfit", "parked"),
+        ("summarise", 2): ("unfit", "flowing"),
+    }
+    assert "no handler in this app" in outcomes[3].reason
+    assert "no handler in this app" in outcomes[4].reason
+    assert "nothing to retry" in outcomes[5].reason
 
 
 def test_a_skip_passes_over_the_change_that_was_seen(led: Led) -> None:
     """The position moves by one, and a stale message of the skipped change cannot claim."""
     led.halt()
-    head = commands.read_head(led.bridge, None, 0)
+    head = commands.read_head(led.bridge.wiring, None, 0)
     assert (head.key, head.committed, head.error) == ("shop.orders insert 1", 0, "ValueError: no")
-    assert commands.skip(led.bridge, "summarise", 0, token=head.token).result == "done"
+    assert commands.skip(led.bridge.wiring, "summarise", 0, token=head.token).result == "done"
     shown = led.partition()
     assert (shown["committed"], shown["state"], shown["token"]) == (1, "flowing", token(1)["_data"])
     assert led.claim(number=1) is None
@@ -287,24 +329,24 @@ def test_a_skip_passes_over_the_change_that_was_seen(led: Led) -> None:
 def test_a_skip_refuses_a_change_that_its_operator_has_not_seen(led: Led) -> None:
     """Another operator was faster, and the next change has failed, too."""
     led.halt()
-    head = commands.read_head(led.bridge, "summarise", 0)
-    commands.skip(led.bridge, "summarise", 0, token=head.token)
+    head = commands.read_head(led.bridge.wiring, "summarise", 0)
+    commands.skip(led.bridge.wiring, "summarise", 0, token=head.token)
     led.halt(number=2)
     with pytest.raises(CommandRefusedError, match="another change"):
-        commands.skip(led.bridge, "summarise", 0, token=head.token)
+        commands.skip(led.bridge.wiring, "summarise", 0, token=head.token)
     assert led.partition()["committed"] == 1
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (lambda bridge: commands.retry(bridge, "summarise", 1), "nothing to retry"),
-        (lambda bridge: commands.read_head(bridge, "summarise", 1), "not halted"),
-        (lambda bridge: commands.pause(bridge, "summarise", 0), "halted"),
-        (lambda bridge: commands.resume(bridge, "summarise", 0), "retry or skip"),
-        (lambda bridge: commands.retry(bridge, "summarise", 2), "handled at this moment"),
-        (lambda bridge: commands.pause(bridge, "summarize"), "did you mean 'summarise'"),
-        (lambda bridge: commands.pause(bridge, "summarise", 9), "0 to 2"),
+        (lambda bridge: commands.retry(bridge.wiring, "summarise", 1), "nothing to retry"),
+        (lambda bridge: commands.read_head(bridge.wiring, "summarise", 1), "not halted"),
+        (lambda bridge: commands.pause(bridge.wiring, "summarise", 0), "halted"),
+        (lambda bridge: commands.resume(bridge.wiring, "summarise", 0), "retry or skip"),
+        (lambda bridge: commands.retry(bridge.wiring, "summarise", 2), "handled at this moment"),
+        (lambda bridge: commands.pause(bridge.wiring, "summarize"), "did you mean 'summarise'"),
+        (lambda bridge: commands.pause(bridge.wiring, "summarise", 9), "0 to 2"),
     ],
 )
 def test_a_command_that_does_not_fit_is_refused_in_a_sentence(
@@ -321,19 +363,19 @@ def test_a_command_that_does_not_fit_is_refused_in_a_sentence(
 def test_a_bridge_that_was_never_led_has_nothing_to_command(bridge: Bridge) -> None:
     """There are no partitions yet."""
     with pytest.raises(CommandRefusedError, match="never been led"):
-        commands.pause(bridge)
+        commands.pause(bridge.wiring)
 
 
 def test_a_lost_race_is_decided_by_a_second_reading(led: Led, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first reading saw is gone: the command looks again, and judges anew."""
     led.halt(0)
     stale = led.images()
-    commands.retry(led.bridge, "summarise", 0)
+    commands.retry(led.bridge.wiring, "summarise", 0)
     monkeypatch.setattr(Partitions, "of", lambda *_: stale)
     with pytest.raises(CommandRefusedError, match="nothing to retry"):
-        commands.retry(led.bridge, "summarise", 0)
-    commands.pause(led.bridge, "summarise", 1)
-    (outcome,) = commands.pause(led.bridge, "summarise", 1)
+        commands.retry(led.bridge.wiring, "summarise", 0)
+    commands.pause(led.bridge.wiring, "summarise", 1)
+    (outcome,) = commands.pause(led.bridge.wiring, "summarise", 1)
     assert outcome.result == "unchanged"
 
 
@@ -342,12 +384,12 @@ def test_a_partition_that_keeps_moving_refuses_the_command(led: Led, monkeypatch
     led.halt(0)
     led.halt(1)
     stale = led.images()
-    commands.retry(led.bridge, "summarise", 0)
+    commands.retry(led.bridge.wiring, "summarise", 0)
     monkeypatch.setattr(Partitions, "look", lambda *_: [image for image in stale if image.index == 0])
     monkeypatch.setattr(Partitions, "of", lambda *_: stale)
-    assert [outcome.result for outcome in commands.retry(led.bridge)] == ["refused", "done", "unfit"]
+    assert [outcome.result for outcome in commands.retry(led.bridge.wiring)] == ["refused", "done", "unfit"]
     with pytest.raises(CommandRefusedError, match="kept changing"):
-        commands.retry(led.bridge, "summarise", 0)
+        commands.retry(led.bridge.wiring, "summarise", 0)
 
 
 # -- preflight -------------------------------------------------------------------------------------
@@ -362,7 +404,7 @@ def test_a_check_of_a_sound_deployment_leaves_nothing_behind(
 ) -> None:
     """Rights are tried in transactions that are aborted. On a set of its own: the session's oplog may be full."""
     own = make_replica_set()
-    found = by_name(check(make_bridge(own.url)))
+    found = by_name(check(make_bridge(own.url).wiring))
     for name in ("topology", "state_rights", "change_stream", "oplog_rights", "oplog_window", "broker", "handlers"):
         assert found[name].level == "ok", found[name]
     assert found["test_commands"].level == "warning"
@@ -371,7 +413,7 @@ def test_a_check_of_a_sound_deployment_leaves_nothing_behind(
 
 def test_a_check_on_a_standalone_names_the_cure(standalone_url: str, make_bridge: MakeBridge) -> None:
     """And looks at the rest all the same."""
-    found = by_name(check(make_bridge(standalone_url)))
+    found = by_name(check(make_bridge(standalone_url).wiring))
     assert found["topology"].level == "error"
     assert "replSet" in found["topology"].message
     assert "broker" in found
@@ -383,25 +425,25 @@ def test_a_check_finds_collections_that_keep_no_images(
 ) -> None:
     """Missing, without the option, and with it."""
     bridge = make_bridge(full_document_before_change=wanted)
-    assert by_name(check(bridge))["images"].level == level
+    assert by_name(check(bridge.wiring))["images"].level == level
     database.create_collection("orders")
-    found = by_name(check(bridge))["images"]
+    found = by_name(check(bridge.wiring))["images"]
     assert found.level == level
     assert f"{database.name}.orders" in found.message
     assert "changeStreamPreAndPostImages" in found.message
     database.command("collMod", "orders", changeStreamPreAndPostImages={"enabled": True})
-    assert by_name(check(bridge))["images"].level == "ok"
+    assert by_name(check(bridge.wiring))["images"].level == "ok"
 
 
 def test_a_check_opens_the_real_stream(make_bridge: MakeBridge) -> None:
     """A pipeline that the server refuses is found before any listener starts."""
-    found = by_name(check(make_bridge(pipeline=[{"$match": {"$expr": {"$noSuchOperator": 1}}}])))
+    found = by_name(check(make_bridge(pipeline=[{"$match": {"$expr": {"$noSuchOperator": 1}}}]).wiring))
     assert found["change_stream"].level == "error"
 
 
 def test_a_check_finds_sources_in_the_state_database(make_bridge: MakeBridge, state_database: str) -> None:
     """The bridge would feed itself."""
-    assert by_name(check(make_bridge(source=f"{state_database}.orders")))["sources"].level == "error"
+    assert by_name(check(make_bridge(source=f"{state_database}.orders").wiring))["sources"].level == "error"
 
 
 def test_a_check_finds_overridden_attributes_and_pickle(bridge: Bridge) -> None:
@@ -409,7 +451,7 @@ def test_a_check_finds_overridden_attributes_and_pickle(bridge: Bridge) -> None:
     bridge.app.conf.accept_content = ["json", "pickle"]
     bridge.app.conf.task_always_eager = True
     bridge.app.tasks["mongo_celery.commit"].acks_late = False
-    found = by_name(check(bridge))
+    found = by_name(check(bridge.wiring))
     for name in ("accept_content", "task_always_eager", "task_annotations"):
         assert found[name].level == "error"
     assert "acks_late of mongo_celery.commit" in found["task_annotations"].message
@@ -441,7 +483,7 @@ def test_a_check_names_each_missing_right(guarded: GuardedMongo, make_bridge: Ma
     }
     for name, rights in users.items():
         bridge = make_bridge(guarded.add_user(f"{name}_{state_database}", *rights), source=source)
-        findings = check(bridge)
+        findings = check(bridge.wiring)
         assert {each.name for each in findings if each.level == "error"} == missing[name], name
         assert all(f"{name}_" not in each.message or "***@" in each.message for each in findings)
 
@@ -451,7 +493,7 @@ def test_the_oplog_window_is_unknown_without_the_right_to_see_it(
 ) -> None:
     """The rest of the status is there."""
     user = guarded.add_user(f"blind_{state_database}", ("readWrite", state_database))
-    status = read_status(make_bridge(user))
+    status = read_status(make_bridge(user).wiring)
     assert status["oplog_window_seconds"] is None
     assert status["state"] == "never_started"
 
@@ -459,7 +501,7 @@ def test_the_oplog_window_is_unknown_without_the_right_to_see_it(
 def test_a_wrong_password_is_told_without_it(guarded: GuardedMongo, make_bridge: MakeBridge) -> None:
     """No retry, no traceback, no secret."""
     with pytest.raises(AccessError, match="login") as caught:
-        read_status(make_bridge(guarded.address_of("nobody")))
+        read_status(make_bridge(guarded.address_of("nobody")).wiring)
     assert "nobody" not in str(caught.value)
 
 
@@ -468,6 +510,6 @@ def test_a_worker_with_a_wrong_password_says_in_its_log_that_the_login_was_refus
 ) -> None:
     """Where a message comes in, since nothing was asked of MongoDB before."""
     bridge = make_bridge(guarded.address_of("nobody"))
-    assert bridge.worker.open("run", "an envelope", None) is None
+    assert bridge.wiring.of_process(WorkerSide).open("run", "an envelope", None) is None
     assert "refused the login; check user, password and authSource" in caplog.text
     assert "lacks a right" not in caplog.text

@@ -23,7 +23,7 @@ from mongo_celery.outbox import Write
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 from mongo_celery.outbox.relay import Delivery
-from mongo_celery.outbox.sweep import sweep_all
+from mongo_celery.outbox.sweep import SWEEP_TASK
 from tests.fixtures.redis import MakeRedis
 from tests.integration.outbox_rig import Rig, opened, pending
 
@@ -60,10 +60,10 @@ def test_entries_that_the_broker_refuses_stop_no_others_and_become_dead_letters(
     first.insert_one({"_id": 10}, tasks=[rig.add.s(10, 1)])
     second.insert_one({"_id": 1}, tasks=[rig.add.s(11, 1)])
 
-    sweep_all(rig.app)
+    rig.app.tasks[SWEEP_TASK]()
     assert sorted(rig.sent()) == [[10, 1], [11, 1]]
     due_again(database)
-    sweep_all(rig.app)
+    rig.app.tasks[SWEEP_TASK]()
     assert first.dead_letters.count() == 4
     assert "WRONGTYPE" in first.dead_letters.find()[0]["error"]
 
@@ -98,7 +98,7 @@ def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig, databas
     )
     for number in (0, 1):
         assert outbox.dispatch(number) == Delivery()
-    sweep_all(rig.app)
+    rig.app.tasks[SWEEP_TASK]()
     assert rig.sent() == [[1, 1]]
     assert [pending(database, number)["events"] for number in range(3)] == [[], [], []]
 
@@ -106,7 +106,7 @@ def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig, databas
     outbox.insert_one({"_id": 4}, tasks=[rig.add.s(4, 4)])
     broken = {"pendingEvents.claim.since": "yesterday", "pendingEvents.claim.ttl": "long"}
     database["orders"].update_one({"_id": 3}, {"$set": broken})
-    sweep_all(rig.app)
+    rig.app.tasks[SWEEP_TASK]()
     assert sorted(rig.sent()) == [[3, 3], [4, 4]]
 
 

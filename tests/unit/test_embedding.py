@@ -82,7 +82,7 @@ def test_a_client_logs_no_commands_unless_someone_asked_for_them(
     loggers[0].setLevel(driver)
     loggers[1].setLevel(commands)
     bridge = Bridge(Celery("quiet", broker="memory://", set_as_current=False), _URL, autodiscover=False)
-    client: Any = bridge._connect() if which == "client" else bridge.stream_client(1.0)
+    client: Any = bridge.client if which == "client" else bridge.wiring.stream_client(1.0)
     client.close()
     assert loggers[1].level == kept
 

@@ -8,7 +8,8 @@ from pymongo import MongoClient
 
 from mongo_celery import Outbox, TwoPhaseCommit
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.outbox.registry import SWEEP_TASK, outboxes_of
+from mongo_celery.outbox.outbox import OUTBOXES
+from mongo_celery.outbox.sweep import SWEEP_TASK
 from mongo_celery.twophase.steps import RECOVER_TASK, STEP_TASK
 
 
@@ -27,7 +28,7 @@ def test_outboxes_of_an_app_share_one_task_and_the_most_impatient_beat_entry(
     app.finalize()
 
     assert SWEEP_TASK in app.tasks
-    assert [outbox.name for outbox in outboxes_of(app)] == ["shop.orders", "shop.carts", "shop.notes"]
+    assert [outbox.name for outbox in OUTBOXES.of(app)] == ["shop.orders", "shop.carts", "shop.notes"]
     entry = app.conf.beat_schedule[SWEEP_TASK]
     assert entry["schedule"] == 3.0
     assert entry["options"]["expires"] >= 3.0

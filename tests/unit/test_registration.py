@@ -12,9 +12,9 @@ from celery.app.task import Task
 from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change, ConfigurationError, HandlerUsageError
-from mongo_celery.app import bridges_by_name, chosen_bridges, find_bridge
 from mongo_celery.bridge.handlers import TASK_OPTIONS
 from mongo_celery.bridge.listener.in_worker import LISTENER_OPTION, ListenerStep
+from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK, PROTOCOL_ATTRIBUTES, overridden_attributes
 
 URL = "mongodb://127.0.0.1:1/shop?replicaSet=rs0"
@@ -209,11 +209,28 @@ def test_two_subscriptions_never_share_a_task(app: Celery, bridge: Bridge) -> No
 
 
 def test_a_handler_needs_a_source(bridge: Bridge) -> None:
-    """P9: `@bridge.on_change()` would never be called, and without the parentheses it would be a source."""
+    """P9: `@bridge.on_change()` would listen to nothing."""
     with pytest.raises(ConfigurationError, match=r"needs at least one source, such as 'shop.orders'"):
         bridge.on_change()(handle)
-    with pytest.raises(ConfigurationError, match="is not a source"):
-        bridge.on_change(handle)(handle)
+
+
+def test_a_decorator_without_parentheses_is_refused_at_once(app: Celery, bridge: Bridge) -> None:
+    """P9: the function would be taken for a source, and nothing would be registered."""
+    late = Bridge(None, URL, name="late")
+    tasks = [app.task(handle), app.task(name="bound", bind=True)(handle_bound), late.on_change("shop.orders")(handle)]
+    for function in (handle, handle_later, lambda change: change, Shop().handle, *tasks):
+        with pytest.raises(ConfigurationError, match=r'write @bridge\.on_change\("db\.collection"\)'):
+            bridge.on_change(function)
+    with pytest.raises(ConfigurationError, match="write @bridge"):
+        bridge.on_change("shop.orders", handle)
+    assert bridge.handlers == []
+
+
+def test_a_collection_is_no_function(bridge: Bridge) -> None:
+    """PyMongo gives any attribute that it is asked for, also those of tasks."""
+    with MongoClient[Any](URL, connect=False) as client:
+        bridge.on_change(client.shop.orders)(handle)
+    assert [handler.name for handler in bridge.handlers] == ["handle"]
 
 
 @pytest.mark.parametrize("source", ["shop.", "admin.x", "*.orders", 42, None, ["shop.orders"]])
@@ -449,8 +466,8 @@ def test_an_app_may_have_two_bridges(app: Celery, bridge: Bridge) -> None:
     second = Bridge(app, "mongodb://127.0.0.1:2", name="second", partitions=2)
     first_task = bridge.on_change("shop.orders")(handle)
     second_task = second.on_change("shop.orders")(handle_bound_to_none)
-    assert (first_task.bridge, second_task.bridge) == (bridge, second)
-    assert bridges_by_name(app) == {"shop": bridge, "second": second}
+    assert (first_task.wiring, second_task.wiring) == (bridge.wiring, second.wiring)
+    assert BRIDGES.of(app) == [bridge.wiring, second.wiring]
     assert not set(bridge.options.queue_names) & set(second.options.queue_names)
     assert list(app.user_options["worker"]).count(LISTENER_OPTION) == 1
     assert ListenerStep in app.steps["worker"]
@@ -460,29 +477,29 @@ def test_two_bridges_of_one_name_are_refused(app: Celery, bridge: Bridge) -> Non
     """P3: they would share a lease."""
     with pytest.raises(ConfigurationError, match="already has a bridge named 'shop'; give this one another name"):
         Bridge(app, URL, name="shop")
-    assert find_bridge(app, "shop") is bridge
+    assert BRIDGES.find(app, "shop") is bridge.wiring
 
 
 def test_two_apps_may_have_bridges_of_one_name(app: Celery, bridge: Bridge) -> None:
     """Tests and factories make an app each."""
     with make_app() as other_app:
         other = Bridge(other_app, URL, name="shop")
-        assert find_bridge(app, "shop") is bridge
-        assert find_bridge(other_app, "shop") is other
+        assert BRIDGES.find(app, "shop") is bridge.wiring
+        assert BRIDGES.find(other_app, "shop") is other.wiring
 
 
 def test_a_command_finds_the_bridges_that_it_names(app: Celery, bridge: Bridge) -> None:
     """P9: a misspelt name is no bridge, and an app without bridges says how to make one."""
     second = Bridge(app, URL, name="second")
-    assert chosen_bridges(app, []) == [bridge, second]
-    assert chosen_bridges(app, ["second"]) == [second]
+    assert BRIDGES.named(app, []) == [bridge.wiring, second.wiring]
+    assert BRIDGES.named(app, ["second"]) == [second.wiring]
     with pytest.raises(ConfigurationError, match="there is no bridge 'shops'; this app has second, shop"):
-        chosen_bridges(app, ["shops"])
+        BRIDGES.named(app, ["shops"])
     with (
         make_app() as bare,
         pytest.raises(ConfigurationError, match=r"this app has no bridge: create one with .*Bridge\("),
     ):
-        chosen_bridges(bare, [])
+        BRIDGES.named(bare, [])
 
 
 def test_what_a_bridge_shows_of_itself_hides_the_url(app: Celery) -> None:

@@ -25,9 +25,9 @@ from billiard.context import Process
 from celery import Celery, bootsteps
 from celery.platforms import set_process_title
 
-from mongo_celery.app import chosen_bridges
 from mongo_celery.bridge.listener.process import Backoff, ListenerThreads, run_listeners
 from mongo_celery.bridge.listener.service import Listener
+from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.mongo.repeating import Pauses
 
 logger = logging.getLogger("mongo_celery.listener")
@@ -141,7 +141,7 @@ class _EmbeddedThreads:
     """The listeners of an app in threads, for pools without processes."""
 
     def __init__(self, app: Celery, is_ending: Callable[[], bool], pauses: Pauses) -> None:
-        listeners = [(bridge.name, Listener(bridge)) for bridge in chosen_bridges(app, [])]
+        listeners = [(wiring.name, Listener(wiring)) for wiring in BRIDGES.named(app, [])]
         self._threads = ListenerThreads(listeners, pauses, is_ending=is_ending)
 
     def start(self, *_: Any) -> None:

@@ -33,9 +33,9 @@ from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import explained, is_transient
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.bridge import Bridge
     from mongo_celery.bridge.state.partitions import Image
     from mongo_celery.bridge.stream.source import Interest, Scope
+    from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -60,7 +60,7 @@ class Leader:
     The listener's work in one term.
 
     Args:
-        bridge: configuration, clients and handlers.
+        wiring: configuration, clients and handlers.
         renewal: the lease, already being renewed.
         interests: resolved sources and filters, in the order of the handlers.
         scope: the stream.
@@ -70,16 +70,16 @@ class Leader:
 
     def __init__(
         self,
-        bridge: Bridge,
+        wiring: Wiring,
         renewal: Renewal,
         interests: Sequence[Interest],
         scope: Scope,
         stopping: threading.Event,
         on_history_lost: str,
     ) -> None:
-        self._bridge = bridge
-        self._options = bridge.options
-        self._store = bridge.worker.store
+        self._wiring = wiring
+        self._options = wiring.options
+        self._store = wiring.store
         self._renewal = renewal
         self._interests = interests
         self._scope = scope
@@ -92,7 +92,7 @@ class Leader:
         self._watermarks = Watermarks(self._store, renewal, scope.fingerprint, self.report)
         self._history = LostHistory(
             self._store,
-            bridge.client,
+            wiring.client,
             renewal,
             self._options,
             decision=on_history_lost,
@@ -103,10 +103,10 @@ class Leader:
         self._broker_failures = 0
         self._broker_at = 0.0
         self._complained_at = -math.inf
-        key = bridge.worker.store.leases.signing_key()
+        key = wiring.store.leases.signing_key()
         if key is None:
             raise LeaseLostError
-        self._dispatcher = Dispatcher(bridge.app, self._options, key)
+        self._dispatcher = Dispatcher(wiring.app, self._options, key)
 
     def lead(self) -> None:
         """
@@ -148,11 +148,11 @@ class Leader:
     # -- beginning ---------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        handlers = self._bridge.handlers
+        handlers = self._wiring.handlers
         taken = self._taken = take_over(self._store, self._renewal, self._options, handlers)
         if taken.layout is not taken.wanted:
             draining.check_can_drain(self._options, handlers, taken)
-        starts = find_starts(self._store, self._bridge.client, self._renewal, self._options, taken)
+        starts = find_starts(self._store, self._wiring.client, self._renewal, self._options, taken)
         subscriptions: dict[str, Subscription] = {}
         for handler, interest in zip(handlers, self._interests, strict=True):
             start = starts[handler.name]
@@ -182,7 +182,7 @@ class Leader:
             extra={"event": "stream_opening"},
         )
         self._reader = StreamReader(
-            self._bridge.stream_client,
+            self._wiring.stream_client,
             self._scope,
             position,
             deliver=self._inbox.put,

@@ -11,8 +11,8 @@ from types import FrameType
 
 from celery import Celery
 
-from mongo_celery.app import chosen_bridges
 from mongo_celery.bridge.listener.service import Listener
+from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
@@ -139,7 +139,7 @@ def run_listeners(
     """
     app.loader.import_default_modules()
     app.finalize()
-    listeners = [(bridge.name, Listener(bridge, on_history_lost)) for bridge in chosen_bridges(app, names)]
+    listeners = [(wiring.name, Listener(wiring, on_history_lost)) for wiring in BRIDGES.named(app, names)]
     threads = ListenerThreads(listeners, pauses, ends_with_all=True)
 
     told: list[int] = []

@@ -34,7 +34,7 @@ from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import explained, is_transient
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -49,14 +49,14 @@ class Listener:
     The listener of one bridge; any number may run, one leads.
 
     Args:
-        bridge: what to listen for.
+        wiring: of the bridge to listen for.
         on_history_lost: takes the place of the option, for this process.
     """
 
-    def __init__(self, bridge: Bridge, on_history_lost: str | None = None) -> None:
-        self._bridge = bridge
+    def __init__(self, wiring: Wiring, on_history_lost: str | None = None) -> None:
+        self._wiring = wiring
         self._on_history_lost = on_history_lost
-        self._options = bridge.options
+        self._options = wiring.options
         self._stopping = threading.Event()
         self._leader: Leader | None = None
         self._suspected_at = 0.0
@@ -84,7 +84,7 @@ class Listener:
         self._check_app()
         interests, scope = self._plan()
         self._wait_for_servers()
-        leases = self._bridge.worker.store.leases
+        leases = self._wiring.store.leases
         while not self._stopping.is_set():
             term = self._stand_by(leases)
             if term is not None:
@@ -92,20 +92,20 @@ class Listener:
                 self._pause()  # whatever ended the term may end the next one as soon: no hot loop
 
     def _check_app(self) -> None:
-        conf = self._bridge.app.conf
+        conf = self._wiring.app.conf
         if conf.task_always_eager:
             raise ConfigurationError("task_always_eager drops chains, so no change would be committed; unset it here.")
         if conf.task_protocol != _PROTOCOL:
             raise ConfigurationError("task_protocol=1 cannot carry chains; use Celery's default, 2.")
 
     def _plan(self) -> tuple[list[Interest], Scope]:
-        handlers = self._bridge.handlers
+        handlers = self._wiring.handlers
         if not handlers:
             raise ConfigurationError(
                 f"bridge {self._options.name} has no handlers: import the module with the @bridge.on_change functions, "
                 "for example with include=[...] of the Celery app.",
             )
-        interests = [handler.interest(self._bridge.default_database) for handler in handlers]
+        interests = [handler.interest(self._wiring.default_database) for handler in handlers]
         scope = scope_of(
             interests,
             state_database=self._options.database,
@@ -135,8 +135,8 @@ class Listener:
         try:
             # By default the driver would look for a server for longer than a short `start_timeout`.
             with pymongo.timeout(min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS)):
-                check_topology(self._bridge.client)
-            self._bridge.worker.store.leases.ensure()
+                check_topology(self._wiring.client)
+            self._wiring.store.leases.ensure()
         except PyMongoError as error:
             final = explained(error, state_concern(self._options))
             if final is not None:
@@ -146,7 +146,7 @@ class Listener:
             return "MongoDB", short(error)
         try:
             bound = int(min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS))
-            with bounded_connection(self._bridge.app, bound) as connection:
+            with bounded_connection(self._wiring.app, bound) as connection:
                 connection.ensure_connection(max_retries=1, interval_start=0, timeout=bound)
         except (OperationalError, OSError) as error:
             return "the broker", short(error)
@@ -213,7 +213,7 @@ class Listener:
     def _lead_until_done(self, renewal: Renewal, interests: list[Interest], scope: Scope) -> None:
         while True:
             self._leader = Leader(
-                self._bridge,
+                self._wiring,
                 renewal,
                 interests,
                 scope,
@@ -223,7 +223,7 @@ class Listener:
             try:
                 self._leader.lead()
             except Relayout:
-                document = self._bridge.worker.store.leases.read()
+                document = self._wiring.store.leases.read()
                 if document is None:
                     raise LeaseLostError from None
                 renewal.refresh(document)

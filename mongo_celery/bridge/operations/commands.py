@@ -24,9 +24,13 @@ from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import CommandRefusedError
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.wiring import Wiring
 
 _ROUNDS = 2
+_UNSERVED = (
+    "has no handler in this app, so nothing would run it: import the module with its @bridge.on_change function, for "
+    "example with include=[...] of the Celery app, or name the app that has it with -A; then retry"
+)
 
 Result = Literal["done", "unchanged", "unfit", "refused"]
 
@@ -79,6 +83,7 @@ class _Command:
         goal: the stored state in which there is nothing left to do; None where there is no such state.
         objection: why the command does not fit a partition; None when it does.
         write: False when the partition has moved since it was read.
+        runs: whether it is pointless for a subscription that no handler of this app serves.
     """
 
     name: str
@@ -86,9 +91,10 @@ class _Command:
     objection: Callable[[Image], str | None]
     write: Callable[[Partitions, Image, int], bool]
     after: str
+    runs: bool = False
 
 
-def pause(bridge: Bridge, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
+def pause(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
     """
     Let no new execution begin; what runs may finish, and nothing is lost.
 
@@ -102,24 +108,25 @@ def pause(bridge: Bridge, subscription: str | None = None, partition: int | None
     Raises:
         CommandRefusedError: the named partition does not allow it, or nothing has that name.
     """
-    return _run(bridge, _PAUSE, subscription, partition)
+    return _run(wiring, _PAUSE, subscription, partition)
 
 
-def resume(bridge: Bridge, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
+def resume(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
     """Let paused partitions flow again. Arguments and errors as for `pause`."""
-    return _run(bridge, _RESUME, subscription, partition)
+    return _run(wiring, _RESUME, subscription, partition)
 
 
-def retry(bridge: Bridge, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
+def retry(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
     """
     Run the first change of halted or parked partitions again at once, with its counts at zero.
 
-    Arguments and errors as for `pause`.
+    Subscriptions without a handler in this app are left as they are, for nothing here would run them; a named one is
+    refused. Arguments and errors as for `pause`.
     """
-    return _run(bridge, _RETRY, subscription, partition)
+    return _run(wiring, _RETRY, subscription, partition)
 
 
-def skip(bridge: Bridge, subscription: str | None, partition: int, *, token: str) -> Outcome:
+def skip(wiring: Wiring, subscription: str | None, partition: int, *, token: str) -> Outcome:
     """
     Pass over the change at which a partition has halted. That change will not be handled.
 
@@ -129,10 +136,10 @@ def skip(bridge: Bridge, subscription: str | None, partition: int, *, token: str
     Raises:
         CommandRefusedError: the partition is not halted, or halted at another change.
     """
-    return _run(bridge, _skipping(token), subscription, partition)[0]
+    return _run(wiring, _skipping(token), subscription, partition)[0]
 
 
-def read_head(bridge: Bridge, subscription: str | None, partition: int) -> Head:
+def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
     """
     The change that `skip` would pass over.
 
@@ -140,10 +147,10 @@ def read_head(bridge: Bridge, subscription: str | None, partition: int) -> Head:
         CommandRefusedError: the partition is not halted.
     """
     try:
-        store = Store(reach(bridge), bridge.options)
-        _, (image,) = _choose(store, bridge.name, subscription, partition)
+        reach(wiring)
+        _, (image,) = _choose(wiring.store, wiring.name, subscription, partition)
     except PyMongoError as error:
-        raise in_words(error, state_concern(bridge.options)) from error
+        raise in_words(error, state_concern(wiring.options)) from error
     objection = _not_halted(image)
     if objection or image.head is None:
         raise CommandRefusedError(_sentence(image, objection or "does not know its change: retry it once"))
@@ -151,21 +158,28 @@ def read_head(bridge: Bridge, subscription: str | None, partition: int) -> Head:
     return Head(image.subscription, image.index, image.head["key"], token, int(image.committed), image.error)
 
 
-def _run(bridge: Bridge, command: _Command, subscription: str | None, partition: int | None) -> list[Outcome]:
+def _run(wiring: Wiring, command: _Command, subscription: str | None, partition: int | None) -> list[Outcome]:
+    served = {handler.name for handler in wiring.handlers}
     try:
-        store = Store(reach(bridge), bridge.options)
-        generation, images = _choose(store, bridge.name, subscription, partition)
-        outcomes = [_apply(store.partitions, command, generation, image) for image in images]
+        reach(wiring)
+        store = wiring.store
+        generation, images = _choose(store, wiring.name, subscription, partition)
+        if command.runs and subscription is not None and subscription not in served:
+            raise CommandRefusedError(f"Subscription {subscription} {_UNSERVED}.")
+        outcomes = [
+            _apply(store.partitions, command, generation, image, served=image.subscription in served)
+            for image in images
+        ]
     except PyMongoError as error:
-        raise in_words(error, state_concern(bridge.options)) from error
+        raise in_words(error, state_concern(wiring.options)) from error
     if partition is not None and outcomes[0].result in {"unfit", "refused"}:
         raise CommandRefusedError(outcomes[0].reason)
     return outcomes
 
 
-def _apply(partitions: Partitions, command: _Command, generation: int, image: Image) -> Outcome:
+def _apply(partitions: Partitions, command: _Command, generation: int, image: Image, *, served: bool) -> Outcome:
     for _ in range(_ROUNDS):
-        objection = command.objection(image)
+        objection = command.objection(image) or (_UNSERVED if command.runs and not served else None)
         if objection is not None:
             result: Result = "unchanged" if image.state == command.goal else "unfit"
             return Outcome(image.subscription, image.index, state_of(image), result, _sentence(image, objection))
@@ -268,4 +282,4 @@ def _skipping(token: str) -> _Command:
 
 _PAUSE = _Command("pause", "paused", _not_pausable, Partitions.pause, "paused")
 _RESUME = _Command("resume", "flowing", _not_paused, Partitions.resume, "flowing")
-_RETRY = _Command("retry", None, _not_retriable, Partitions.retry, "flowing")
+_RETRY = _Command("retry", None, _not_retriable, Partitions.retry, "flowing", runs=True)

@@ -14,7 +14,6 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
 from mongo_celery.bridge.operations.reach import in_words
-from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Interest, Scope, Source, scope_of
 from mongo_celery.errors import ConfigurationError, DeploymentError, MongoCeleryError, TopologyError
@@ -24,7 +23,7 @@ from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Code, Concern
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.wiring import Wiring
 
 Client = MongoClient[dict[str, Any]]
 
@@ -37,7 +36,7 @@ _WANTS_IMAGES = ("whenAvailable", "required")
 _SERVER_DATABASES = frozenset({"admin", "config", "local"})
 
 
-def check_mongodb(client: Client, bridge: Bridge) -> Iterator[Finding]:
+def check_mongodb(client: Client, wiring: Wiring) -> Iterator[Finding]:
     """What a bridge needs of its cluster; ends early where nothing else can be tried."""
     try:
         check_topology(client)
@@ -45,9 +44,9 @@ def check_mongodb(client: Client, bridge: Bridge) -> Iterator[Finding]:
         yield error("topology", str(failure))
         return
     yield ok("topology", f"{_kind(client)}, MongoDB {client.server_info()['version']}.")
-    yield from _check_state_rights(client, bridge.options.database)
-    yield from _check_stream(client, bridge)
-    yield from _check_oplog(client, bridge)
+    yield from _check_state_rights(client, wiring.options.database)
+    yield from _check_stream(client, wiring)
+    yield from _check_oplog(client, wiring)
     yield from _check_test_commands(client)
 
 
@@ -101,12 +100,12 @@ def _refusal(client: Client, database: str, name: str) -> str | None:
 # -- the change stream and its images --------------------------------------------------------------
 
 
-def _check_stream(client: Client, bridge: Bridge) -> Iterator[Finding]:
-    if not bridge.handlers:
+def _check_stream(client: Client, wiring: Wiring) -> Iterator[Finding]:
+    if not wiring.handlers:
         return
-    options = bridge.options
+    options = wiring.options
     try:
-        interests = [handler.interest(bridge.default_database) for handler in bridge.handlers]
+        interests = [handler.interest(wiring.default_database) for handler in wiring.handlers]
         scope = scope_of(
             interests,
             state_database=options.database,
@@ -118,7 +117,7 @@ def _check_stream(client: Client, bridge: Bridge) -> Iterator[Finding]:
         yield error("sources", str(failure))
         return
     yield _try_stream(client, scope)
-    yield from _check_images(client, bridge, interests)
+    yield from _check_images(client, wiring, interests)
 
 
 def _try_stream(client: Client, scope: Scope) -> Finding:
@@ -138,8 +137,8 @@ def _try_stream(client: Client, scope: Scope) -> Finding:
         return error("change_stream", str(final_error(reaction, failure, where)))
 
 
-def _check_images(client: Client, bridge: Bridge, interests: Iterable[Interest]) -> Iterator[Finding]:
-    options = bridge.options
+def _check_images(client: Client, wiring: Wiring, interests: Iterable[Interest]) -> Iterator[Finding]:
+    options = wiring.options
     asked = {
         f"{name}={value!r}": value
         for name, value in (
@@ -196,13 +195,13 @@ def _collections_without_images(client: Client, database: str, collection: str |
 # -- the oplog -------------------------------------------------------------------------------------
 
 
-def _check_oplog(client: Client, bridge: Bridge) -> Iterator[Finding]:
-    lease = _lease(client, bridge)
+def _check_oplog(client: Client, wiring: Wiring) -> Iterator[Finding]:
+    lease = _lease(wiring)
     try:
         with pymongo.timeout(ANSWER_SECONDS):
             oplog = read_oplog(client)
     except DeploymentError as failure:
-        if bridge.options.start_from == "oldest" and lease.get("startAtOperationTime") is None:
+        if wiring.options.start_from == "oldest" and lease.get("startAtOperationTime") is None:
             yield error("oplog_rights", str(failure))
         else:
             yield warning("oplog_rights", f"How far the oplog reaches back cannot be seen here. {failure}")
@@ -214,9 +213,9 @@ def _check_oplog(client: Client, bridge: Bridge) -> Iterator[Finding]:
         yield _judge_position(oplog, position)
 
 
-def _lease(client: Client, bridge: Bridge) -> Mapping[str, Any]:
+def _lease(wiring: Wiring) -> Mapping[str, Any]:
     try:
-        return Store(client, bridge.options).leases.read() or {}
+        return wiring.store.leases.read() or {}
     except OperationFailure:
         return {}  # no right to read the state; a finding of its own says so
 

@@ -10,16 +10,16 @@ from urllib.parse import parse_qs
 from mongo_celery.bridge.operations.findings import Finding, ok, warning
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.wiring import Wiring
 
 _PLAIN_BROKERS = {"redis", "amqp", "pyamqp", "librabbitmq", "sentinel"}
 _TRUE = {"true", "1"}
 
 
-def check_exposure(bridge: Bridge) -> Iterator[Finding]:
+def check_exposure(wiring: Wiring) -> Iterator[Finding]:
     """Whether documents and passwords leave this machine unencrypted."""
-    yield judge_hosts("mongodb_tls", "MongoDB", plain_mongodb_hosts(bridge.url), "add tls=true to its URL")
-    conf = bridge.app.conf
+    yield judge_hosts("mongodb_tls", "MongoDB", plain_mongodb_hosts(wiring.url), "add tls=true to its URL")
+    conf = wiring.app.conf
     given = conf.broker_write_url or conf.broker_url or ""
     urls = given.split(";") if isinstance(given, str) else [str(url) for url in given]
     hosts = [] if conf.broker_use_ssl else [host for url in urls for host in plain_broker_hosts(url)]

@@ -25,12 +25,12 @@ from mongo_celery.mongo.redaction import without_credentials
 from mongo_celery.mongo.verdicts import Concern
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.wiring import Wiring
 
 _TASK_PROTOCOL = 2
 
 
-def check(bridge: Bridge) -> list[Finding]:
+def check(wiring: Wiring) -> list[Finding]:
     """
     Look at everything that a bridge needs, for some seconds.
 
@@ -39,15 +39,15 @@ def check(bridge: Bridge) -> list[Finding]:
     Raises:
         ConfigurationError: an option is wrong; then there is nothing to check yet.
     """
-    assert bridge.options, "wrong options are refused before anything is looked at"
-    concern = state_concern(bridge.options)
-    found = _guarded("celery", lambda: _check_celery(bridge), concern)
-    found += _guarded("mongodb", lambda: check_mongodb(reach(bridge), bridge), concern)
-    broker = _guarded("broker", lambda: check_broker(bridge.app), concern)
+    assert wiring.options, "wrong options are refused before anything is looked at"
+    concern = state_concern(wiring.options)
+    found = _guarded("celery", lambda: _check_celery(wiring), concern)
+    found += _guarded("mongodb", lambda: check_mongodb(reach(wiring), wiring), concern)
+    broker = _guarded("broker", lambda: check_broker(wiring.app), concern)
     found += broker
     if not any(finding.name == "broker" and finding.level == "error" for finding in broker):
-        found += _guarded("workers", lambda: check_workers(bridge), concern)
-    return found + _guarded("exposure", lambda: check_exposure(bridge), concern)
+        found += _guarded("workers", lambda: check_workers(wiring), concern)
+    return found + _guarded("exposure", lambda: check_exposure(wiring), concern)
 
 
 def _guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:
@@ -63,14 +63,14 @@ def _guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern)
     return found
 
 
-def _check_celery(bridge: Bridge) -> Iterable[Finding]:
-    conf = bridge.app.conf
+def _check_celery(wiring: Wiring) -> Iterable[Finding]:
+    conf = wiring.app.conf
     if conf.task_always_eager:
         yield error("task_always_eager", "It drops chains, so no change would be committed; unset it.")
     if conf.task_protocol != _TASK_PROTOCOL:
         yield error("task_protocol", "task_protocol=1 cannot carry chains; use Celery's default, 2.")
-    yield _check_handlers(bridge)
-    overridden = overridden_attributes(bridge.app)
+    yield _check_handlers(wiring)
+    overridden = overridden_attributes(wiring.app)
     for task, attributes in sorted(overridden.items()):
         yield error(
             "task_annotations",
@@ -80,8 +80,8 @@ def _check_celery(bridge: Bridge) -> Iterable[Finding]:
         yield ok("task_annotations", "They leave the bridge's tasks alone.")
 
 
-def _check_handlers(bridge: Bridge) -> Finding:
-    names = [handler.name for handler in bridge.handlers]
+def _check_handlers(wiring: Wiring) -> Finding:
+    names = [handler.name for handler in wiring.handlers]
     if names:
         return ok("handlers", f"{len(names)} registered: {', '.join(names)}.")
     return error(

@@ -14,10 +14,10 @@ from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Concern, explained
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.wiring import Wiring
 
 
-def reach(bridge: Bridge) -> MongoClient[dict[str, Any]]:
+def reach(wiring: Wiring) -> MongoClient[dict[str, Any]]:
     """
     The bridge's client, after the primary has answered once.
 
@@ -26,19 +26,19 @@ def reach(bridge: Bridge) -> MongoClient[dict[str, Any]]:
         AccessError: the login was refused.
         ConfigurationError: the URL is not valid.
     """
-    client = _client(bridge)
+    client = _client(wiring)
     try:
         ping(client)
     except PyMongoError as error:
-        raise in_words(error, state_concern(bridge.options)) from error
+        raise in_words(error, state_concern(wiring.options)) from error
     return client
 
 
-def _client(bridge: Bridge) -> MongoClient[dict[str, Any]]:
+def _client(wiring: Wiring) -> MongoClient[dict[str, Any]]:
     try:
-        return bridge.client
+        return wiring.client
     except ValueError as error:  # what the driver raises for a port that is none
-        message = f"the MongoDB URL of bridge {bridge.name} is not valid: {short(error)}"
+        message = f"the MongoDB URL of bridge {wiring.name} is not valid: {short(error)}"
         raise ConfigurationError(message) from error
 
 

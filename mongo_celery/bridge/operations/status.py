@@ -23,13 +23,12 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.wiring import Wiring
 
 _FAILURES = {"failed", "history_lost"}
 _WORST_FIRST = ("halted", "paused", "parked", "flowing")
@@ -60,7 +59,7 @@ class Facts:
     oplog_window: int | None
 
 
-def read_status(bridge: Bridge) -> dict[str, Any]:
+def read_status(wiring: Wiring) -> dict[str, Any]:
     """
     The state of a bridge as plain values that JSON can carry.
 
@@ -81,16 +80,16 @@ def read_status(bridge: Bridge) -> dict[str, Any]:
         ServerUnavailableError: MongoDB did not answer.
         DeploymentError: it cannot serve a bridge, or a right is missing.
     """
-    client = reach(bridge)
+    client = reach(wiring)
     try:
-        return shape(_read(client, bridge))
+        return shape(_read(client, wiring))
     except PyMongoError as error:
-        raise in_words(error, state_concern(bridge.options)) from error
+        raise in_words(error, state_concern(wiring.options)) from error
 
 
-def _read(client: MongoClient[dict[str, Any]], bridge: Bridge) -> Facts:
-    options = bridge.options
-    store = Store(client, options)
+def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
+    options = wiring.options
+    store = wiring.store
     lease = store.leases.read()
     layout = layout_of(lease) if lease else None
     subscriptions = store.subscriptions.read_all()
@@ -98,7 +97,7 @@ def _read(client: MongoClient[dict[str, Any]], bridge: Bridge) -> Facts:
     images = store.partitions.of(names, layout.generation) if layout and names else []
     return Facts(
         options=options,
-        registered=tuple(handler.name for handler in bridge.handlers),
+        registered=tuple(handler.name for handler in wiring.handlers),
         lease=lease,
         subscriptions=subscriptions,
         images=images,

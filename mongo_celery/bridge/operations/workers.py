@@ -12,7 +12,7 @@ from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.mongo.redaction import short
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.bridge import Bridge
+    from mongo_celery.bridge.wiring import Wiring
 
 INSPECT_SECONDS = 1.5
 """How long workers have to answer. Each question waits so long, since nobody knows how many will answer."""
@@ -20,18 +20,18 @@ INSPECT_SECONDS = 1.5
 _QUEUES_SHOWN = 4
 
 
-def check_workers(bridge: Bridge) -> Iterator[Finding]:
+def check_workers(wiring: Wiring) -> Iterator[Finding]:
     """Ask the workers that run now; a solo pool that is busy does not answer."""
     try:
-        with bounded_connection(bridge.app, BROKER_SECONDS) as connection:
-            inspect = bridge.app.control.inspect(timeout=INSPECT_SECONDS, connection=connection)
+        with bounded_connection(wiring.app, BROKER_SECONDS) as connection:
+            inspect = wiring.app.control.inspect(timeout=INSPECT_SECONDS, connection=connection)
             queues = inspect.active_queues() or {}
             tasks = inspect.registered() or {}
     except Exception as failure:  # noqa: BLE001 - every transport raises its own; some have no remote control
         yield warning("workers", f"They cannot be asked over this broker: {short(failure)}")
         return
-    needed = [*(handler.task_name for handler in bridge.handlers), COMMIT_TASK]
-    yield from judge_workers(bridge.options.queue_names, needed, queues, tasks)
+    needed = [*(handler.task_name for handler in wiring.handlers), COMMIT_TASK]
+    yield from judge_workers(wiring.options.queue_names, needed, queues, tasks)
 
 
 def judge_workers(

@@ -44,6 +44,7 @@ from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.state.dead_letters import letter
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.envelope import Run
+from mongo_celery.bridge.worker.side import WorkerSide
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, StaleFencingTokenError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
@@ -52,8 +53,8 @@ from mongo_celery.mongo.verdicts import explained, is_transient
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
 
-    from mongo_celery.bridge.bridge import Bridge
     from mongo_celery.bridge.handlers import Handler
+    from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -90,17 +91,17 @@ class Execution:
     One delivery of a run to a worker.
 
     Args:
-        bridge: where state and clients come from.
+        wiring: where state and clients come from.
         handler: the subscription's handler.
         run: the verified envelope.
     """
 
-    def __init__(self, bridge: Bridge, handler: Handler, run: Run) -> None:
-        self._bridge = bridge
+    def __init__(self, wiring: Wiring, handler: Handler, run: Run) -> None:
+        self._wiring = wiring
         self._handler = handler
         self._run = run
-        self._store = bridge.worker.store
-        self._codec = bridge.client.codec_options
+        self._store = wiring.store
+        self._codec = wiring.client.codec_options
         self.claim: Claim | None = None
         self._handled_in_transaction = False
 
@@ -118,9 +119,9 @@ class Execution:
         """
         started = time.monotonic()
         claim = self.claim = self._take_claim(started)
-        if claim.crashes > self._bridge.options.max_crashes:
+        if claim.crashes > self._wiring.options.max_crashes:
             self._fail(claim, self._crashed(claim), self._run.changes[0])
-        beats = self._bridge.worker.heartbeats
+        beats = self._wiring.of_process(WorkerSide).heartbeats
         beat = None if self._handler.transactional else beats.begin(claim, started)
         token = current.set(self)
         try:
@@ -166,7 +167,7 @@ class Execution:
                 ttl=ttl,
             )
         except PyMongoError as error:
-            said = explained(error, state_concern(self._bridge.options)) or short(error)
+            said = explained(error, state_concern(self._wiring.options)) or short(error)
             logger.warning("claim of %s failed: %s", run.partition_id, said, extra={"event": "claim_failed"})
             self._relinquish(owner)
             raise
@@ -180,7 +181,7 @@ class Execution:
         return claim
 
     def _claim_ttl(self) -> float:
-        options = self._bridge.options
+        options = self._wiring.options
         return options.claim_ttl + (options.transaction_seconds if self._handler.transactional else 0)
 
     def _relinquish(self, owner: str) -> None:
@@ -196,7 +197,7 @@ class Execution:
         is_lost: Callable[[], bool],
     ) -> None:
         done: Change | None = None
-        until = time.monotonic() + self._bridge.options.run_seconds
+        until = time.monotonic() + self._wiring.options.run_seconds
         for offset, raw in enumerate(self._run.changes):
             # Sent before the listener could know of a crash: its changes run one by one from now on.
             if offset and (claim.crashes or is_lost() or time.monotonic() > until):
@@ -261,7 +262,7 @@ class Execution:
 
     def _fail(self, claim: Claim, error: Exception, raw: bytes) -> None:
         """Apply the failure policy to the first change under this execution's fence; always raises."""
-        policy, token = self._handler.policy(self._bridge.options), _token_of(raw)
+        policy, token = self._handler.policy(self._wiring.options), _token_of(raw)
         if policy == "halt":
             accepted = self._persist(lambda: self._store.claims.halt(claim, token, self._describe(raw), _text(error)))
         elif policy == "skip":
@@ -340,7 +341,7 @@ class Execution:
 
     def _fenced(self, change: Change, collection: Any) -> FencedCollection:
         if isinstance(collection, str):
-            collection = self._bridge.collection(collection)
+            collection = self._wiring.collection(collection)
         key = f"{self._run.bridge}/{self._run.subscription}"
         fence = Fence(key, self._run.generation, self._run.index, change.fencing_token)
         return FencedCollection(collection, fence)

@@ -8,7 +8,7 @@ from typing import Any
 
 from celery import signals
 
-from mongo_celery.app import bridges_by_name
+from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs
 
@@ -27,16 +27,16 @@ def _declare_partition_queues(instance: Any = None, options: Mapping[str, Any] |
 
     if instance is None:
         return
-    for bridge in bridges_by_name(instance.app).values():
+    for wiring in BRIDGES.of(instance.app):
         try:
-            names = bridge.options.queue_names
+            names = wiring.options.queue_names
         except ConfigurationError as error:
             _set_up_logging(instance, options or {})
             logger.critical(
                 "the worker ends, for bridge %s cannot work: %s",
-                bridge.name,
+                wiring.name,
                 error,
-                extra={"event": "configuration_refused", "bridge": bridge.name},
+                extra={"event": "configuration_refused", "bridge": wiring.name},
             )
             raise SystemExit(1) from None
         declare_queues(instance.app, names)
@@ -52,7 +52,7 @@ def _check_annotations(instance: Any = None, **_: Any) -> None:
     """A `task_annotations` entry that overrides the protocol's attributes is an error in every worker's log."""
     from mongo_celery.bridge.worker.tasks import overridden_attributes
 
-    if instance is None or not bridges_by_name(instance.app):
+    if instance is None or not BRIDGES.of(instance.app):
         return
     for task, attributes in overridden_attributes(instance.app).items():
         logger.error(

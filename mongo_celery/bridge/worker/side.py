@@ -1,4 +1,4 @@
-"""What one worker process holds of a bridge: its store, its heartbeats, the key of its envelopes."""
+"""What one worker process holds of a bridge beside its wiring: its heartbeats, the key of its envelopes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import logging
 import threading
 import time
 
-from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.concern import state_concern
-from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.envelope import Run, unseal
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from mongo_celery.errors import InvalidEnvelopeError
@@ -25,17 +23,16 @@ _KEY_SECONDS = 5.0
 
 class WorkerSide:
     """
-    A bridge inside one worker process. Made after the fork, used by all threads of the process.
+    A bridge inside one worker process, used by all threads of the process: `wiring.of_process(WorkerSide)`.
 
     Args:
-        client: this process's client.
-        options: the bridge's options.
+        wiring: of the bridge.
     """
 
-    def __init__(self, client: MongoClient[dict[str, object]], options: BridgeOptions) -> None:
-        self.store = Store(client, options)
-        self.heartbeats = Heartbeats(self.store.claims, options.claim_ttl)
-        self._options = options
+    def __init__(self, wiring: Wiring) -> None:
+        self.heartbeats = Heartbeats(wiring.store.claims, wiring.options.claim_ttl)
+        self._options = wiring.options
+        self._leases = wiring.store.leases
         self._key: bytes | None = None
         self._key_read = 0.0
         self._lock = threading.Lock()
@@ -79,7 +76,7 @@ class WorkerSide:
     def _read_key(self) -> bytes:
         with self._lock:
             self._key_read = time.monotonic()
-            self._key = self.store.leases.signing_key()
+            self._key = self._leases.signing_key()
         if self._key is None:
             raise InvalidEnvelopeError
         return self._key

@@ -26,6 +26,7 @@ from pymongo import WriteConcern
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.bridge.change import Change
+from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.envelope import bridge_of
 from mongo_celery.bridge.worker.execution import (
     Execution,
@@ -34,12 +35,12 @@ from mongo_celery.bridge.worker.execution import (
     persisted,
     refuse_new_arguments,
 )
+from mongo_celery.bridge.worker.side import WorkerSide
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
 
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
 
-    from mongo_celery.bridge.bridge import Bridge
     from mongo_celery.bridge.handlers import Handler
 
 logger = logging.getLogger("mongo_celery.worker")
@@ -66,7 +67,7 @@ class ChangeTask:
     Calling the task with a `Change` just runs the function, for unit tests.
     """
 
-    bridge: Bridge
+    wiring: Wiring
     handler: Handler
     if TYPE_CHECKING:
         request: Any
@@ -82,10 +83,10 @@ class ChangeTask:
             raise HandlerUsageError(
                 f"{self.name} takes a Change; in a unit test make one with Change.build('insert', ns=...).",
             )
-        run = self.bridge.worker.open("run", args[0] if args else None, self.handler.name)
+        run = self.wiring.of_process(WorkerSide).open("run", args[0] if args else None, self.handler.name)
         if run is None:
             raise Ignore
-        Execution(self.bridge, self.handler, run).execute(self._call_with)
+        Execution(self.wiring, self.handler, run).execute(self._call_with)
         return None
 
     def _call_with(self, change: Change, retries: int) -> None:
@@ -124,18 +125,18 @@ class ChangeTask:
         raise HandlerUsageError("A change handler cannot join a chord; start the chord with delay().")
 
 
-def make_task(bridge: Bridge, app: Celery, handler: Handler, options: dict[str, Any]) -> Any:
+def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, Any]) -> Any:
     """Register a handler's Celery task; the returned proxy becomes the task when the app is finalized."""
     function = handler.function
     if handler.transactional:
-        function = in_transaction(bridge, function)
+        function = in_transaction(wiring, function)
     base = options.pop("base", None)
     ignored = tuple(options.pop("dont_autoretry_for", ()))
     register: Any = app.task
     return register(
         name=handler.task_name,
         base=_base(app, base),
-        bridge=bridge,
+        wiring=wiring,
         handler=handler,
         typing=False,
         shared=False,
@@ -150,7 +151,7 @@ def _base(app: Celery, base: type[Any] | None) -> type[Any]:
     return type("ChangeTask", (ChangeTask, parent), {"abstract": True})
 
 
-def in_transaction(bridge: Bridge, function: Callable[..., Any]) -> Callable[..., Any]:
+def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[..., Any]:
     """
     The function, run inside a transaction whose last write is the mark that it has been handled.
 
@@ -171,8 +172,8 @@ def in_transaction(bridge: Bridge, function: Callable[..., Any]) -> Callable[...
             execution.handle_in(session, change)
 
         with (
-            pymongo.timeout(bridge.options.transaction_seconds),
-            bridge.client.start_session() as session,
+            pymongo.timeout(wiring.options.transaction_seconds),
+            wiring.client.start_session() as session,
         ):
             session.with_transaction(
                 body,
@@ -217,25 +218,25 @@ class CommitTask:
         return self.app.AsyncResult(task_id)
 
 
-def register_commit(app: Celery, find: Callable[[str], Bridge | None]) -> None:
+def register_commit(app: Celery) -> None:
     """Register the commit task of an app, once for all its bridges."""
 
     def commit(*args: Any, **_kwargs: Any) -> None:
         """Turn what is handled into the new position. Whatever arguments a forged message has, it is dropped."""
         envelope = args[0] if args else None
         try:
-            bridge = find(bridge_of(envelope))
+            wiring = BRIDGES.find(app, bridge_of(envelope))
         except InvalidEnvelopeError:
-            bridge = None
-        if bridge is None:
+            wiring = None
+        if wiring is None:
             logger.warning(
                 "dropped a commit message that names no bridge of this app", extra={"event": "envelope_refused"}
             )
             raise Ignore
-        run = bridge.worker.open("commit", envelope, None)
+        run = wiring.of_process(WorkerSide).open("commit", envelope, None)
         if run is None:
             raise Ignore
-        claims = bridge.worker.store.claims
+        claims = wiring.store.claims
         if not persisted(lambda: claims.commit(run.partition_id, run.first), f"a commit of {run.partition_id}"):
             logger.debug("commit of %s found its work done", run.partition_id)
 

@@ -1,0 +1,226 @@
+"""
+What every part of a bridge is handed: app, options and handlers, and what one process has of MongoDB.
+
+Parts take the wiring, never the `Bridge`: that is what users see of it, and it stands above all parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from bson.raw_bson import RawBSONDocument
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.collection import Collection
+from pymongo.errors import ConfigurationError as ClientConfigurationError
+from pymongo.errors import InvalidURI
+from pymongo.uri_parser import parse_uri
+
+from mongo_celery.app import Registry
+from mongo_celery.bridge.handlers import Handler
+from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, early, merged
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.forking import PerProcess, per_process
+from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
+
+T = TypeVar("T")
+
+_CLIENT_DEFAULTS: dict[str, Any] = {
+    "appname": "mongo_celery",
+    "connecttimeoutms": 2000,  # also bounds how long a frozen primary goes unnoticed
+    "heartbeatfrequencyms": 2000,
+    "serverselectiontimeoutms": 10_000,
+    "datetime_conversion": "DATETIME_AUTO",  # a year 10000 must not stop a partition
+}
+
+BRIDGES: Registry[Wiring] = Registry(
+    "bridge",
+    create="mongo_celery.Bridge(app, 'mongodb://...') where the app is made",
+    rename="give this one another name",
+)
+"""Of all apps."""
+
+
+class Wiring:
+    """
+    One bridge as its own parts see it. Thread-safe; nothing connects before it is needed.
+
+    Attributes:
+        name: of the bridge.
+        given: the options as given.
+        bound: the Celery app; None until the bridge is bound to one.
+
+    Args:
+        name: of the bridge.
+        url: of MongoDB; None for the app's setting.
+        given: the options as given, the name included.
+
+    Raises:
+        ConfigurationError: an option cannot work.
+    """
+
+    def __init__(self, name: str, url: str | None, given: Mapping[str, Any]) -> None:
+        self.name = name
+        self.given = given
+        self.bound: Celery | None = None
+        self._url = url
+        self._early = early(given)
+        self._options: BridgeOptions | None = None
+        self._handlers: dict[str, Handler] = {}
+        self._kept: dict[object, PerProcess[Any]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Wiring of bridge {self.name}>"
+
+    # -- what was configured -----------------------------------------------------------------------
+
+    @property
+    def app(self) -> Celery:
+        """The Celery app."""
+        if self.bound is None:
+            raise ConfigurationError(f"bridge {self.name} has no app yet; pass one, or call init_app(app).")
+        return self.bound
+
+    @property
+    def options(self) -> BridgeOptions:
+        """The validated options, settings included; reading them loads the app's configuration."""
+        if self._options is None:
+            self._options = merged(self.given, _settings(self.app))
+        return self._options
+
+    def judged(self, make: Callable[[BridgeOptions], T]) -> T:
+        """What is made by the options; the app's settings are read now only if a refusal could depend on them."""
+        known = self._options or self._early
+        if known is None:
+            return make(self.options)
+        try:
+            return make(known)
+        except ConfigurationError:
+            if self._options is not None or self.bound is None:
+                raise
+            return make(self.options)
+
+    @property
+    def handlers(self) -> list[Handler]:
+        """The registered handlers, in the order of their names."""
+        return [self._handlers[name] for name in sorted(self._handlers)]
+
+    def add(self, handler: Handler) -> None:
+        """
+        Register a handler, or once more the same one.
+
+        Raises:
+            ConfigurationError: there is another one of its name, or its task belongs to another subscription.
+        """
+        known = self._handlers.get(handler.name)
+        if known is not None and not handler.is_same_code(known):
+            raise ConfigurationError(
+                f"bridge {self.name} already has a handler named {handler.name!r} ({known.task_name}); give one "
+                "another name with name='...'.",
+            )
+        self.refuse_shared_task(handler)
+        self._handlers[handler.name] = handler
+
+    def refuse_shared_task(self, handler: Handler) -> None:
+        """Celery keeps the first task of a name: a second subscription would run the first one's function."""
+        for bridge in BRIDGES.of(self.bound) if self.bound is not None else [self]:
+            for other in bridge.handlers:
+                if other.task_name == handler.task_name and (bridge is not self or other.name != handler.name):
+                    raise ConfigurationError(
+                        f"handlers {other.name!r} of bridge {bridge.name} and {handler.name!r} of bridge {self.name} "
+                        f"would share the Celery task {handler.task_name}; give each a function with its own name.",
+                    )
+
+    @property
+    def url(self) -> str:
+        """The MongoDB URL. It may carry a password: never log it."""
+        url = self._url or self.app.conf.get(f"{SETTING_PREFIX}database_url")
+        if not url:
+            raise ConfigurationError(
+                f"bridge {self.name} has no MongoDB URL: pass it to Bridge(app, url) or set mongo_celery_database_url.",
+            )
+        return str(url)
+
+    @property
+    def default_database(self) -> str | None:
+        """The database that the URL names, if it does."""
+        try:
+            if self.url.startswith("mongodb+srv"):  # parsing it would ask the name server
+                return _path(self.url)
+            database: str | None = parse_uri(self.url, validate=False)["database"]
+            return database
+        except (InvalidURI, ClientConfigurationError, ValueError) as error:
+            raise self._bad_url(error) from None
+
+    # -- what this process has ---------------------------------------------------------------------
+
+    @per_process
+    def client(self) -> MongoClient[dict[str, Any]]:
+        """This process's client: connects lazily, and is made anew after a fork."""
+        keep_commands_out_of_logs()
+        try:
+            return MongoClient(self.url, **_client_options(_url_options(self.url)))
+        except (InvalidURI, ClientConfigurationError, ValueError) as error:
+            raise self._bad_url(error) from None
+
+    @per_process
+    def store(self) -> Store:
+        """The bridge's state, by this process's client."""
+        return Store(self.client, self.options)
+
+    def of_process(self, make: Callable[[Wiring], T]) -> T:
+        """What a part keeps once for each process: made at its first use, and anew after a fork."""
+        found = self._kept.get(make) or self._kept.setdefault(make, PerProcess(partial(make, self)))
+        made: T = found.get()
+        return made
+
+    def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
+        """A client of its own for one change stream, with a socket timeout in seconds."""
+        keep_commands_out_of_logs()
+        given = _url_options(self.url)
+        options = _client_options(given)
+        if "sockettimeoutms" not in given:
+            options["sockettimeoutms"] = int(timeout * 1000)
+        return MongoClient(self.url, document_class=RawBSONDocument, **options)
+
+    def collection(self, namespace: str) -> Collection[dict[str, Any]]:
+        """A collection of the bridge's cluster by `"db.collection"`, or `"collection"` of the URL's database."""
+        database, dot, name = namespace.partition(".")
+        if not dot:
+            default = self.default_database
+            if default is None:
+                raise ConfigurationError(f"{namespace!r} names no database; write 'db.{namespace}'.")
+            database, name = default, namespace
+        return self.client[database][name]
+
+    def _bad_url(self, error: Exception) -> ConfigurationError:
+        return ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {short(error)}")
+
+
+def _settings(app: Celery) -> dict[str, Any]:
+    """Our settings; keys read with a namespace, such as Django's `CELERY`, keep it and are in capitals."""
+    keys = [key for key in app.conf if isinstance(key, str)]
+    namespace: str = app.conf.prefix or ""
+    found = {}
+    for key in keys:
+        name = key.removeprefix(namespace).lower() if namespace and key.startswith(namespace) else key
+        if name.startswith(SETTING_PREFIX):
+            found[name.removeprefix(SETTING_PREFIX)] = app.conf[key]
+    return found
+
+
+def _url_options(url: str) -> set[str]:
+    query = url.partition("?")[2]
+    return {part.partition("=")[0].lower() for part in query.split("&") if part}
+
+
+def _client_options(given: set[str]) -> Any:
+    return {name: value for name, value in _CLIENT_DEFAULTS.items() if name not in given}
+
+
+def _path(url: str) -> str | None:
+    path = url.partition("://")[2].partition("/")[2].partition("?")[0]
+    return path or None
