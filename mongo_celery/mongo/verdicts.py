@@ -136,7 +136,7 @@ CODES: dict[Verdict, frozenset[Code]] = {
 """Each code has one verdict at most; one without a verdict has a meaning only where it is asked for by name."""
 
 _VERDICTS: dict[int, Verdict] = {code: verdict for verdict, codes in CODES.items() for code in codes}
-_REPEAT_LABELS = ("RetryableWriteError", "TransientTransactionError")
+_REPEAT_LABELS = ("RetryableWriteError", "TransientTransactionError", "RetryableError")  # the last: of an overload
 _MESSAGE_CHARS = 500
 
 
@@ -146,7 +146,7 @@ def verdict_on(error: BaseException | None) -> Verdict:
 
     A code that we know counts more than a label: the labels are for what a newer server names first.
     """
-    if isinstance(error, ConnectionFailure) or (isinstance(error, PyMongoError) and error.timeout):
+    if is_unanswered(error):
         return Verdict.TRANSIENT
     if isinstance(error, DocumentTooLarge):
         return Verdict.TOO_LARGE
@@ -164,6 +164,11 @@ def _lacks_a_right(error: OperationFailure) -> bool:
     """Atlas gives one code to what servers of one's own tell apart as 13 and 18."""
     text = str(error)
     return "not allowed to do action" in text or "not authorized" in text
+
+
+def is_unanswered(error: BaseException | None) -> bool:
+    """Whether no server has answered, or none in time."""
+    return isinstance(error, ConnectionFailure) or (isinstance(error, PyMongoError) and error.timeout)
 
 
 def is_transient(error: BaseException) -> bool:

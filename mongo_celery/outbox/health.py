@@ -135,7 +135,10 @@ def _read(outbox: Outbox, app: Celery, broker_error: str | None) -> Health:
     try:
         status = outbox.status()
     except PyMongoError as error:
-        raise explained(error, concern_of(outbox)) or error from error
+        known = explained(error, concern_of(outbox))
+        if known is None:
+            raise
+        raise known from error
     return Health(
         name=outbox.name,
         status=status,

@@ -170,6 +170,7 @@ def test_no_class_of_the_driver_is_missing_from_the_table() -> None:
     ("code", "label", "reaction"),
     [
         (9999, "ResumableChangeStreamError", Reaction.REOPEN),
+        (9999, "RetryableError", Reaction.REOPEN),
         (9999, "NonResumableChangeStreamError", Reaction.HISTORY_LOST),
         (286, "ResumableChangeStreamError", Reaction.HISTORY_LOST),
     ],
@@ -220,6 +221,7 @@ def test_a_final_error_is_of_bounded_length_and_names_the_scope_where_a_right_is
         (refused(10107), True),
         (refused(112, "conflict", "TransientTransactionError"), True),
         (refused(9999, "retry", "RetryableWriteError"), True),
+        (refused(9999, "too many requests", "SystemOverloadedError", "RetryableError"), True),
         (refused(13), False),
         (driver.DuplicateKeyError("twice", 11000), False),
         (driver.InvalidOperation("closed"), False),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pymongo import MongoClient
-from pymongo.errors import ConnectionFailure, PyMongoError
+from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.errors import ConfigurationError, ServerUnavailableError
 from mongo_celery.mongo.opening import ANSWER_SECONDS, ping
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import Concern, explained
+from mongo_celery.mongo.verdicts import Concern, explained, is_unanswered
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -44,7 +44,7 @@ def _client(wiring: Wiring) -> MongoClient[dict[str, Any]]:
 
 def in_words(error: PyMongoError, concern: Concern) -> Exception:
     """An error of ours for what a command cannot go on after; the error itself where there is no better word."""
-    if isinstance(error, ConnectionFailure) or error.timeout:
+    if is_unanswered(error):
         return ServerUnavailableError(
             f"MongoDB gave no answer within {ANSWER_SECONDS:.0f} s; check its URL, the network and the servers. "
             f"Last error: {short(error)}",
