@@ -1,0 +1,59 @@
+"""What `docs/handlers.md` needs, and what its handlers must do with a change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from celery import Celery
+from pymongo import MongoClient
+
+from mongo_celery import Bridge, Change, StaleFencingTokenError
+
+EVE = {"_id": "eve", "name": "Eve"}
+
+
+@contextmanager
+def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
+    """The app and the bridge of the README."""
+    app = Celery("shop", broker=redis_url)
+    bridge = Bridge(app, mongo_url, name="shop")
+    with MongoClient[dict[str, Any]](mongo_url) as client:
+        namespace: dict[str, Any] = {"app": app, "bridge": bridge}
+        yield namespace
+
+        names = {handler.name for handler in bridge.handlers}
+        assert names == {"bill", "add_up", "remember_name"}, names
+        assert namespace["bill"].max_retries == 5
+        order = Change.build("insert", ns="shop.orders", full_document={"_id": 7, "customer": "eve"})
+        with client.start_session() as session, session.start_transaction():
+            namespace["add_up"](order.with_session(session))
+        assert client.shop.totals.find_one() == {"_id": "eve", "orders": 1}
+        _remembers(namespace["remember_name"], client)
+
+
+def _remembers(remember_name: Any, client: MongoClient[dict[str, Any]]) -> None:
+    def change(operation: str, token: int, document: dict[str, Any] | None) -> Change:
+        key = {"_id": EVE["_id"]}
+        return Change.build(
+            operation,
+            ns="shop.customers",
+            document_key=key,
+            full_document=document,
+            fencing_token=token,
+            client=client,
+        )
+
+    names = client.shop.customer_names
+    remember_name(change("insert", 2, EVE))
+    assert names.find_one({}, {"_fence": 0}) == EVE
+    try:
+        remember_name(change("update", 1, {**EVE, "name": "Evelyn"}))
+    except StaleFencingTokenError:
+        pass
+    else:
+        raise AssertionError("an older execution was admitted")
+    assert names.find_one({}, {"_fence": 0}) == EVE
+    remember_name(change("delete", 3, None))
+    assert names.find_one() is None

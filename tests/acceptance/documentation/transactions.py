@@ -1,0 +1,40 @@
+"""What `docs/transactions.md` needs, and what must have become of its seats, accounts and orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from celery import Celery
+from pymongo import MongoClient
+
+
+@contextmanager
+def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
+    """An app, a client, two seats, two accounts, a lamp and an order."""
+    app = Celery("shop", broker=redis_url)
+    with MongoClient[dict[str, Any]](mongo_url) as client:
+        shop = client.shop
+        shop.seats.insert_one({"_id": "A3", "customer": None})
+        client.bank.accounts.insert_many([{"_id": name, "balance": 1000} for name in "AB"])
+        shop.stock.insert_one({"_id": "lamp", "left": 3})
+        shop.orders.insert_one({"_id": 7, "state": "new"})
+        namespace: dict[str, Any] = {
+            "app": app,
+            "client": client,
+            "seats": shop.seats,
+            "stock": shop.stock,
+            "orders": shop.orders,
+        }
+        yield namespace
+
+        book = namespace["book"]
+        assert [book("A3", customer) for customer in ("eve", "adam")] == [None, "taken"]
+        assert shop.seats.find_one() is not None
+        assert shop.seats.find_one({}, {"customer": 1}) == {"_id": "A3", "customer": "eve"}
+        balances = {account["_id"]: account["balance"] for account in client.bank.accounts.find()}
+        assert balances == {"A": 900, "B": 1100}, balances
+        assert shop.stock.find_one({}, {"left": 1}) == {"_id": "lamp", "left": 2}
+        assert shop.orders.find_one({}, {"state": 1}) == {"_id": 7, "state": "sold"}
+        assert {entry["state"] for entry in client.bank.transactions.find()} == {"done"}

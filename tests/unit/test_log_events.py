@@ -1,0 +1,83 @@
+"""The list of log records in `docs/operations.md` is the code's: every event, with its level and its logger."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/operations.md"
+LEVELS = {"info": "info", "warning": "warning", "error": "error", "exception": "error", "critical": "critical"}
+Row = tuple[str, str, str]
+
+
+def test_every_event_of_the_code_is_in_the_list() -> None:
+    """What a log may show can be looked up, under its name."""
+    assert sorted(_in_the_code() - _in_the_list()) == []
+
+
+def test_every_event_of_the_list_is_in_the_code() -> None:
+    """The list promises no record that is never written."""
+    assert sorted(_in_the_list() - _in_the_code()) == []
+
+
+def _in_the_list() -> set[Row]:
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| `([\w.]+)` \| .+ \|$", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == len(set(rows)), "an event stands in the list twice"
+    return set(rows)
+
+
+@functools.cache
+def _in_the_code() -> set[Row]:
+    found = set()
+    for path in (ROOT / "mongo_celery").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for call in _log_calls(tree):
+            event = _event_of(call)
+            if event is not None:
+                found.add((event, LEVELS[_method_of(call)], _logger_of(tree)))
+    return found
+
+
+def _log_calls(tree: ast.Module) -> Iterator[ast.Call]:
+    """Calls of the module's `logger`, at info and above."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "logger"
+            and node.func.attr in LEVELS
+        ):
+            yield node
+
+
+def _method_of(call: ast.Call) -> str:
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.attr
+
+
+def _event_of(call: ast.Call) -> str | None:
+    for keyword in call.keywords:
+        if keyword.arg == "extra" and isinstance(keyword.value, ast.Dict):
+            for key, value in zip(keyword.value.keys, keyword.value.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == "event" and isinstance(value, ast.Constant):
+                    return str(value.value)
+    return None
+
+
+def _logger_of(tree: ast.Module) -> str:
+    """The name in the module's `logger = logging.getLogger("...")`."""
+    for node in tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "logger"
+            and isinstance(node.value, ast.Call)
+        ):
+            (name,) = node.value.args
+            assert isinstance(name, ast.Constant)
+            return str(name.value)
+    raise AssertionError("a module that logs has a logger of its own")
