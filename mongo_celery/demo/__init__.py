@@ -10,5 +10,5 @@ The demo: the project's main job in one command, with faults, and a verdict.
 
 The package reads upward: `setting` (names and URLs that all processes share), `verdict` (pure), `plan` and
 `record` (what is written, what was written), `app` and `writer` (what the processes run), `evidence` (what is
-read back), `progress`, `processes`, `faults`, `view`, `servers`, then `run`, which joins them, and `command`.
+read back), `progress`, `faults`, `view`, `servers`, then `run`, which joins them, and `command`.
 """

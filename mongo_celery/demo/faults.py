@@ -21,8 +21,8 @@ from typing import Any
 from pymongo.database import Database
 
 from mongo_celery.demo.plan import UPDATES, order_key
-from mongo_celery.demo.processes import Member
 from mongo_celery.demo.progress import State
+from mongo_celery.embedded.crew import ChildProcess
 
 FROZEN_ORDER = order_key(0)
 FROZEN_NUMBER = UPDATES // 2
@@ -46,7 +46,11 @@ class Faults:
     """
 
     def __init__(
-        self, database: Database[dict[str, Any]], listeners: list[Member], worker: Member, first_commits: int
+        self,
+        database: Database[dict[str, Any]],
+        listeners: list[ChildProcess],
+        worker: ChildProcess,
+        first_commits: int,
     ) -> None:
         self._database = database
         self._listeners = listeners
@@ -100,7 +104,7 @@ class Faults:
         frozen = self._database["frozen"].find_one()
         others = {"pid": {"$ne": frozen["pid"] if frozen else None, "$exists": True}}
         latest = self._database["journal"].find_one(others, {"pid": 1}, sort=[("_id", -1)])
-        if latest is None or not self._worker.owns(latest["pid"]):
+        if latest is None or not self._worker.leads(latest["pid"]):
             return False
         os.kill(latest["pid"], signal.SIGKILL)
         self._killed = latest["pid"]
@@ -120,7 +124,7 @@ class Faults:
         overtaken = {"_id": FROZEN_ORDER, "n": {"$gt": FROZEN_NUMBER}}  # so that an accepted write would go back
         summaries = self._database["summaries"]
         yield from self._until(lambda: summaries.find_one(overtaken), "the executions that take the frozen one's place")
-        if not self._worker.owns(victim["pid"]):
+        if not self._worker.leads(victim["pid"]):
             self.events.append("the frozen handler's process is gone")
             return
         os.kill(victim["pid"], signal.SIGCONT)

@@ -19,16 +19,17 @@ from mongo_celery.demo import plan
 from mongo_celery.demo import verdict as judging
 from mongo_celery.demo.evidence import read_evidence
 from mongo_celery.demo.faults import FROZEN_NUMBER, FROZEN_ORDER, Faults
-from mongo_celery.demo.processes import Crew, Member
 from mongo_celery.demo.progress import Progress, State, StateReader
 from mongo_celery.demo.record import Record
 from mongo_celery.demo.servers import Urls, check_redis, embedded_servers, open_client, remove_traces
 from mongo_celery.demo.setting import Setting
 from mongo_celery.demo.verdict import Verdict
 from mongo_celery.demo.view import View
+from mongo_celery.embedded.crew import ChildProcess, Supervisor
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.oplog import operation_time
 
+_APP = "mongo_celery.demo.app"
 _LOOK_SECONDS = 0.05
 _READY_SECONDS_MAX = 60.0
 _STALL_SECONDS_MAX = 100.0  # more than the 60 s for which a given server keeps a killed transaction
@@ -106,8 +107,8 @@ def run_demo(wishes: Wishes, view: View) -> Result:
         setting = _setting(client, urls, wishes)
         if wishes.urls is not None and not wishes.keep:
             stack.callback(remove_traces, client, setting)
-        crew = stack.enter_context(Crew(ground, setting.environment()))
-        return _Run(wishes, view, started, setting, client, crew, ground).play()
+        processes = stack.enter_context(Supervisor(ground, ChildProcess, environment=setting.environment()))
+        return _Run(wishes, view, started, setting, client, processes, ground).play()
 
 
 @contextmanager
@@ -141,7 +142,7 @@ class _Run:
         started: float,
         setting: Setting,
         client: MongoClient[dict[str, Any]],
-        crew: Crew,
+        processes: Supervisor[ChildProcess],
         ground: Path,
     ) -> None:
         self._wishes = wishes
@@ -150,11 +151,11 @@ class _Run:
         self._setting = setting
         self._database: Database[dict[str, Any]] = client[setting.database]
         self._state = StateReader(client, setting)
-        self._crew = crew
+        self._processes = processes
         self._ground = ground
         self._record = Record(ground / "written.jsonl")
         self._faults: Faults | None = None
-        self._writer: Member | None = None
+        self._writer: ChildProcess | None = None
         self._latest = State(None, {})
         self._progress = Progress("starting listeners and worker", total=plan.total(wishes.orders))
 
@@ -167,7 +168,7 @@ class _Run:
         except DemoFailedError as failure:
             unfinished = str(failure)
         self._show("stopping the processes")
-        self._crew.stop()
+        self._processes.end()
         self._look()  # once more: a commit may have been under way
         self._show("reading everything back")
         verdict = judging.judge(self._record.written(), read_evidence(self._database, self._setting))
@@ -178,9 +179,9 @@ class _Run:
     def _start(self) -> None:
         self._database["orders"].create_index("customer")
         self._show("starting listeners and worker")
-        listeners = [self._crew.celery(f"listener-{number}", "listener", "-l", "INFO") for number in (1, 2)]
-        worker = self._crew.celery(
-            "worker",
+        listeners = [self._processes.celery(_APP, "listener", "-l", "INFO") for _ in range(2)]
+        worker = self._processes.celery(
+            _APP,
             *("worker", "-c", "2", "-P", "prefork", "-l", "WARNING"),
             *("--without-gossip", "--without-mingle", "--without-heartbeat"),
         )
@@ -192,7 +193,7 @@ class _Run:
     def _work(self) -> None:
         self._show("writing, handling" + (", and breaking things" if self._wishes.faults else ""))
         seconds = _LOAD_SECONDS if self._wishes.faults else _LOAD_SECONDS_WITHOUT_FAULTS
-        self._writer = self._crew.python(
+        self._writer = self._processes.python(
             "writer",
             *("-m", "mongo_celery.demo.writer", str(self._wishes.orders), str(seconds)),
             str(self._ground / "written.jsonl"),
@@ -226,7 +227,7 @@ class _Run:
             self._look()
             if condition():
                 return
-            failed = self._crew.failed()
+            failed = self._processes.failed()
             if failed is not None:
                 raise DemoFailedError(
                     f"{failed.name} ended with status {failed.returncode}. Its last words:\n{failed.last_words}",

@@ -33,8 +33,7 @@ run.read_evidence = forget_one
 
 
 UNFENCED = """
-from mongo_celery.change import Change
-from mongo_celery.fenced import FencedCollection
+from mongo_celery.bridge.change import Change
 
 def unfenced(change, collection, fenced=Change.fenced):
     return fenced(change, collection)._documents.collection
@@ -130,7 +129,7 @@ def test_a_build_without_fences_is_found_out(processes: Processes, tmp_path: Pat
 
 def test_a_handler_that_froze_while_it_was_killed_leaves_its_part_to_the_next(database: Any) -> None:
     """Nobody could wake it; else the demo would end without having shown a stale write."""
-    faults = Faults(database, [], SimpleNamespace(owns=lambda _pid: True), 1)  # type: ignore[arg-type]
+    faults = Faults(database, [], SimpleNamespace(leads=lambda _pid: True), 1)  # type: ignore[arg-type]
     victim = subprocess.Popen(["sleep", "60"])
     database["journal"].insert_one({"pid": victim.pid})
 

@@ -18,7 +18,7 @@ import pytest
 from pymongo import MongoClient
 
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
-from mongo_celery.embedded.ground import free_port
+from mongo_celery.embedded.ports import free_port
 from tests.acceptance.history import going_back, longest_gap, lost, reused_fences, shared_versions, stale
 from tests.acceptance.scene import KEYS, TAKE_OVER_SECONDS_MAX, Scene, now
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
