@@ -1,4 +1,4 @@
-"""What a measured process is told, through one environment variable: addresses may carry passwords."""
+"""What a measured process gets, through one environment variable: addresses may carry passwords."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _LINE_SECONDS = 2.0
 _FINDINGS_MAX = 10
 
 
-class View(Protocol):
+class DemoView(Protocol):
     """Shows progress; a context manager."""
 
     def show(self, progress: Progress) -> None:
@@ -93,7 +93,7 @@ class LiveView:
         self._live.stop()
 
 
-def view_for(console: Console, *, silent: bool) -> View:
+def view_for(console: Console, *, silent: bool) -> DemoView:
     """The view that suits the console."""
     if silent:
         return SilentView()
@@ -131,6 +131,8 @@ def _painted(progress: Progress) -> Group:
             bar = Table.grid(padding=(0, 1))
             bar.add_row(ProgressBar(progress.total, count, width=40), f"{count}/{progress.total}")
             table.add_row(name, bar)
+        rate = "-" if progress.changes_per_second is None else f"{progress.changes_per_second:.0f} changes a second"
+        table.add_row("no faults", rate)
         table.add_row("lag", f"{progress.written - progress.committed} changes")
         holder = Text(f"pid {progress.holder}", "green") if progress.holder else Text("nobody", "bold red")
         table.add_row("lease", holder.append(f"  version {progress.version}", "default"))
