@@ -34,7 +34,7 @@ _RECORD = "written.jsonl"
 _LOOK_SECONDS = 0.05
 _READY_SECONDS_MAX = 60.0
 _STALL_SECONDS_MAX = 100.0  # more than the 60 s for which a given server keeps a killed transaction
-_CALM_SECONDS = 3.0  # after which the rate without faults is known well enough
+_CALM_SECONDS, _CALM_COMMITS = 2.0, 100  # after both the rate without faults is known well enough
 _LOAD_SECONDS = 12.0
 _FIRST_COMMITS = 30
 
@@ -266,12 +266,14 @@ class _Run:
         self._show(self._progress.phase)
 
     def _note_rate(self) -> None:
-        """Changes a second from the last look before the first commit on, until it can be said."""
+        """Changes a second from the last look before the first commit on, as soon as it can be said."""
+        if self._rate is not None:
+            return
         committed, now = self._latest.done(self._record), time.monotonic()
+        seconds = now - self._idle_until
         if committed == 0:
             self._idle_until = now
-        elif self._rate is None and (committed >= self._calm or now - self._idle_until >= _CALM_SECONDS):
-            seconds = now - self._idle_until
+        elif committed >= self._calm or (committed >= _CALM_COMMITS and seconds >= _CALM_SECONDS):
             self._rate = committed / seconds
             self._events.append(f"{self._rate:.0f} changes a second without faults ({committed} in {seconds:.1f} s)")
 

@@ -98,7 +98,7 @@ def test_without_faults_each_handler_starts_once_and_given_servers_are_left_clea
     assert "PASSED" in process.text
     assert "killed" not in process.text
     assert "changes a second without faults" in process.text
-    assert re.search(r"^changes per second +[0-9.]+", process.text.split("done")[-1], re.MULTILINE)
+    assert re.search(r"^changes per second without faults +[0-9.]+", process.text.split("done")[-1], re.MULTILINE)
     assert [line.split() for line in process.text.splitlines() if line.startswith("duplicates")] == [
         ["duplicates", "0"]
     ]
