@@ -16,10 +16,6 @@ documents say that everything is committed. Documents that a stream reads were w
 of another mode runs meanwhile. Names of queues, databases and bridges are used once, so that given
 servers keep nothing of it and no mode meets another's messages.
 
-**Further suites.** `outbox_suite` and `transaction_suite` keep to the same: processes of their own
-(`outbox_programs`, `transfer_programs`) that leave their answers as files (`answers`), and ratios to the plain
-way, measured in the same rounds (`readings`). `suites` runs them and shows what they found.
-
 The package reads upward: `payload`, `setting` and `stopwatch` know nothing of the rest; `raw_app`,
 `bridge_app` and `programs` are what the measured processes run; `stage` starts and ends them; `modes`,
 `latency`, `memory` and `takeover` measure; `run` puts them in order; `report` shows; `command` is the

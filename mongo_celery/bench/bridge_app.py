@@ -5,11 +5,11 @@ from __future__ import annotations
 from celery import Celery
 
 from mongo_celery import Bridge
-from mongo_celery.bench.setting import Setting
+from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Stopwatch
 from mongo_celery.bridge.change import Change
 
-setting = Setting.from_environment()
+setting = BenchSetting.from_environment()
 app = Celery("mongo_celery_bench", broker=setting.redis_url)
 app.conf.task_default_queue = setting.name
 bridge = Bridge(

@@ -12,10 +12,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mongo_celery.bench.actors import pause
 from mongo_celery.bench.modes import Mode
 from mongo_celery.bench.payload import order, write_orders
-from mongo_celery.bench.stage import Scene, Stage
+from mongo_celery.bench.stage import Scene, Stage, pause
 
 _PAUSE_SECONDS = (0.06, 0.14)
 

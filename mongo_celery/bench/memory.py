@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from mongo_celery.bench.actors import memory_mb, pause
+from mongo_celery.bench.modes import BRIDGE_APP
 from mongo_celery.bench.payload import write_orders
-from mongo_celery.bench.stage import Scene, Stage
+from mongo_celery.bench.stage import Scene, Stage, pause
+from mongo_celery.bench.usage import memory_mb
 
 _STEPS = 4
 _SETTLED_SECONDS = 2.0
@@ -41,7 +42,7 @@ class Memory:
 def measure_memory(stage: Stage, backlog: int) -> Memory:
     """Write a backlog before the eyes of a listener without a worker."""
     with stage.scene("memory") as scene:
-        listener = scene.listener()
+        listener = scene.listener(BRIDGE_APP)
         scene.wait("the listener to lead", lambda: scene.lease().get("state") == "leading")
         start = _settled(scene, listener.pid)
         steps = []

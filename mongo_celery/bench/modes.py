@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from mongo_celery.bench.actors import Actor, pause
 from mongo_celery.bench.payload import write_orders
-from mongo_celery.bench.stage import Scene, Stage
+from mongo_celery.bench.stage import Scene, Stage, pause
+from mongo_celery.embedded.crew import ChildProcess
 
+BRIDGE_APP = "mongo_celery.bench.bridge_app"
+_RAW_APP = "mongo_celery.bench.raw_app"
+_PROGRAMS = "mongo_celery.bench.programs"
 _LAST_COMMIT_LOOK_SECONDS = 0.002
 
 
@@ -29,7 +32,7 @@ class Mode:
     """
 
     name: str
-    feeder: Callable[[Scene, int], Actor]
+    feeder: Callable[[Scene, int], ChildProcess]
     app: str | None = None
     reads: bool = True
     ends: str = "started"
@@ -51,25 +54,25 @@ class Measured:
     cpu_us: Mapping[str, float]
 
 
-def _program(name: str) -> Callable[[Scene, int], Actor]:
-    return lambda scene, count: scene.program(name, count)
+def _program(name: str) -> Callable[[Scene, int], ChildProcess]:
+    return lambda scene, count: scene.program(_PROGRAMS, name, str(count))
 
 
-def _listener(scene: Scene, count: int) -> Actor:
+def _listener(scene: Scene, count: int) -> ChildProcess:
     del count
-    return scene.listener()
+    return scene.listener(BRIDGE_APP)
 
 
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
         Mode("raw_stream", _program("raw_stream"), scale=10),
-        Mode("raw_task", _program("publish_tasks"), "raw_app", reads=False, scale=2),
-        Mode("raw_chain", _program("publish_chains"), "raw_app", reads=False, ends="ended"),
-        Mode("watch_delay", _program("watch_delay"), "raw_app", scale=2),
+        Mode("raw_task", _program("publish_tasks"), _RAW_APP, reads=False, scale=2),
+        Mode("raw_chain", _program("publish_chains"), _RAW_APP, reads=False, ends="ended"),
+        Mode("watch_delay", _program("watch_delay"), _RAW_APP, scale=2),
         Mode("watch_loop", _program("watch_loop"), ends="ended"),
-        Mode("bridge_chain", _listener, "bridge_app", ends="committed", bridge={"run_size": 1}),
-        Mode("bridge_runs", _listener, "bridge_app", ends="committed", bridge={"run_size": 200}, scale=10),
+        Mode("bridge_chain", _listener, BRIDGE_APP, ends="committed", bridge={"run_size": 1}),
+        Mode("bridge_runs", _listener, BRIDGE_APP, ends="committed", bridge={"run_size": 200}, scale=10),
     )
 }
 """All modes, in the order of a round."""

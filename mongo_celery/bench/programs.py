@@ -1,7 +1,7 @@
 """
 The loops that are measured, or that feed a worker: `python -m mongo_celery.bench.programs NAME COUNT`.
 
-Each rests after COUNT events, until it is told to end. They are written as people write them, without tricks.
+Each rests after COUNT events, until it is ended. They are written as people write them, without tricks.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from celery import Celery
 
-from mongo_celery.bench.setting import Setting
+from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Stopwatch
 
-setting = Setting.from_environment()
+setting = BenchSetting.from_environment()
 app = Celery("mongo_celery_bench", broker=setting.redis_url)
 app.conf.task_default_queue = setting.name
 

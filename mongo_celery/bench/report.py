@@ -13,21 +13,21 @@ from rich.console import Console
 from rich.table import Table
 
 from mongo_celery.bench.payload import order_bytes
-from mongo_celery.bench.plan import Plan
 from mongo_celery.bench.run import REFERENCE, Figure, Results
+from mongo_celery.bench.sizes import BenchSizes
 
 _PACKAGES = ("celery", "kombu", "pymongo", "redis")
 _BRIDGE_CHAIN_AIM, _BRIDGE_RUNS_AIM, _LATENCY_AIM = 0.65, 25.0, 3.0
 
 
-def as_json(results: Results, plan: Plan) -> dict[str, Any]:
+def as_json(results: Results, sizes: BenchSizes) -> dict[str, Any]:
     """One object; parts that were not measured are null or empty."""
     memory, take_over = results.memory, results.take_over
     return {
         "seconds": round(results.seconds, 1),
         "machine": machine(),
         "payload_bytes": order_bytes(),
-        "rounds": plan.rounds,
+        "rounds": sizes.rounds,
         "modes": {name: _figure(figure) for name, figure in results.figures.items()},
         "latency_ms": {
             name: {"samples": each.samples, "p50": round(each.p50, 2), "p99": round(each.p99, 2)}

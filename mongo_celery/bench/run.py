@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from mongo_celery.bench.latency import Latency, measure_latency
 from mongo_celery.bench.memory import Memory, measure_memory
 from mongo_celery.bench.modes import MODES, Measured, measure
-from mongo_celery.bench.plan import Plan
+from mongo_celery.bench.sizes import BenchSizes
 from mongo_celery.bench.stage import Stage
 from mongo_celery.bench.takeover import TakeOver, measure_takeover
 
@@ -40,40 +40,40 @@ class Results:
     take_over: TakeOver | None = None
 
 
-def run(stage: Stage, plan: Plan, tell: Callable[[str], None]) -> Results:
+def run(stage: Stage, sizes: BenchSizes, announce: Callable[[str], None]) -> Results:
     """
-    Measure what the plan asks for.
+    Measure what the sizes ask for.
 
     Args:
         stage: the servers, started.
-        plan: the sizes.
-        tell: called with a line about what is being measured now.
+        sizes: how much, and of what.
+        announce: called with a line about what is being measured now.
     """
     began = time.monotonic()
     results = Results()
-    results.figures = _figures(_rounds(stage, plan, tell))
-    if plan.wants("latency"):
+    results.figures = _figures(_rounds(stage, sizes, announce))
+    if sizes.wants("latency"):
         for name in IDLE_MODES:
-            tell(f"latency of {name}")
-            results.latency[name] = measure_latency(stage, MODES[name], plan.samples, plan.warm_up)
-    if plan.wants("memory"):
-        tell("the listener's memory under a backlog")
-        results.memory = measure_memory(stage, plan.backlog)
-    if plan.wants("take_over"):
-        tell("take-over")
-        results.take_over = measure_takeover(stage, plan.lease_ttl, plan.takeovers)
+            announce(f"latency of {name}")
+            results.latency[name] = measure_latency(stage, MODES[name], sizes.samples, sizes.warm_up)
+    if sizes.wants("memory"):
+        announce("the listener's memory under a backlog")
+        results.memory = measure_memory(stage, sizes.backlog)
+    if sizes.wants("take_over"):
+        announce("take-over")
+        results.take_over = measure_takeover(stage, sizes.lease_ttl, sizes.takeovers)
     results.seconds = time.monotonic() - began
     return results
 
 
-def _rounds(stage: Stage, plan: Plan, tell: Callable[[str], None]) -> dict[str, list[Measured]]:
+def _rounds(stage: Stage, sizes: BenchSizes, announce: Callable[[str], None]) -> dict[str, list[Measured]]:
     """Every mode once, then every mode once more: a machine that slows down slows all of them."""
-    measured: dict[str, list[Measured]] = {name: [] for name in MODES if plan.wants(name)}
-    for number in range(plan.rounds):
+    measured: dict[str, list[Measured]] = {name: [] for name in MODES if sizes.wants(name)}
+    for number in range(sizes.rounds):
         for name, found in measured.items():
-            tell(f"round {number + 1} of {plan.rounds}: {name}")
+            announce(f"round {number + 1} of {sizes.rounds}: {name}")
             mode = MODES[name]
-            found.append(measure(stage, mode, max(int(plan.changes * mode.scale), 2), plan.warm_up))
+            found.append(measure(stage, mode, max(int(sizes.changes * mode.scale), 2), sizes.warm_up))
     return measured
 
 

@@ -1,4 +1,4 @@
-"""What a measured process is told, through one environment variable: addresses may carry passwords."""
+"""What a measured process gets, through one environment variable: addresses may carry passwords."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIABLE = "MONGO_CELERY_BENCH"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class BenchSetting:
     """
     The circumstances of one measurement.
 
@@ -52,7 +52,7 @@ class Setting:
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
-    def from_environment(cls) -> Setting:
+    def from_environment(cls) -> BenchSetting:
         """The setting of this process; the defaults where there is none, so that modules can be imported."""
         given = json.loads(os.environ.get(VARIABLE, "{}"))
         if "start" in given:

@@ -20,18 +20,24 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bench.actors import Actor, cpu_seconds, pause
-from mongo_celery.bench.answers import answers, forget_answers
 from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.payload import present_time
-from mongo_celery.bench.setting import Setting
+from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Laps
+from mongo_celery.bench.usage import cpu_seconds
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
+from mongo_celery.embedded.crew import ChildProcess, Supervisor
 
 _OPLOG_MB = 2048
 _ANSWER_MILLISECONDS = 5_000
-_PATIENCE_SECONDS = 60.0
+_STALL_SECONDS_MAX = 60.0
 _LOOK_SECONDS = 0.01
+_PATH = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+
+
+def pause(seconds: float) -> None:
+    """Let time pass between two looks."""
+    time.sleep(seconds)
 
 
 class Stage:
@@ -102,7 +108,7 @@ class Stage:
         name = f"bench-{self._token}-{next(self._numbers)}-{mode}"
         clock = self.directory / name
         clock.mkdir()
-        setting = Setting(
+        setting = BenchSetting(
             mongo_url=self.mongo_url, redis_url=self.redis_url, name=name, clock=str(clock), bridge=bridge
         )
         scene = Scene(self, setting)
@@ -116,11 +122,11 @@ class Stage:
 class Scene:
     """The processes, times and data of one measurement."""
 
-    def __init__(self, stage: Stage, setting: Setting) -> None:
+    def __init__(self, stage: Stage, setting: BenchSetting) -> None:
         self._stage = stage
         self.setting = setting
         self._laps: dict[str, Laps] = {}
-        self._actors: list[Actor] = []
+        self._processes = Supervisor(Path(setting.clock), ChildProcess)
 
     @property
     def orders(self) -> Collection[dict[str, Any]]:
@@ -166,38 +172,19 @@ class Scene:
                 pipeline.llen(f"{self.setting.name}.{index}")
             return sum(pipeline.execute())
 
-    def waiting(self) -> int:
-        """How many messages lie in the default queue of the measured app."""
-        count: Any = self._stage.broker.llen(self.setting.name)
-        return int(count)
-
-    def worker(self, app: str, queues: str | None = None) -> Actor:
+    def worker(self, app: str, queues: str | None = None) -> ChildProcess:
         """A Celery worker as all modes use it: prefork, two processes, everything else at its default."""
-        arguments = ["-m", "celery", "-A", f"mongo_celery.bench.{app}", "worker", "-c", "2", "-l", "WARNING"]
-        arguments += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+        arguments = ["-c", "2", "-l", "WARNING", "--without-gossip", "--without-mingle", "--without-heartbeat"]
         arguments += ["-Q", queues] if queues else []
-        return self._start("worker", [*arguments, "-n", f"{self.setting.name}@{socket.gethostname()}"])
+        return self._celery(app, "worker", *arguments, "-n", f"{self.setting.name}@{socket.gethostname()}")
 
-    def listener(self, app: str = "bridge_app") -> Actor:
-        """A listener."""
-        return self._start("listener", ["-m", "celery", "-A", f"mongo_celery.bench.{app}", "listener", "-l", "WARNING"])
+    def listener(self, app: str) -> ChildProcess:
+        """A listener of an app, given as the name of its module."""
+        return self._celery(app, "listener", "-l", "WARNING")
 
-    def program(self, name: str, count: int) -> Actor:
-        """One of `programs`."""
-        return self._start(name, ["-m", "mongo_celery.bench.programs", name, str(count)])
-
-    def begin(self, module: str, *arguments: str) -> Actor:
-        """One of the programs of another module of this package, by its name and arguments."""
-        return self._start(f"{arguments[0]}-{len(self._actors)}", ["-m", f"mongo_celery.bench.{module}", *arguments])
-
-    def ask(self, module: str, *arguments: str) -> dict[str, Any]:
-        """Run such a program alone to its end; what it answers."""
-        actor = self.begin(module, *arguments)
-        self.wait(f"an answer of {arguments[0]}", lambda: answers(self.setting), self.laps("progress").count)
-        (answer,) = answers(self.setting)
-        self.stop(actor)
-        forget_answers(self.setting)
-        return answer
+    def program(self, module: str, *arguments: str) -> ChildProcess:
+        """A program of a module, by its name and arguments."""
+        return self._processes.python(arguments[0], "-m", module, *arguments, environment=self._environment())
 
     def wait(self, what: str, condition: Callable[[], object], progress: Callable[[], object] | None = None) -> None:
         """
@@ -206,41 +193,40 @@ class Scene:
         Raises:
             BenchError: a process failed, or nothing went on for a minute.
         """
-        last, until = None, time.monotonic() + _PATIENCE_SECONDS
+        last, until = None, time.monotonic() + _STALL_SECONDS_MAX
         while not condition():
             self.check()
             now = progress() if progress is not None else None
             if now != last:
-                last, until = now, time.monotonic() + _PATIENCE_SECONDS
+                last, until = now, time.monotonic() + _STALL_SECONDS_MAX
             if time.monotonic() > until:
-                logs = " / ".join(f"{actor.name}: {actor.quotation()}" for actor in self._actors)
+                logs = " / ".join(f"{process.name}: {process.last_words}" for process in self._processes.started)
                 raise BenchError(f"{self.setting.name} waited in vain for {what}. {logs}")
             pause(_LOOK_SECONDS)
 
     def check(self) -> None:
         """Raise BenchError if a process has failed."""
-        for actor in self._actors:
-            actor.check()
+        failed = self._processes.failed()
+        if failed is not None:
+            raise BenchError(f"{failed.name} ended with status {failed.returncode}: {failed.last_words}")
 
     def cpu_seconds(self) -> dict[str, float]:
         """Processor time so far of every process, servers that are not embedded excepted."""
         used = {name: cpu_seconds([pid]) for name, pid in self._stage.server_pids.items()}
-        for actor in self._actors:
-            used[actor.name] = actor.cpu_seconds()
+        for process in self._processes.started:
+            used[process.name] = cpu_seconds([process.pid, *process.children()])
         return used
 
-    def stop(self, actor: Actor) -> None:
+    def stop(self, process: ChildProcess) -> None:
         """End a process; it is no longer watched."""
-        self._actors.remove(actor)
-        actor.stop()
+        self._processes.release(process)
 
     def end(self) -> None:
         """End all processes, and remove data, state and messages."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._remove)
-            for actor in self._actors:
-                stack.callback(actor.stop)
-        self._actors.clear()
+        try:
+            self._processes.end()
+        finally:
+            self._remove()
 
     def _remove(self) -> None:
         self._stage.client.drop_database(self.setting.database)
@@ -253,12 +239,9 @@ class Scene:
     def _state(self, collection: str) -> Collection[dict[str, Any]]:
         return self.state[collection]
 
-    def _start(self, name: str, arguments: list[str]) -> Actor:
-        log = Path(self.setting.clock) / f"{name}.log"
-        environment = {**self.setting.environment(), "PYTHONPATH": os.pathsep.join(_PATH)}
-        actor = Actor(name, arguments, environment, log)
-        self._actors.append(actor)
-        return actor
+    def _celery(self, app: str, *arguments: str) -> ChildProcess:
+        return self._processes.celery(app, *arguments, environment=self._environment())
 
-
-_PATH = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    def _environment(self) -> dict[str, str]:
+        """Anew for each process: the time at which streams begin changes meanwhile."""
+        return {**self.setting.environment(), "PYTHONPATH": os.pathsep.join(_PATH)}

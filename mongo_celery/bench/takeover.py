@@ -11,10 +11,12 @@ import signal
 import time
 from dataclasses import dataclass
 
-from mongo_celery.bench.actors import Actor, pause
 from mongo_celery.bench.errors import BenchError
+from mongo_celery.bench.modes import BRIDGE_APP
 from mongo_celery.bench.payload import write_orders
-from mongo_celery.bench.stage import Scene, Stage
+from mongo_celery.bench.stage import Scene, Stage, pause
+from mongo_celery.bench.usage import sockets
+from mongo_celery.embedded.crew import ChildProcess
 
 _ORDERS = 500
 _LOOK_SECONDS = 0.005
@@ -37,7 +39,7 @@ def measure_takeover(stage: Stage, lease_ttl: float, repetitions: int) -> TakeOv
     # A run that nobody claims is dispatched again after this grace; not while we count messages.
     with stage.scene("takeover", lease_ttl=lease_ttl, dispatch_grace=600.0) as scene:
         write_orders(scene.orders, _ORDERS)
-        listeners = [scene.listener()]
+        listeners = [scene.listener(BRIDGE_APP)]
         scene.wait("the first listener to dispatch", lambda: scene.queued() > 0)
         found: dict[signal.Signals, list[float]] = {signal.SIGTERM: [], signal.SIGKILL: []}
         for number in list(found) * repetitions:
@@ -45,16 +47,16 @@ def measure_takeover(stage: Stage, lease_ttl: float, repetitions: int) -> TakeOv
         return TakeOver(lease_ttl, tuple(found[signal.SIGKILL]), tuple(found[signal.SIGTERM]))
 
 
-def _one(scene: Scene, listeners: list[Actor], number: signal.Signals, lease_ttl: float) -> float:
-    listeners.append(scene.listener())
-    scene.wait("a standby", lambda: listeners[-1].sockets() >= _STANDBY_SOCKETS)
+def _one(scene: Scene, listeners: list[ChildProcess], number: signal.Signals, lease_ttl: float) -> float:
+    listeners.append(scene.listener(BRIDGE_APP))
+    scene.wait("a standby", lambda: sockets(listeners[-1].pid) >= _STANDBY_SOCKETS)
     leader = next(each for each in listeners if each.pid == scene.lease().get("pid"))
     before = _settled(scene)
     began = time.monotonic()
     leader.send(number)
     while scene.queued() <= before:
         if time.monotonic() - began > lease_ttl + _SLACK_SECONDS:
-            raise BenchError(f"no listener took over after {number.name}: {listeners[-1].quotation()}")
+            raise BenchError(f"no listener took over after {number.name}: {listeners[-1].last_words}")
         pause(_LOOK_SECONDS)
     taken = time.monotonic() - began
     listeners.remove(leader)

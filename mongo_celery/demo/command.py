@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from mongo_celery.demo.run import Result, Wishes, run_demo
+from mongo_celery.demo.run import DemoOptions, Result, run_demo
 from mongo_celery.demo.servers import given_urls
 from mongo_celery.demo.setting import VARIABLE
 from mongo_celery.demo.view import verdict_table, view_for
@@ -47,16 +47,17 @@ def command(
     """
     The whole thing on this machine, while processes are killed, with a verdict.
 
-    Starts MongoDB, Redis, two listeners, a worker and a writer; kills the leading listener and a process of the
-    worker's pool, and freezes a handler; then reads everything back and compares it with what was written.
+    Starts MongoDB, Redis, two listeners, a worker and a writer; says how many changes a second flow; then kills the
+    leading listener and a process of the worker's pool, and freezes a handler; at last reads everything back and
+    compares it with what was written.
 
     The exit status is 0 if nothing was lost or out of order.
     """
-    wishes = Wishes(orders=orders, faults=not no_faults, keep=keep, urls=given_urls(mongo_url, redis_url))
+    options = DemoOptions(orders=orders, faults=not no_faults, keep=keep, urls=given_urls(mongo_url, redis_url))
     console = Console(soft_wrap=True)
     with ended_by_signals() as ending:
         with view_for(console, silent=as_json) as view:
-            result = run_demo(wishes, view)
+            result = run_demo(options, view)
         if as_json:
             click.echo(json.dumps(_object(result)))
         else:

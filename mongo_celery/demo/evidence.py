@@ -14,15 +14,17 @@ from bson import Timestamp
 from pymongo import WriteConcern
 from pymongo.database import Database
 
-from mongo_celery.demo.setting import Setting
-from mongo_celery.demo.verdict import Copy, Effect, Evidence, Start
+from mongo_celery.demo.history import Effect, Started
+from mongo_celery.demo.plan import name_of
+from mongo_celery.demo.setting import NAME_INTO_ORDER, SUMMARISE, DemoSetting
+from mongo_celery.demo.verdict import WRONG, Evidence
 from mongo_celery.errors import ServerUnavailableError
 
 _END = "end of the run"
 _HISTORY_SECONDS_MAX = 60.0
 
 
-def read_evidence(database: Database[dict[str, Any]], setting: Setting) -> Evidence:
+def read_evidence(database: Database[dict[str, Any]], setting: DemoSetting) -> Evidence:
     """
     Read back everything. Call it when all processes of the run have ended.
 
@@ -32,12 +34,23 @@ def read_evidence(database: Database[dict[str, Any]], setting: Setting) -> Evide
     assert setting.start is not None, "a run begins with a time"
     history = list(_history(database, Timestamp(*setting.start)))
     return Evidence(
-        starts=[start for event in history for start in _starts(event)],
+        started=[start for event in history for start in _starts(event)],
         effects=[effect for event in history for effect in _effects(event)],
-        summaries={document["_id"]: document["n"] for document in database["summaries"].find()},
-        copies={document["_id"]: _copy(document) for document in database["orders"].find()},
+        final=[*_summaries(database), *_names(database)],
         refused=database["refusals"].count_documents({}),
     )
+
+
+def _summaries(database: Database[dict[str, Any]]) -> Iterator[Effect]:
+    for summary in database["summaries"].find():
+        yield Effect(handler=SUMMARISE, key=summary["_id"], n=summary["n"])
+
+
+def _names(database: Database[dict[str, Any]]) -> Iterator[Effect]:
+    for order in database["orders"].find({"customer_version": {"$exists": True}}):
+        version = order["customer_version"]
+        right = order["customer_name"] == name_of(order["customer"], version)
+        yield Effect(handler=NAME_INTO_ORDER, key=order["_id"], n=version if right else WRONG)
 
 
 def _history(database: Database[dict[str, Any]], start: Timestamp) -> Iterator[Mapping[str, Any]]:
@@ -59,10 +72,10 @@ def _history(database: Database[dict[str, Any]], start: Timestamp) -> Iterator[M
     )
 
 
-def _starts(event: Mapping[str, Any]) -> Iterator[Start]:
+def _starts(event: Mapping[str, Any]) -> Iterator[Started]:
     if event["ns"]["coll"] == "journal" and event["operationType"] == "insert":
         entry = event["fullDocument"]
-        yield Start(entry["handler"], entry["key"], entry["number"], entry["fence"])
+        yield Started(handler=entry["handler"], key=entry["key"], n=entry["number"], fence=entry["fence"])
 
 
 def _effects(event: Mapping[str, Any]) -> Iterator[Effect]:
@@ -70,10 +83,6 @@ def _effects(event: Mapping[str, Any]) -> Iterator[Effect]:
     changed = event.get("fullDocument") or event.get("updateDescription", {}).get("updatedFields", {})
     match event["ns"]["coll"]:
         case "summaries" if "n" in changed:
-            yield Effect("summary", key, changed["n"])
+            yield Effect(handler=SUMMARISE, key=key, n=changed["n"])
         case "orders" if "customer_version" in changed:
-            yield Effect("name", key, changed["customer_version"])
-
-
-def _copy(order: Mapping[str, Any]) -> Copy | None:
-    return (order["customer_version"], order["customer_name"]) if "customer_version" in order else None
+            yield Effect(handler=NAME_INTO_ORDER, key=key, n=changed["customer_version"])

@@ -15,16 +15,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pymongo.database import Database
 
-from mongo_celery.demo.plan import UPDATES, order_key
-from mongo_celery.demo.processes import Member
-from mongo_celery.demo.progress import State
+from mongo_celery.demo.plan import UPDATES
+from mongo_celery.demo.progress import BridgeState
+from mongo_celery.embedded.crew import ChildProcess
 
-FROZEN_ORDER = order_key(0)
 FROZEN_NUMBER = UPDATES // 2
 _REFUSAL_SECONDS_MAX = 10.0
 
@@ -38,6 +37,7 @@ class Faults:
         listeners: both of them.
         worker: whose pool is hit.
         first_commits: how many changes are handled before the first fault.
+        frozen_order: in whose handler one process freezes.
 
     Attributes:
         events: what was done, a sentence each.
@@ -46,20 +46,27 @@ class Faults:
     """
 
     def __init__(
-        self, database: Database[dict[str, Any]], listeners: list[Member], worker: Member, first_commits: int
+        self,
+        database: Database[dict[str, Any]],
+        listeners: Sequence[ChildProcess],
+        worker: ChildProcess,
+        *,
+        first_commits: int,
+        frozen_order: str,
     ) -> None:
         self._database = database
         self._listeners = listeners
         self._worker = worker
         self._first_commits = first_commits
-        self._state = State(None, {})
+        self._frozen_order = frozen_order
+        self._state = BridgeState(None, {})
         self._killed: int | None = None
         self._script: Iterator[None] = self._play()
         self.events: list[str] = []
         self.takeover_seconds: float | None = None
         self.waiting_for: str | None = "the first commits"
 
-    def step(self, state: State) -> None:
+    def step(self, state: BridgeState) -> None:
         """Go on with the script as far as it goes now."""
         self._state = state
         if self.waiting_for is not None and next(self._script, self) is self:
@@ -100,7 +107,7 @@ class Faults:
         frozen = self._database["frozen"].find_one()
         others = {"pid": {"$ne": frozen["pid"] if frozen else None, "$exists": True}}
         latest = self._database["journal"].find_one(others, {"pid": 1}, sort=[("_id", -1)])
-        if latest is None or not self._worker.owns(latest["pid"]):
+        if latest is None or not self._worker.leads(latest["pid"]):
             return False
         os.kill(latest["pid"], signal.SIGKILL)
         self._killed = latest["pid"]
@@ -117,10 +124,10 @@ class Faults:
         yield from self._until(self._frozen_handler, "the handler that freezes")
         victim = self._frozen_handler() or {}
         self.events.append(f"a handler froze just before its write (pid {victim['pid']})")
-        overtaken = {"_id": FROZEN_ORDER, "n": {"$gt": FROZEN_NUMBER}}  # so that an accepted write would go back
+        overtaken = {"_id": self._frozen_order, "n": {"$gt": FROZEN_NUMBER}}  # so that an accepted write would go back
         summaries = self._database["summaries"]
         yield from self._until(lambda: summaries.find_one(overtaken), "the executions that take the frozen one's place")
-        if not self._worker.owns(victim["pid"]):
+        if not self._worker.leads(victim["pid"]):
             self.events.append("the frozen handler's process is gone")
             return
         os.kill(victim["pid"], signal.SIGCONT)

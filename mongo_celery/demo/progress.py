@@ -13,7 +13,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.demo.record import Record
-from mongo_celery.demo.setting import HANDLERS, NAME_INTO_ORDER, Setting
+from mongo_celery.demo.setting import HANDLERS, NAME_INTO_ORDER, DemoSetting
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Progress:
         total: writes that are planned.
         written: writes that the writer has recorded.
         committed: of these, how many all their handlers have finished.
+        changes_per_second: that were committed while nothing was broken, None until it is known.
         holder: process id of the listener that holds the lease now, None while nobody does.
         version: of the lease.
         takeover_seconds: from the kill of the leading listener to the next acquisition.
@@ -38,6 +39,7 @@ class Progress:
     total: int = 0
     written: int = 0
     committed: int = 0
+    changes_per_second: float | None = None
     holder: int | None = None
     version: int | None = None
     takeover_seconds: float | None = None
@@ -45,7 +47,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class BridgeState:
     """The bridge's own state: the lease, and what partitions have committed."""
 
     lease: Mapping[str, Any] | None
@@ -70,22 +72,22 @@ class State:
         """How many recorded writes their handlers have finished: at most, and exact when nothing is missing."""
         missing = self.missing(record)
         again = missing.pop(NAME_INTO_ORDER)  # inserts of orders, which `summarise` handles too
-        return record.count - max(sum(missing.values()), again)
+        return len(record.writes) - max(sum(missing.values()), again)
 
 
 class StateReader:
     """Reads the state of a run's bridge."""
 
-    def __init__(self, client: MongoClient[dict[str, Any]], setting: Setting) -> None:
+    def __init__(self, client: MongoClient[dict[str, Any]], setting: DemoSetting) -> None:
         self._store = Store(client, BridgeOptions(**setting.bridge_options))
 
-    def read(self) -> State:
+    def read(self) -> BridgeState:
         """One look."""
         lease = self._store.leases.read()
         committed: Counter[str] = Counter()
         if lease is None:
-            return State(None, committed)
+            return BridgeState(None, committed)
         images = self._store.partitions.of(HANDLERS, lease["generation"])
         for image in images:
             committed[image.subscription] += image.committed
-        return State(lease, committed, tuple(image for image in images if image.state != "flowing"))
+        return BridgeState(lease, committed, tuple(image for image in images if image.state != "flowing"))

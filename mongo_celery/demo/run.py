@@ -18,22 +18,24 @@ from pymongo.database import Database
 from mongo_celery.demo import plan
 from mongo_celery.demo import verdict as judging
 from mongo_celery.demo.evidence import read_evidence
-from mongo_celery.demo.faults import FROZEN_NUMBER, FROZEN_ORDER, Faults
-from mongo_celery.demo.processes import Crew, Member
-from mongo_celery.demo.progress import Progress, State, StateReader
+from mongo_celery.demo.faults import FROZEN_NUMBER, Faults
+from mongo_celery.demo.progress import BridgeState, Progress, StateReader
 from mongo_celery.demo.record import Record
 from mongo_celery.demo.servers import Urls, check_redis, embedded_servers, open_client, remove_traces
-from mongo_celery.demo.setting import Setting
+from mongo_celery.demo.setting import DemoSetting
 from mongo_celery.demo.verdict import Verdict
-from mongo_celery.demo.view import View
+from mongo_celery.demo.view import DemoView
+from mongo_celery.embedded.crew import ChildProcess, Supervisor
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.oplog import operation_time
 
+_APP = "mongo_celery.demo.app"
+_RECORD = "written.jsonl"
 _LOOK_SECONDS = 0.05
 _READY_SECONDS_MAX = 60.0
 _STALL_SECONDS_MAX = 100.0  # more than the 60 s for which a given server keeps a killed transaction
+_CALM_SECONDS, _CALM_COMMITS = 2.0, 100  # after both the rate without faults is known well enough
 _LOAD_SECONDS = 12.0
-_LOAD_SECONDS_WITHOUT_FAULTS = 4.0
 _FIRST_COMMITS = 30
 
 
@@ -42,7 +44,7 @@ class DemoFailedError(MongoCeleryError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class DemoOptions:
     """What the user asked for; `urls` None means embedded servers."""
 
     orders: int
@@ -65,7 +67,7 @@ class Result:
     progress: Progress
     verdict: Verdict
     unfinished: str | None
-    setting: Setting
+    setting: DemoSetting
     kept: Path | None
 
     @property
@@ -75,10 +77,11 @@ class Result:
 
     def figures(self) -> dict[str, object]:
         """The figures, as `--json` names them."""
-        takeover = self.progress.takeover_seconds
+        rate, takeover = self.progress.changes_per_second, self.progress.takeover_seconds
         return {
             "written": self.progress.written,
             "committed": self.progress.committed,
+            "changes_per_second": None if rate is None else round(rate, 1),
             "lost": len(self.verdict.lost),
             "out_of_order": len(self.verdict.out_of_order),
             "duplicates": self.verdict.duplicates,
@@ -88,7 +91,7 @@ class Result:
         }
 
 
-def run_demo(wishes: Wishes, view: View) -> Result:
+def run_demo(options: DemoOptions, view: DemoView) -> Result:
     """
     Run the demo from start to end. Everything that it started has ended when it returns or raises.
 
@@ -97,21 +100,21 @@ def run_demo(wishes: Wishes, view: View) -> Result:
     """
     started = time.monotonic()
     with ExitStack() as stack:
-        ground = stack.enter_context(_ground(keep=wishes.keep))
-        view.show(Progress("starting MongoDB and Redis" if wishes.urls is None else "connecting"))
-        kept = ground if wishes.keep else None
-        urls = wishes.urls or stack.enter_context(embedded_servers(wishes.orders, kept))
+        directory = stack.enter_context(_directory(keep=options.keep))
+        view.show(Progress("starting MongoDB and Redis" if options.urls is None else "connecting"))
+        kept = directory if options.keep else None
+        urls = options.urls or stack.enter_context(embedded_servers(options.orders, kept))
         client = stack.enter_context(open_client(urls.mongo))
         check_redis(urls.redis)
-        setting = _setting(client, urls, wishes)
-        if wishes.urls is not None and not wishes.keep:
+        setting = _setting(client, urls, options)
+        if options.urls is not None and not options.keep:
             stack.callback(remove_traces, client, setting)
-        crew = stack.enter_context(Crew(ground, setting.environment()))
-        return _Run(wishes, view, started, setting, client, crew, ground).play()
+        processes = stack.enter_context(Supervisor(directory, ChildProcess, environment=setting.environment()))
+        return _Run(options, view, started, setting, client, processes, directory).play()
 
 
 @contextmanager
-def _ground(*, keep: bool) -> Iterator[Path]:
+def _directory(*, keep: bool) -> Iterator[Path]:
     """The directory of a run: logs and the record; with `keep` the data too."""
     if keep:
         yield Path(tempfile.mkdtemp(prefix="mongo-celery-demo-"))
@@ -120,14 +123,14 @@ def _ground(*, keep: bool) -> Iterator[Path]:
         yield Path(path)
 
 
-def _setting(client: MongoClient[dict[str, Any]], urls: Urls, wishes: Wishes) -> Setting:
+def _setting(client: MongoClient[dict[str, Any]], urls: Urls, options: DemoOptions) -> DemoSetting:
     start = operation_time(client)
-    return Setting(
+    return DemoSetting(
         run=secrets.token_hex(4),
         mongo_url=urls.mongo,
         redis_url=urls.redis,
         start=(start.time, start.inc),
-        freeze=f"{FROZEN_ORDER}:{FROZEN_NUMBER}" if wishes.faults else None,
+        freeze=f"{plan.first_order(options.orders)}:{FROZEN_NUMBER}" if options.faults else None,
     )
 
 
@@ -136,27 +139,30 @@ class _Run:
 
     def __init__(
         self,
-        wishes: Wishes,
-        view: View,
+        options: DemoOptions,
+        view: DemoView,
         started: float,
-        setting: Setting,
+        setting: DemoSetting,
         client: MongoClient[dict[str, Any]],
-        crew: Crew,
-        ground: Path,
+        processes: Supervisor[ChildProcess],
+        directory: Path,
     ) -> None:
-        self._wishes = wishes
+        self._options = options
         self._view = view
         self._started = started
         self._setting = setting
         self._database: Database[dict[str, Any]] = client[setting.database]
         self._state = StateReader(client, setting)
-        self._crew = crew
-        self._ground = ground
-        self._record = Record(ground / "written.jsonl")
+        self._processes = processes
+        self._directory = directory
+        self._record = Record(directory / _RECORD)
+        self._calm = plan.total(options.orders, plan.PARTS[:1])
+        self._idle_until = started
+        self._rate: float | None = None
         self._faults: Faults | None = None
-        self._writer: Member | None = None
-        self._latest = State(None, {})
-        self._progress = Progress("starting listeners and worker", total=plan.total(wishes.orders))
+        self._events: list[str] = []
+        self._latest = BridgeState(None, {})
+        self._progress = Progress("starting listeners and worker", total=plan.total(options.orders))
 
     def play(self) -> Result:
         """Start the processes, wait until all is done, stop them, and judge."""
@@ -167,46 +173,56 @@ class _Run:
         except DemoFailedError as failure:
             unfinished = str(failure)
         self._show("stopping the processes")
-        self._crew.stop()
+        self._processes.end()
         self._look()  # once more: a commit may have been under way
         self._show("reading everything back")
-        verdict = judging.judge(self._record.written(), read_evidence(self._database, self._setting))
+        verdict = judging.judge(self._record.writes, read_evidence(self._database, self._setting))
         self._show("done")
-        kept = self._ground if self._wishes.keep else None
+        kept = self._directory if self._options.keep else None
         return Result(progress=self._progress, verdict=verdict, unfinished=unfinished, setting=self._setting, kept=kept)
 
     def _start(self) -> None:
         self._database["orders"].create_index("customer")
         self._show("starting listeners and worker")
-        listeners = [self._crew.celery(f"listener-{number}", "listener", "-l", "INFO") for number in (1, 2)]
-        worker = self._crew.celery(
-            "worker",
+        self._listeners = [self._processes.celery(_APP, "listener", "-l", "INFO") for _ in range(2)]
+        self._worker = self._processes.celery(
+            _APP,
             *("worker", "-c", "2", "-P", "prefork", "-l", "WARNING"),
             *("--without-gossip", "--without-mingle", "--without-heartbeat"),
         )
         self._wait(lambda: self._latest.holder is not None, _READY_SECONDS_MAX, "a listener that holds the lease")
-        if self._wishes.faults:
-            first = min(_FIRST_COMMITS, self._progress.total // 3)
-            self._faults = Faults(self._database, listeners, worker, first)
 
     def _work(self) -> None:
-        self._show("writing, handling" + (", and breaking things" if self._wishes.faults else ""))
-        seconds = _LOAD_SECONDS if self._wishes.faults else _LOAD_SECONDS_WITHOUT_FAULTS
-        self._writer = self._crew.python(
-            "writer",
-            *("-m", "mongo_celery.demo.writer", str(self._wishes.orders), str(seconds)),
-            str(self._ground / "written.jsonl"),
-        )
-        self._wait(self._is_done, _STALL_SECONDS_MAX, None)
+        """First without faults, as fast as it goes; then over some seconds, so that there is time for faults."""
+        calm, rest = plan.PARTS
+        self._show("writing and handling, nothing is broken yet")
+        self._write(calm, 0.0)
+        self._wait(lambda: self._rate is not None, _STALL_SECONDS_MAX, "the first commits")
+        if self._options.faults:
+            left = self._progress.total - self._progress.committed
+            self._faults = Faults(
+                self._database,
+                self._listeners,
+                self._worker,
+                first_commits=self._progress.committed + min(_FIRST_COMMITS, left // 3),
+                frozen_order=plan.first_order(self._options.orders),
+            )
+            self._show("writing, handling, and breaking things")
+            self._write(rest, _LOAD_SECONDS)
+        else:
+            self._show("writing and handling the rest")
+            self._write(rest, 0.0)
+        self._wait(lambda: not self._open_points(), _STALL_SECONDS_MAX, None)
 
-    def _is_done(self) -> bool:
-        return not self._open_points()
+    def _write(self, part: str, seconds: float) -> None:
+        arguments = (str(self._options.orders), part, str(seconds), str(self._directory / _RECORD))
+        self._processes.python("writer", "-m", "mongo_celery.demo.writer", *arguments)
 
     def _open_points(self) -> list[str]:
         """What the end is waiting for."""
         points = []
-        if self._writer is None or self._writer.returncode != 0:
-            points.append(f"the writer has written {self._record.count} of {self._progress.total}")
+        if len(self._record.writes) < self._progress.total:
+            points.append(f"the writer has written {len(self._record.writes)} of {self._progress.total}")
         for name, count in self._latest.missing(self._record).items():
             if count:
                 points.append(f"{name} has {count} changes to commit")
@@ -226,7 +242,7 @@ class _Run:
             self._look()
             if condition():
                 return
-            failed = self._crew.failed()
+            failed = self._processes.failed()
             if failed is not None:
                 raise DemoFailedError(
                     f"{failed.name} ended with status {failed.returncode}. Its last words:\n{failed.last_words}",
@@ -244,9 +260,22 @@ class _Run:
     def _look(self) -> None:
         self._record.read()
         self._latest = self._state.read()
+        self._note_rate()
         if self._faults is not None:
             self._faults.step(self._latest)
         self._show(self._progress.phase)
+
+    def _note_rate(self) -> None:
+        """Changes a second from the last look before the first commit on, as soon as it can be said."""
+        if self._rate is not None:
+            return
+        committed, now = self._latest.done(self._record), time.monotonic()
+        seconds = now - self._idle_until
+        if committed == 0:
+            self._idle_until = now
+        elif committed >= self._calm or (committed >= _CALM_COMMITS and seconds >= _CALM_SECONDS):
+            self._rate = committed / seconds
+            self._events.append(f"{self._rate:.0f} changes a second without faults ({committed} in {seconds:.1f} s)")
 
     def _show(self, phase: str) -> None:
         faults = self._faults
@@ -254,11 +283,12 @@ class _Run:
             self._progress,
             phase=phase,
             seconds=time.monotonic() - self._started,
-            written=self._record.count,
+            written=len(self._record.writes),
             committed=self._latest.done(self._record),
             holder=self._latest.holder,
             version=self._latest.version,
+            changes_per_second=self._rate,
             takeover_seconds=faults.takeover_seconds if faults else None,
-            events=tuple(faults.events) if faults else (),
+            events=(*self._events, *(faults.events if faults else ())),
         )
         self._view.show(self._progress)

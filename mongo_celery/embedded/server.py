@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from mongo_celery.embedded.binaries import BinaryName, explain_failed_start, find_binary
-from mongo_celery.embedded.ground import DataDirectory, free_port
+from mongo_celery.embedded.directory import DataDirectory
+from mongo_celery.embedded.ports import free_port
 from mongo_celery.embedded.processes import freeze, start_tied
 from mongo_celery.errors import EmbeddedServerError
 

@@ -16,8 +16,8 @@ import redis
 from pymongo import MongoClient
 
 from mongo_celery.bridge.partitioning import partition_index
+from mongo_celery.demo.history import Due, Effect, Fact, SetAside, Started, Wrote, violations
 from mongo_celery.embedded import RedisServer
-from tests.acceptance.chain_history import Effect, History, Item, Start, violations
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -36,6 +36,7 @@ _PROMPT_RESTORE = {"unacked_restore_interval": 1, "unacked_restore_throttle": 1}
 QUIET = ("--without-gossip", "--without-mingle", "--without-heartbeat")
 DONE_SECONDS_MAX = 30.0
 _START_SECONDS_MAX = 40.0
+_WHO = ("handler", "key", "n")
 _WARNINGS_OF_FORKING = ("opened before fork", "MongoClient was forked")
 
 
@@ -73,10 +74,10 @@ class Chain:
         self.state = client[f"{self.name}_state"]
         self.redis = RedisServer()
         self.partitions: int = {**SHORT_TIMES, **(options or {})}["partitions"]
-        self.written: list[Item] = []
-        self._spare: Counter[Item] = Counter()
-        self._without_effect: set[Item] = set()
-        self._standing: set[Item] = set()
+        self.written: list[Due] = []
+        self._spare: Counter[Due] = Counter()
+        self._without_effect: set[Due] = set()
+        self._standing: set[Due] = set()
         self._url = url
         self._gates = directory / f"{self.name}-gates"
         self._gates.mkdir()
@@ -176,22 +177,22 @@ class Chain:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def write(self, handler: str, key: str, n: int, **do: Any) -> Item:
+    def write(self, handler: str, key: str, n: int, **do: Any) -> Due:
         """Write one change: the number replaces the document, so that the change itself carries it all."""
         document: Document = {"n": n}
         if do:
             document["do"] = do
         self.data[handler].replace_one({"_id": key}, document, upsert=True)
-        item = Item(handler, key, n)
+        item = Due(handler, key, n)
         self.written.append(item)
         return item
 
-    def stand(self, item: Item) -> Item:
+    def stand(self, item: Due) -> Due:
         """From now on, this change is not waited for: its partition stands still."""
         self._standing.add(item)
         return self.give_up(item)
 
-    def write_many(self, handler: str, keys: Iterable[str], count: int, **do: Any) -> list[Item]:
+    def write_many(self, handler: str, keys: Iterable[str], count: int, **do: Any) -> list[Due]:
         """Write `count` changes for each key, in turns."""
         chosen = list(keys)
         return [self.write(handler, key, n, **do) for n in range(1, count + 1) for key in chosen]
@@ -211,18 +212,18 @@ class Chain:
 
     # -- facts -------------------------------------------------------------------------------------
 
-    def starts(self, *items: Item) -> list[Start]:
+    def starts(self, *items: Due) -> list[Started]:
         """Recorded starts in the order of time; of the given changes, or all."""
         found = self.facts["start"].find(_any_of(items)).sort("at")
         return [
-            Start(_item(each), each["partition"], each["seq"], each["fence"], each["at"], each["retries"], each["pid"])
+            Started(**{name: each[name] for name in (*_WHO, "partition", "seq", "fence", "at", "retries", "pid")})
             for each in found
         ]
 
     def effects(self) -> list[Effect]:
         """Accepted effects, in the order of each partition's sink."""
         return [
-            Effect(_item(each), each["partition"], each["seq"], each["fence"])
+            Effect(**{name: each[name] for name in (*_WHO, "partition", "seq", "fence")})
             for sink in self.data["sink"].find().sort("_id")
             for each in sink["effects"]
         ]
@@ -235,7 +236,7 @@ class Chain:
         assert found is not None, f"no partition {index} of {handler}"
         return found
 
-    def of(self, item: Item) -> Document:
+    def of(self, item: Due) -> Document:
         """The state of a change's partition."""
         return self.partition(item.handler, self.partition_of(item.handler, item.key))
 
@@ -245,10 +246,10 @@ class Chain:
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def wait_started(self, item: Item, times: int = 1, timeout: float = DONE_SECONDS_MAX) -> Start:
+    def wait_started(self, item: Due, times: int = 1, timeout: float = DONE_SECONDS_MAX) -> Started:
         """Wait until a handler has started for a change that often."""
 
-        def started() -> Start | None:
+        def started() -> Started | None:
             found = self.starts(item)
             return found[times - 1] if len(found) >= times else None
 
@@ -273,7 +274,7 @@ class Chain:
         wait_for(done, timeout, lambda: f"committed {owed}, found {last}")
 
     def wait_state(
-        self, item: Item, condition: Callable[[Document], object], timeout: float = DONE_SECONDS_MAX
+        self, item: Due, condition: Callable[[Document], object], timeout: float = DONE_SECONDS_MAX
     ) -> Document:
         """Wait until the document of a change's partition fulfils a condition, and return it."""
 
@@ -285,23 +286,22 @@ class Chain:
 
     # -- judging -----------------------------------------------------------------------------------
 
-    def allow(self, item: Item, again: int = 1) -> Item:
+    def allow(self, item: Due, again: int = 1) -> Due:
         """From now on, this change may start so much oftener than once: it retries, or a fault hits it."""
         self._spare[item] += again
         return item
 
-    def give_up(self, item: Item) -> Item:
+    def give_up(self, item: Due) -> Due:
         """From now on, this change need not have an effect: it is set aside, skipped, ignored or at a halt."""
         self._without_effect.add(item)
         return item
 
-    def history(self) -> History:
-        """All that has happened so far."""
-        return History(
-            tuple(self.written), tuple(self.starts()), tuple(self.effects()), frozenset(self._without_effect)
-        )
+    def history(self) -> list[Fact]:
+        """All that has happened so far: writes, starts in the order of time, effects in that of each sink."""
+        written = [Wrote(item.key, item.n, handler=item.handler) for item in self.written]
+        return [*written, *self.starts(), *self.effects(), *map(SetAside, self._without_effect)]
 
-    def judge(self, *, spare: int | None = None) -> History:
+    def judge(self, *, spare: int | None = None) -> list[Fact]:
         """
         Assert that the history has no violation, and that no client crossed a fork.
 
@@ -328,10 +328,6 @@ def frozen(process: ProjectProcess, pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def _item(fact: Document) -> Item:
-    return Item(fact["handler"], fact["key"], fact["n"])
-
-
-def _any_of(items: Iterable[Item]) -> Document:
+def _any_of(items: Iterable[Due]) -> Document:
     chosen = [{"handler": item.handler, "key": item.key, "n": item.n} for item in items]
     return {"$or": chosen} if chosen else {}

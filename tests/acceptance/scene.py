@@ -14,7 +14,7 @@ from uuid import uuid4
 from pymongo import MongoClient, WriteConcern
 from pymongo.errors import PyMongoError
 
-from tests.acceptance.history import Effect, Led, Started, Stored, Written, lost, violations
+from mongo_celery.demo.history import Effect, Led, Started, Stored, Wrote, lost, violations
 from tests.acceptance.watcher import Watcher
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
@@ -191,8 +191,8 @@ class Scene:
         places = [fact.place for fact in written]
         return places[-1] if more else places[-2]
 
-    def _written_until(self, key: str, n: int) -> list[Written]:
-        written = [fact for fact in self.watcher.history if isinstance(fact, Written)]
+    def _written_until(self, key: str, n: int) -> list[Wrote]:
+        written = [fact for fact in self.watcher.history if isinstance(fact, Wrote)]
         found = next((at for at, fact in enumerate(written) if (fact.key, fact.n) == (key, n)), None)
         return [] if found is None else written[: found + 1]
 
@@ -217,19 +217,19 @@ class Scene:
         history = self.watcher.history
         last = self.items.find_one(sort=[("n", -1)])
         if last is not None:
-            wait_for(lambda: any(isinstance(fact, Written) and fact.n == last["n"] for fact in history))
+            wait_for(lambda: any(isinstance(fact, Wrote) and fact.n == last["n"] for fact in history))
         wait_for(
             lambda: not lost(list(history), self.handlers),
             seconds,
             lambda: f"not all is done: {lost(list(history), self.handlers)[:5]}",
         )
         wait_for(self._watermarks_are_there, seconds, "the watermarks have reached the last write")
-        found = violations(list(history), self.handlers, faults=faults)
+        found = violations(list(history), self.handlers, spare=faults)
         assert not found, f"{len(found)} violations: {found[:10]}"
 
     def _watermarks_are_there(self) -> bool:
         history = list(self.watcher.history)
-        place = max((fact.place for fact in history if isinstance(fact, Written)), default="")
+        place = max((fact.place for fact in history if isinstance(fact, Wrote)), default="")
         reached = {fact.passed for fact in history if isinstance(fact, Stored) and fact.passed and fact.place >= place}
         return not place or reached >= set(self.handlers)
 

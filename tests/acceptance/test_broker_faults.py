@@ -16,7 +16,7 @@ from bson import Int64
 from pymongo import MongoClient
 
 from mongo_celery.bridge.worker.envelope import Run, seal
-from tests.acceptance.chain_history import Item
+from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
@@ -176,7 +176,7 @@ def test_a_message_that_dies_between_queue_and_worker_is_dispatched_again(
 
 
 @pytest.fixture
-def held(chain: Chain) -> tuple[Chain, Item, dict[str, Any], bytes]:
+def held(chain: Chain) -> tuple[Chain, Due, dict[str, Any], bytes]:
     """Give a handler that is running, the message that started it, and the bridge's signing key."""
     chain.listener()
     item = chain.write("plain", "held", 1, gate="open")
@@ -203,7 +203,7 @@ def _envelopes(message: dict[str, Any]) -> tuple[str, str]:
     return args[0], embedded["chain"][0]["args"][0]
 
 
-def _forgeries(message: dict[str, Any], key: bytes, forged: Item) -> list[bytes]:
+def _forgeries(message: dict[str, Any], key: bytes, forged: Due) -> list[bytes]:
     run, commit = _envelopes(message)
     body = bson.decode(b64decode(run)[32:])
     event = bson.decode(body["c"])
@@ -241,10 +241,10 @@ def _forgeries(message: dict[str, Any], key: bytes, forged: Item) -> list[bytes]
     ]
 
 
-def test_forged_messages_change_nothing(held: tuple[Chain, Item, dict[str, Any], bytes]) -> None:
+def test_forged_messages_change_nothing(held: tuple[Chain, Due, dict[str, Any], bytes]) -> None:
     """P11: bare commits, wrong signatures, other tasks, higher versions, garbage; all while a handler runs."""
     chain, item, message, key = held
-    forged = Item("plain", "forged", 1)
+    forged = Due("plain", "forged", 1)
     before = chain.of(item)
     messages = _forgeries(message, key, forged)
     for queue in _queues(chain):

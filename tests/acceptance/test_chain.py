@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from tests.acceptance.chain_history import started_in_order
+from mongo_celery.demo.history import started_out_of_sequence
 from tests.acceptance.chain_rig import Chain
 
 Document = dict[str, Any]
@@ -33,7 +33,7 @@ def test_each_change_starts_its_handler_once_and_in_order(chain: Chain) -> None:
     """P1, P2, P6: a plain flow over all partitions, two processes."""
     chain.write_many("plain", [f"a{number}" for number in range(10)], 6)
     chain.wait_done()
-    assert started_in_order(chain.judge()) == []
+    assert started_out_of_sequence(chain.judge()) == []
 
 
 def test_slow_handlers_behind_a_deep_prefetch_start_once(chain: Chain) -> None:
@@ -42,7 +42,7 @@ def test_slow_handlers_behind_a_deep_prefetch_start_once(chain: Chain) -> None:
         for index in range(chain.partitions):
             chain.write(handler, next(chain.keys(handler, index, "b")), 1, seconds=1.2)
     chain.wait_done()
-    assert started_in_order(chain.judge()) == []
+    assert started_out_of_sequence(chain.judge()) == []
     assert any(re.search(r"\[chain\.\w+\.\d\.\d+\.d1\] received", text) for text in chain.logs.values())
 
 
@@ -105,8 +105,8 @@ def _runs(chain: Chain, handler: str, prefix: str) -> list[list[int]]:
     """Numbers of the changes that started under one token each, in order."""
     tokens: dict[int, list[int]] = {}
     for start in chain.starts():
-        if start.item.handler == handler and start.item.key.startswith(prefix):
-            tokens.setdefault(start.fence, []).append(start.item.n)
+        if start.handler == handler and start.key.startswith(prefix):
+            tokens.setdefault(start.fence, []).append(start.n)
     return [numbers for _, numbers in sorted(tokens.items())]
 
 
@@ -151,7 +151,7 @@ def test_a_retry_inside_a_run_counts_from_the_head_of_its_own_run(run_chain: Cha
     run_chain.allow(failing, 3)
     run_chain.judge()
     assert [start.retries for start in run_chain.starts(failing)] == [0, 0, 1, 2]
-    assert [start.item for start in run_chain.starts(*before, after)] == [*before, after]
+    assert [start.due for start in run_chain.starts(*before, after)] == [*before, after]
 
 
 def test_run_seconds_cut_a_run_without_repeating_any_change(run_chain: Chain) -> None:

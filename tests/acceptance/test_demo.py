@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -26,15 +27,14 @@ read = run.read_evidence
 
 def forget_one(*arguments):
     evidence = read(*arguments)
-    return replace(evidence, summaries=dict(list(evidence.summaries.items())[1:]))
+    return replace(evidence, final=evidence.final[1:])
 
 run.read_evidence = forget_one
 """
 
 
 UNFENCED = """
-from mongo_celery.change import Change
-from mongo_celery.fenced import FencedCollection
+from mongo_celery.bridge.change import Change
 
 def unfenced(change, collection, fenced=Change.fenced):
     return fenced(change, collection)._documents.collection
@@ -79,6 +79,9 @@ def test_the_demo_loses_nothing_while_listener_and_worker_process_are_killed(
     assert result["duplicates"] >= 1  # its change, handled again
     assert 0 < result["takeover_seconds"] <= 7  # lease_ttl of 5 s, and 2 s (P7)
     assert 0 < result["seconds"] < SECONDS_MAX
+    assert result["changes_per_second"] > 0
+    assert "changes a second without faults" in result["events"][0]  # said before anything is broken
+    assert "killed the leading listener" in result["events"][1]
     assert list(tmp_path.glob("[!0-9]*")) == []  # nothing is written to the current directory
 
 
@@ -94,6 +97,8 @@ def test_without_faults_each_handler_starts_once_and_given_servers_are_left_clea
     assert status == 0, process.text
     assert "PASSED" in process.text
     assert "killed" not in process.text
+    assert "changes a second without faults" in process.text
+    assert re.search(r"^changes per second without faults +[0-9.]+", process.text.split("done")[-1], re.MULTILINE)
     assert [line.split() for line in process.text.splitlines() if line.startswith("duplicates")] == [
         ["duplicates", "0"]
     ]
@@ -130,7 +135,8 @@ def test_a_build_without_fences_is_found_out(processes: Processes, tmp_path: Pat
 
 def test_a_handler_that_froze_while_it_was_killed_leaves_its_part_to_the_next(database: Any) -> None:
     """Nobody could wake it; else the demo would end without having shown a stale write."""
-    faults = Faults(database, [], SimpleNamespace(owns=lambda _pid: True), 1)  # type: ignore[arg-type]
+    worker: Any = SimpleNamespace(leads=lambda _pid: True)
+    faults = Faults(database, [], worker, first_commits=1, frozen_order="order")
     victim = subprocess.Popen(["sleep", "60"])
     database["journal"].insert_one({"pid": victim.pid})
 

@@ -10,7 +10,7 @@ import pytest
 from bson import Decimal128, Int64, Timestamp
 from pymongo import MongoClient
 
-from tests.acceptance.chain_history import Item
+from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
 
 Document = dict[str, Any]
@@ -31,7 +31,7 @@ def chain(
         yield started
 
 
-def _letter(chain: Chain, item: Item) -> Document:
+def _letter(chain: Chain, item: Due) -> Document:
     (letter,) = [each for each in chain.letters(item.handler) if each["change"]["documentKey"] == {"_id": item.key}]
     return letter
 

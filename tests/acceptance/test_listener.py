@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
+from mongo_celery.demo.history import going_back, longest_gap, lost, shared_versions, stale, weak_tokens
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
-from mongo_celery.embedded.ground import free_port
-from tests.acceptance.history import going_back, longest_gap, lost, reused_fences, shared_versions, stale
+from mongo_celery.embedded.ports import free_port
 from tests.acceptance.scene import KEYS, TAKE_OVER_SECONDS_MAX, Scene, now
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 from tests.fixtures.proxy import Proxy
@@ -263,7 +263,7 @@ def test_a_dropped_state_database_is_made_anew_and_no_version_is_reused(scene: S
     assert leader.running
     assert standby.running
     history = list(scene.watcher.history)
-    for check in (shared_versions, going_back, stale, reused_fences):
+    for check in (shared_versions, going_back, stale, weak_tokens):
         assert check(history) == []
 
 

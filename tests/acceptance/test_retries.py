@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from tests.acceptance.chain_history import Item, Start
+from mongo_celery.demo.history import Due, Started
 from tests.acceptance.chain_rig import Chain
 
 Document = dict[str, Any]
@@ -32,11 +32,11 @@ def chain(
         yield started
 
 
-def _seconds_between(starts: list[Start]) -> list[float]:
+def _seconds_between(starts: list[Started]) -> list[float]:
     return [(later.at - earlier.at) / 1e9 for earlier, later in itertools.pairwise(starts)]
 
 
-def _retries(chain: Chain, item: Item) -> list[int]:
+def _retries(chain: Chain, item: Due) -> list[int]:
     return [start.retries for start in chain.starts(item)]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from tests.acceptance.chain_history import Item
+from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
@@ -28,8 +28,8 @@ def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -
         yield made
 
 
-def _effects(chain: Chain) -> Counter[Item]:
-    return Counter(effect.item for effect in chain.effects())
+def _effects(chain: Chain) -> Counter[Due]:
+    return Counter(effect.due for effect in chain.effects())
 
 
 def test_effects_are_exactly_once_when_the_worker_dies_inside(chain: Chain) -> None:

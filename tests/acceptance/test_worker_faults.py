@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from tests.acceptance.chain_history import Item
+from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain, frozen
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import ProjectProcess, wait_for
@@ -29,7 +29,7 @@ def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -
         yield made
 
 
-def _before_and_after(chain: Chain, **do: Any) -> tuple[Item, Item]:
+def _before_and_after(chain: Chain, **do: Any) -> tuple[Due, Due]:
     """A change that is hit by a fault, and its successor."""
     return chain.write("plain", "hit", 1, **do), chain.write("plain", "hit", 2)
 
@@ -90,7 +90,7 @@ def _wait_for_failpoint(chain: Chain, times: int) -> None:
     chain.client.admin.command("waitForFailPoint", "failCommand", timesEntered=times, maxTimeMS=10_000)
 
 
-def _handled_but_not_linked(chain: Chain, item: Item) -> None:
+def _handled_but_not_linked(chain: Chain, item: Due) -> None:
     """Bring a change to the point where `handled` is written and its link cannot be published."""
     chain.wait_started(item)
     chain.redis.pause()

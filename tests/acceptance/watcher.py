@@ -1,4 +1,4 @@
-"""One change stream over everything that a test does, turned into the facts of `history.py`."""
+"""One change stream over everything that a test does, turned into the facts of `demo/history.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from tests.acceptance.history import Dropped, Effect, Fact, Led, Started, Stored, Written
+from mongo_celery.demo.history import Dropped, Effect, Fact, Led, Started, Stored, Wrote
 
 Document = dict[str, Any]
 NUMBERS = ("epoch", "version", "fence", "committed")
@@ -65,13 +65,14 @@ def facts_of(event: Mapping[str, Any]) -> Iterator[Fact]:
     changed = _changed(event)
     name = event["ns"]["coll"]
     if part == "data" and name == "items" and "n" in changed:
-        yield Written(event["documentKey"]["_id"], changed["n"], event["_id"]["_data"], at)
+        yield Wrote(event["documentKey"]["_id"], changed["n"], event["_id"]["_data"], at)
     elif part == "sink" and name == "starts":
-        yield Started(changed["handler"], changed["key"], changed["n"], changed["fence"], at)
+        who = {name: changed[name] for name in ("handler", "key", "n", "fence")}
+        yield Started(**who, at=at)
     elif part == "sink" and name == "registers":
         for effect in _pushed(changed):
-            where = f"{effect['generation']}/{effect['handler']}/{effect['partition']}"
-            yield Effect(effect["handler"], effect["key"], effect["n"], effect["fence"], where, effect["place"], at)
+            names = ("handler", "key", "n", "fence", "partition", "generation", "place")
+            yield Effect(**{name: effect[name] for name in names}, at=at)
     elif part == "state":
         yield from _of_state(name, event["documentKey"]["_id"], changed, at)
 

@@ -40,6 +40,8 @@ PURE = (
     "bridge.worker.envelope",
     "bridge.window",
     "bridge.partitioning",
+    "demo.history",
+    "demo.verdict",
 )
 """What must run without a client, Celery, threads or a clock."""
 

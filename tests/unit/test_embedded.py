@@ -15,7 +15,8 @@ import pytest
 
 from mongo_celery.embedded import MongoReplicaSet, RedisServer, binaries, find_binary, start_tied
 from mongo_celery.embedded.binaries import explain_failed_start
-from mongo_celery.embedded.ground import HOST, DataDirectory, free_port
+from mongo_celery.embedded.directory import DataDirectory
+from mongo_celery.embedded.ports import HOST, free_port
 from mongo_celery.errors import EmbeddedServerError
 
 

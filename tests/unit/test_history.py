@@ -7,45 +7,52 @@ from dataclasses import replace
 
 import pytest
 
-from tests.acceptance.history import (
+from mongo_celery.demo.history import (
     Dropped,
+    Due,
     Effect,
     Fact,
     Led,
+    SetAside,
     Started,
     Stored,
-    Written,
+    Wrote,
     beyond_prefix,
     going_back,
+    granted_out_of_order,
     invented,
     longest_gap,
     lost,
+    missing,
     out_of_order,
-    reused_fences,
+    out_of_sequence,
     shared_versions,
+    skipped,
     stale,
+    started_out_of_sequence,
     too_often,
     violations,
+    weak_tokens,
+    went_back,
 )
 
 ALL = {"record": ""}
-WHERE = "0/record/1"
 
 
 def place(number: int) -> str:
     return f"82{number:04d}"
 
 
-def written(n: int, key: str = "a") -> Written:
-    return Written(key, n, place(n), float(n))
+def written(n: int, key: str = "a") -> Wrote:
+    return Wrote(key, n, place(n), float(n))
 
 
 def started(n: int, fence: int | None = None, key: str = "a") -> Started:
-    return Started("record", key, n, fence or n, float(n))
+    return Started(handler="record", key=key, n=n, fence=fence or n, at=float(n))
 
 
 def effect(n: int, fence: int | None = None, key: str = "a") -> Effect:
-    return Effect("record", key, n, fence or n, WHERE, place(n), float(n))
+    return Effect(handler="record", key=key, n=n, fence=fence or n, place=place(n), at=float(n))
 
 
 def watermark(n: int) -> Stored:
@@ -91,11 +98,15 @@ BAD: dict[str, tuple[Check, list[Fact]]] = {
     "an effect before its write": (invented, [effect(1), written(1)]),
     "two effects swapped": (out_of_order, [written(1), written(2), effect(2), effect(1)]),
     "an effect that goes back": (out_of_order, [*GOOD, effect(1, 9)]),
-    "an effect skipped": (out_of_order, [effect(1), effect(3)]),
+    "an effect skipped": (skipped, [effect(1), effect(3)]),
+    "an effect skipped, by the whole check": (out_of_order, [effect(1), effect(3)]),
+    "an effect that goes back, though a later one is newer": (went_back, [effect(2), effect(1), effect(2)]),
+    "a start granted after its successor": (granted_out_of_order, [started(1, 9), started(2, 8)]),
+    "two starts swapped under one token": (granted_out_of_order, [started(2, 8), started(1, 8)]),
     "a smaller fence accepted": (stale, [effect(1, 5), effect(2, 4)]),
     "a smaller fence after an equal one": (stale, [effect(1, 5), effect(2, 5), effect(2, 4)]),
     "a smaller fence of another key": (stale, [effect(1, 5), effect(1, 4, "b")]),
-    "a fence given twice": (reused_fences, [started(1, 5), replace(started(1, 5), at=9.0)]),
+    "a fence given twice": (weak_tokens, [started(1, 5), replace(started(1, 5), at=9.0)]),
     "a version given twice": (shared_versions, [Led("one", 7), Led("two", 7)]),
     "a smaller version": (shared_versions, [Led("one", 7), Led("two", 6)]),
     "a version given again after a drop": (shared_versions, [Led("one", 7), Dropped(), Led("two", 7)]),
@@ -146,10 +157,11 @@ def test_all_checks_are_part_of_the_verdict() -> None:
     ]
     words = (
         "lost",
-        "invented",
-        "after 2",
+        "nobody wrote",
+        "back from 2 to 1",
+        "skipped from",
         "accepted after",
-        "under one fence",
+        "under one token",
         "led with",
         "went back",
         "passed",
@@ -184,3 +196,128 @@ def test_the_longest_gap_counts_the_ends_too() -> None:
     assert longest_gap(history, 1.0, 7.0) == 3.0
     assert longest_gap(history, 1.0, 11.0) == 5.0
     assert longest_gap([], 1.0, 3.0) == 2.0
+
+
+def test_starts_in_the_order_of_their_tokens_may_be_noted_late() -> None:
+    """A frozen process notes its start after its successor's; what counts is when the right to run was granted."""
+    assert granted_out_of_order([started(2, 9), started(1, 8)]) == []
+
+
+# -- changes with a number in their partition, as chains carry them ---------------------------------
+
+ONE, TWO, THREE = (Due("plain", "a", n) for n in (1, 2, 3))
+WRITTEN: list[Fact] = [Wrote(due.key, due.n, handler=due.handler) for due in (ONE, TWO, THREE)]
+
+
+def start_of(due: Due, fence: int, at: float, partition: int = 0) -> Started:
+    return Started(**due._asdict(), fence=fence, partition=partition, seq=due.n, at=at)
+
+
+def effect_of(due: Due, fence: int, seq: int | None = None) -> Effect:
+    return Effect(**due._asdict(), fence=fence, partition=0, seq=due.n if seq is None else seq)
+
+
+STARTS: list[Fact] = [start_of(ONE, 10, 1), start_of(TWO, 11, 2), start_of(THREE, 12, 3)]
+EFFECTS: list[Fact] = [effect_of(ONE, 10), effect_of(TWO, 11), effect_of(THREE, 12)]
+
+
+def test_a_chain_without_faults_has_no_violation() -> None:
+    """Each change started once, in order, under growing tokens."""
+    assert violations([*WRITTEN, *STARTS, *EFFECTS]) == []
+    assert started_out_of_sequence(STARTS) == []
+
+
+def test_a_crash_between_effect_and_mark_is_no_violation_if_it_is_spared() -> None:
+    """The change runs again under a larger token, and its effect is repeated before its successor's (P6)."""
+    starts = [*STARTS[:1], start_of(TWO, 11, 2), start_of(TWO, 12, 3), start_of(THREE, 13, 4)]
+    effects = [effect_of(ONE, 10), effect_of(TWO, 11), effect_of(TWO, 12), effect_of(THREE, 13)]
+    history: list[Fact] = [*WRITTEN, *starts, *effects]
+    assert violations(history, spare={TWO: 1}) == []
+    assert violations(history, spare=1) == []
+    assert too_often(history)
+
+
+def test_a_run_of_several_changes_shares_one_token() -> None:
+    """One claim carries several changes; that is no reuse (P4)."""
+    assert weak_tokens([start_of(due, 10, at) for at, due in enumerate((ONE, TWO, THREE))]) == []
+
+
+def test_a_run_that_was_cut_by_a_crash_is_repeated_from_its_beginning() -> None:
+    """Only from its beginning, and only under a larger token (P2)."""
+    cut = [effect_of(ONE, 10), effect_of(TWO, 10), effect_of(ONE, 11), effect_of(TWO, 12), effect_of(THREE, 13)]
+    assert out_of_order(cut) == []
+    assert out_of_sequence([effect_of(ONE, 10), effect_of(TWO, 10), effect_of(ONE, 10)])
+    assert out_of_order([effect_of(ONE, 9), effect_of(TWO, 10), effect_of(THREE, 10), effect_of(ONE, 11)])
+    assert weak_tokens([start_of(ONE, 10, 1), start_of(TWO, 10, 2), start_of(ONE, 11, 3), start_of(TWO, 12, 4)]) == []
+
+
+def test_a_change_without_effect_is_lost_unless_it_was_set_aside() -> None:
+    """P1, also at the end of a history."""
+    assert lost([*WRITTEN, *EFFECTS[:2]])
+    assert lost([*WRITTEN, *EFFECTS[1:]])
+    assert len(lost(WRITTEN)) == 3
+    assert lost([*WRITTEN, *EFFECTS[:2], SetAside(THREE)]) == []
+    assert missing([*WRITTEN, *STARTS[1:]], {}, Started) == [ONE]
+
+
+def test_what_was_written_for_another_handler_is_invented() -> None:
+    """P11: a forged change that ran, or took effect."""
+    foreign = Due("plain", "a", 9)
+    assert invented([*WRITTEN, start_of(foreign, 13, 4)])
+    assert invented([*WRITTEN, effect_of(foreign, 13)])
+    assert invented([*WRITTEN, effect_of(Due("other", "a", 1), 13)])
+    assert invented([*WRITTEN[:2], *STARTS])
+
+
+@pytest.mark.parametrize(
+    "effects",
+    [
+        [effect_of(TWO, 10), effect_of(ONE, 11), effect_of(THREE, 12)],
+        [effect_of(ONE, 10), effect_of(TWO, 11), effect_of(THREE, 12), effect_of(ONE, 13)],
+        [effect_of(ONE, 10, seq=1), effect_of(THREE, 11, seq=2), effect_of(TWO, 12, seq=3)],
+    ],
+)
+def test_effects_that_go_back_are_out_of_sequence(effects: list[Fact]) -> None:
+    """P2: swapped, repeated after a successor, or numbered against the order of writing."""
+    assert out_of_sequence(effects)
+
+
+@pytest.mark.parametrize(
+    "effects",
+    [
+        [effect_of(ONE, 10), effect_of(TWO, 9)],
+        [effect_of(ONE, 10), effect_of(TWO, 12), effect_of(TWO, 11)],
+        [effect_of(ONE, 10), effect_of(TWO, 12), effect_of(THREE, 13), effect_of(THREE, 10)],
+    ],
+)
+def test_an_effect_under_an_older_token_is_stale(effects: list[Fact]) -> None:
+    """P3: the sink had seen a larger one."""
+    assert stale(effects)
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        [start_of(ONE, 10, 1), start_of(ONE, 10, 2)],
+        [start_of(ONE, 10, 1), start_of(TWO, 9, 2)],
+        [start_of(ONE, 10, 1), start_of(ONE, 12, 2), start_of(TWO, 11, 3)],
+    ],
+)
+def test_tokens_that_are_shared_or_go_back_are_weak(starts: list[Fact]) -> None:
+    """P4: a redelivery under the same token, a successor under a smaller one."""
+    assert weak_tokens(starts)
+
+
+def test_starts_beyond_what_is_spared_are_counted() -> None:
+    """P6: without a fault one start, with one fault two."""
+    twice = [*STARTS, start_of(THREE, 13, 4)]
+    assert too_often(twice)
+    assert too_often(twice, {TWO: 1})
+    assert too_often([*twice, start_of(THREE, 14, 5)], 1)
+    assert too_often(twice, {THREE: 1}) == []
+
+
+def test_a_successor_that_starts_first_is_seen() -> None:
+    """P2 without faults, for each partition by itself."""
+    assert started_out_of_sequence([start_of(ONE, 10, 5), start_of(TWO, 11, 2)])
+    assert started_out_of_sequence([start_of(ONE, 10, 5), start_of(TWO, 11, 2, partition=1)]) == []

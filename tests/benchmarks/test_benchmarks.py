@@ -1,19 +1,33 @@
-"""The bench's suites for the outbox and for transactions, with tiny sizes: their shape, never their speed."""
+"""The benchmarks of outbox and transactions, with tiny sizes: their shape, never their speed."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.bench.pending_query import _index_of
-from mongo_celery.bench.plan import FULL_SIZES, QUICK_SIZES
-from mongo_celery.bench.readings import MILLISECONDS, reading
-from tests.acceptance.test_bench import _bench
+from tests.benchmarks.pending_query import _index_of
+from tests.benchmarks.readings import MILLISECONDS, reading
+from tests.benchmarks.sizes import FULL, QUICK
+from tests.fixtures.process import ROOT
 
 _TINY = ["--quick", "--json", "--writes", "3", "--entries", "20", "--documents", "400", "--transfers", "4"]
+_SECONDS_MAX = 240
+
+
+def _benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS_MAX,
+        check=False,
+    )
 
 
 def test_the_outboxs_suite_gives_writes_entries_the_query_and_the_recovery(
@@ -22,15 +36,15 @@ def test_the_outboxs_suite_gives_writes_entries_the_query_and_the_recovery(
     """Ratios beside the plain way, the index in the server's own words, and nothing left on given servers."""
     before = set(mongo_client.list_database_names())
 
-    ended = _bench("--suite", "outbox", *_TINY, "--rounds", "2", "--mongo-url", mongo_url, "--redis-url", redis_url)
+    ended = _benchmarks("outbox", *_TINY, "--mongo-url", mongo_url, "--redis-url", redis_url)
 
     assert ended.returncode == 0, ended.stderr
     whole = json.loads(ended.stdout)
     found = whole["outbox"]
-    assert not {"modes", "transactions"} & set(whole)
+    assert "transactions" not in whole
     for kind in ("insert", "update"):
         assert found["writes"][f"{kind}_outbox"][f"ratio_to_{kind}_delay"] > 0
-        assert len(found["writes"][f"{kind}_later"]["rounds"]) == 2
+        assert len(found["writes"][f"{kind}_later"]["rounds"]) == 1
     assert found["entries"]["sweep"]["ratio_to_delay"] > 0
     assert found["entries"]["listener"]["value"] > 0
     query = found["sweep_query"]
@@ -45,7 +59,7 @@ def test_the_outboxs_suite_gives_writes_entries_the_query_and_the_recovery(
 
 def test_the_suite_of_transactions_gives_transfers_and_recoveries(redis_url: str) -> None:
     """Every kind under low and high contention with right sums; a lock of a killed holder on a server of its own."""
-    ended = _bench("--suite", "transactions", *_TINY, "--actors", "2", "--redis-url", redis_url)
+    ended = _benchmarks("transactions", *_TINY, "--processes", "2", "--redis-url", redis_url)
 
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)["transactions"]
@@ -57,12 +71,12 @@ def test_the_suite_of_transactions_gives_transfers_and_recoveries(redis_url: str
     assert found["lock_released"]["transaction_lifetime_limit"] == 2
 
 
-def test_modes_of_the_bridge_cannot_be_chosen_for_another_suite() -> None:
+def test_a_suite_that_does_not_exist_ends_in_one_sentence() -> None:
     """Nothing is measured that was not asked for."""
-    ended = _bench("--suite", "outbox", "--only", "raw_chain")
+    ended = _benchmarks("bridge")
 
     assert ended.returncode == 2
-    assert "--only" in ended.stderr
+    assert "'outbox', 'transactions'" in ended.stderr
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
@@ -89,5 +103,5 @@ def test_the_index_of_a_plan_is_found_where_the_server_puts_it(plan: dict[str, A
 
 def test_the_full_sizes_are_those_of_the_figures() -> None:
     """One million documents of which 100 are pending is what the project promises to show."""
-    assert FULL_SIZES.documents == 1_000_000
-    assert QUICK_SIZES.documents < FULL_SIZES.documents
+    assert FULL.documents == 1_000_000
+    assert QUICK.documents < FULL.documents

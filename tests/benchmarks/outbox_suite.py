@@ -11,14 +11,15 @@ from typing import Any
 from celery import Celery
 
 from mongo_celery import Outbox
-from mongo_celery.bench.actors import pause
 from mongo_celery.bench.errors import BenchError
-from mongo_celery.bench.pending_query import PendingQuery, measure_pending_query
-from mongo_celery.bench.plan import Sizes
-from mongo_celery.bench.readings import MILLISECONDS, RATE, SECONDS, Reading, reading
-from mongo_celery.bench.stage import Scene, Stage
+from mongo_celery.bench.stage import Scene, Stage, pause
+from tests.benchmarks.answers import ask
+from tests.benchmarks.pending_query import PendingQuery, measure_pending_query
+from tests.benchmarks.readings import MILLISECONDS, RATE, SECONDS, Reading, reading
+from tests.benchmarks.sizes import Sizes
 
-_PROGRAMS = "outbox_programs"
+_PROGRAMS = "tests.benchmarks.outbox_programs"
+_WATCHED_APP = "tests.benchmarks.watched_app"
 _MANY = 10
 _PARTITIONS = 16
 _WRITTEN = 50
@@ -55,17 +56,17 @@ class OutboxResults:
     left: list[int] = field(default_factory=list)
 
 
-def run_outbox(stage: Stage, sizes: Sizes, tell: Callable[[str], None]) -> OutboxResults:
+def run_outbox(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> OutboxResults:
     """Measure the outbox."""
     results = OutboxResults()
-    tell("writes with a task")
+    announce("writes with a task")
     with stage.scene("outbox-writes") as scene:
-        seconds = scene.ask(_PROGRAMS, "writes", str(sizes.rounds), str(sizes.writes))
+        seconds = ask(scene, _PROGRAMS, "writes", str(sizes.rounds), str(sizes.writes))
     results.writes = _writes(seconds)
-    results.entries = _entries(stage, sizes, seconds, tell)
+    results.entries = _entries(stage, sizes, seconds, announce)
     if sizes.documents:
-        results.query = measure_pending_query(stage, sizes.documents, tell)
-    tell("recovery after a writer's end")
+        results.query = measure_pending_query(stage, sizes.documents, announce)
+    announce("recovery after a writer's end")
     results.recovery, results.left = _recovery(stage, sizes)
     return results
 
@@ -78,7 +79,9 @@ def _writes(seconds: dict[str, list[float]]) -> list[Reading]:
     ]
 
 
-def _entries(stage: Stage, sizes: Sizes, seconds: dict[str, list[float]], tell: Callable[[str], None]) -> list[Reading]:
+def _entries(
+    stage: Stage, sizes: Sizes, seconds: dict[str, list[float]], announce: Callable[[str], None]
+) -> list[Reading]:
     """One by one through the fast path, and through the sweep, beside `delay()` in the sweeping process."""
     found = [
         reading("at_once", RATE, [1 / each for each in seconds["insert_outbox"]], None),
@@ -87,14 +90,14 @@ def _entries(stage: Stage, sizes: Sizes, seconds: dict[str, list[float]], tell: 
     for each, name in ((1, "sweep"), (_MANY, "sweep_10_a_document")):
         rounds = []
         for number in range(sizes.rounds):
-            tell(f"{name}, round {number + 1} of {sizes.rounds}")
+            announce(f"{name}, round {number + 1} of {sizes.rounds}")
             with stage.scene(name.replace("_", "-")) as scene:
-                rounds.append(scene.ask(_PROGRAMS, "sweep", str(sizes.entries), str(each)))
+                rounds.append(ask(scene, _PROGRAMS, "sweep", str(sizes.entries), str(each)))
         delays = [answer["delay"] for answer in rounds]
         found.append(reading(name, RATE, [answer["sweep"] for answer in rounds], ("delay", delays)))
     rates = []
     for number in range(sizes.rounds):
-        tell(f"listener, round {number + 1} of {sizes.rounds}")
+        announce(f"listener, round {number + 1} of {sizes.rounds}")
         rates.append(_watched(stage, sizes.entries))
     return [*found, reading("listener", RATE, rates, None)]
 
@@ -102,13 +105,22 @@ def _entries(stage: Stage, sizes: Sizes, seconds: dict[str, list[float]], tell: 
 def _watched(stage: Stage, entries: int) -> float:
     """Entries per second by a bridge's listener and a worker of two processes, without the first tenth of them."""
     with stage.scene("outbox-watched") as scene:
-        scene.worker("watched_app", ",".join(f"{scene.setting.name}.{number}" for number in range(_PARTITIONS)))
+
+        def delivered() -> int:  # the workers take none of these
+            count: Any = stage.broker.llen(scene.setting.name)
+            return int(count)
+
+        scene.worker(_WATCHED_APP, ",".join(f"{scene.setting.name}.{number}" for number in range(_PARTITIONS)))
         scene.begin_now()
-        scene.ask(_PROGRAMS, "leave", str(entries))
-        scene.listener("watched_app")
-        scene.wait("the first deliveries", lambda: scene.waiting() >= max(entries // 10, 1), scene.waiting)
-        began, done = time.monotonic(), scene.waiting()
-        scene.wait("the last delivery", lambda: scene.waiting() >= entries, scene.waiting)
+        ask(scene, _PROGRAMS, "leave", str(entries))
+        scene.listener(_WATCHED_APP)
+        scene.wait(
+            "the first deliveries",
+            lambda: delivered() >= max(entries // 10, 1),
+            delivered,
+        )
+        began, done = time.monotonic(), delivered()
+        scene.wait("the last delivery", lambda: delivered() >= entries, delivered)
         return (entries - done) / (time.monotonic() - began)
 
 
@@ -136,7 +148,7 @@ def _kill_and_sweep(stage: Stage, scene: Scene, options: dict[str, Any]) -> tupl
     given: dict[str, Any] = {"database": scene.setting.state_database, "sweep_every": None, "foreign_tasks": True}
     outbox = Outbox(app, scene.orders, **given, **options)
     outbox.backing.relay  # noqa: B018 - makes the index and the connections before the clock runs
-    writer = scene.begin(_PROGRAMS, "write_on")
+    writer = scene.program(_PROGRAMS, "write_on")
     written = scene.laps("written")
     scene.wait("a writer", lambda: written.count() >= _WRITTEN, written.count)
     writer.send(signal.SIGKILL)

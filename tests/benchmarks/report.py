@@ -1,32 +1,22 @@
-"""Which suites a run has, and what they found: for people and as JSON."""
+"""What the suites have found, for people and as JSON."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from mongo_celery.bench.plan import Plan, Sizes
-from mongo_celery.bench.readings import Reading
-from mongo_celery.bench.report import as_json as bridge_as_json
 from mongo_celery.bench.report import machine
-from mongo_celery.bench.report import show as show_bridge
-from mongo_celery.bench.run import Results, run
-from mongo_celery.bench.stage import Stage
+from tests.benchmarks.outbox_suite import OutboxResults
+from tests.benchmarks.pending_query import PendingQuery
+from tests.benchmarks.readings import Reading
+from tests.benchmarks.sizes import Sizes
+from tests.benchmarks.transaction_suite import TransactionResults
 
-if TYPE_CHECKING:
-    from mongo_celery.bench.outbox_suite import OutboxResults
-    from mongo_celery.bench.pending_query import PendingQuery
-    from mongo_celery.bench.transaction_suite import TransactionResults
-
-SUITES = ("bridge", "outbox", "transactions")
-
-_WHOLE = 100
-"""From here on digits behind the point say nothing."""
+_WHOLE = 100  # from here on digits behind the point say nothing
 
 
 @dataclass(slots=True)
@@ -34,34 +24,13 @@ class SuiteResults:
     """What each suite has found; None for one that was not asked for."""
 
     seconds: float = 0.0
-    bridge: Results | None = None
     outbox: OutboxResults | None = None
     transactions: TransactionResults | None = None
 
 
-def run_suites(
-    stage: Stage, chosen: Sequence[str], plan: Plan, sizes: Sizes, tell: Callable[[str], None]
-) -> SuiteResults:
-    """Run suites one after the other; arguments as of `run`."""
-    began, results = time.monotonic(), SuiteResults()
-    if "bridge" in chosen:
-        results.bridge = run(stage, plan, tell)
-    if "outbox" in chosen:
-        from mongo_celery.bench.outbox_suite import run_outbox
-
-        results.outbox = run_outbox(stage, sizes, tell)
-    if "transactions" in chosen:
-        from mongo_celery.bench.transaction_suite import run_transactions
-
-        results.transactions = run_transactions(stage, sizes, tell)
-    results.seconds = time.monotonic() - began
-    return results
-
-
-def as_json(results: SuiteResults, plan: Plan, sizes: Sizes) -> dict[str, Any]:
-    """One object: the bridge's figures as they have always been, and one key for each further suite."""
-    found: dict[str, Any] = {} if results.bridge is None else bridge_as_json(results.bridge, plan)
-    found |= {"seconds": round(results.seconds, 1), "machine": machine()}
+def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
+    """One object, with one key for each suite."""
+    found: dict[str, Any] = {"seconds": round(results.seconds, 1), "machine": machine()}
     if results.outbox is not None:
         found["outbox"] = {"rounds": sizes.rounds, **_outbox(results.outbox, sizes)}
     if results.transactions is not None:
@@ -71,14 +40,11 @@ def as_json(results: SuiteResults, plan: Plan, sizes: Sizes) -> dict[str, Any]:
 
 def show(results: SuiteResults, console: Console) -> None:
     """Tables and sentences."""
-    if results.bridge is not None:
-        show_bridge(results.bridge, console)
     if results.outbox is not None:
         _show_outbox(results.outbox, console)
     if results.transactions is not None:
         _show_transactions(results.transactions, console)
-    if results.outbox is not None or results.transactions is not None:
-        console.print(f"{results.seconds:.0f} s in all")
+    console.print(f"{results.seconds:.0f} s in all")
 
 
 def _outbox(results: OutboxResults, sizes: Sizes) -> dict[str, Any]:
@@ -110,7 +76,7 @@ def _query(query: PendingQuery) -> dict[str, Any]:
 
 def _transactions(results: TransactionResults, sizes: Sizes) -> dict[str, Any]:
     return {
-        "processes": sizes.actors,
+        "processes": sizes.processes,
         "accounts": dict(results.accounts),
         "transfers": _plain(results.transfers),
         "recovery": None if results.recovery is None else {**results.recovery.plain(), "left_open": results.left},

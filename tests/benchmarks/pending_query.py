@@ -13,9 +13,9 @@ from pymongo.collection import Collection
 from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
 from mongo_celery import Outbox
-from mongo_celery.bench.readings import MILLISECONDS, Reading
 from mongo_celery.bench.stage import Scene, Stage
 from mongo_celery.outbox import index
+from tests.benchmarks.readings import MILLISECONDS, Reading
 
 PENDING = 100
 _BATCH = 10_000
@@ -46,7 +46,7 @@ class PendingQuery:
     readings: tuple[Reading, ...]
 
 
-def measure_pending_query(stage: Stage, documents: int, tell: Callable[[str], None]) -> PendingQuery:
+def measure_pending_query(stage: Stage, documents: int, announce: Callable[[str], None]) -> PendingQuery:
     """Fill a collection of small documents, leave 100 of them pending, and have the server explain itself."""
     recorder = _Recorder()
     with stage.scene("pending-query") as scene, _client(stage.mongo_url, recorder) as client:
@@ -60,10 +60,10 @@ def measure_pending_query(stage: Stage, documents: int, tell: Callable[[str], No
             database=scene.setting.state_database,
         )
         index.ensure(collection)
-        _fill(scene, documents, tell)
+        _fill(scene, documents, announce)
         for number in range(0, documents, max(documents // PENDING, 1))[:PENDING]:
             outbox.update_one({"_id": number}, {"$inc": {"n": 1}}, tasks=[outbox.app.signature("bench.none")])
-        tell("the sweep's query")
+        announce("the sweep's query")
         plain = outbox.backing.plain
         seconds = _timed(lambda: index.due_documents(plain, 0.0, _LIMIT))
         question = recorder.last_find()
@@ -109,11 +109,11 @@ def _client(url: str, recorder: CommandListener) -> MongoClient[dict[str, Any]]:
     return MongoClient(url, event_listeners=[recorder])
 
 
-def _fill(scene: Scene, documents: int, tell: Callable[[str], None]) -> None:
+def _fill(scene: Scene, documents: int, announce: Callable[[str], None]) -> None:
     """Quickly: nobody needs these documents to survive anything."""
     collection: Collection[dict[str, Any]] = scene.orders.with_options(write_concern=WriteConcern(1))
     for first in range(0, documents, _BATCH):
-        tell(f"{first} of {documents} documents for the sweep's query")
+        announce(f"{first} of {documents} documents for the sweep's query")
         batch = [{"_id": number, "n": number} for number in range(first, min(first + _BATCH, documents))]
         collection.insert_many(batch, ordered=False)
 

@@ -1,4 +1,4 @@
-"""Processes that move money: `python -m mongo_celery.bench.transfer_programs NAME ARGUMENT...`."""
+"""Processes that move money: `python -m tests.benchmarks.transfer_programs NAME ARGUMENT...`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pymongo import MongoClient, WriteConcern
 from pymongo.database import Database
 
 from mongo_celery import TwoPhaseCommit, select_for_update, transactional
-from mongo_celery.bench.answers import answer, await_sign
-from mongo_celery.bench.setting import Setting
+from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Stopwatch
+from tests.benchmarks.answers import answer, await_sign
 
 APPLICATION = "bench"
 
-setting = Setting.from_environment()
+setting = BenchSetting.from_environment()
 
 Transfer = Callable[[int, int], object]
 
@@ -72,7 +72,7 @@ KINDS: dict[str, Callable[[Database[dict[str, Any]]], Transfer]] = {
 
 def transfers(kind: str, accounts: str, number: str) -> None:
     """Make so many transfers between random accounts once all processes are ready; when they began and ended."""
-    transfer, choose, done = KINDS[kind](_data()), random.Random(), _transferred()  # noqa: S311 - no secret
+    transfer, choose, done = KINDS[kind](_data()), random.Random(), _transferred()
     transfer(0, 1)  # connections and sessions
     await_sign(setting)
     began = time.monotonic()
@@ -85,7 +85,7 @@ def transfers(kind: str, accounts: str, number: str) -> None:
 
 def transfer_on(accounts: str) -> None:
     """Transfer by two-phase commits until somebody ends it."""
-    transfer, choose, done = _two_phase(_data()), random.Random(), _transferred()  # noqa: S311
+    transfer, choose, done = _two_phase(_data()), random.Random(), _transferred()
     for _ in count():
         source, destination = choose.sample(range(int(accounts)), 2)
         transfer(source, destination)

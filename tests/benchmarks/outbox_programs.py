@@ -1,4 +1,4 @@
-"""The measured processes of the outbox's suite: `python -m mongo_celery.bench.outbox_programs NAME ARGUMENT...`."""
+"""The measured processes of the outbox's suite: `python -m tests.benchmarks.outbox_programs NAME ARGUMENT...`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from mongo_celery.bench.answers import answer
-from mongo_celery.bench.outbox_app import app, orders, outbox, send_receipt, setting
 from mongo_celery.bench.payload import order
 from mongo_celery.bench.stopwatch import Stopwatch
 from mongo_celery.outbox.entries import task_entry
+from tests.benchmarks.answers import answer
+from tests.benchmarks.outbox_app import app, orders, outbox, send_receipt, setting
 
 _MANY = 10
 _WARM_UP = 5

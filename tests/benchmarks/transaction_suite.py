@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mongo_celery import TwoPhaseCommit, select_for_update, transactional
-from mongo_celery.bench.actors import Actor, pause
-from mongo_celery.bench.answers import answers, give_sign, ready
 from mongo_celery.bench.errors import BenchError
-from mongo_celery.bench.plan import Sizes
-from mongo_celery.bench.readings import RATE, SECONDS, Reading, reading
-from mongo_celery.bench.stage import Scene, Stage
-from mongo_celery.bench.transfer_programs import APPLICATION
+from mongo_celery.bench.stage import Scene, Stage, pause
+from mongo_celery.embedded.crew import ChildProcess
+from tests.benchmarks.answers import answers, give_sign, ready
+from tests.benchmarks.readings import RATE, SECONDS, Reading, reading
+from tests.benchmarks.sizes import Sizes
+from tests.benchmarks.transfer_programs import APPLICATION
 
-_PROGRAMS = "transfer_programs"
+_PROGRAMS = "tests.benchmarks.transfer_programs"
 _BALANCE = 1_000_000_000
 CONTENTION = {"low": 1000, "high": 2}
 """Accounts among which the processes transfer."""
@@ -56,22 +56,22 @@ class TransactionResults:
     accounts: Mapping[str, int] = field(default_factory=lambda: CONTENTION)
 
 
-def run_transactions(stage: Stage, sizes: Sizes, tell: Callable[[str], None]) -> TransactionResults:
+def run_transactions(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> TransactionResults:
     """Measure transactions."""
     results = TransactionResults(lock_lifetime=sizes.lock_lifetime)
     for contention, accounts in CONTENTION.items():
         rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for number in range(sizes.rounds):
             for kind, found in rates.items():
-                tell(f"transfers, {kind}, {contention} contention, round {number + 1} of {sizes.rounds}")
+                announce(f"transfers, {kind}, {contention} contention, round {number + 1} of {sizes.rounds}")
                 found.append(_rate(stage, kind, accounts, sizes))
         for kind, found in rates.items():
             beside = None if kind == _REFERENCE else (f"{_REFERENCE}_{contention}", rates[_REFERENCE])
             results.transfers.append(reading(f"{kind}_{contention}", RATE, found, beside))
-    tell("recovery of two-phase commits")
+    announce("recovery of two-phase commits")
     results.recovery, results.left = _recoveries(stage, sizes)
     if sizes.lock_lifetime and "mongodb" in stage.server_pids:
-        tell("the lock of a killed holder")
+        announce("the lock of a killed holder")
         results.lock = _lock_release(stage, sizes)
     return results
 
@@ -80,17 +80,18 @@ def _rate(stage: Stage, kind: str, accounts: int, sizes: Sizes) -> float:
     """Transfers per second of all processes together, from the first one's start to the last one's end."""
     with stage.scene(f"transfers-{kind.replace('_', '-')}") as scene:
         _open_accounts(scene, accounts)
-        actors = [
-            scene.begin(_PROGRAMS, "transfers", kind, str(accounts), str(sizes.transfers)) for _ in range(sizes.actors)
+        processes = [
+            scene.program(_PROGRAMS, "transfers", kind, str(accounts), str(sizes.transfers))
+            for _ in range(sizes.processes)
         ]
-        scene.wait("the processes", lambda: ready(scene.setting) == len(actors))
+        scene.wait("the processes", lambda: ready(scene.setting) == len(processes))
         give_sign(scene.setting)
         done = scene.laps("transferred")
-        scene.wait("the transfers", lambda: len(answers(scene.setting)) == len(actors), done.count)
+        scene.wait("the transfers", lambda: len(answers(scene.setting)) == len(processes), done.count)
         found = answers(scene.setting)
         _check_sum(scene, accounts, kind)
         began, ended = min(each["began"] for each in found), max(each["ended"] for each in found)
-        return len(actors) * sizes.transfers / float(ended - began)
+        return len(processes) * sizes.transfers / float(ended - began)
 
 
 def _open_accounts(scene: Scene, accounts: int) -> None:
@@ -126,10 +127,10 @@ def _recovery(stage: Stage, sizes: Sizes) -> tuple[float, int]:
         _open_accounts(scene, accounts)
         transactions = scene.data["transactions"]
         bank = TwoPhaseCommit(None, transactions, application=APPLICATION)
-        actors = [scene.begin(_PROGRAMS, "transfer_on", str(accounts)) for _ in range(sizes.actors)]
+        processes = [scene.program(_PROGRAMS, "transfer_on", str(accounts)) for _ in range(sizes.processes)]
         done = scene.laps("transferred")
         scene.wait("some transfers", lambda: done.count() >= _TRANSFERRED, done.count)
-        killed = _kill(scene, actors)
+        killed = _kill(scene, processes)
         under_way = {"state": {"$in": _OPEN}}
         left = transactions.count_documents(under_way)
         while transactions.count_documents(under_way, limit=1):
@@ -142,12 +143,12 @@ def _recovery(stage: Stage, sizes: Sizes) -> tuple[float, int]:
         return seconds, left
 
 
-def _kill(scene: Scene, actors: list[Actor]) -> float:
-    for actor in actors:
-        actor.send(signal.SIGKILL)
+def _kill(scene: Scene, processes: list[ChildProcess]) -> float:
+    for process in processes:
+        process.send(signal.SIGKILL)
     killed = time.monotonic()
-    for actor in actors:
-        scene.stop(actor)
+    for process in processes:
+        scene.stop(process)
     return killed
 
 
@@ -158,7 +159,7 @@ def _lock_release(stage: Stage, sizes: Sizes) -> Reading:
             with stage.scene("lock-kill") as scene:
                 _open_accounts(scene, 1)
                 held = scene.laps("held")
-                holder = scene.begin(_PROGRAMS, "hold")
+                holder = scene.program(_PROGRAMS, "hold")
                 scene.wait("a holder", held.count)
                 killed = _kill(scene, [holder])
                 with_time = transactional(stage.client, timeout=sizes.lock_lifetime + _SLACK_SECONDS)

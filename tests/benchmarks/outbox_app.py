@@ -9,9 +9,9 @@ from pymongo import MongoClient, WriteConcern
 from pymongo.collection import Collection
 
 from mongo_celery import Outbox
-from mongo_celery.bench.setting import Setting
+from mongo_celery.bench.setting import BenchSetting
 
-setting = Setting.from_environment()
+setting = BenchSetting.from_environment()
 app = Celery("mongo_celery_bench", broker=setting.redis_url)
 app.conf.task_default_queue = setting.name
 

@@ -1,0 +1,77 @@
+"""The command line of the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import click
+from rich.console import Console
+
+from mongo_celery.bench.stage import Stage
+from mongo_celery.errors import MongoCeleryError
+from tests.benchmarks.outbox_suite import run_outbox
+from tests.benchmarks.report import SuiteResults, as_json, show
+from tests.benchmarks.sizes import FULL, QUICK, Sizes
+from tests.benchmarks.transaction_suite import run_transactions
+
+SUITES = ("outbox", "transactions")
+
+_COUNT = click.IntRange(min=1)
+_ANY = click.IntRange(min=0)
+
+
+@click.command()
+@click.argument("suites", nargs=-1, type=click.Choice(SUITES))
+@click.option("--quick", is_flag=True, help="One small round: a minute or so instead of many.")
+@click.option("--json", "wants_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--rounds", type=_COUNT, help="How often each figure is measured; the median counts.")
+@click.option("--documents", type=_ANY, help="Of the collection in which the sweep looks for 100; 0 leaves it out.")
+@click.option("--mongo-url", envvar="MONGO_CELERY_BENCH_MONGO_URL", help="A replica set; embedded if left out.")
+@click.option("--redis-url", envvar="MONGO_CELERY_BENCH_REDIS_URL", help="The broker; embedded if left out.")
+@click.option("--writes", type=_COUNT, hidden=True)
+@click.option("--entries", type=_COUNT, hidden=True)
+@click.option("--transfers", type=_COUNT, hidden=True)
+@click.option("--processes", type=_COUNT, hidden=True)
+@click.option("--kills", type=_COUNT, hidden=True)
+@click.option("--lock-lifetime", type=_ANY, hidden=True)
+def benchmarks(
+    suites: tuple[str, ...], quick: bool, wants_json: bool, mongo_url: str | None, redis_url: str | None, **given: Any
+) -> None:
+    """
+    Measure outbox and transactions on this machine: both, or those that are named.
+
+    \b
+    outbox        writes beside plain ones, entries per second, the sweep, recovery
+    transactions  two-phase commits and locked documents, and their recovery
+
+    Absolute figures depend on the machine and on what else it does; compare the ratios. Given servers
+    are left as they were found.
+    """  # noqa: D301 - \b is click's, and no part of the text
+    sizes = replace(QUICK if quick else FULL, **{name: value for name, value in given.items() if value is not None})
+    logging.getLogger("mongo_celery").addHandler(logging.NullHandler())  # what is recovered is meant to be
+    progress = Console(stderr=True, quiet=wants_json)
+    try:
+        with progress.status("starting servers") as status, Stage(mongo_url, redis_url) as stage:
+            results = run_suites(stage, suites or SUITES, sizes, status.update)
+    except MongoCeleryError as error:
+        raise click.ClickException(str(error)) from error
+    if wants_json:
+        click.echo(json.dumps(as_json(results, sizes), indent=2))
+    else:
+        show(results, Console())
+
+
+def run_suites(stage: Stage, chosen: Sequence[str], sizes: Sizes, announce: Callable[[str], None]) -> SuiteResults:
+    """Run suites one after the other; `announce` gets a line about what is being measured now."""
+    began, results = time.monotonic(), SuiteResults()
+    if "outbox" in chosen:
+        results.outbox = run_outbox(stage, sizes, announce)
+    if "transactions" in chosen:
+        results.transactions = run_transactions(stage, sizes, announce)
+    results.seconds = time.monotonic() - began
+    return results

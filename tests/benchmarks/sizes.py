@@ -1,0 +1,42 @@
+"""How much a benchmark measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """
+    The sizes of a run.
+
+    Attributes:
+        rounds: how often each figure is measured.
+        writes: of each kind in a round.
+        entries: of one sweep.
+        documents: of the collection in which 100 are pending; 0 leaves it out.
+        kills: how often each recovery is measured.
+        sweep_after: of the outbox whose writer is killed, in seconds.
+        claim_ttl: of the same.
+        transfers: of one process in a round.
+        processes: how many transfer at once.
+        lock_lifetime: seconds that the server grants a transaction whose holder is killed; 0 leaves it out.
+    """
+
+    rounds: int = 5
+    writes: int = 300
+    entries: int = 5000
+    documents: int = 1_000_000
+    kills: int = 3
+    sweep_after: float = 5.0
+    claim_ttl: float = 10.0
+    transfers: int = 300
+    processes: int = 4
+    lock_lifetime: int = 5
+
+
+FULL = Sizes()
+QUICK = Sizes(
+    rounds=1, writes=60, entries=500, documents=50_000, kills=1, sweep_after=1.0, claim_ttl=2.0, transfers=60,
+    lock_lifetime=2,
+)  # fmt: skip
