@@ -94,9 +94,9 @@ def test_a_bridge_that_fails_for_good_leaves_the_others_alone(several: Several, 
     listener.wait_for_output("leading bridge good")
     listener.wait_for_output("CRITICAL.*bridge bad has failed")
     version = wait_for(lambda: several.version("good"))
-    wait_for(lambda: listener.text.count("bridge bad has failed") >= 3, 20, "tried again, and once more")
+    wait_for(lambda: listener.text.count("bridge bad has failed") >= 3, message="tried again, and once more")
     several.items.insert_one({"_id": 1})
-    wait_for(lambda: redis_client.llen("good.0"), 10, "the healthy bridge dispatches")
+    wait_for(lambda: redis_client.llen("good.0"), message="the healthy bridge dispatches")
     assert listener.running
     assert several.version("good") == version
     assert "starting it again in 1 s" in listener.text
@@ -108,7 +108,7 @@ def test_a_bridge_that_fails_for_good_leaves_the_others_alone(several: Several, 
 def test_the_process_ends_with_status_1_once_every_bridge_has_failed(several: Several, bridges: list[str]) -> None:
     """So that a supervisor restarts it, and sees that it cannot."""
     listener = several.listen(*bridges)
-    assert listener.wait(30) == 1
+    assert listener.wait() == 1
     for name in bridges:
         assert f"bridge {name} has failed" in listener.text
 

@@ -27,7 +27,7 @@ class GuardedMongo(MongoServer):
         with MongoClient[dict[str, Any]](self.url, serverSelectionTimeoutMS=_MILLISECONDS_MAX) as client:
             # Both are allowed to whoever is on the machine, as long as there is no user.
             client.admin.command("replSetInitiate", {"_id": SET, "members": [{"_id": 0, "host": self.address}]})
-            wait_for(lambda: client.admin.command("hello").get("isWritablePrimary"), 20, "the set has a primary")
+            wait_for(lambda: client.admin.command("hello").get("isWritablePrimary"), message="the set has a primary")
             client.admin.command("createUser", "root", pwd="root", roles=["root"])
         return self
 

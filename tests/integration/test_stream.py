@@ -212,7 +212,7 @@ def _roll(client: MongoClient[Document]) -> None:
         return read_oplog(client).first > oldest
 
     for _ in range(2):
-        wait_for(rolled, 40, "the oplog rolls over")
+        wait_for(rolled, message="the oplog rolls over")
         oldest = read_oplog(client).last
 
 

@@ -197,7 +197,7 @@ def test_two_that_compensate_at_once_get_the_same_id(
         slow = coordinator(client, database.name)
         thread = threading.Thread(target=lambda: got.append(slow.compensate(done)), daemon=True)
         thread.start()
-        assert gate.held.wait(20)
+        assert gate.held.wait(60)
         got.append(bank.compensate(done))
         gate.released.set()
         thread.join(20)
