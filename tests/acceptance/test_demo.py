@@ -33,8 +33,8 @@ run.read_evidence = forget_one
 
 
 UNFENCED = """
-from mongo_celery.change import Change
-from mongo_celery.fenced import FencedCollection
+from mongo_celery.bridge.change import Change
+from mongo_celery.bridge.fenced import FencedCollection
 
 def unfenced(change, collection, fenced=Change.fenced):
     return fenced(change, collection)._documents.collection
