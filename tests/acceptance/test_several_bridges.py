@@ -142,7 +142,7 @@ def test_threads_of_a_worker_never_give_up() -> None:
     fake = _Fake(5)
     threads = _threads(fake)
     threads.start()
-    assert fake.listens.wait(10)
+    assert fake.listens.wait(60)
     assert not threads.ended.is_set()
     threads.stop()
     assert not threads.all_failed
@@ -153,7 +153,7 @@ def test_nothing_is_started_again_while_the_worker_ends() -> None:
     fake = _Fake(2)
     threads = _threads(fake, is_ending=lambda: True)
     threads.start()
-    threads._threads[0].join(10)
+    threads._threads[0].join(60)
     assert not threads._threads[0].is_alive()
     assert fake.left == 1
     threads.stop()

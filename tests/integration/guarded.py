@@ -12,7 +12,7 @@ from mongo_celery.embedded import MongoServer
 from tests.fixtures.process import wait_for
 
 SET = "rs0"
-_MILLISECONDS_MAX = 5000
+_MILLISECONDS_MAX = 30_000
 
 
 class GuardedMongo(MongoServer):

@@ -33,7 +33,7 @@ SHORT_TTL = 1.0
 DELAY = 0.4
 BRIDGE = "shop"
 RACES = 50
-BARRIER_SECONDS_MAX = 10
+BARRIER_SECONDS_MAX = 60
 
 
 def store_of(client: MongoClient[Document], database: str, *, lease_ttl: float = TTL, **options: Any) -> Store:

@@ -23,10 +23,10 @@ Body = Callable[[ClientSession], Any]
 Run = Callable[..., Any]
 
 LIMIT = 2.0
-GENEROUS = 5.0
+GENEROUS = 30.0
 """More than any of these needs; what does not end by itself fails with TransactionTimeoutError."""
 
-WRITE_MILLISECONDS_MAX = 5000
+WRITE_MILLISECONDS_MAX = 20_000
 LONGER_THAN_ONE_WAIT = 1.5
 
 
