@@ -13,6 +13,7 @@ HOST = "127.0.0.1"
 _LOWEST_PORT = 20000
 _EPHEMERAL_PORTS_FROM = 32768  # Linux's default
 _PROBES_MAX = 100
+_chance = random.SystemRandom()
 
 
 def free_port() -> int:
@@ -22,10 +23,11 @@ def free_port() -> int:
     Another process may take it before the caller does: whoever uses it has to be ready to ask
     again. The port lies below the range from which the kernel takes the ports of outgoing
     connections. Above, a client that knocks on a stopped server's port can be given that very port
-    as its own, connect to itself, and keep the server from coming back.
+    as its own, connect to itself, and keep the server from coming back. It is drawn from the
+    machine's own chance: processes that were given one seed would all ask for the same ports.
     """
     for _ in range(_PROBES_MAX):
-        port = random.randrange(_LOWEST_PORT, _lowest_ephemeral_port())  # noqa: S311 - no secret
+        port = _chance.randrange(_LOWEST_PORT, _lowest_ephemeral_port())
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -40,7 +40,7 @@ class Bank:
     def output(self, *arguments: str, status: int = 0) -> list[str]:
         """What a command prints."""
         command = self.celery(*arguments)
-        assert command.wait(60) == status, command.text
+        assert command.wait() == status, command.text
         return [line for line in command.text.splitlines() if line]
 
     def state(self, identity: Any) -> str:

@@ -18,7 +18,7 @@ from pymongo import MongoClient
 from mongo_celery.bridge.partitioning import partition_index
 from mongo_celery.demo.history import Due, Effect, Fact, SetAside, Started, Wrote, violations
 from mongo_celery.embedded import RedisServer
-from tests.fixtures.process import Processes, ProjectProcess, wait_for
+from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
 
@@ -34,8 +34,6 @@ SHORT_TIMES: dict[str, Any] = {
 }
 _PROMPT_RESTORE = {"unacked_restore_interval": 1, "unacked_restore_throttle": 1}
 QUIET = ("--without-gossip", "--without-mingle", "--without-heartbeat")
-DONE_SECONDS_MAX = 30.0
-_START_SECONDS_MAX = 40.0
 _WHO = ("handler", "key", "n")
 _WARNINGS_OF_FORKING = ("opened before fork", "MongoClient was forked")
 
@@ -132,7 +130,7 @@ class Chain:
     def listener(self, name: str = "listener", **environment: str) -> ProjectProcess:
         """Start a listener, and wait until it leads."""
         started = self.run("listener", name=name, **environment)
-        started.wait_for_output("reading from", _START_SECONDS_MAX)
+        started.wait_for_output("reading from")
         return started
 
     def worker(
@@ -151,14 +149,14 @@ class Chain:
             level=level,
             **environment,
         )
-        started.wait_for_output(r" ready\.", _START_SECONDS_MAX)
+        started.wait_for_output(r" ready\.")
         return started
 
     def both(self) -> tuple[ProjectProcess, ProjectProcess]:
         """Start a listener and a worker at the same time, and wait for both."""
         listener = self.run("listener", name="listener")
         worker = self.worker()
-        listener.wait_for_output("reading from", _START_SECONDS_MAX)
+        listener.wait_for_output("reading from")
         return listener, worker
 
     @property
@@ -246,7 +244,7 @@ class Chain:
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def wait_started(self, item: Due, times: int = 1, timeout: float = DONE_SECONDS_MAX) -> Started:
+    def wait_started(self, item: Due, times: int = 1, timeout: float = PATIENCE_SECONDS) -> Started:
         """Wait until a handler has started for a change that often."""
 
         def started() -> Started | None:
@@ -255,7 +253,7 @@ class Chain:
 
         return wait_for(started, timeout, lambda: f"{item} started {times} times: {self.starts(item)}")
 
-    def wait_done(self, timeout: float = DONE_SECONDS_MAX, *, handlers: Iterable[str] = ()) -> None:
+    def wait_done(self, timeout: float = PATIENCE_SECONDS, *, handlers: Iterable[str] = ()) -> None:
         """Wait until every written change is committed in its partition, or passed over."""
         chosen = set(handlers) or {item.handler for item in self.written}
         owed: dict[str, int] = {}
@@ -274,7 +272,7 @@ class Chain:
         wait_for(done, timeout, lambda: f"committed {owed}, found {last}")
 
     def wait_state(
-        self, item: Due, condition: Callable[[Document], object], timeout: float = DONE_SECONDS_MAX
+        self, item: Due, condition: Callable[[Document], object], timeout: float = PATIENCE_SECONDS
     ) -> Document:
         """Wait until the document of a change's partition fulfils a condition, and return it."""
 
@@ -283,6 +281,16 @@ class Chain:
             return document if condition(document) else None
 
         return wait_for(found, timeout, lambda: f"{item}: {self.of(item)}")
+
+    def wait_read(self, count: int) -> None:
+        """Wait until the listener says that so many changes are read and not yet done."""
+
+        def read() -> bool:
+            lease = self.state["leases"].find_one({"_id": "chain"}) or {}
+            report = lease.get("report") or {}
+            return bool(report.get("outstanding", 0) + report.get("buffered", 0) >= count)
+
+        wait_for(read, message=f"{count} changes are read")
 
     # -- judging -----------------------------------------------------------------------------------
 

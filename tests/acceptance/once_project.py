@@ -88,12 +88,12 @@ def wait_for_the_dead() -> None:
 
 
 @app.task
-@once(lambda: collection("done"), claim_ttl=5)
+@once(lambda: collection("done"), claim_ttl=60)
 def part(name: str) -> str:
     """One part of a chord; the slow one runs until it is told to end."""
     note(step="part", name=name)
     if name == "slow":
-        wait_for(lambda: collection("signs").find_one({}), 60)
+        wait_for(lambda: collection("signs").find_one({}))
     return name
 
 

@@ -43,6 +43,7 @@ EFFECT = "effect"
 EFFECTS, SWEEPS = "effects", "sweeps"
 _COMMANDS = {"insert", "update", "findAndModify", "commitTransaction"}
 _SOAK_NUMBERS = 10_000
+_LIFE_SECONDS_MAX = 5.0
 
 
 def configured(broker: str, **conf: Any) -> Celery:
@@ -295,10 +296,11 @@ def _soak_sweeper(seed: int) -> None:
 
 def _doom(chance: random.Random) -> None:
     """Choose this process's end: at some point of its own, or by the clock, in the middle of whatever it does."""
+    seconds = chance.uniform(0.1, 1.0)
     if chance.random() < 0.5:
         POINTS.arm(chance.randint(1, 60), signal.SIGKILL, "soak")
-    else:
-        signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.1, 1.0))  # SIGALRM's default action is death
+        seconds = _LIFE_SECONDS_MAX  # when nobody writes any more, a sweeper would never come to its point
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM's default action is death
 
 
 def soak(seed: str, seconds: str, *keys: str) -> None:

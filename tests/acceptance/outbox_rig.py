@@ -16,14 +16,14 @@ from pymongo.database import Database
 from mongo_celery import Outbox
 from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.outbox_project import EFFECT, EFFECTS, SWEEPS, configured
-from tests.fixtures.process import Processes, ProjectProcess, wait_for
+from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
 T = TypeVar("T")
 
 PROJECT = "tests.acceptance.outbox_project"
 WORK = "work"
-OPTIONS: Document = {"claim_ttl": 1.0, "sweep_after": 0.5, "sweep_every": 0.5}
+OPTIONS: Document = {"claim_ttl": 4.0, "sweep_after": 0.5, "sweep_every": 0.5}
 _BEAT = ("-s", "/dev/null", "--scheduler", "celery.beat:Scheduler")
 _DRIFTED: Document = {
     "$expr": {"$ne": ["$pendingEvents.count", {"$size": {"$ifNull": ["$pendingEvents.events", []]}}]},
@@ -125,7 +125,7 @@ class Shop:
         assert self.items.count_documents(_DRIFTED) == 0, "a count differs from its events"
         return self.outbox.status().pending
 
-    def sweep_all(self, seconds: float = 30.0) -> None:
+    def sweep_all(self, seconds: float = PATIENCE_SECONDS) -> None:
         """Sweep in this process until nothing is pending."""
 
         def empty() -> bool:
@@ -134,7 +134,7 @@ class Shop:
 
         wait_for(empty, seconds, lambda: f"{self.outbox.status()}")
 
-    def settle(self, seconds: float = 60.0) -> None:
+    def settle(self, seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until every write that was committed has had its effects, in order, and none other; nothing is left."""
         wait_for(
             lambda: not self.pending() and self.effects() == self.committed(),
@@ -142,7 +142,7 @@ class Shop:
             lambda: f"{self.outbox.status()}: {self.differences()}",
         )
 
-    def agree(self, tap: Tap, seconds: float = 20.0) -> None:
+    def agree(self, tap: Tap, seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until what was published, in the order of the first time, is what was committed."""
         wait_for(lambda: tap.first() == self.committed(), seconds, lambda: f"{tap.first()} != {self.committed()}")
 

@@ -60,9 +60,9 @@ def test_outbox_writers_and_relays_bear_elections_that_take_writes_back(
         for turn in (1, 2):
             before = len(tap.published)
             writers = [shop.program("load", f"{turn}.{name}", 60, *keys) for name in ("first", "second")]
-            wait_for(lambda before=before: len(tap.published) > before + 30, 60)  # type: ignore[misc]
+            wait_for(lambda before=before: len(tap.published) > before + 30)  # type: ignore[misc]
             elections.under_load(shop.name)
-            assert [writer.wait(90) for writer in writers] == [0, 0], "\n".join(writer.text for writer in writers)
+            assert [writer.wait() for writer in writers] == [0, 0], "\n".join(writer.text for writer in writers)
         shop.sweep_all()
 
         assert {key: len(ns) for key, ns in shop.committed().items()} == dict.fromkeys(keys, 240)
@@ -148,9 +148,9 @@ def test_two_phase_drivers_bear_elections_that_take_steps_back(
     for turn in (1, 2):
         before = stored.count_documents({})
         drivers = [bank.python("transfers", 10 * turn + each, 40) for each in range(3)]
-        wait_for(lambda before=before: stored.count_documents({}) > before + 15, 60)  # type: ignore[misc]
+        wait_for(lambda before=before: stored.count_documents({}) > before + 15)  # type: ignore[misc]
         elections.under_load(bank.name)
-        assert [driver.wait(90) for driver in drivers] == [0, 0, 0], "\n".join(driver.text for driver in drivers)
+        assert [driver.wait() for driver in drivers] == [0, 0, 0], "\n".join(driver.text for driver in drivers)
     bank.coordinator.recover(0)
 
     assert stored.count_documents({}) == 240
@@ -183,7 +183,7 @@ def test_locked_transactions_bear_elections_that_take_commits_back(
         counted = [pool.submit(work, name) for name in "abc"]
         try:
             for more in (1, 2):
-                wait_for(lambda more=more: data["ledger"].count_documents({}) > 20 * more, 60)  # type: ignore[misc]
+                wait_for(lambda more=more: data["ledger"].count_documents({}) > 20 * more)  # type: ignore[misc]
                 elections.under_load("elections")
         finally:
             stop.set()

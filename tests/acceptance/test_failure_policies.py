@@ -136,7 +136,7 @@ def test_a_change_that_kills_its_worker_is_caught_by_the_policy(chain: Chain, ac
     bad = chain.write("letters", next(keys), 1, times=9, **asked.get(act, {"act": act}))
     chain.give_up(chain.allow(bad))
     good = chain.write("letters", next(keys), 1)
-    chain.wait_done(timeout=60)
+    chain.wait_done()
     chain.judge()
     letter = _letter(chain, bad)
     assert letter["error"].startswith("HandlerCrashedError: The worker ended 2 times while handling")
@@ -149,7 +149,7 @@ def test_a_hard_time_limit_counts_as_a_crash(chain: Chain) -> None:
     keys = chain.keys("hard", 0, "hard")
     bad = chain.give_up(chain.allow(chain.write("hard", next(keys), 1, act="linger", linger=30, times=9)))
     chain.write("hard", next(keys), 1)
-    chain.wait_done(timeout=60)
+    chain.wait_done()
     chain.judge()
     assert _letter(chain, bad)["error"].startswith("HandlerCrashedError")
 
@@ -174,7 +174,7 @@ def test_only_the_guilty_change_of_a_run_is_charged(
             chain.allow(item)
         guilty = chain.give_up(chain.allow(items[2], 2))
         chain.open_gate("first")
-        chain.wait_done(timeout=60)
+        chain.wait_done()
         chain.judge()
         assert [letter["change"]["fullDocument"]["n"] for letter in chain.letters("letters")] == [3]
         assert len(chain.starts(guilty)) == 3

@@ -29,7 +29,7 @@ Document = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 Failpoint = Callable[..., AbstractContextManager[None]]
-HANDOVER_SECONDS_MAX = 1.5
+LONG_TTL = 40.0
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_standby_takes_over_when_the_leader_is_killed_under_load(scene: Scene)
         scene.flows()
         at = now()
         leader.kill()
-        seconds = scene.resumed_after(at, 10)
+        seconds = scene.resumed_after(at)
         scene.flows()
     logger.info("take-over after SIGKILL: %.2f s", seconds)
     assert seconds < TAKE_OVER_SECONDS_MAX
@@ -54,20 +54,20 @@ def test_a_standby_takes_over_when_the_leader_is_killed_under_load(scene: Scene)
 
 def test_a_regular_stop_hands_over_at_once_and_repeats_no_running_handler(scene: Scene) -> None:
     """P7, P6: SIGTERM while a long handler runs; the gap is short, and the handler is adopted, not repeated."""
-    leader, _ = scene.pair(workers=2)
+    leader, _ = scene.pair(workers=2, lease_ttl=LONG_TTL)
     with scene.load():
         scene.write("slow")
         wait_for(lambda: any(start.key == "slow" for start in scene.starts))
         scene.flows()
         at = now()
         status = leader.terminate()
-        seconds = scene.resumed_after(at, 10)
+        seconds = scene.resumed_after(at)
         scene.flows()
         gap = longest_gap(scene.watcher.history, at - 1, now())
         scene.open_gate("slow")
     logger.info("hand-over after SIGTERM: %.2f s, longest gap %.2f s", seconds, gap)
     assert status == 0
-    assert gap < HANDOVER_SECONDS_MAX
+    assert gap < LONG_TTL / 2, "nobody waited for the lease to lapse"
     scene.settle(faults=0)
 
 
@@ -78,14 +78,14 @@ def test_a_frozen_leader_stands_by_when_it_wakes_and_can_lead_again(scene: Scene
         scene.flows()
         at = now()
         first.pause()
-        assert scene.resumed_after(at, 10) < TAKE_OVER_SECONDS_MAX
+        assert scene.resumed_after(at) < TAKE_OVER_SECONDS_MAX
         scene.flows()
         first.resume()
         first.wait_for_output("the lease is lost; standing by")
         scene.flows()
         at = now()
         second.kill()
-        assert scene.resumed_after(at, 10) < TAKE_OVER_SECONDS_MAX
+        assert scene.resumed_after(at) < TAKE_OVER_SECONDS_MAX
         scene.flows()
     assert first.running
     assert first.text.count("leading bridge") == 2
@@ -107,7 +107,7 @@ def test_what_a_frozen_leader_had_on_its_way_is_refused(
     proxy.wait_until_held()
     zombie.pause()
     scene.leader("second")
-    wait_for(lambda: any(start.key == "held" for start in scene.starts), 10)
+    wait_for(lambda: any(start.key == "held" for start in scene.starts))
     scene.write("held", "held")
     scene.settle()
     proxy.release()
@@ -218,10 +218,10 @@ def test_a_halted_partition_refuses_another_layout(scene: Scene) -> None:
     scene.worker(added={"PROJECT_FAIL": "1"})
     leader = scene.leader(partitions=4)
     scene.write("failing")
-    halted = wait_for(lambda: scene.state["partitions"].find_one({"state": "halted"}), 15)
+    halted = wait_for(lambda: scene.state["partitions"].find_one({"state": "halted"}))
     leader.terminate()
     refused = scene.listener("refused", partitions=7)
-    assert refused.wait(20) == 1
+    assert refused.wait() == 1
     assert re.search(
         r"cannot change from 4 to 7: partition \d of record is halted. Resume, retry or skip", refused.text
     )
@@ -256,10 +256,10 @@ def test_a_dropped_state_database_is_made_anew_and_no_version_is_reused(scene: S
     with scene.load():
         scene.flows()
         scene.client.drop_database(scene.state)
-        wait_for(lambda: "the lease is lost; standing by" in leader.text + standby.text, 10)
-        wait_for(lambda: len(scene.terms) == 2, 10)
-        scene.flows(20)
-    wait_for(lambda: not lost(scene.watcher.history, scene.handlers), 30)
+        wait_for(lambda: "the lease is lost; standing by" in leader.text + standby.text)
+        wait_for(lambda: len(scene.terms) == 2)
+        scene.flows()
+    wait_for(lambda: not lost(scene.watcher.history, scene.handlers))
     assert leader.running
     assert standby.running
     history = list(scene.watcher.history)
@@ -279,16 +279,16 @@ def test_a_stepdown_of_the_primary_under_load_loses_nothing(
             step_down = {"replSetStepDown": 2, "secondaryCatchUpPeriodSecs": 1, "force": True}
             client.admin.command(step_down)
             at = now()
-            scene.flows(20)
+            scene.flows()
             logger.info("step-down of the primary: gap %.2f s", longest_gap(scene.watcher.history, at, now()))
-        scene.settle(30, faults=2)
+        scene.settle(faults=2)
 
 
 def test_a_term_that_fails_at_once_is_not_begun_again_at_once(scene: Scene, failpoint: Failpoint) -> None:
     """P9: no hot loop of acquisitions; when the cause is gone all goes on."""
     with failpoint(failCommands=["insert"], errorCode=112, appName="mongo_celery"):
         listener = scene.listener()
-        wait_for(lambda: len(scene.terms) >= 4, 20)
+        wait_for(lambda: len(scene.terms) >= 4)
     times = [term.at for term in scene.terms[:4]]
     assert times[-1] - times[0] > 3 * 0.2
     listener.wait_for_output("reading from")
@@ -358,7 +358,7 @@ def test_a_frozen_broker_ends_with_one_sentence_after_the_stated_time(
     redis = make_redis()
     redis.pause()
     listener = scene.listener(added={"PROJECT_BROKER": redis.url}, start_timeout=4)
-    listener.wait_for_output("waiting for the broker", 15)
+    listener.wait_for_output("waiting for the broker")
     _refused(listener, r"the broker gave no answer within 4 s \(start_timeout\)", 20)
     redis.resume()
 

@@ -27,7 +27,7 @@ from tests.integration.locking_rig import Document, held, hold_for_ever
 
 PROJECT = "tests.acceptance.locking_project"
 LIFETIME_SECONDS = 2
-FREE_SECONDS_MAX = 20
+FREE_SECONDS_MAX = 60
 """Generous: the server looks twice in a transaction's lifetime."""
 
 MakeReplicaSet = Callable[..., MongoReplicaSet]
@@ -60,7 +60,7 @@ def start_bank(processes: Processes, url: str, database: Database[Document], bro
     environment = dict(zip(ENVIRONMENT, (broker, url, database.name), strict=True))
     options = ("-c", str(concurrency), "-l", "INFO")
     worker = processes.celery(PROJECT, "worker", *QUIET, *options, environment=environment)
-    worker.wait_for_output("ready", 40)
+    worker.wait_for_output("ready")
     return Bank(database, broker)
 
 

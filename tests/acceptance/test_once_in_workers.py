@@ -47,7 +47,7 @@ def project(
     name = f"once_{uuid4().hex[:8]}"
     environment = {"ONCE_NAME": name, "ONCE_MONGO": mongo_url, "ONCE_BROKER": redis_url}
     worker = processes.celery(PROJECT, "worker", *QUIET, "-c", "3", "-l", "INFO", name="once", environment=environment)
-    worker.wait_for_output("ready", 40)
+    worker.wait_for_output("ready")
     made = Project(mongo_client[name], redis_url, worker)
     yield made
     made.outbox.publisher.close()
@@ -64,7 +64,7 @@ def test_a_chain_whose_step_died_after_its_work_goes_on_with_the_remembered_resu
     project.outbox.insert_one({"_id": 1}, tasks=[steps])
     project.outbox.sweep(older_than=0)
 
-    wait_for(lambda: project.notes("book"), 40)
+    wait_for(lambda: project.notes("book"))
     assert project.notes("book") == [{"order": 7, "charged": {"charge": 70}, "retries": 0}]
     assert project.notes("charge") == [{"order": 7, "retries": 0}]
     assert project.database["deaths"].count_documents({}) >= 1
@@ -77,7 +77,7 @@ def test_a_duplicate_waits_for_a_dead_run_however_long_and_uses_up_no_retries(pr
     project.database["done"].update_one({"_id": "t1"}, [{"$set": {"until": until}}])
     project.task("wait_for_the_dead", task_id="t1").apply_async()
 
-    wait_for(lambda: project.notes("waited"), 40)
+    wait_for(lambda: project.notes("waited"))
     assert project.notes("waited") == [{"retries": 0}]
 
 
@@ -91,13 +91,13 @@ def test_a_chord_that_is_dispatched_twice_gets_each_part_once(project: Project) 
     assert isinstance(entry, Entry)
 
     project.outbox.publisher.publish(entry)
-    wait_for(lambda: len(project.notes("part")) == 2, 40)
+    wait_for(lambda: len(project.notes("part")) == 2)
     project.outbox.publisher.publish(entry)  # a relay was killed between publishing and removing
-    project.worker.wait_for_output("running elsewhere", 40)
-    wait_for(lambda: len(re.findall(r"part\[\S+\] succeeded", project.worker.text)) == 2, 40)
+    project.worker.wait_for_output("running elsewhere")
+    wait_for(lambda: len(re.findall(r"part\[\S+\] succeeded", project.worker.text)) == 2)
     assert project.notes("total") == [], "the quick part has ended twice, which is not both parts"
     project.database["signs"].insert_one({})
 
-    wait_for(lambda: project.notes("total"), 40)
+    wait_for(lambda: project.notes("total"))
     assert [sorted(each["parts"]) for each in project.notes("total")] == [["quick", "slow"]]
     assert len(project.notes("part")) == 2

@@ -39,7 +39,7 @@ def test_a_writer_that_is_killed_at_any_point_loses_nothing(shop: Shop, mongo_cl
     shop.items.insert_many([{"_id": f"old {kind} {at}", "ns": []} for kind in OLD for at in range(1, POINTS)])
     worker = shop.worker()
     writers = shop.program("die-writing", *KINDS)
-    assert writers.wait(120) == 0, writers.text
+    assert writers.wait() == 0, writers.text
     deaths = said(writers)
     mongo_client.admin.command("killAllSessions", [])  # who died in a transaction holds its documents for a minute
     for kind, at, _point in deaths:  # behind what may be pending there
@@ -60,13 +60,17 @@ def test_a_writer_that_is_killed_at_any_point_loses_nothing(shop: Shop, mongo_cl
 
 
 def test_a_sweeper_that_is_killed_at_any_point_loses_nothing(shop: Shop, redis_url: str) -> None:
-    """Twelve sweepers die one after another, each at a later point; order is judged by what reached the broker."""
+    """
+    Twelve sweepers die one after another, each at a later point; order is judged by what reached the broker.
+
+    Each leaves a document behind that is claimed, and none needs more than two.
+    """
     shop.outbox.backing.at_once = False
-    for number in range(12):
+    for number in range(24):
         shop.insert(f"key{number}", 1, 2, 3)
     with Tap(redis_url) as tap:
-        sweepers = shop.program("die-sweeping", 12, claim_ttl=0.3)
-        assert sweepers.wait(60) == 0, sweepers.text
+        sweepers = shop.program("die-sweeping", 12)
+        assert sweepers.wait() == 0, sweepers.text
         shop.sweep_all()
 
         shop.agree(tap)
@@ -82,7 +86,7 @@ def test_a_worker_that_is_killed_in_its_sweep_is_replaced_by_another(shop: Shop)
     for number in range(4):
         shop.insert(f"key{number}", 1, 2, 3)
     dying = shop.worker(SWEEPS, OUTBOX_KILL_AT="6")
-    dying.wait_for_output(r"worker\|after publish", 40)
+    dying.wait_for_output(r"worker\|after publish")
     dying.end()
     assert shop.pending() == 12, "nothing had been removed yet"
 
@@ -99,14 +103,14 @@ def test_zombie_relays_cost_duplicates_and_never_change_the_order(shop: Shop, re
         shop.insert(key, 1, 2, 3)
     with Tap(redis_url) as tap:
         zombies = shop.program("be-zombies", *keys)
-        zombies.wait_for_output("stopped 10 of 10", 40)
+        zombies.wait_for_output("stopped 10 of 10")
         shop.sweep_all()
         for key in keys:
             shop.add(key, 4, 5)
         first = shop.outbox.sweep(older_than=0, limit=5)
         before = tap.duplicates
         zombies.send_group(signal.SIGCONT)
-        assert zombies.wait(30) == 0, zombies.text
+        assert zombies.wait() == 0, zombies.text
         shop.sweep_all()
         shop.agree(tap)
 
@@ -179,7 +183,7 @@ def test_writes_go_on_without_a_broker_and_everything_arrives_after_its_return(
         assert shop.effects() == {f"key{number}": [1] for number in range(5)}
 
         broker.restart()
-        shop.settle(120)
+        shop.settle()
         assert worker.running
         assert shop.outbox.status().dead_letters == 0
 
@@ -216,10 +220,10 @@ def test_a_stepdown_under_load_costs_time_only(
         shop.items.insert_many([{"_id": key, "ns": []} for key in keys])
         writers = [shop.program("load", name, 30, *keys) for name in ("first", "second")]
         for more in (1, 2):
-            wait_for(lambda more=more: len(tap.published) > 30 * more, 40)  # type: ignore[misc]
+            wait_for(lambda more=more: len(tap.published) > 30 * more)  # type: ignore[misc]
             client.admin.command("replSetStepDown", 1, force=True)
-            wait_for(lambda: client.admin.command("hello").get("isWritablePrimary"), 30)
-        assert [writer.wait(60) for writer in writers] == [0, 0], "\n".join(writer.text for writer in writers)
+            wait_for(lambda: client.admin.command("hello").get("isWritablePrimary"))
+        assert [writer.wait() for writer in writers] == [0, 0], "\n".join(writer.text for writer in writers)
         shop.sweep_all()
 
         assert {key: len(ns) for key, ns in shop.committed().items()} == dict.fromkeys(keys, 60)
@@ -238,12 +242,12 @@ def test_everything_is_done_once_and_in_order_under_random_kills(shop: Shop, red
         soak = shop.program("soak", 1, 12, *keys)
         for number in range(3):
             victim = workers[number]
-            victim.wait_for_output("ready", 40)
+            victim.wait_for_output("ready")
             more = len(tap.published) + 50
-            wait_for(lambda more=more: len(tap.published) > more or not soak.running, 40)  # type: ignore[misc]
+            wait_for(lambda more=more: len(tap.published) > more or not soak.running)  # type: ignore[misc]
             victim.kill()
             workers.append(shop.worker(SWEEPS, alone=True))
-        wait_for(lambda: not soak.running, 60)
+        wait_for(lambda: not soak.running)
         assert soak.wait() == 0, soak.text
         deaths = int(soak.wait_for_output(r"deaths (\d+)").group(1))
         shop.settle()
@@ -282,7 +286,7 @@ def test_a_consumer_that_is_not_celery_receives_cloud_events(shop: Shop, redis_u
                     connection.drain_events(timeout=0.5)
                 return len(received) == 3
 
-            wait_for(drain, 20, lambda: str(received))
+            wait_for(drain, message=lambda: str(received))
 
     assert [key for key, _, _ in received] == ["order.placed", "order.paid", "order.x"]
     assert [event["data"] for _, event, _ in received] == [{"total": 3}, [1], None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_a_worker_embeds_a_listener_and_ends_it(
     """One command does it all; SIGTERM ends the worker with status 0, and the lease is free."""
     with _chain(mongo_client, mongo_url, tmp_path) as chain:
         worker = chain.worker("-P", pool, "--listener")
-        worker.wait_for_output("reading from", 30)
+        worker.wait_for_output("reading from")
         _flow(chain)
         descendants = psutil.Process(worker.pid).children(recursive=True)
         assert worker.terminate() == 0
@@ -68,10 +69,10 @@ def test_an_embedded_listener_does_not_outlive_a_worker_that_is_killed(
     """P7: SIGKILL of the worker alone; a listener that nobody can end would lead on for ever."""
     with _chain(mongo_client, mongo_url, tmp_path) as chain:
         worker = chain.worker("--listener")
-        worker.wait_for_output("reading from", 30)
+        worker.wait_for_output("reading from")
         descendants = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
-        wait_for(lambda: not any(_runs(child) for child in descendants), 10, lambda: f"{descendants}")
+        wait_for(lambda: not any(_runs(child) for child in descendants), message=lambda: f"{descendants}")
         lease = chain.state["leases"].find_one({"_id": "chain"})
         assert lease is not None
         assert lease["listenerId"] is None
@@ -83,11 +84,11 @@ def test_ctrl_c_at_a_worker_with_a_listener_ends_both_without_a_trace(
     """SIGINT reaches the whole group, as from a terminal; a running handler is finished first."""
     with _chain(mongo_client, mongo_url, tmp_path) as chain:
         worker = chain.worker("--listener")
-        worker.wait_for_output("reading from", 30)
+        worker.wait_for_output("reading from")
         item = chain.write("plain", "running", 1, seconds=1.5)
         chain.wait_started(item)
         worker.send_group(signal.SIGINT)
-        worker.wait(20)  # the status is Celery's own matter, which differs between versions
+        worker.wait()  # the status is Celery's own matter, which differs between versions
         chain.wait_state(item, lambda state: state["handled"] or state["committed"])
         assert "Traceback" not in worker.text
         assert len(chain.starts(item)) == 1
@@ -99,7 +100,7 @@ def test_an_embedded_listener_that_is_killed_is_started_again(
     """P1: as by the kernel when memory runs out; the worker lives on, and nobody else watches the listener."""
     with _chain(mongo_client, mongo_url, tmp_path) as chain:
         worker = chain.worker("--listener")
-        worker.wait_for_output("reading from", 30)
+        worker.wait_for_output("reading from")
         killed = _listener_pid(chain)
         os.kill(killed, signal.SIGKILL)
         worker.wait_for_output("CRITICAL.*embedded listener has ended with status -9; starting it again in 5 s")
@@ -124,9 +125,9 @@ def test_an_embedded_listener_that_gave_up_on_mongodb_is_started_again(
     proxy.refuse()
     with _chain(mongo_client, mongo_url, tmp_path, options={"start_timeout": 1}) as chain:
         worker = chain.worker("-P", pool, "--listener", CHAIN_MONGO=proxy.mongo_url)
-        worker.wait_for_output("CRITICAL.*starting it again in 5 s", 40)
+        worker.wait_for_output("CRITICAL.*starting it again in 5 s")
         proxy.pass_through()
-        worker.wait_for_output("reading from", 30)
+        worker.wait_for_output("reading from")
         _flow(chain)
         assert worker.terminate() == 0
 
@@ -137,7 +138,7 @@ def test_a_worker_that_shuts_down_does_not_start_its_listener_again(
     """The listener ends while a handler is finished: told by the same Ctrl-C, or killed."""
     with _chain(mongo_client, mongo_url, tmp_path) as chain:
         worker = chain.worker("--listener")
-        worker.wait_for_output("reading from", 30)
+        worker.wait_for_output("reading from")
         item = chain.write("plain", "running", 1, gate="open")
         chain.wait_started(item)
         listener = psutil.Process(_listener_pid(chain))
@@ -145,9 +146,9 @@ def test_a_worker_that_shuts_down_does_not_start_its_listener_again(
         worker.wait_for_output("Warm shutdown")
         if listener.is_running():
             listener.kill()
-        wait_for(lambda: not listener.is_running(), 10, "the worker has seen that its listener has ended")
+        wait_for(lambda: not listener.is_running(), message="the worker has seen that its listener has ended")
         chain.open_gate("open")
-        assert worker.wait(20) == 0
+        assert worker.wait() == 0
         assert "the embedded listener has ended" not in worker.text
 
 
@@ -169,7 +170,7 @@ def test_queues_can_be_chosen_with_the_option_of_celery(
         chain.listener()
         zero = chain.worker("-Q", "chain.0", name="zero")
         one = chain.worker("-Q", "chain.1", name="one")
-        chain.write_many("plain", [f"k{number}" for number in range(6)], 2)
+        chain.write_many("plain", [key for index in (0, 1) for key in islice(chain.keys("plain", index), 3)], 2)
         chain.wait_done()
         chain.judge()
         pids = {0: _pids(zero), 1: _pids(one)}

@@ -37,7 +37,7 @@ def test_neither_password_nor_contents_appear_in_logs_keys_or_state(
         with Chain(mongo_client, secret_url, tmp_path, handlers=["plain", "letters"]) as chain:
             listener = chain.run("listener", name="listener", level="DEBUG")
             chain.worker(level="DEBUG")
-            listener.wait_for_output("reading from", 30)
+            listener.wait_for_output("reading from")
             chain.write("plain", "a", 1, canary=CONTENTS)
             chain.allow(chain.write("plain", "b", 1, canary=CONTENTS, act="retry", options={"countdown": 0.1}))
             chain.give_up(chain.write("letters", "c", 1, canary=CONTENTS, act="raise", times=9))

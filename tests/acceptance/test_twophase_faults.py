@@ -70,10 +70,10 @@ def test_eight_drivers_under_random_kills_leave_every_account_right(bank: Bank) 
 def test_a_paused_process_that_wakes_up_changes_nothing_again(bank: Bank) -> None:
     """SIGSTOP in the middle of a run of transfers, recovery by another process, SIGCONT."""
     driver = bank.python("transfers", 1, 60)
-    wait_for(lambda: bank.database["transactions"].count_documents({}) > 5, 40)
+    wait_for(lambda: bank.database["transactions"].count_documents({}) > 5)
     for _ in range(5):
         driver.pause()
-        wait_for(lambda: not bank.coordinator.recover(0) and not bank.unfinished(), 20)  # what it sent may still arrive
+        wait_for(lambda: not bank.coordinator.recover(0) and not bank.unfinished())  # what it sent may still arrive
         before = bank.database["transactions"].count_documents({})
         driver.resume()
         wait_for(
@@ -83,7 +83,7 @@ def test_a_paused_process_that_wakes_up_changes_nothing_again(bank: Bank) -> Non
             ),
             40,
         )
-    assert driver.wait(60) == 0
+    assert driver.wait() == 0
     bank.judge()
 
 
@@ -92,7 +92,7 @@ def test_workers_drive_step_by_step_and_beat_recovers(bank: Bank) -> None:
     environment = {"BANK_OLDER_THAN": "1"}
     worker = bank.celery("worker", *QUIET, "-c", "2", "-l", "INFO", **environment)
     bank.celery("beat", "-s", "/dev/null", "--scheduler", "celery.beat:Scheduler", "-l", "INFO", **environment)
-    worker.wait_for_output("ready", 40)
+    worker.wait_for_output("ready")
     driving = TwoPhaseCommit(Celery("asking", broker=bank.environment["BANK_BROKER"]), bank.database["transactions"])
     for number in range(20):
         driving.transfer(number % ACCOUNTS, (number + 1) % ACCOUNTS, 5, id=number, run=False)
@@ -101,7 +101,9 @@ def test_workers_drive_step_by_step_and_beat_recovers(bank: Bank) -> None:
             worker.send_child(signal.SIGKILL)
 
     done = bank.database["transactions"]
-    wait_for(lambda: done.count_documents({"state": "done"}) == 20, 90, lambda: str(list(done.find({}, {"state": 1}))))
+    wait_for(
+        lambda: done.count_documents({"state": "done"}) == 20, message=lambda: str(list(done.find({}, {"state": 1})))
+    )
     bank.judge()
 
 
@@ -162,10 +164,10 @@ def test_a_stepdown_in_the_middle_costs_time_only(
     with MongoClient[Document](replica_set.url) as client:
         bank = Bank(processes, client, replica_set.url, redis_url)
         drivers = [bank.python("transfers", seed, 15) for seed in range(3)]
-        wait_for(lambda: bank.database["transactions"].count_documents({}) > 5, 40)
+        wait_for(lambda: bank.database["transactions"].count_documents({}) > 5)
         for _ in range(2):
             client.admin.command("replSetStepDown", 1, force=True)
-            wait_for(lambda: client.admin.command("hello").get("isWritablePrimary"), 30)
-        assert [driver.wait(90) for driver in drivers] == [0, 0, 0]
+            wait_for(lambda: client.admin.command("hello").get("isWritablePrimary"))
+        assert [driver.wait() for driver in drivers] == [0, 0, 0]
         bank.coordinator.recover(0)
         bank.judge()

@@ -58,8 +58,8 @@ def watched(
     worker = processes.celery(
         PROJECT, "worker", *QUIET, "-c", "1", "-l", "INFO", name="worker", environment=environment
     )
-    worker.wait_for_output("ready", 40)
-    listener.wait_for_output("listening|leading|lease", 40)
+    worker.wait_for_output("ready")
+    listener.wait_for_output("listening|leading|lease")
     made = Watched(name, mongo_client, redis_url)
     yield made
     made.outbox.publisher.close()
@@ -75,7 +75,7 @@ def test_the_listener_delivers_what_the_writer_leaves_pending_in_order_per_docum
         watched.outbox.update_one({"_id": order}, {"$set": {"paid": True}}, tasks=[watched.task(order, 2)])
 
     for order in range(5):
-        wait_for(lambda order=order: watched.notes(order)[2:] == [2], 30)  # type: ignore[misc]
+        wait_for(lambda order=order: watched.notes(order)[2:] == [2])  # type: ignore[misc]
         assert watched.notes(order) == [0, 1, 2]
         wait_for(lambda order=order: watched.pending(order) == 0)  # type: ignore[misc]
 
@@ -87,7 +87,7 @@ def test_the_listener_waits_for_the_claim_of_a_writer_that_has_died(watched: Wat
 
     watched.data["orders"].insert_one({"_id": 7, "pendingEvents": field})
 
-    wait_for(lambda: watched.notes(7) == [1], 30)
+    wait_for(lambda: watched.notes(7) == [1])
     wait_for(lambda: watched.pending(7) == 0)
 
 

@@ -17,7 +17,6 @@ from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import ProjectProcess, wait_for
 
 Document = dict[str, Any]
-_TAKEN_OVER_SECONDS_MAX = 12.0
 _SHORT_VISIBILITY = '{"visibility_timeout": 1, "unacked_restore_interval": 0.5, "unacked_restore_throttle": 1}'
 
 
@@ -45,7 +44,7 @@ def test_sigkill_of_a_child_in_the_handler_repeats_the_change_before_its_success
     item, _ = _before_and_after(chain, gate="before", late_gate="after")
     _kill_child(worker, chain.wait_started(item).pid)
     chain.open_gate("before")
-    second = chain.wait_started(item, 2, _TAKEN_OVER_SECONDS_MAX)
+    second = chain.wait_started(item, 2)
     wait_for(lambda: len(chain.effects()) == 1)
     _kill_child(worker, second.pid)
     chain.open_gate("after")
@@ -63,7 +62,7 @@ def test_sigkill_of_the_whole_worker_in_the_handler_loses_nothing(chain: Chain) 
     worker.send_group(signal.SIGKILL)
     chain.open_gate("open")
     chain.worker(name="second")
-    chain.wait_started(item, 2, _TAKEN_OVER_SECONDS_MAX)
+    chain.wait_started(item, 2)
     chain.wait_done()
     chain.allow(item)
     chain.judge()
@@ -87,7 +86,7 @@ def test_sigkill_before_the_claim_costs_no_start(chain: Chain, failpoint: Failpo
 
 def _wait_for_failpoint(chain: Chain, times: int) -> None:
     """Wait until the server has met the failpoint that often since it was armed."""
-    chain.client.admin.command("waitForFailPoint", "failCommand", timesEntered=times, maxTimeMS=10_000)
+    chain.client.admin.command("waitForFailPoint", "failCommand", timesEntered=times, maxTimeMS=60_000)
 
 
 def _handled_but_not_linked(chain: Chain, item: Due) -> None:
@@ -105,7 +104,7 @@ def test_sigkill_between_handled_and_the_link_starts_no_handler_again(chain: Cha
     _handled_but_not_linked(chain, item)
     worker.send_group(signal.SIGKILL)
     chain.redis.resume()
-    chain.wait_state(item, lambda state: state["committed"] == 1, 5)
+    chain.wait_state(item, lambda state: state["committed"] == 1)
     assert chain.starts(successor) == []
     chain.worker(name="second")
     chain.wait_done()
@@ -145,7 +144,7 @@ def test_a_frozen_handler_that_wakes_can_neither_write_nor_record(chain: Chain) 
     item, successor = _before_and_after(chain, gate="open")
     zombie = chain.wait_started(item)
     with frozen(worker, zombie.pid):
-        chain.wait_started(item, 2, _TAKEN_OVER_SECONDS_MAX)
+        chain.wait_started(item, 2)
         chain.open_gate("open")
         chain.wait_started(successor)
         chain.wait_done()
@@ -163,7 +162,7 @@ def test_a_frozen_handler_that_wakes_after_its_effect_has_its_outcome_refused(ch
     zombie = chain.wait_started(item)
     wait_for(lambda: len(chain.effects()) == 1)
     with frozen(worker, zombie.pid):
-        chain.wait_started(item, 2, _TAKEN_OVER_SECONDS_MAX)
+        chain.wait_started(item, 2)
         chain.open_gate("open")
         chain.wait_done()
     worker.wait_for_output(rf"handled of chain/plain/\d+/0 \(fence {zombie.fence}\) was refused")
@@ -180,7 +179,7 @@ def test_a_frozen_handler_that_wakes_to_fail_has_that_refused(chain: Chain, act:
     item, _ = _before_and_after(chain, gate="open", **act)
     zombie = chain.wait_started(item)
     with frozen(worker, zombie.pid):
-        chain.wait_started(item, 2, _TAKEN_OVER_SECONDS_MAX)
+        chain.wait_started(item, 2)
         chain.open_gate("open")
         chain.wait_done()
     worker.wait_for_output(rf"{outcome} of chain/plain/\d+/0 \(fence {zombie.fence}\) was refused")
@@ -197,7 +196,7 @@ def test_a_frozen_worker_group_is_replaced_and_wakes_harmlessly(chain: Chain) ->
     worker.send_group(signal.SIGSTOP)
     try:
         chain.worker(name="second")
-        chain.wait_started(item, 2, _TAKEN_OVER_SECONDS_MAX)
+        chain.wait_started(item, 2)
         chain.open_gate("open")
         chain.wait_started(successor)
         chain.wait_done()

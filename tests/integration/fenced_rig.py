@@ -24,7 +24,7 @@ Document = dict[str, Any]
 MakeClient = Callable[..., MongoClient[Document]]
 
 KEY = "shop/summarise"
-DEADLINE_S = 20
+DEADLINE_S = 120
 FENCE = "_fence"
 RIVAL = "rival"
 

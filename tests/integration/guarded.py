@@ -12,7 +12,7 @@ from mongo_celery.embedded import MongoServer
 from tests.fixtures.process import wait_for
 
 SET = "rs0"
-_MILLISECONDS_MAX = 5000
+_MILLISECONDS_MAX = 30_000
 
 
 class GuardedMongo(MongoServer):
@@ -27,7 +27,7 @@ class GuardedMongo(MongoServer):
         with MongoClient[dict[str, Any]](self.url, serverSelectionTimeoutMS=_MILLISECONDS_MAX) as client:
             # Both are allowed to whoever is on the machine, as long as there is no user.
             client.admin.command("replSetInitiate", {"_id": SET, "members": [{"_id": 0, "host": self.address}]})
-            wait_for(lambda: client.admin.command("hello").get("isWritablePrimary"), 20, "the set has a primary")
+            wait_for(lambda: client.admin.command("hello").get("isWritablePrimary"), message="the set has a primary")
             client.admin.command("createUser", "root", pwd="root", roles=["root"])
         return self
 

@@ -15,7 +15,7 @@ from mongo_celery.bridge.stream.source import Interest, Scope, filter_of, scope_
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.oplog import operation_time
-from tests.fixtures.process import wait_for
+from tests.fixtures.process import PATIENCE_SECONDS, wait_for
 
 APP_NAME = "reader-under-test"
 ROOM = 1000
@@ -76,7 +76,7 @@ class Reading:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.reader.stop()
-        self.reader._thread.join(10)
+        self.reader._thread.join(60)
 
     @property
     def events(self) -> list[Mapping[str, Any]]:
@@ -98,7 +98,7 @@ class Reading:
         """The operation types, in the order of arrival."""
         return [event["operationType"] for event in self.events]
 
-    def wait_for_keys(self, *keys: Any, seconds: float = 15.0) -> None:
+    def wait_for_keys(self, *keys: Any, seconds: float = PATIENCE_SECONDS) -> None:
         """Wait for these documents, each once, in this order, and nothing else."""
         wait_for(lambda: len(self.keys) >= len(keys), seconds, lambda: f"{keys}, but {self.keys} {self.failure}")
         assert self.keys == list(keys)
@@ -108,6 +108,6 @@ class Reading:
         """The error with which the reader has ended."""
         return next((item.error for item in self.items if isinstance(item, Failed)), None)
 
-    def wait_for_failure(self, seconds: float = 15.0) -> MongoCeleryError:
+    def wait_for_failure(self, seconds: float = PATIENCE_SECONDS) -> MongoCeleryError:
         """Wait for the end."""
         return wait_for(lambda: self.failure, seconds, "the stream ends for good")

@@ -136,7 +136,7 @@ def test_instances_of_a_django_model_are_saved_with_their_tasks(
 ) -> None:
     """New, changed, rolled back and committed; as Django's own save, with values, key and signals."""
     saved = processes.python("django", "-c", PROGRAM, mongo_url, database.name, redis_url)
-    assert saved.wait(60) == 0, saved.text
+    assert saved.wait() == 0, saved.text
 
     assert json.loads(saved.text.splitlines()[-1]) == {"signals": [True, False, True, True], "orders": 2}
     messages = redis_client.lrange("celery", 0, -1)

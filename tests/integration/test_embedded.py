@@ -18,7 +18,7 @@ from redis.retry import Retry
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
-from tests.fixtures.process import Processes, wait_for
+from tests.fixtures.process import PATIENCE_SECONDS, Processes, wait_for
 from tests.fixtures.proxy import Direction, Proxy
 from tests.fixtures.redis import MakeRedis
 
@@ -141,7 +141,7 @@ def test_a_small_oplog_rolls_over(rolling_oplog: MongoReplicaSet, make_client: M
         first = oplog.find_one(sort=[("$natural", 1)])
         return first is not None and first["ts"] > oldest["ts"]
 
-    assert wait_for(rolled, 30, "the oplog dropped its oldest entry")
+    assert wait_for(rolled, message="the oplog dropped its oldest entry")
 
 
 def test_a_standalone_has_no_change_streams(standalone_url: str, make_client: MakeClient) -> None:
@@ -173,13 +173,13 @@ def test_servers_die_with_a_killed_parent_and_their_directories_are_swept(
     """SIGKILL of the process that started them ends the servers; the next start removes what they left."""
     del mongo_url
     parent = processes.python("parent", "-c", _PARENT)
-    match = parent.wait_for_output(r"pids (\d+) (\d+) (\S+) (\S+)\n", timeout=60)
+    match = parent.wait_for_output(r"pids (\d+) (\d+) (\S+) (\S+)\n")
     servers = [psutil.Process(int(match[index])) for index in (1, 2)]
     directories = [Path(match[index]) for index in (3, 4)]
 
     parent.kill()
 
-    gone, left = psutil.wait_procs(servers, timeout=10)
+    gone, left = psutil.wait_procs(servers, timeout=PATIENCE_SECONDS)
     assert len(gone) == 2, left
     make_redis()
     assert not any(directory.exists() for directory in directories)
@@ -235,10 +235,10 @@ def test_the_proxy_passes_delays_swallows_holds_and_cuts(
 def test_processes_get_signals_one_by_one_and_leave_no_child(processes: Processes) -> None:
     """A child of the process can be hit alone; at the end orphans are found and ended too."""
     process = processes.python("parent", "-c", _PARENT_OF_TWO)
-    first, second = wait_for(lambda: pids if len(pids := process.children()) == 2 else None, 10, "two children")
+    first, second = wait_for(lambda: pids if len(pids := process.children()) == 2 else None, message="two children")
 
     assert process.send_child(signal.SIGKILL) == first
-    wait_for(lambda: process.children() == [second], 10, "one child less")
+    wait_for(lambda: process.children() == [second], message="one child less")
     process.kill()
     assert psutil.pid_exists(second)
     process.end()

@@ -22,11 +22,11 @@ MakeClient = Callable[..., MongoClient[Document]]
 Body = Callable[[ClientSession], Any]
 Run = Callable[..., Any]
 
-LIMIT = 0.5
-GENEROUS = 5.0
+LIMIT = 2.0
+GENEROUS = 30.0
 """More than any of these needs; what does not end by itself fails with TransactionTimeoutError."""
 
-WRITE_MILLISECONDS_MAX = 5000
+WRITE_MILLISECONDS_MAX = 20_000
 LONGER_THAN_ONE_WAIT = 1.5
 
 
@@ -136,8 +136,8 @@ def test_an_error_at_the_bound_of_waiting_that_is_caught_inside_does_not_begin_t
     things: Collection[Document],
 ) -> None:
     """Once it is raised, the call ends with it."""
-    with held(things, 1), pytest.raises(DocumentLockedError, match=r"within 0\.2 s"):
-        run_as_function(things.database.client, busy_or_free(things, [], wait=0.2), timeout=GENEROUS)
+    with held(things, 1), pytest.raises(DocumentLockedError, match=r"within 1 s"):
+        run_as_function(things.database.client, busy_or_free(things, [], wait=1), timeout=GENEROUS)
 
 
 @BOTH_WAYS
@@ -194,9 +194,9 @@ def test_waiting_ends_at_its_bound_though_the_filter_changes(things: Collection[
     def body(session: ClientSession) -> None:
         runs.append(1)
         select_for_update(things, {"_id": 2}, session=session)
-        select(things, due(datetime.now(UTC)), session=session, wait=0.2)
+        select(things, due(datetime.now(UTC)), session=session, wait=1)
 
-    with held(things, 1), pytest.raises(DocumentLockedError, match=r"within 0\.2 s"):
+    with held(things, 1), pytest.raises(DocumentLockedError, match=r"within 1 s"):
         run_as_function(things.database.client, body, timeout=GENEROUS)
     assert len(runs) > 1
 
@@ -208,10 +208,10 @@ def test_each_call_of_a_body_has_a_bound_of_its_own(things: Collection[Document]
     def body(session: ClientSession) -> None:
         select_for_update(things, {"_id": 2}, session=session, wait=GENEROUS)
         met.append(2)
-        select_for_update(things, {"_id": 1}, session=session, wait=0.2)
+        select_for_update(things, {"_id": 1}, session=session, wait=1)
         met.append(1)
 
-    with held(things, 1), pytest.raises(DocumentLockedError, match=r"'_id': 1.*within 0\.2 s"):
+    with held(things, 1), pytest.raises(DocumentLockedError, match=r"'_id': 1.*within 1 s"):
         run_as_function(things.database.client, body, timeout=GENEROUS)
     assert len(met) > 1
     assert set(met) == {2}
@@ -221,12 +221,12 @@ def test_the_drivers_own_transactions_wait_no_longer_though_the_filter_changes(t
     """Also on a session that has locked in transactions before."""
 
     def body(session: ClientSession) -> None:
-        select_for_update(things, due(datetime.now(UTC)), session=session, wait=0.2)
+        select_for_update(things, due(datetime.now(UTC)), session=session, wait=1)
 
     with things.database.client.start_session() as session:
         for _ in range(2):
             session.with_transaction(body)
-        with held(things, 1), pytest.raises(DocumentLockedError, match=r"within 0\.2 s"):
+        with held(things, 1), pytest.raises(DocumentLockedError, match=r"within 1 s"):
             session.with_transaction(body)
 
 

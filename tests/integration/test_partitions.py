@@ -386,4 +386,4 @@ def test_the_time_of_a_lapse_is_the_claims_own_ttl(rig: Rig) -> None:
     rig.claims.relinquish(rig.where, "me")
     rig.claim(ttl=1.0)
     assert rig.image.live
-    wait_for(lambda: not rig.image.live, 3)
+    wait_for(lambda: not rig.image.live)

@@ -114,7 +114,7 @@ def test_an_error_of_unknown_kind_that_stays_is_final(
         failpoint(failCommands=["aggregate"], appName=APP_NAME, errorCode=8),
         Reading(mongo_url, scope_on(items.full_name), now(items.database.client)) as reading,
     ):
-        assert isinstance(reading.wait_for_failure(30), StreamRefusedError)
+        assert isinstance(reading.wait_for_failure(), StreamRefusedError)
 
 
 def _operations(client: MongoClient[Document]) -> list[Document]:
@@ -212,7 +212,7 @@ def _roll(client: MongoClient[Document]) -> None:
         return read_oplog(client).first > oldest
 
     for _ in range(2):
-        wait_for(rolled, 40, "the oplog rolls over")
+        wait_for(rolled, message="the oplog rolls over")
         oldest = read_oplog(client).last
 
 

@@ -33,7 +33,7 @@ BehindProxy = tuple[Proxy, Collection[Document]]
 
 APP = "transaction-retries"
 TRANSIENT = "TransientTransactionError"
-SHORT = 0.4
+SHORT = 1.5
 CONFLICT = {"failCommands": ["update"], "appName": APP, "errorCode": 112, "errorLabels": [TRANSIENT]}
 """A write conflict as the server reports it."""
 
@@ -313,7 +313,7 @@ def test_a_call_that_the_server_ends_with_the_time_is_the_end_of_the_time(
     counter: Counter, failpoint: Failpoint
 ) -> None:
     """The server gives up a moment before the client would; the caller must not see which of the two was first."""
-    late = {"errorCode": 50, "blockConnection": True, "blockTimeMS": int(SHORT * 750)}
+    late = {"errorCode": 50, "blockConnection": True, "blockTimeMS": int((SHORT - 0.1) * 1000)}
     with (
         failpoint(mode={"times": 1}, failCommands=["update"], appName=APP, **late),
         pytest.raises(TransactionTimeoutError) as caught,

@@ -88,7 +88,7 @@ def test_a_driver_that_was_overtaken_by_recovery_applies_nothing_again(
     identity = rescuer.transfer("A", "B", 100, run=False)
 
     with held_driver(mongo_url, accounts.name, identity, gate) as errors:
-        assert gate.held.wait(20)
+        assert gate.held.wait(60)
         rescuer.recover(0)
 
     assert errors == []
@@ -108,7 +108,7 @@ def test_a_driver_whose_transaction_was_canceled_leaves_nothing_half_applied(
     refused = None
 
     with held_driver(mongo_url, accounts.name, identity, gate) as errors:
-        assert gate.held.wait(20)
+        assert gate.held.wait(60)
         try:
             rescuer.cancel(identity)
         except TransactionStateError as error:
@@ -145,7 +145,7 @@ def test_without_the_fence_the_same_schedule_applies_twice(
     identity = rescuer.transfer("A", "B", 100, run=False)
 
     with held_driver(mongo_url, accounts.name, identity, gate):
-        assert gate.held.wait(20)
+        assert gate.held.wait(60)
         rescuer.recover(0)
 
     assert balances(accounts) != {"A": 900, "B": 1100}
@@ -166,7 +166,7 @@ def test_an_undo_that_leaves_the_fence_alone_would_let_a_late_driver_apply(
     identity = rescuer.transfer("A", "B", 100, run=False)
 
     with held_driver(mongo_url, accounts.name, identity, gate):
-        assert gate.held.wait(20)
+        assert gate.held.wait(60)
         rescuer.cancel(identity)
 
     assert rescuer.log.get(identity).state == "canceled"
@@ -183,7 +183,7 @@ def test_a_participant_that_was_made_anew_does_not_begin_with_an_old_fence(
     anew = {"_id": "A", "balance": 900, "pendingTransactions": []}
 
     with held_driver(mongo_url, accounts.name, identity, gate) as errors:
-        assert gate.held.wait(20)
+        assert gate.held.wait(60)
         rescuer.recover(0)
         if how == "replaced":
             accounts["accounts"].replace_one({"_id": "A"}, anew)
@@ -210,7 +210,7 @@ def test_a_fence_that_may_be_missing_would_let_a_late_driver_apply(
     identity = rescuer.transfer("A", "B", 100, run=False)
 
     with held_driver(mongo_url, accounts.name, identity, gate):
-        assert gate.held.wait(20)
+        assert gate.held.wait(60)
         rescuer.recover(0)
         accounts["accounts"].replace_one({"_id": "A"}, {"_id": "A", "balance": 900, "pendingTransactions": []})
 
@@ -225,7 +225,7 @@ def test_an_integer_that_older_code_has_left_is_a_fence_like_any_other(
     identity = rescuer.transfer("A", "B", 100, run=False)
 
     with held_driver(mongo_url, accounts.name, identity, gate) as errors:
-        assert gate.held.wait(20)
+        assert gate.held.wait(60)
         rescuer.recover(0)
 
     assert errors == []
@@ -246,13 +246,13 @@ def test_a_driver_that_applies_in_the_middle_of_an_undo_is_undone_too(
         held_driver(mongo_url, accounts.name, identity, late),
         MongoClient[Document](mongo_url, event_listeners=[undoing]) as client,
     ):
-        assert late.held.wait(20)
+        assert late.held.wait(60)
         canceling = coordinator(client, accounts.name)
         thread = threading.Thread(target=lambda: outcome.append(str(canceling.cancel(identity).state)), daemon=True)
         thread.start()
-        assert undoing.held.wait(20)
+        assert undoing.held.wait(60)
         late.released.set()
-        wait_for(lambda: balances(accounts)["B"] == 1100, 20)
+        wait_for(lambda: balances(accounts)["B"] == 1100)
         undoing.released.set()
         thread.join(20)
 
@@ -269,7 +269,7 @@ def test_other_transactions_that_move_the_fence_only_make_a_driver_look_again(
     identity = rescuer.transfer("A", "B", 100, run=False)
 
     with held_driver(mongo_url, accounts.name, identity, gate) as errors:
-        assert gate.held.wait(20)
+        assert gate.held.wait(60)
         rescuer.transfer("B", "A", 1)
         rescuer.transfer("A", "B", 5)
 

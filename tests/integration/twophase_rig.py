@@ -13,7 +13,7 @@ from pymongo.database import Database
 from mongo_celery import TwoPhaseCommit
 
 Document = dict[str, Any]
-_HELD_SECONDS_MAX = 30.0
+_HELD_SECONDS_MAX = 120.0
 
 
 class Gate(monitoring.CommandListener):

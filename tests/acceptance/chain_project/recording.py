@@ -35,7 +35,7 @@ def starts_of(handler: str, key: Any, n: int) -> int:
     return facts()["start"].count_documents({"handler": handler, "key": key, "n": n})
 
 
-def wait_at(gate: str, seconds: float = 60.0) -> None:
+def wait_at(gate: str, seconds: float = 120.0) -> None:
     """Wait until the test opens the gate, which is a file."""
     path = Path(os.environ["CHAIN_GATES"]) / gate
     pause = threading.Event()

@@ -9,7 +9,7 @@ from typing import Any
 from celery import Celery
 
 from mongo_celery import Bridge
-from mongo_celery.app import bridges_by_name
+from mongo_celery.bridge.wiring import BRIDGES
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
     app = Celery("shop", broker=redis_url)
     yield {"app": app, "Bridge": Bridge}
 
-    bridges = bridges_by_name(app)
+    bridges = {wiring.name: wiring for wiring in BRIDGES.of(app)}
     assert sorted(bridges) == ["default", "shop"], bridges
     assert (bridges["shop"].options.partitions, bridges["default"].options.partitions) == (8, 8)
     assert bridges["shop"].options.claim_ttl == 20

@@ -30,7 +30,7 @@ from mongo_celery.bridge.worker.execution import current
 NAMES = os.environ["PROJECT_NAMES"]
 ITEMS = os.environ.get("PROJECT_DATA", f"{NAMES}_data") + ".items"
 STATE = os.environ.get("PROJECT_STATE", f"{NAMES}_state")
-GATE_SECONDS_MAX = 30.0
+GATE_SECONDS_MAX = 120.0
 SLOW = "slow"
 FAILING = "failing"
 
