@@ -24,7 +24,6 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-import bson
 from bson import ObjectId
 from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
@@ -34,6 +33,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery.arguments import Duration, not_negative
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
 from mongo_celery.mongo.attempts import Place, note_locked, waits_of
+from mongo_celery.mongo.identity import id_key
 from mongo_celery.mongo.verdicts import Code, standalone_refused
 
 Document = dict[str, Any]
@@ -145,7 +145,7 @@ def select_many_for_update(
         ordered = wanted if sort is None else _ids(collection, {"_id": {"$in": wanted}}, session, sort=by_id)
     found = {}
     for document_id in ordered:
-        key = _exact(collection, document_id)
+        key = id_key(document_id, collection.codec_options)
         # The filter need not be asked again: the transaction reads one snapshot, and a document that has
         # changed since is a write conflict.
         found[key] = _lock(
@@ -157,7 +157,7 @@ def select_many_for_update(
             bound=bound,
             projection=projection,
         )
-    return [found[_exact(collection, document_id)] for document_id in wanted]
+    return [found[id_key(document_id, collection.codec_options)] for document_id in wanted]
 
 
 def _lock(
@@ -199,11 +199,6 @@ def _lock(
 def _ids(collection: Collection[Any], filter_: Any, session: ClientSession, *, sort: Any, limit: int = 0) -> list[Any]:
     found = collection.find(filter_, {"_id": 1}, sort=sort, limit=limit, session=session)
     return [document["_id"] for document in found]
-
-
-def _exact(collection: Collection[Any], document_id: object) -> bytes:
-    """An `_id` to look up: Python takes 1 and True for the same key, MongoDB does not, and a dict is no key at all."""
-    return bson.encode({"_id": document_id}, codec_options=collection.codec_options)
 
 
 def _check(session: object, field: str, *, nowait: bool, wait: Duration | None) -> float | None:

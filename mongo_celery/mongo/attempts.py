@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -22,7 +22,7 @@ _PAUSES = Pauses(first=0.005, longest=0.5, growth=1.5, jitter=1.0)
 _REPETITION_SECONDS = 1.0
 """A driver's attempt that conflicts later than this after the one before is taken for another transaction's."""
 
-Place = tuple[str, int, bytes]
+Place = tuple[str, int, Hashable]
 """A lock: its namespace, the number of its call in the attempt, and which of the call's documents."""
 
 

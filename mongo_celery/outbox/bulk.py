@@ -67,7 +67,7 @@ def write_in_bulk(
     for write in writes:
         facts = BulkRequest.of(write.request)
         document_id = _id_of(write.request, facts)
-        entries = make_entries(write.tasks, write.events, None if document_id is NO_ID else document_id)
+        entries = make_entries(write.tasks, write.events, document_id)
         requests.append(_with_entries(writer, write.request, facts, entries, document_id))
         if not entries:
             continue

@@ -18,6 +18,7 @@ from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
 from mongo_celery.app import Registry, add_task, schedule
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.mongo.identity import NO_ID, demanded_id
 from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
 from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox import pending
@@ -189,7 +190,7 @@ class Outbox:
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
         """
-        entries = self._entries(tasks, events, filter.get("_id"))
+        entries = self._entries(tasks, events, demanded_id(filter))
         if upsert:
             pending.refuse_in_filter(filter)
         if not entries:
@@ -220,7 +221,7 @@ class Outbox:
         refuse_replacement(replacement)
         if upsert:
             pending.refuse_in_filter(filter)
-        entries = self._entries(tasks, events, filter.get("_id"))
+        entries = self._entries(tasks, events, demanded_id(filter))
         sort = options.pop("sort", None)
         change = Change(filter=filter, replacement=replacement, upsert=upsert, sort=sort, options=options)
         return self._write(change, entries, session).result()
@@ -245,7 +246,7 @@ class Outbox:
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
         """
-        entries = self._entries(tasks, events, filter.get("_id"))
+        entries = self._entries(tasks, events, demanded_id(filter))
         given = {"projection": projection, "sort": sort, "upsert": upsert, "return_document": return_document}
         if upsert:
             pending.refuse_in_filter(filter)
@@ -405,7 +406,8 @@ class Outbox:
         now = datetime.now(UTC)
         if isinstance(tasks, (str, bytes, Mapping)) or isinstance(events, (str, bytes, Event)):
             raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
-        subject = None if document_id is None or isinstance(document_id, Mapping) else str(document_id)
+        nameless = document_id is NO_ID or document_id is None or isinstance(document_id, Mapping)
+        subject = None if nameless else str(document_id)
         source = self._source or "/" + self.collection.full_name.replace(".", "/", 1)
         found = [task_entry(self.app, task, now) for task in tasks]
         return [*found, *(event_entry(event, now, source=source, subject=subject) for event in events)]

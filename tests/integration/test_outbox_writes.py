@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -328,3 +330,19 @@ def test_an_option_that_no_write_knows_is_refused(rig: Rig, database: Database[D
     with pytest.raises(TypeError, match="hintt"):
         rig.outbox().update_one({"_id": 1}, {"$set": {"a": 1}}, upsert=True, tasks=[rig.add.s(1, 1)], hintt="x")
     assert database["orders"].count_documents({}) == 0
+
+
+@pytest.mark.parametrize(
+    ("condition", "subject"),
+    [({"_id": 5}, "5"), ({"_id": {"$eq": 5}}, "5"), ({"_id": {"$gte": 5}}, None), ({"_id": re.compile("a")}, None)],
+    ids=str,
+)
+def test_an_events_subject_is_the_id_that_the_filter_demands(
+    rig: Rig, database: Database[Document], condition: Document, subject: str | None
+) -> None:
+    """And no condition: a pattern that was asked for is nobody's `_id`."""
+    outbox = rig.outbox(at_once=False)
+    database["orders"].insert_many([{"_id": 5}, {"_id": "a"}])
+    outbox.update_one(condition, {"$set": {"n": 1}}, events=[Event("order.paid", {})])
+    [changed] = database["orders"].find({"n": 1})
+    assert json.loads(changed["pendingEvents"]["events"][0]["payload"]).get("subject") == subject
