@@ -303,9 +303,9 @@ def _doom(chance: random.Random) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM's default action is death
 
 
-def soak(seed: str, seconds: str, *keys: str) -> None:
-    """Three writers and two sweepers for a time; who dies is replaced."""
-    deadline, next_seed = time.monotonic() + float(seconds), int(seed) * 1000
+def soak(seed: str, replaced: str, *keys: str) -> None:
+    """Three writers and two sweepers; so many that die are replaced."""
+    next_seed = int(seed) * 1000
     jobs: dict[int, Callable[[int], None]] = {}
 
     def start(job: Callable[[int], None]) -> None:
@@ -324,7 +324,7 @@ def soak(seed: str, seconds: str, *keys: str) -> None:
         assert os.WIFSIGNALED(status), f"a process of the soak ended with {status}"
         deaths += 1
         job = jobs.pop(pid)
-        if time.monotonic() < deadline:
+        if deaths <= int(replaced):
             start(job)
     say(f"deaths {deaths}")
 
