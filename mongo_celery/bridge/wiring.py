@@ -6,9 +6,8 @@ Parts take the wiring, never the `Bridge`: that is what users see of it, and it 
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from bson.raw_bson import RawBSONDocument
@@ -24,6 +23,7 @@ from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, early, merged
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
 
 T = TypeVar("T")
@@ -70,8 +70,7 @@ class Wiring:
         self._early = early(given)
         self._options: BridgeOptions | None = None
         self._handlers: dict[str, Handler] = {}
-        self._lock = threading.RLock()
-        self._process: tuple[int, dict[object, Any]] = (os.getpid(), {})
+        self._parts: dict[object, PerProcess[Any]] = {}
 
     def __repr__(self) -> str:
         return f"<Wiring of bridge {self.name}>"
@@ -158,29 +157,24 @@ class Wiring:
 
     # -- what this process has ---------------------------------------------------------------------
 
-    @property
+    @per_process
     def client(self) -> MongoClient[dict[str, Any]]:
         """This process's client: connects lazily, and is made anew after a fork."""
-        return self.of_process(Wiring._connect)
+        keep_commands_out_of_logs()
+        try:
+            return MongoClient(self.url, **_client_options(_url_options(self.url)))
+        except (InvalidURI, ClientConfigurationError, ValueError) as error:
+            raise self._bad_url(error) from None
 
-    @property
+    @per_process
     def store(self) -> Store:
         """The bridge's state, by this process's client."""
-        return self.of_process(Wiring._open_state)
+        return Store(self.client, self.options)
 
     def of_process(self, make: Callable[[Wiring], T]) -> T:
-        """What is kept once for each process: made at its first use, and anew after a fork."""
-        if self._process[0] != os.getpid():
-            with self._lock:
-                if self._process[0] != os.getpid():
-                    self._process = (os.getpid(), {})
-        kept = self._process[1]
-        if make not in kept:
-            with self._lock:
-                if make not in kept:
-                    kept[make] = make(self)
-        made: T = kept[make]
-        return made
+        """What a part keeps once for each process: made at its first use, and anew after a fork."""
+        part: PerProcess[T] = self._parts.setdefault(make, PerProcess(partial(make, self)))
+        return part.get()
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
         """A client of its own for one change stream, with a socket timeout in seconds."""
@@ -200,16 +194,6 @@ class Wiring:
                 raise ConfigurationError(f"{namespace!r} names no database; write 'db.{namespace}'.")
             database, name = default, namespace
         return self.client[database][name]
-
-    def _connect(self) -> MongoClient[dict[str, Any]]:
-        keep_commands_out_of_logs()
-        try:
-            return MongoClient(self.url, **_client_options(_url_options(self.url)))
-        except (InvalidURI, ClientConfigurationError, ValueError) as error:
-            raise self._bad_url(error) from None
-
-    def _open_state(self) -> Store:
-        return Store(self.client, self.options)
 
     def _bad_url(self, error: Exception) -> ConfigurationError:
         return ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {short(error)}")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mongo_celery.app import Named, Registry
+    from mongo_celery.mongo.verdicts import Concern
 
 T = TypeVar("T", bound="Named")
 
@@ -69,29 +70,42 @@ def console_of(ctx: click.Context) -> Console:
 
 
 class one_sentence_errors:  # noqa: N801 - a context manager that reads as a phrase
-    """Turn errors that users can cure into one sentence without a traceback, and status 1."""
+    """
+    Turn errors that users can cure into one sentence without a traceback, and status 1.
+
+    Args:
+        concern: gives whom an error of MongoDB concerns; it is asked only after the server has answered.
+    """
+
+    def __init__(self, concern: Callable[[], Concern] | None = None) -> None:
+        self._concern = concern
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        sentence = sentence_for(error)
+        sentence = sentence_for(error, self._concern)
         if sentence is not None:
             raise click.ClickException(sentence) from None
 
 
-def sentence_for(error: BaseException | None) -> str | None:
-    """What to tell the user about an error; None where it has to go its own way."""
+def sentence_for(error: BaseException | None, concern: Callable[[], Concern] | None = None) -> str | None:
+    """What to tell the user about an error; None where it has to go its own way. Arguments as above."""
     if error is None or isinstance(error, click.ClickException):
         return None
-    from pymongo.errors import PyMongoError
+    from pymongo.errors import OperationFailure, PyMongoError
 
-    from mongo_celery.bridge.operations.reach import explained
+    from mongo_celery.bridge.operations.reach import in_words
     from mongo_celery.errors import MongoCeleryError
     from mongo_celery.mongo.redaction import short, without_credentials
+    from mongo_celery.mongo.verdicts import Concern
 
     if isinstance(error, PyMongoError):
-        known = explained(error)
+        # Whatever else is raised may come from opening what the concern would name.
+        if concern is not None and isinstance(error, OperationFailure):
+            known = in_words(error, concern())
+        else:
+            known = in_words(error, Concern("what this command needs", "readWrite there"))
         if known is error:
             return f"MongoDB refused: {short(error)}. Check the URL and the server."
         error = known

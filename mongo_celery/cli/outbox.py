@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -83,11 +84,11 @@ def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | 
     As the sweep that beat starts; both may run at once. Ends with status 1 if something could not be
     delivered.
     """
-    from mongo_celery.outbox.health import reach
+    from mongo_celery.outbox.health import concern_of, reach
 
     failed = False
     for each in _outboxes(ctx, name):
-        with one_sentence_errors():
+        with one_sentence_errors(partial(concern_of, each)):
             reach(each)
             delivery = each.sweep(older_than=older_than, limit=limit)
         failed = failed or delivery.error is not None
@@ -116,11 +117,11 @@ def dead_letters() -> None:
 @click.pass_context
 def list_letters(ctx: click.Context, limit: int, name: str | None, as_json: bool) -> None:
     """List dead letters, the oldest first."""
-    from mongo_celery.outbox.health import reach
+    from mongo_celery.outbox.health import concern_of, reach
     from mongo_celery.outbox.replay import letters
 
     for each in _outboxes(ctx, name):
-        with one_sentence_errors():
+        with one_sentence_errors(partial(concern_of, each)):
             reach(each)
             found, count = letters(each, limit), each.dead_letters.count()
         if as_json:
@@ -181,8 +182,9 @@ def _replay(chosen: Outbox, letter_id: str, without_document: bool, as_json: boo
 
     from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
     from mongo_celery.outbox import replay as letters
+    from mongo_celery.outbox.health import concern_of
 
-    with one_sentence_errors():
+    with one_sentence_errors(partial(concern_of, chosen)):
         try:
             done = letters.replay(chosen, letter_id, without_document=without_document)
         except (CommandRefusedError, OutboxRefusedError) as error:
@@ -211,6 +213,7 @@ def _replay(chosen: Outbox, letter_id: str, without_document: bool, as_json: boo
 def discard(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
     """Throw one dead letter away. Its task or event will never be published."""
     from mongo_celery.outbox import replay as letters
+    from mongo_celery.outbox.health import concern_of
 
     chosen, letter = _find(_outboxes(ctx, name), id)
     # It goes to standard error: it may be the only trace of the task.
@@ -219,7 +222,7 @@ def discard(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: b
     click.echo(f"  failed with {letter.error}", err=True)
     if not yes:
         click.confirm("Throw this dead letter away?", abort=True, err=True)
-    with one_sentence_errors():
+    with one_sentence_errors(partial(concern_of, chosen)):
         gone = letters.discard(chosen, id)
     if as_json:
         click.echo(json.dumps({"outbox": chosen.name, "id": id, "discarded": gone}))
@@ -238,26 +241,26 @@ def _outboxes(ctx: click.Context, name: str | None) -> list[Outbox]:
 
 def _find(outboxes: Sequence[Outbox], id: str) -> tuple[Outbox, Letter]:  # noqa: A002
     """A letter and its outbox."""
-    from mongo_celery.outbox.health import reach
+    from mongo_celery.outbox.health import concern_of, reach
     from mongo_celery.outbox.replay import letter
 
-    with one_sentence_errors():
-        for each in outboxes:
+    for each in outboxes:
+        with one_sentence_errors(partial(concern_of, each)):
             reach(each)
             found = letter(each, id)
-            if found is not None:
-                return each, found
+        if found is not None:
+            return each, found
     names = ", ".join(each.name for each in outboxes)
     raise click.ClickException(f"there is no dead letter {id!r} in {names}; see `outbox dead-letters list`.")
 
 
 def _all_letters(outboxes: Sequence[Outbox]) -> list[tuple[Outbox, str]]:
-    from mongo_celery.outbox.health import reach
+    from mongo_celery.outbox.health import concern_of, reach
     from mongo_celery.outbox.replay import letters
 
     found = []
-    with one_sentence_errors():
-        for each in outboxes:
+    for each in outboxes:
+        with one_sentence_errors(partial(concern_of, each)):
             reach(each)
             found += [(each, letter.id) for letter in letters(each, 0)]
     return found

@@ -49,7 +49,7 @@ def list_transactions(
     """List transactions, the one with the oldest step first. Without --state: all that are not final."""
     wanted = list(states) or ["initial", "pending", "applied", "canceling"]
     chosen = _coordinator(ctx, name)
-    with one_sentence_errors():
+    with one_sentence_errors(lambda: chosen.log.concern):
         found = list(chosen.log.find(wanted, older_than, limit))
     if as_json:
         for document in found:
@@ -71,7 +71,7 @@ def list_transactions(
 def show(ctx: click.Context, id: str, name: str | None) -> None:  # noqa: A002
     """Show one transaction as it is stored, in Extended JSON."""
     chosen = _coordinator(ctx, name)
-    with one_sentence_errors():
+    with one_sentence_errors(lambda: chosen.log.concern):
         click.echo(_json(_find(chosen, id), indent=2))
 
 
@@ -91,7 +91,7 @@ def recover(
     As the recovery that beat starts; any number may run at once. Ends with status 1 if one could not be finished.
     """
     chosen = _coordinator(ctx, name)
-    with one_sentence_errors():
+    with one_sentence_errors(lambda: chosen.log.concern):
         report = chosen.recover(older_than, all=anybodys, limit=limit)
     for each in report:
         if as_json:
@@ -122,12 +122,12 @@ def cancel(
 ) -> None:
     """Roll a transaction back that is not applied yet."""
     chosen = _coordinator(ctx, name)
-    with one_sentence_errors():
+    with one_sentence_errors(lambda: chosen.log.concern):
         document = _find(chosen, id)
     if not yes:
         click.echo(_json(document), err=True)
         click.confirm("Roll this transaction back?", abort=True, err=True)
-    with one_sentence_errors():
+    with one_sentence_errors(lambda: chosen.log.concern):
         after = chosen.cancel(document["_id"], reason, all=anybodys)
     plain = {"id": after.id, "state": str(after.state), "reason": after.reason}
     click.echo(_json(plain) if as_json else f"{_text(after.id)}: {after.state}")

@@ -34,10 +34,9 @@ from pymongo.errors import OperationFailure
 from mongo_celery.arguments import Duration, not_negative
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
 from mongo_celery.mongo.attempts import Place, note_locked, waits_of
-from mongo_celery.mongo.verdicts import explained
+from mongo_celery.mongo.verdicts import Code, standalone_refused
 
 Document = dict[str, Any]
-_WRITE_CONFLICT = 112
 
 
 def select_for_update(
@@ -140,7 +139,7 @@ def select_many_for_update(
         raise ConfigurationError(f"limit={limit!r} must be 0 for all, or a positive whole number.")
     call = waits_of(session).next_call()
     by_id = [("_id", 1)]
-    with explained():
+    with standalone_refused():
         wanted = _ids(collection, filter, session, sort=by_id if sort is None else sort, limit=limit)
         # The server's own order: values of several types cannot be compared here.
         ordered = wanted if sort is None else _ids(collection, {"_id": {"$in": wanted}}, session, sort=by_id)
@@ -174,7 +173,7 @@ def _lock(
 ) -> Any:
     waits = waits_of(session)
     try:
-        with explained():
+        with standalone_refused():
             found = collection.find_one_and_update(
                 filter_,
                 update,
@@ -185,7 +184,7 @@ def _lock(
             )
     except BaseException as error:
         waits.failed()
-        if not isinstance(error, OperationFailure) or error.code != _WRITE_CONFLICT or bound is None:
+        if not isinstance(error, OperationFailure) or error.code != Code.WriteConflict or bound is None:
             raise
         if bound and waits.conflicted(place) < bound:
             raise

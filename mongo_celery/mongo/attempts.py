@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +13,11 @@ from weakref import WeakKeyDictionary
 from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import DocumentLockedError
+from mongo_celery.mongo.repeating import Pauses
 
 logger = logging.getLogger("mongo_celery.locking")
 
-_FIRST_PAUSE = 0.005
-_GROWTH = 1.5
-_LONGEST_PAUSE = 0.5
-_STEPS_MAX = 20  # the longest pause is reached after twelve; the power of a large number would overflow
+_PAUSES = Pauses(first=0.005, longest=0.5, growth=1.5, jitter=1.0)
 
 _REPETITION_SECONDS = 1.0
 """A driver's attempt that conflicts later than this after the one before is taken for another transaction's."""
@@ -106,9 +103,8 @@ class Attempts:
 
         Source: MongoDB specifications, "Convenient API for Transactions", backoff of `withTransaction`.
         """
-        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * _GROWTH ** min(self.count, _STEPS_MAX))
         self.count += 1
-        return random.random() * pause  # noqa: S311 - jitter, no secret
+        return _PAUSES.nth(self.count - 1)
 
     def run_callbacks(self) -> None:
         """Run what waits for the commit, each once; what fails is logged and stops nothing."""

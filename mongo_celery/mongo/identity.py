@@ -1,18 +1,116 @@
-"""One BSON value for all that MongoDB compares equal: `_id: 1` and `_id: 1.0` are the same document."""
+"""
+When two values are one `_id`, and which `_id` a filter demands.
+
+Three questions, each with its answer here:
+
+=====================  ========================================================================================
+are they one `_id`?    `id_key`: equal keys exactly where MongoDB holds the values equal, as far as no collation
+                       of the collection says more
+do they hash alike?    `canonical`: what MongoDB holds equal is one BSON value. Not the other way round: two
+                       decimals may share a float, so it is good for a partition and not for an identity
+are they written       `same_bson`: the same types and bytes, of what must come back as it was
+alike?
+=====================  ========================================================================================
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Hashable, Mapping
 from decimal import Decimal
 from typing import Any
 
 import bson
+from bson.binary import UuidRepresentation
+from bson.code import Code
+from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.decimal128 import Decimal128
+from bson.raw_bson import RawBSONDocument
+from bson.regex import Regex
+
+NO_ID = object()
+"""No `_id` is demanded; `None` may be somebody's."""
+
+_COMPARED: CodecOptions[Any] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
+_STORED: CodecOptions[Any] = CodecOptions(
+    document_class=RawBSONDocument,  # fields in their order, and a DBRef as the document that it is
+    uuid_representation=UuidRepresentation.UNSPECIFIED,
+    datetime_conversion=DatetimeConversion.DATETIME_MS,
+)
+_PLAIN = {str, int, bson.ObjectId}
+"""What every codec sends as it is."""
+
+
+# ---------------------------------------------------------------- one `_id`?
+
+
+def id_key(value: Any, codec: CodecOptions[Any]) -> Hashable:
+    """
+    A key of an `_id`: two are equal exactly where the server takes their values for one `_id`.
+
+    So 1, 1.0 and `Decimal128("1.0")` are one, in documents and arrays too; documents with the same fields in another
+    order are two, and so are 0.1 and `Decimal128("0.1")`. A collection whose collation makes more strings equal
+    has to be asked.
+
+    Args:
+        value: as users write it or as it was read.
+        codec: of the collection, with which it is sent.
+
+    Raises:
+        OverflowError, InvalidDocument: BSON cannot hold it.
+    """
+    if type(value) in _PLAIN:
+        return _key(value)
+    return _key(bson.decode(bson.encode({"": value}, codec_options=codec), codec_options=_STORED)[""])
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, str | bson.ObjectId) and not isinstance(value, Code):
+        return value
+    if isinstance(value, Decimal128):
+        value = value.to_decimal()
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        # Python compares numbers of all kinds by their exact value, as the server does, all but this one.
+        is_nan = value.is_nan() if isinstance(value, Decimal) else math.isnan(value)
+        return "number", "NaN" if is_nan else value
+    if isinstance(value, RawBSONDocument):
+        return "document", *((name, _key(item)) for name, item in value.items())
+    if isinstance(value, list):
+        return "array", *map(_key, value)
+    if isinstance(value, Code) and value.scope is not None:
+        return "code", bytes(value, "utf-8"), _key(value.scope)
+    return bson.encode({"": value}, codec_options=_STORED)
+
+
+def same_bson(one: Any, other: Any) -> bool:
+    """Whether two values are the same in BSON: 1 and True are not, nor are 1 and 1.0."""
+    return bson.encode({"": one}, codec_options=_COMPARED) == bson.encode({"": other}, codec_options=_COMPARED)
+
+
+# ---------------------------------------------------------------- which `_id`?
+
+
+def demanded_id(filter: Mapping[str, Any]) -> Any:  # noqa: A002 - PyMongo's word
+    """The `_id` that a filter demands by equality, or `NO_ID`."""
+    wanted = filter.get("_id", NO_ID)
+    if isinstance(wanted, re.Pattern | Regex):
+        return NO_ID
+    if isinstance(wanted, Mapping) and any(str(name).startswith("$") for name in wanted):
+        return wanted["$eq"] if set(wanted) == {"$eq"} else NO_ID
+    return wanted
+
+
+# ---------------------------------------------------------------- one hash
 
 
 def canonical(value: Any) -> Any:  # noqa: PLR0911 - one answer for each kind of value
-    """Numbers that MongoDB compares equal become one BSON value; documents and arrays by their members."""
+    """
+    One BSON value for all that MongoDB compares equal, documents and arrays by their members.
+
+    Distinct decimals may share a float and so a partition; equal numbers never part. Partitions hash by it, so what
+    it gives cannot change.
+    """
     if isinstance(value, bool) or value is None or isinstance(value, (str, bson.ObjectId)):
         return value
     if isinstance(value, Decimal128):
@@ -29,7 +127,6 @@ def canonical(value: Any) -> Any:  # noqa: PLR0911 - one answer for each kind of
 
 
 def _canonical_decimal(value: Decimal128) -> Any:
-    """Distinct decimals may share a float and so a partition; equal numbers never part."""
     number = value.to_decimal()
     if number.is_nan():
         return math.nan

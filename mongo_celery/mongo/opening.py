@@ -1,4 +1,66 @@
-"""How collections are opened."""
+"""How collections are opened, whatever their owner or the URL has set, and whether a server answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pymongo
+from bson.codec_options import CodecOptions
+from pymongo import MongoClient, ReadPreference, WriteConcern
+from pymongo.collection import Collection
+from pymongo.database import Database
+from pymongo.read_concern import ReadConcern
 
 DEFAULT_DATABASE = "mongo_celery"
 """Where state is kept unless an option says otherwise."""
+
+ANSWER_SECONDS = 4.0
+"""How long a command waits for the first answer of a server."""
+
+Source = Collection[Any] | Callable[[], Collection[Any]]
+"""A collection, or what returns it: prefork workers make their clients after the fork."""
+
+Opened = TypeVar("Opened", Collection[Any], Database[Any])
+
+
+def collection_of(source: Source) -> Collection[Any]:
+    """The collection itself, or what the callable returns now; ask through `PerProcess` to ask once a process."""
+    # A Collection is callable, only to say that it is not.
+    return source if isinstance(source, Collection) else source()
+
+
+def strict(target: Opened, types: CodecOptions[Any] | None = None) -> Opened:
+    """
+    The same collection or database with majority writes and majority reads from the primary.
+
+    What its owner or the URL has set is meant for other purposes; what a fail-over could take back would give one
+    right to two holders.
+
+    Args:
+        target: as it was given.
+        types: what documents decode to; by default as it is.
+    """
+    return target.with_options(
+        codec_options=types,
+        write_concern=WriteConcern("majority"),
+        read_concern=ReadConcern("majority"),
+        read_preference=ReadPreference.PRIMARY,
+    )
+
+
+def plain_types(collection: Collection[Any], **options: Any) -> CodecOptions[dict[str, Any]]:
+    """Plain dicts and times with a zone, whatever a collection decodes to; its UUIDs stay as they are."""
+    given = collection.codec_options.uuid_representation
+    return CodecOptions(tz_aware=True, uuid_representation=given, **options)
+
+
+def ping(client: MongoClient[Any]) -> None:
+    """
+    Have the primary answer once, within `ANSWER_SECONDS`.
+
+    Raises:
+        PyMongoError: it did not.
+    """
+    with pymongo.timeout(ANSWER_SECONDS):
+        client.admin.command("ping")

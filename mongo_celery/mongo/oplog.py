@@ -1,4 +1,8 @@
-"""The oplog and the cluster's logical clock, as a client can read them."""
+"""
+The oplog and the cluster's logical clock, as a client can read them: where a change stream can begin.
+
+`operation_time` is now, `read_oplog` how far back a stream reaches, `time_of_token` where a position lies between.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 
 from mongo_celery.errors import AccessError, DeploymentError, TopologyError
+from mongo_celery.mongo.verdicts import Verdict, verdict_on
 
-_UNAUTHORIZED = 13
+_TIME_BYTES = 9
+_TIMESTAMP_TYPE = 0x82
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +47,24 @@ def last_operation_time(client: MongoClient[dict[str, Any]]) -> Timestamp | None
     return None if time is None else Timestamp(time.time, time.inc)
 
 
-def check_topology(client: MongoClient[dict[str, Any]]) -> None:
-    """Raise TopologyError unless the client talks to a replica set or a sharded cluster."""
-    hello = client.admin.command("hello")
-    if hello.get("msg") != "isdbgrid" and "setName" not in hello:
-        raise TopologyError
-
-
 def operation_time(client: MongoClient[dict[str, Any]]) -> Timestamp:
-    """The cluster time of the last operation that the primary has applied."""
+    """
+    As `last_operation_time`, where there must be one.
+
+    Raises:
+        TopologyError: on a standalone server.
+    """
     time = last_operation_time(client)
     if time is None:
         raise TopologyError
     return time
+
+
+def check_topology(client: MongoClient[dict[str, Any]]) -> None:
+    """Raise `TopologyError` unless the client talks to a replica set or a sharded cluster."""
+    hello = client.admin.command("hello")
+    if hello.get("msg") != "isdbgrid" and "setName" not in hello:
+        raise TopologyError
 
 
 def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:
@@ -62,13 +73,14 @@ def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:
 
     Raises:
         AccessError: without the right to read it; the message names the right and the alternatives.
+        DeploymentError: there is none, as behind a mongos.
     """
     oplog = client.get_database("local")["oplog.rs"]
     try:
         first = oplog.find_one({}, {"ts": 1}, sort=[("$natural", 1)])
         last = oplog.find_one({}, {"ts": 1}, sort=[("$natural", -1)])
     except OperationFailure as error:
-        if error.code == _UNAUTHORIZED:
+        if verdict_on(error) is Verdict.ACCESS:
             raise AccessError(
                 "The MongoDB user may not read the oplog, which start_from='oldest' needs: grant the action find on "
                 "{db: 'local', collection: 'oplog.rs'}, or set start_from to 'now' or to a time.",
@@ -96,7 +108,3 @@ def time_of_token(token: Mapping[str, Any], fallback: Timestamp | None) -> Times
     if len(raw) != _TIME_BYTES or raw[0] != _TIMESTAMP_TYPE:
         return fallback
     return Timestamp(int.from_bytes(raw[1:5], "big"), int.from_bytes(raw[5:9], "big"))
-
-
-_TIME_BYTES = 9
-_TIMESTAMP_TYPE = 0x82

@@ -8,6 +8,9 @@ import re
 _USER_INFO = re.compile(r"(://)?[^\s\"'(]*@")
 """Also the pieces into which drivers cut a URL whose password is not escaped."""
 
+_COMMAND = re.compile(r"(to execute command \{ \w+: [^,]*),.*", re.DOTALL)
+"""What a server without a right repeats of a command: whole documents, and its signature."""
+
 _TAILS = (" (configured timeouts:", ", Timeout:", ", full error:")
 
 
@@ -21,7 +24,7 @@ def short(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     for tail in _TAILS:
         text = text.split(tail, 1)[0]
-    return without_credentials(text.rstrip("."))
+    return without_credentials(_COMMAND.sub(r"\1, ... }", text).rstrip("."))
 
 
 def keep_commands_out_of_logs() -> None:

@@ -1,49 +1,97 @@
 """
-The three writes of every change (claim, handled, commit) as plain commands.
+Guarded writes and reads on one collection, each within a time.
 
-The driver's own retries are left out on purpose. Each of these writes is either harmless to repeat or ended
-by its owner when its answer was lost, so callers repeat it themselves; the server's bookkeeping for
-retryable writes (a session record for each, and for a find-and-modify a copy of the document) would be
-paid for every change and used for none.
+A right that is held for a time must not be used later than it allows, so a call that concerns one may not wait for
+a server for as long as the driver would.
+
+The three writes of every change (claim, handled, commit) are `unretried`: plain commands, without the driver's own
+retries. Each of them is either harmless to repeat or ended by its owner when its answer was lost, so callers repeat
+it themselves; the server's bookkeeping for retryable writes (a session record for each, and for a find-and-modify a
+copy of the document) would be paid for every change and used for none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pymongo
+from pymongo import ReturnDocument
 from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
-Change = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Update = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 MAJORITY: Mapping[str, Any] = {"w": "majority"}
 ACKNOWLEDGED: Mapping[str, Any] = {"w": 1}
 
 
-class Commands:
+def call_timeout(ttl: float) -> float:
+    """Hard limit in seconds of one MongoDB call that must not outlive a right of `ttl` seconds."""
+    return ttl * 0.3
+
+
+class Table:
     """
-    Single-document writes on one collection.
+    One collection whose every call ends within a time, by an answer or a `PyMongoError`.
 
     Args:
-        collection: where.
+        collection: where, with the concerns that hold for all calls.
         timeout: hard limit of each call in seconds.
     """
 
     def __init__(self, collection: Collection[dict[str, Any]], timeout: float) -> None:
-        self._database = collection.database
-        self._name = collection.name
-        self._timeout = timeout
+        self.collection = collection
+        self.timeout = timeout
 
-    def update(self, guard: Mapping[str, Any], change: Change, concern: Mapping[str, Any] = MAJORITY) -> bool:
+    def limit(self) -> AbstractContextManager[Any]:
+        """The limit of one call for all that is called inside."""
+        return pymongo.timeout(self.timeout)
+
+    def find_one(self, query: Mapping[str, Any], fields: Any = None, **options: Any) -> dict[str, Any] | None:
+        """One document, or None."""
+        with self.limit():
+            return self.collection.find_one(query, fields, **options)
+
+    def find(self, query: Mapping[str, Any], fields: Any = None) -> list[dict[str, Any]]:
+        """All documents; reading them to the end counts."""
+        with self.limit():
+            return list(self.collection.find(query, fields))
+
+    def aggregate(self, stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """All rows."""
+        with self.limit():
+            return list(self.collection.aggregate(stages))
+
+    def update(self, guard: Mapping[str, Any], change: Update, *, upsert: bool = False) -> bool:
         """Update the document that the guard names; False when none matched."""
-        command = {"update": self._name, "updates": [{"q": guard, "u": change}], "writeConcern": concern}
-        return bool(self._run(command)["n"])
+        with self.limit():
+            return self.collection.update_one(guard, change, upsert=upsert).matched_count == 1
 
-    def find_and_update(self, guard: Mapping[str, Any], change: Change, fields: Mapping[str, Any]) -> Any:
-        """Update the document that the guard names by a majority write, and return it as it is then, or None."""
+    def update_all(self, guard: Mapping[str, Any], change: Update) -> None:
+        """Update every document that the guard names."""
+        with self.limit():
+            self.collection.update_many(guard, change)
+
+    def find_and_update(self, guard: Mapping[str, Any], change: Update) -> dict[str, Any] | None:
+        """Update the document that the guard names, and return it as it is then, or None."""
+        with self.limit():
+            return self.collection.find_one_and_update(guard, change, return_document=ReturnDocument.AFTER)
+
+    def delete_all(self, guard: Mapping[str, Any]) -> None:
+        """Delete every document that the guard names."""
+        with self.limit():
+            self.collection.delete_many(guard)
+
+    def update_unretried(self, guard: Mapping[str, Any], change: Update, concern: Mapping[str, Any] = MAJORITY) -> bool:
+        """As `update`, by a plain command; the collection's own write concern does not count."""
+        updates = [{"q": guard, "u": change}]
+        return bool(self._run({"update": self.collection.name, "updates": updates, "writeConcern": concern})["n"])
+
+    def find_and_update_unretried(self, guard: Mapping[str, Any], change: Update, fields: Mapping[str, Any]) -> Any:
+        """As `find_and_update`, by a plain command and a majority write; only some fields are returned."""
         command = {
-            "findAndModify": self._name,
+            "findAndModify": self.collection.name,
             "query": guard,
             "update": change,
             "new": True,
@@ -53,14 +101,9 @@ class Commands:
         return self._run(command)["value"]
 
     def _run(self, command: Mapping[str, Any]) -> Mapping[str, Any]:
-        with pymongo.timeout(self._timeout):
-            answer: dict[str, Any] = self._database.command(dict(command))
+        with self.limit():
+            answer: dict[str, Any] = self.collection.database.command(dict(command))
         failures = [*answer.get("writeErrors", ()), *filter(None, [answer.get("writeConcernError")])]
         if failures:  # a write concern that failed leaves the outcome open
             raise OperationFailure(failures[0].get("errmsg", "write failed"), failures[0].get("code"), answer)
         return answer
-
-
-def call_timeout(ttl: float) -> float:
-    """Hard limit in seconds of one MongoDB call that must not outlive a right of `ttl` seconds."""
-    return ttl * 0.3

@@ -40,7 +40,7 @@ from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.mongo.attempts import Attempts, attempts_of, remembered
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import explain, explained
+from mongo_celery.mongo.verdicts import Code, refuse_standalone, standalone_refused
 
 Client = MongoClient[Any] | Callable[[], MongoClient[Any]]
 Result = TypeVar("Result")
@@ -50,7 +50,6 @@ TIMEOUT = 120.0
 
 _TRANSIENT = "TransientTransactionError"
 _UNKNOWN_RESULT = "UnknownTransactionCommitResult"
-_MAX_TIME_EXPIRED = 50
 _ABORT_SECONDS = 2.0
 _ROUND_TRIP = 0.25
 """Seconds before the deadline from which on a call that timed out did so because of the deadline."""
@@ -199,7 +198,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         with stack:
             if error is not None:
                 _abort(session)
-                explain(error)
+                refuse_standalone(error)
                 _raise_locked(attempts, error)
                 return
             if session.in_transaction:
@@ -223,7 +222,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
             attempts.begin()
             session.start_transaction(**self._options)
             try:
-                with explained():
+                with standalone_refused():
                     result = body(session)
             except BaseException as error:
                 _abort(session)
@@ -284,7 +283,7 @@ def _commit(session: ClientSession, attempts: Attempts) -> None:
         except PyMongoError as error:
             if not _has_label(error, _UNKNOWN_RESULT):
                 raise
-            if getattr(error, "code", None) == _MAX_TIME_EXPIRED:  # only the deadline limits a commit
+            if getattr(error, "code", None) == Code.MaxTimeMSExpired:  # only the deadline limits a commit
                 raise _timed_out(attempts, error, "unknown") from error
             _pause(attempts, error, "unknown")
         else:

@@ -1,184 +1,244 @@
 """
-What to do about an error of the change stream.
+What an error of the server or the driver means: one verdict each, and the sentence for what a person has to cure.
 
-The driver resumes once, and only for some errors. The listener recovers from more: everything that is
-not known to be final reopens the stream from the right token, with growing pauses, for as long as the
-lease is held. Unknown errors reopen too, but only so many times in a row.
-
-Code numbers are those of MongoDB's `error_codes.yml`; 136 comes without any label when the oplog passes
-a cursor that is open.
+A verdict says what is the matter, not what to do: a call repeats what is transient (`repeating`), a change stream
+has reactions of its own (`bridge.stream.reactions`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
+from dataclasses import dataclass
+from enum import Enum, IntEnum
 
-from pymongo.errors import (
-    ConfigurationError as ClientConfigurationError,
-)
-from pymongo.errors import (
-    ConnectionFailure,
-    InvalidOperation,
-    OperationFailure,
-    PyMongoError,
-    WTimeoutError,
-)
+from pymongo.errors import ConnectionFailure, DocumentTooLarge, DuplicateKeyError, OperationFailure, PyMongoError
 
-from mongo_celery.errors import (
-    AccessError,
-    DeploymentError,
-    HistoryLostError,
-    MongoCeleryError,
-    StreamRefusedError,
-    TopologyError,
-    UnreadableEventError,
-)
-
-UNKNOWN_LIMIT = 5
-"""How often in a row an error of unknown kind reopens the stream before it counts as final."""
+from mongo_celery.errors import AccessError, DeploymentError, TopologyError
+from mongo_celery.mongo.redaction import short
 
 
-class Reaction(Enum):
-    """What an error asks for."""
+class Code(IntEnum):
+    """
+    The server's codes that mean something to us, by the server's names.
 
-    REOPEN = "reopen"
-    REOPEN_BY_TIME = "reopen by time"
-    UNKNOWN = "unknown"
-    HISTORY_LOST = "history lost"
-    REFUSED = "refused"
-    TOPOLOGY = "topology"
-    ACCESS = "access"
-    UNREADABLE = "unreadable"
+    They are those of `error_codes.yml`. An assertion that has no name of its own is called after its number, as in
+    the server's `codeName`.
+    """
+
+    BadValue = 2
+    HostUnreachable = 6
+    HostNotFound = 7
+    FailedToParse = 9
+    Unauthorized = 13
+    TypeMismatch = 14
+    Overflow = 15
+    ProtocolError = 17
+    AuthenticationFailed = 18
+    IllegalOperation = 20
+    CursorNotFound = 43
+    NoMatchingDocument = 47
+    MaxTimeMSExpired = 50
+    StaleShardVersion = 63
+    InvalidOptions = 72
+    InvalidNamespace = 73
+    NetworkTimeout = 89
+    ShutdownInProgress = 91
+    WriteConflict = 112
+    FailedToSatisfyReadPreference = 133
+    ReadConcernMajorityNotAvailableYet = 134
+    CappedPositionLost = 136
+    StaleEpoch = 150
+    InvalidPipelineOperator = 168
+    QueryPlanKilled = 175
+    PrimarySteppedDown = 189
+    NoShardingEnabled = 193
+    KeyNotFound = 211
+    ElectionInProgress = 216
+    RetryChangeStream = 234
+    CursorKilled = 237
+    ProducerConsumerQueueEndClosed = 248
+    InvalidResumeToken = 260
+    ExceededTimeLimit = 262
+    OperationNotSupportedInTransaction = 263
+    ChangeStreamFatalError = 280
+    ChangeStreamHistoryLost = 286
+    ChangeStreamInvalidated = 346
+    TemporarilyUnavailable = 365
+    ConnectionError = 384
+    AtlasError = 8000
+    SocketException = 9001
+    NotWritablePrimary = 10107
+    BSONObjectTooLarge = 10334
+    DuplicateKey = 11000
+    InterruptedAtShutdown = 11600
+    Interrupted = 11601
+    InterruptedDueToReplStateChange = 11602
+    StaleConfig = 13388
+    NotPrimaryNoSecondaryOk = 13435
+    NotPrimaryOrSecondary = 13436
+    Location17419 = 17419  # the document after an update is larger than 16 MB
+    Location17420 = 17420  # the same, of a replacement
+    Location40324 = 40324  # no such stage
+    Location40415 = 40415  # no such field of an option
+    Location40573 = 40573  # $changeStream needs a replica set
+    Location40647 = 40647
+    Location50811 = 50811
+    Location51058 = 51058
+    Location51075 = 51075
+    Location51144 = 51144  # $$CLUSTER_TIME is not available: a set with authentication still makes its keys
 
 
-_HISTORY = {136, 260, 286}  # CappedPositionLost, InvalidResumeToken, ChangeStreamHistoryLost
-_FATAL_TOKEN = 280  # ChangeStreamFatalError: token not found, also of a stream with another pipeline
-_TOPOLOGY = {40573, 20}  # $changeStream needs a replica set; IllegalOperation
-_ACCESS = {13, 18, 8000}  # Unauthorized, AuthenticationFailed, Atlas' own
-_UNREADABLE = {10334, 47, 51075}  # BSONObjectTooLarge, NoMatchingDocument (a required image)
-_REFUSED = {2, 9, 14, 15, 17, 72, 73, 168, 193, 40324, 40415, 40647, 50811, 51058}
-_REOPEN = {
-    6, 7, 43, 50, 63, 89, 91, 112, 133, 134, 150, 189, 216, 234, 237, 262, 9001, 10107, 11600, 11601, 11602,
-    13388, 13435, 13436, 175, 211, 248, 346, 365, 384,
-    51144,  # $$CLUSTER_TIME is not available: a set with authentication that is still making its keys
+class Verdict(Enum):
+    """What is the matter."""
+
+    TRANSIENT = "the same call may succeed when it is made again"
+    LOGIN = "the login was refused"
+    ACCESS = "a right is missing"
+    TOPOLOGY = "not on this kind of server"
+    HISTORY_LOST = "the oplog no longer reaches back"
+    TOKEN_NOT_FOUND = "a resume token was not found"  # noqa: S105 - a verdict
+    TOO_LARGE = "a document would be larger than 16 MB"
+    IMAGE_MISSING = "a required image of a changed document is missing"
+    DUPLICATE_KEY = "a unique index has the key already"
+    REFUSED = "the command or its pipeline is wrong"
+    UNKNOWN = "nobody has met it yet"
+
+
+CODES: dict[Verdict, frozenset[Code]] = {
+    Verdict.TRANSIENT: frozenset({
+        Code.HostUnreachable, Code.HostNotFound, Code.CursorNotFound, Code.MaxTimeMSExpired, Code.StaleShardVersion,
+        Code.NetworkTimeout, Code.ShutdownInProgress, Code.WriteConflict, Code.FailedToSatisfyReadPreference,
+        Code.ReadConcernMajorityNotAvailableYet, Code.StaleEpoch, Code.QueryPlanKilled, Code.PrimarySteppedDown,
+        Code.KeyNotFound, Code.ElectionInProgress, Code.RetryChangeStream, Code.CursorKilled,
+        Code.ProducerConsumerQueueEndClosed, Code.ExceededTimeLimit, Code.ChangeStreamInvalidated,
+        Code.TemporarilyUnavailable, Code.ConnectionError, Code.SocketException, Code.NotWritablePrimary,
+        Code.InterruptedAtShutdown, Code.Interrupted, Code.InterruptedDueToReplStateChange, Code.StaleConfig,
+        Code.NotPrimaryNoSecondaryOk, Code.NotPrimaryOrSecondary, Code.Location51144,
+    }),
+    Verdict.LOGIN: frozenset({Code.AuthenticationFailed, Code.AtlasError}),
+    Verdict.ACCESS: frozenset({Code.Unauthorized}),
+    Verdict.TOPOLOGY: frozenset({Code.IllegalOperation, Code.Location40573}),
+    # 136 comes without any label when the oplog passes a cursor that is open.
+    Verdict.HISTORY_LOST: frozenset({
+        Code.CappedPositionLost, Code.InvalidResumeToken, Code.ChangeStreamHistoryLost,
+    }),
+    Verdict.TOKEN_NOT_FOUND: frozenset({Code.ChangeStreamFatalError}),  # also of a stream with another pipeline
+    Verdict.TOO_LARGE: frozenset({Code.BSONObjectTooLarge, Code.Location17419, Code.Location17420}),
+    Verdict.IMAGE_MISSING: frozenset({Code.NoMatchingDocument, Code.Location51075}),
+    Verdict.DUPLICATE_KEY: frozenset({Code.DuplicateKey}),
+    Verdict.REFUSED: frozenset({
+        Code.BadValue, Code.FailedToParse, Code.TypeMismatch, Code.Overflow, Code.ProtocolError, Code.InvalidOptions,
+        Code.InvalidNamespace, Code.InvalidPipelineOperator, Code.NoShardingEnabled, Code.Location40324,
+        Code.Location40415, Code.Location40647, Code.Location50811, Code.Location51058,
+    }),
 }  # fmt: skip
-_FIRST_LOCATION = 10_000  # assertions in the aggregation parser have numbers of this size
+"""Each code has one verdict at most; one without a verdict has a meaning only where it is asked for by name."""
 
-
-def reaction_to(error: BaseException, *, opening: bool) -> Reaction:
-    """
-    Classify an error.
-
-    Args:
-        error: what PyMongo raised.
-        opening: whether the stream was being opened; then a parser's assertion is final.
-    """
-    if isinstance(error, OperationFailure) and not isinstance(error, WTimeoutError):
-        return _by_code(error, opening=opening)
-    if isinstance(error, InvalidOperation) and "resume token" in str(error):
-        return Reaction.REFUSED
-    if isinstance(error, ClientConfigurationError):
-        return Reaction.REFUSED
-    if isinstance(error, ConnectionFailure):
-        return Reaction.REOPEN
-    return Reaction.UNKNOWN
-
-
-def _by_code(error: OperationFailure, *, opening: bool) -> Reaction:
-    code = error.code or 0
-    for codes, reaction in (
-        (_HISTORY, Reaction.HISTORY_LOST),
-        ({_FATAL_TOKEN}, Reaction.REOPEN_BY_TIME),
-        (_TOPOLOGY, Reaction.TOPOLOGY),
-        (_ACCESS, Reaction.ACCESS),
-        (_UNREADABLE, Reaction.UNREADABLE),
-        (_REOPEN, Reaction.REOPEN),
-        (_REFUSED, Reaction.REFUSED),
-    ):
-        if code in codes:
-            return _without_token(error) if reaction is Reaction.REOPEN_BY_TIME else reaction
-    if error.has_error_label("ResumableChangeStreamError"):
-        return Reaction.REOPEN
-    if error.has_error_label("NonResumableChangeStreamError"):
-        return Reaction.HISTORY_LOST
-    return Reaction.REFUSED if opening and code >= _FIRST_LOCATION else Reaction.UNKNOWN
-
-
-def _without_token(error: OperationFailure) -> Reaction:
-    """Code 280 also says that the pipeline removed or changed `_id`; that is the pipeline's fault."""
-    text = str(error)
-    return Reaction.REFUSED if "_id" in text and "modif" in text else Reaction.REOPEN_BY_TIME
-
-
-_ERRORS: dict[Reaction, type[MongoCeleryError]] = {
-    Reaction.HISTORY_LOST: HistoryLostError,
-    Reaction.REOPEN_BY_TIME: HistoryLostError,
-    Reaction.REFUSED: StreamRefusedError,
-    Reaction.UNKNOWN: StreamRefusedError,
-    Reaction.TOPOLOGY: TopologyError,
-    Reaction.ACCESS: AccessError,
-    Reaction.UNREADABLE: UnreadableEventError,
-}
-
-
-def final_error(reaction: Reaction, error: BaseException, scope: str) -> MongoCeleryError:
-    """The error of ours for a final reaction: our sentence, then the server's."""
-    kind = _ERRORS[reaction]
-    if kind is AccessError:
-        sentence = (
-            f"The MongoDB user may not open a change stream on {scope}: grant the actions changeStream and find there, "
-            "or register narrower sources."
-        )
-    else:
-        sentence = " ".join((kind.__doc__ or "").split())
-    code = getattr(error, "code", None)
-    return kind(f"{sentence} The server said: {_short(error)}", code=code)
-
-
-def _short(error: BaseException) -> str:
-    text = str(error).split(", full error", 1)[0]
-    return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
-
-
+_VERDICTS: dict[int, Verdict] = {code: verdict for verdict, codes in CODES.items() for code in codes}
+_REPEAT_LABELS = ("RetryableWriteError", "TransientTransactionError")
 _MESSAGE_CHARS = 500
 
 
-def is_transient(error: PyMongoError) -> bool:
-    """Whether a call on the state database may succeed when it is made again."""
-    if isinstance(error, ConnectionFailure) or getattr(error, "timeout", False):
-        return True
-    if isinstance(error, OperationFailure):
-        return (
-            error.code in _REOPEN
-            or error.has_error_label("RetryableWriteError")
-            or error.has_error_label(
-                "TransientTransactionError",
-            )
-        )
-    return False
+def verdict_on(error: BaseException | None) -> Verdict:
+    """
+    Classify an error of PyMongo.
+
+    A code that we know counts more than a label: the labels are for what a newer server names first.
+    """
+    if isinstance(error, ConnectionFailure) or (isinstance(error, PyMongoError) and error.timeout):
+        return Verdict.TRANSIENT
+    if isinstance(error, DocumentTooLarge):
+        return Verdict.TOO_LARGE
+    if not isinstance(error, OperationFailure):
+        return Verdict.UNKNOWN
+    verdict = _VERDICTS.get(error.code or 0, Verdict.UNKNOWN)
+    if verdict is Verdict.UNKNOWN and any(map(error.has_error_label, _REPEAT_LABELS)):
+        return Verdict.TRANSIENT
+    if error.code == Code.AtlasError and _lacks_a_right(error):
+        return Verdict.ACCESS
+    return verdict
 
 
-def needs_deployment(error: PyMongoError) -> DeploymentError | None:
-    """An error of the state database that waiting cannot cure, in our words; None for all others."""
-    if isinstance(error, OperationFailure) and error.code in _ACCESS:
+def _lacks_a_right(error: OperationFailure) -> bool:
+    """Atlas gives one code to what servers of one's own tell apart as 13 and 18."""
+    text = str(error)
+    return "not allowed to do action" in text or "not authorized" in text
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a call may succeed when it is made again."""
+    return verdict_on(error) is Verdict.TRANSIENT
+
+
+def is_too_large(error: BaseException | None) -> bool:
+    """Whether a write failed because its document would be larger than 16 MB."""
+    # An insert says so with a code that has many meanings.
+    inserted = isinstance(error, OperationFailure) and error.code == Code.BadValue and "too large" in str(error)
+    return inserted or verdict_on(error) is Verdict.TOO_LARGE
+
+
+def is_duplicate_id(error: BaseException) -> bool:
+    """Whether a write failed because there is a document of its `_id`, rather than by another unique index."""
+    return isinstance(error, DuplicateKeyError) and list((error.details or {}).get("keyPattern", {})) == ["_id"]
+
+
+# -- sentences -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Concern:
+    """
+    Whom an error concerns.
+
+    Attributes:
+        subject: what the call was made on, such as `the outbox's collection shop.orders`.
+        grant: what has to be granted there, such as `find and update on shop.orders`.
+    """
+
+    subject: str
+    grant: str
+
+
+def explained(error: BaseException, concern: Concern) -> DeploymentError | None:
+    """An error that waiting cannot cure, in our words with the server's; None for all others."""
+    verdict = verdict_on(error)
+    if verdict is Verdict.LOGIN:
+        return AccessError(login_refused(error))
+    if verdict is Verdict.ACCESS:
         return AccessError(
-            f"The MongoDB user lacks a right on the state database: grant find, insert, update, remove and "
-            f"createIndex there (readWrite). The server said: {_short(error)}",
+            f"The MongoDB user lacks a right on {concern.subject}: grant {concern.grant}. "
+            f"The server said: {said(error)}",
         )
-    if isinstance(error, OperationFailure) and error.code in _TOPOLOGY:
-        return TopologyError()
+    if verdict is Verdict.TOPOLOGY and _names_a_set(error):
+        return TopologyError(
+            f"A standalone server cannot serve {concern.subject}. Start mongod with `--replSet` and run "
+            f"`rs.initiate()`; a set of one member is enough. The server said: {said(error)}",
+        )
+    if verdict is Verdict.TOPOLOGY:
+        return TopologyError(f"This deployment cannot serve {concern.subject}. The server said: {said(error)}")
     return None
 
 
-_ILLEGAL_OPERATION = 20
+def login_refused(error: BaseException) -> str:
+    """What to say of a refused login, whatever was asked for after it."""
+    return f"MongoDB refused the login; check user, password and authSource in the URL. It said: {said(error)}"
 
 
-def explain(error: BaseException) -> None:
+def said(error: BaseException) -> str:
+    """The server's words, of bounded length and without credentials."""
+    text = short(error)
+    return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
+
+
+def _names_a_set(error: BaseException) -> bool:
+    """IllegalOperation has many meanings; those of a standalone server name what they miss."""
+    return "replica set" in str(error)
+
+
+def refuse_standalone(error: BaseException) -> None:
     """Raise TopologyError if the error is a standalone server's refusal of a transaction; else do nothing."""
-    # The code alone has many meanings; only this one names a replica set and mongos.
-    if getattr(error, "code", None) == _ILLEGAL_OPERATION and "replica set member or mongos" in str(error):
+    if getattr(error, "code", None) == Code.IllegalOperation and "replica set member or mongos" in str(error):
         raise TopologyError(
             "Transactions need a replica set or a sharded cluster. Start mongod with `--replSet` and run "
             "`rs.initiate()`; a set of one member is enough.",
@@ -186,10 +246,10 @@ def explain(error: BaseException) -> None:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def standalone_refused() -> Iterator[None]:
     """Raise TopologyError where a standalone server refuses the first operation of a transaction."""
     try:
         yield
     except OperationFailure as error:
-        explain(error)
+        refuse_standalone(error)
         raise

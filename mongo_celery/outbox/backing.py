@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
-from bson.codec_options import CodecOptions
 from celery import Celery
-from pymongo import ReadPreference, WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.forking import per_process
 from mongo_celery.locking import after_commit
+from mongo_celery.mongo.identity import NO_ID
+from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import index
-from mongo_celery.outbox.change import NOT_PINNED, Written
+from mongo_celery.outbox.change import Written
 from mongo_celery.outbox.dead_letters import COLLECTION, DeadLetters
 from mongo_celery.outbox.metrics import Counters, OutboxStatus
 from mongo_celery.outbox.publisher import Publisher
@@ -29,7 +28,6 @@ from mongo_celery.outbox.writes import Writer
 
 logger = logging.getLogger("mongo_celery.outbox")
 
-Source = Collection[Any] | Callable[[], Collection[Any]]
 _SECONDS_MAX = 3600.0
 _CLAIM_SECONDS_MIN = 0.1
 _SLOW_SECONDS = 1.0
@@ -38,7 +36,7 @@ _REST_SECONDS = 5.0
 
 class Backing:
     """
-    The parts of one outbox; each is made when it is first needed.
+    The parts of one outbox; each process makes each of them when it first needs it.
 
     Args:
         app: the Celery app.
@@ -84,36 +82,27 @@ class Backing:
         self._max_attempts = max_attempts
         self._tired_until = 0.0
 
-    @cached_property
+    @per_process
     def collection(self) -> Collection[Any]:
         """The user's collection with its own types, majority writes and majority reads from the primary."""
-        # A Collection is callable, only to say that it is not.
-        source = self._source if isinstance(self._source, Collection) else self._source()
-        return source.with_options(
-            write_concern=WriteConcern("majority"),
-            read_concern=ReadConcern("majority"),
-            read_preference=ReadPreference.PRIMARY,
-        )
+        return strict(collection_of(self._source))
 
-    @cached_property
+    @per_process
     def plain(self) -> Collection[dict[str, Any]]:
         """The same with plain dicts, whatever types the user's collection decodes to."""
-        given = self.collection.codec_options
-        return self.collection.with_options(
-            codec_options=CodecOptions(tz_aware=True, uuid_representation=given.uuid_representation)
-        )
+        return strict(self.collection, plain_types(self.collection))
 
-    @cached_property
+    @per_process
     def latest(self) -> Collection[dict[str, Any]]:
         """The same, read as updates see it: also what a majority does not have yet."""
         return self.plain.with_options(read_concern=ReadConcern("local"))
 
-    @cached_property
+    @per_process
     def writer(self) -> Writer:
         """Writes changes and entries."""
         return Writer(self.collection, max_pending=self._max_pending, claim_ttl=self._claim_ttl)
 
-    @cached_property
+    @per_process
     def relay(self) -> Relay:
         """Delivers documents; the index exists afterwards."""
         index.ensure(self.collection)
@@ -129,14 +118,8 @@ class Backing:
     @property
     def dead_letters(self) -> DeadLetters:
         """What could not be published."""
-        store: Collection[dict[str, Any]] = self.plain.database.client[self._database].get_collection(
-            COLLECTION,
-            codec_options=self.plain.codec_options,
-            write_concern=WriteConcern("majority"),
-            read_concern=ReadConcern("majority"),
-            read_preference=ReadPreference.PRIMARY,
-        )
-        return DeadLetters(store, self.collection.full_name)
+        store = self.plain.database.client[self._database][COLLECTION]
+        return DeadLetters(strict(store, self.plain.codec_options), self.collection.full_name)
 
     def may_claim(self, session: ClientSession | None) -> bool:
         """Whether a write may claim its document in order to dispatch at once."""
@@ -150,7 +133,7 @@ class Backing:
     def dispatch_at_once(self, written: Written, session: ClientSession | None) -> None:
         """The fast path: whatever goes wrong, the entries are in the document, and the sweep finds them."""
         document_id = written.document_id
-        if not self.at_once or not (written.matched or written.upserted) or document_id is NOT_PINNED:
+        if not self.at_once or not (written.matched or written.upserted) or document_id is NO_ID:
             return
         if session is not None and session.in_transaction:
             after_commit(session, lambda: self.dispatch_at_once(Written(document_id, matched=True), None))

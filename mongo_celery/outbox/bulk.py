@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,10 @@ from pymongo import DeleteMany, DeleteOne, InsertOne, ReplaceOne, UpdateMany, Up
 from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
+from mongo_celery.mongo.writes import BulkRequest
 from mongo_celery.outbox import pending
-from mongo_celery.outbox.change import NOT_PINNED, id_key, pinned_id, refuse_replacement
+from mongo_celery.outbox.change import refuse_replacement
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.writes import Writer
@@ -61,61 +63,50 @@ def write_in_bulk(
     Raises:
         OutboxRefusedError: before anything was written.
     """
-    requests, known, added = [], dict[bytes, Any](), list[tuple[Any, Any, int]]()
+    requests, known, added = [], dict[Hashable, Any](), list[tuple[Any, Any, int]]()
     for write in writes:
-        document_id = _id_of(write.request)
-        entries = make_entries(write.tasks, write.events, None if document_id is _UNKNOWN else document_id)
-        requests.append(_with_entries(writer, write.request, entries, document_id))
+        facts = BulkRequest.of(write.request)
+        document_id = _id_of(write.request, facts)
+        entries = make_entries(write.tasks, write.events, None if document_id is NO_ID else document_id)
+        requests.append(_with_entries(writer, write.request, facts, entries, document_id))
         if not entries:
             continue
-        if document_id is not _UNKNOWN:
+        if document_id is not NO_ID:
             known[id_key(document_id, writer.collection.codec_options)] = document_id
         if not isinstance(write.request, InsertOne):
-            unknown = write.request._filter if document_id is _UNKNOWN else None  # noqa: SLF001
-            added.append((document_id, unknown, len(entries)))
+            added.append((document_id, facts.filter if document_id is NO_ID else None, len(entries)))
     writer.refuse_full_documents(added, session)
     return writer.collection.bulk_write(requests, ordered=ordered, session=session), list(known.values())
 
 
-_UNKNOWN = object()
-
-
-def _id_of(request: Any) -> Any:
+def _id_of(request: Any, facts: BulkRequest) -> Any:
     if isinstance(request, InsertOne):
-        return request._doc.setdefault("_id", ObjectId())  # noqa: SLF001 - PyMongo's requests show nothing in public
-    if isinstance(request, (UpdateOne, ReplaceOne)):
-        pinned = NOT_PINNED if request._collation else pinned_id(request._filter)  # noqa: SLF001
-        return _UNKNOWN if pinned is NOT_PINNED else pinned
-    return _UNKNOWN
+        return facts.document.setdefault("_id", ObjectId())
+    if isinstance(request, (UpdateOne, ReplaceOne)) and not facts.options.get("collation"):
+        return demanded_id(facts.filter)
+    return NO_ID
 
 
-def _with_entries(writer: Writer, request: Any, entries: Sequence[Entry], document_id: Any) -> Any:
+def _with_entries(writer: Writer, request: Any, facts: BulkRequest, entries: Sequence[Entry], document_id: Any) -> Any:
     if isinstance(request, (DeleteOne, DeleteMany)):
         raise OutboxRefusedError("a bulk write cannot deliver before it deletes; use the outbox's delete_one.")
-    document = request._doc  # noqa: SLF001
-    if isinstance(request, UpdateMany):
-        if request._upsert:  # noqa: SLF001
-            pending.refuse_in_filter(request._filter)  # noqa: SLF001
-        if entries:
-            raise OutboxRefusedError("UpdateMany cannot carry tasks or events: each document needs its own entries.")
-        pending.refuse_own_field(document)
-        return request
-    if isinstance(request, InsertOne):
-        pending.refuse_in_document(document)
-        return InsertOne(writer.insertion(document, entries, claim=False)[0]) if entries else request
-    if not isinstance(request, (UpdateOne, ReplaceOne)):
+    if not isinstance(request, (InsertOne, UpdateOne, UpdateMany, ReplaceOne)):
         raise OutboxRefusedError(f"{type(request).__name__} is no request of a bulk write that the outbox knows.")
-    if request._upsert:  # noqa: SLF001
-        pending.refuse_in_filter(request._filter)  # noqa: SLF001
+    if facts.upsert:
+        pending.refuse_in_filter(facts.filter)
+    if isinstance(request, InsertOne):
+        pending.refuse_in_document(facts.document)
+        return InsertOne(writer.insertion(facts.document, entries, claim=False)[0]) if entries else request
+    if isinstance(request, UpdateMany) and entries:
+        raise OutboxRefusedError("UpdateMany cannot carry tasks or events: each document needs its own entries.")
     if isinstance(request, ReplaceOne):
-        refuse_replacement(document)
-        new_id = ObjectId() if document_id is _UNKNOWN else document_id
-        update: Any = pending.replacement_with_entries(document, entries, None, new_id)
+        refuse_replacement(facts.document)
+        new_id = ObjectId() if document_id is NO_ID else document_id
+        update: Any = pending.replacement_with_entries(facts.document, entries, None, new_id)
     elif entries:
-        update = pending.with_entries(document, entries)
+        update = pending.with_entries(facts.document, entries)
     else:
-        pending.refuse_own_field(document)
+        pending.refuse_own_field(facts.document)
         return request
-    options = {name: getattr(request, f"_{name}", None) for name in ("collation", "array_filters", "hint", "sort")}
-    given = {name: value for name, value in options.items() if value is not None}
-    return UpdateOne(request._filter, update, upsert=bool(request._upsert), **given)  # noqa: SLF001
+    sort = {} if facts.sort is None else {"sort": facts.sort}
+    return UpdateOne(facts.filter, update, upsert=facts.upsert, **facts.options, **sort)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bson import ObjectId, encode
-from bson.codec_options import CodecOptions
-from bson.regex import Regex
+from bson import ObjectId
 from pymongo.results import UpdateResult
 
-from mongo_celery.mongo.identity import canonical
+from mongo_celery.mongo.identity import NO_ID, demanded_id
+from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox import pending
 from mongo_celery.outbox.entries import Entry
 
 Document = dict[str, Any]
 
 _OPTIONS = ("array_filters", "collation", "hint", "let", "comment")
-
-NOT_PINNED = object()
-"""No `_id` is known; `None` may be somebody's. What was written to such a document is left to the sweep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +25,7 @@ class Written:
     A write that was acknowledged by a majority.
 
     Attributes:
-        document_id: `_id` of the document; `NOT_PINNED` where it is not known, None where none matched.
+        document_id: `_id` of the document; `NO_ID` where it is not known, None where none matched.
         matched: whether a document was there before.
         upserted: whether the write created the document.
         events: what is pending in it now, if it is claimed by the writer.
@@ -74,7 +69,7 @@ class Change:
     """
 
     filter: Mapping[str, Any]
-    update: pending.Update | None = None
+    update: Modifications | None = None
     replacement: Mapping[str, Any] | None = None
     upsert: bool = False
     sort: Any = None
@@ -84,8 +79,8 @@ class Change:
 
     @property
     def pinned(self) -> object:
-        """The `_id` that the filter demands, or `NOT_PINNED`; a collation may mean another one than it says."""
-        return NOT_PINNED if "collation" in self.options else pinned_id(self.filter)
+        """The `_id` that the filter demands, or `NO_ID`; a collation may mean another one than it says."""
+        return NO_ID if "collation" in self.options else demanded_id(self.filter)
 
     @property
     def shows_id(self) -> bool:
@@ -107,36 +102,11 @@ class Change:
         return pending.with_entries(self.update, entries, claim)
 
 
-def pinned_id(filter: Mapping[str, Any]) -> object:  # noqa: A002 - PyMongo's word
-    """The `_id` that a filter demands by equality, or `NOT_PINNED`."""
-    if "_id" not in filter:
-        return NOT_PINNED
-    wanted = filter["_id"]
-    if isinstance(wanted, (re.Pattern, Regex)):
-        return NOT_PINNED
-    if isinstance(wanted, Mapping) and any(str(key).startswith("$") for key in wanted):
-        return wanted["$eq"] if set(wanted) == {"$eq"} else NOT_PINNED
-    return wanted
-
-
 def refuse_replacement(replacement: Mapping[str, Any]) -> None:
     """Refuse a replacement that names `pendingEvents`, or is an update."""
     pending.refuse_in_document(replacement)
     if any(str(key).startswith("$") for key in replacement):
         raise ValueError("replacement can not include $ operators")  # PyMongo's own words
-
-
-def guarded(filter: Mapping[str, Any], document_id: object, conditions: Sequence[Document]) -> Document:  # noqa: A002
-    """The user's filter, narrowed to one document and further conditions; array filters for `$` stay on top."""
-    extra = [*conditions]
-    if "_id" in filter and pinned_id(filter) is NOT_PINNED:
-        extra.append({"_id": filter["_id"]})
-    return {**filter, "_id": document_id, "$and": [*filter.get("$and", ()), *extra]}
-
-
-def id_key(document_id: object, codec: CodecOptions[Any]) -> bytes:
-    """An `_id` as a key: it may be a document; and as the server compares it, for which 1 and 1.0 are the same."""
-    return encode({"": canonical(document_id)}, codec_options=codec)
 
 
 def names_id(change: Change) -> bool:

@@ -12,8 +12,8 @@ from pymongo.collection import Collection
 from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
 
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import is_too_large
 from mongo_celery.outbox.entries import Entry
-from mongo_celery.outbox.sizes import is_too_large
 
 COLLECTION = "outbox_dead_letters"
 _TRACEBACK_CHARS = 8000
@@ -31,6 +31,11 @@ class DeadLetters:
     def __init__(self, collection: Collection[dict[str, Any]], outbox: str) -> None:
         self._collection = collection
         self._outbox = outbox
+
+    @property
+    def full_name(self) -> str:
+        """The namespace of the dead letters of all outboxes of a database."""
+        return self._collection.full_name
 
     def add(self, document_id: object, entry: Entry | Mapping[str, Any], error: BaseException) -> None:
         """Store an entry by its id; a second time changes nothing, so that it may be repeated after a crash."""

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import pymongo
+from pymongo.errors import PyMongoError
 
 from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
+from mongo_celery.mongo.verdicts import Concern, explained
 from mongo_celery.outbox import index
 from mongo_celery.outbox.metrics import OutboxStatus
 from mongo_celery.outbox.sweep import SWEEP_TASK
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 BROKER_SECONDS = 3
 """How long a command waits for the broker's answer."""
 
-_ANSWER_SECONDS = 4.0
 _LATE = 3
 """An entry that is older than so many times `sweep_after` should have been delivered by a sweep."""
 
@@ -103,8 +104,7 @@ def reach(outbox: Outbox) -> None:
         client = outbox.collection.database.client
     except ValueError as error:  # what the driver raises for a port that is none
         raise ConfigurationError(f"the collection of {outbox!r} cannot be opened: {short(error)}") from error
-    with pymongo.timeout(_ANSWER_SECONDS):
-        client.admin.command("ping")
+    ping(client)
 
 
 def read_health(app: Celery, outboxes: Sequence[Outbox]) -> list[Health]:
@@ -112,23 +112,38 @@ def read_health(app: Celery, outboxes: Sequence[Outbox]) -> list[Health]:
     Look at outboxes of one app; the broker is asked once.
 
     Raises:
+        DeploymentError: a right is missing, or the login was refused.
         PyMongoError: MongoDB did not answer.
         ConfigurationError: a collection cannot be opened.
     """
     for outbox in outboxes:
         reach(outbox)
     broker_error = ask_broker(app)
-    return [
-        Health(
-            name=outbox.name,
-            status=outbox.status(),
-            sweep_after=outbox.sweep_after,
-            scheduled=any(entry.get("task") == SWEEP_TASK for entry in app.conf.beat_schedule.values()),
-            indexed=index.exists(outbox.backing.plain),
-            broker_error=broker_error,
-        )
-        for outbox in outboxes
-    ]
+    return [_read(outbox, app, broker_error) for outbox in outboxes]
+
+
+def concern_of(outbox: Outbox) -> Concern:
+    """Whom an error of MongoDB concerns that an outbox meets, and what the outbox needs."""
+    documents, letters = outbox.collection.full_name, outbox.dead_letters.full_name
+    return Concern(
+        f"the outbox's collection {documents} or its dead letters, {letters}",
+        f"find, insert, update and createIndex on {documents}, and find, insert, update and remove on {letters}",
+    )
+
+
+def _read(outbox: Outbox, app: Celery, broker_error: str | None) -> Health:
+    try:
+        status = outbox.status()
+    except PyMongoError as error:
+        raise explained(error, concern_of(outbox)) or error from error
+    return Health(
+        name=outbox.name,
+        status=status,
+        sweep_after=outbox.sweep_after,
+        scheduled=any(entry.get("task") == SWEEP_TASK for entry in app.conf.beat_schedule.values()),
+        indexed=index.exists(outbox.backing.plain),
+        broker_error=broker_error,
+    )
 
 
 def ask_broker(app: Celery) -> str | None:

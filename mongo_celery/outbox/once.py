@@ -22,24 +22,22 @@ from datetime import timedelta
 from typing import Any, NoReturn, Protocol, cast
 
 from bson import ObjectId
-from bson.codec_options import CodecOptions
 from celery import current_app, current_task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.result import ResultBase
 from kombu.serialization import dumps, loads, prepare_accept_content
-from pymongo import ReadPreference, ReturnDocument, WriteConcern
+from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError, PyMongoError
-from pymongo.read_concern import ReadConcern
 
 from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.forking import per_process
 from mongo_celery.locking import transactional
 from mongo_celery.mongo.expressions import after, literal
+from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
 from mongo_celery.mongo.redaction import short
-
-Source = Collection[Any] | Callable[[], Collection[Any]]
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -66,7 +64,8 @@ def once(
     of a chain gets its argument, a chord its part.
 
     Args:
-        collection: where ids are remembered, or a callable that returns it; all users of it share the ids.
+        collection: where ids are remembered, or a callable that returns it, asked once in each process; all users
+            of it share the ids.
         keep: seconds or `timedelta` for which a finished id is remembered. A duplicate that comes later runs.
         claim_ttl: without `session`: how long a run keeps duplicates away; longer than the function takes. After a
             crash the duplicate runs when it is over.
@@ -127,21 +126,13 @@ class Marks:
         self._source = source
         self._keep = keep
         self._claim_ttl = claim_ttl
-        self._indexed = False
 
-    @property
+    @per_process
     def collection(self) -> Collection[dict[str, Any]]:
         """With majority writes; its TTL index exists afterwards."""
-        source = self._source if isinstance(self._source, Collection) else self._source()
-        opened: Collection[dict[str, Any]] = source.with_options(
-            codec_options=CodecOptions(tz_aware=True, uuid_representation=source.codec_options.uuid_representation),
-            write_concern=WriteConcern("majority"),
-            read_concern=ReadConcern("majority"),
-            read_preference=ReadPreference.PRIMARY,
-        )
-        if not self._indexed:
-            opened.create_index([("expiresAt", 1)], name=_INDEX, expireAfterSeconds=0)
-            self._indexed = True
+        given = collection_of(self._source)
+        opened = strict(given, plain_types(given))
+        opened.create_index([("expiresAt", 1)], name=_INDEX, expireAfterSeconds=0)
         return opened
 
     def claim(self, identity: Any) -> Claim:

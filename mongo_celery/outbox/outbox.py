@@ -18,9 +18,10 @@ from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
 from mongo_celery.app import Registry, add_task, schedule
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.opening import DEFAULT_DATABASE
+from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
+from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox import pending
-from mongo_celery.outbox.backing import Backing, Source, bounded
+from mongo_celery.outbox.backing import Backing, bounded
 from mongo_celery.outbox.bulk import Write, write_in_bulk
 from mongo_celery.outbox.change import Change, Written, refuse_replacement
 from mongo_celery.outbox.dead_letters import DeadLetters
@@ -55,8 +56,8 @@ class Outbox:
 
     Args:
         app: the Celery app.
-        collection: a PyMongo collection, or a callable that returns one (prefork workers make their clients
-            after the fork).
+        collection: a PyMongo collection, or a callable that returns one; it is asked once in each process, since
+            prefork workers make their clients after the fork.
         name: what commands and logs call it; by default the collection's full name.
         sweep_after: seconds after which the sweep takes an entry.
         sweep_every: seconds between two sweeps by `celery beat`; None for no beat entry.
@@ -172,7 +173,7 @@ class Outbox:
     def update_one(
         self,
         filter: Mapping[str, Any],  # noqa: A002 - PyMongo's word
-        update: pending.Update,
+        update: Modifications,
         *,
         upsert: bool = False,
         tasks: Sequence[object] = (),
@@ -227,7 +228,7 @@ class Outbox:
     def find_one_and_update(
         self,
         filter: Mapping[str, Any],  # noqa: A002 - PyMongo's word
-        update: pending.Update,
+        update: Modifications,
         *,
         projection: Any = None,
         sort: Any = None,

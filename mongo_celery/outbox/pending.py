@@ -25,10 +25,10 @@ from bson.int64 import Int64
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.expressions import after, literal, millis
+from mongo_celery.mongo.writes import Addition, Body, Modifications, Operators, Pipeline, Replacement
 from mongo_celery.outbox.entries import FIELD, Entry
 
 Document = dict[str, Any]
-Update = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 NOBODY = ObjectId("0" * 24)
@@ -36,7 +36,6 @@ NOBODY = ObjectId("0" * 24)
 _SKEW_SECONDS = 1.0
 """How far ahead of the server's clock a writer's may be before its times count as long ago."""
 
-_SHAPE_STAGES = {"$replaceRoot", "$replaceWith", "$project"}
 _PATH_STAGES = {"$set", "$addFields", "$unset"}
 
 
@@ -51,7 +50,7 @@ def new_field(entries: Sequence[Entry], owner: ObjectId, ttl: float, now: dateti
     }
 
 
-def with_entries(update: Update, entries: Sequence[Entry], claim: tuple[ObjectId, float] | None = None) -> Any:
+def with_entries(update: Modifications, entries: Sequence[Entry], claim: tuple[ObjectId, float] | None = None) -> Any:
     """
     The user's update with the entries appended, to be written as one.
 
@@ -64,14 +63,15 @@ def with_entries(update: Update, entries: Sequence[Entry], claim: tuple[ObjectId
         OutboxRefusedError: the update touches `pendingEvents`, or replaces the whole document in a pipeline.
     """
     refuse_own_field(update)
-    if isinstance(update, Mapping):
-        return _with_operators(update, entries, claim)
-    return [*update, {"$set": {FIELD: _appended(entries, claim)}}]
+    if isinstance(update, Mapping) and not all(str(operator).startswith("$") for operator in update):
+        raise ValueError("update only works with $ operators")  # PyMongo's own words
+    body = Operators(update) if isinstance(update, Mapping) else Pipeline(update)
+    return body.amended(addition(entries, claim))
 
 
 def replacement_with_entries(
     replacement: Mapping[str, Any], entries: Sequence[Entry], claim: tuple[ObjectId, float] | None, new_id: object
-) -> list[Document]:
+) -> list[Mapping[str, Any]]:
     """
     A pipeline that replaces a document and keeps its `_id` and what is pending.
 
@@ -82,22 +82,12 @@ def replacement_with_entries(
         new_id: `_id` of a document that an upsert creates, where neither filter nor replacement says one.
     """
     identity = literal(replacement["_id"]) if "_id" in replacement else {"$ifNull": ["$_id", literal(new_id)]}
-    return [
-        {
-            "$replaceWith": {
-                "$mergeObjects": [
-                    literal(dict(replacement)),
-                    {"_id": identity},
-                    {FIELD: _appended(entries, claim)},
-                ],
-            },
-        },
-    ]
+    return Replacement(replacement).amended(Addition("_id", {}, identity), addition(entries, claim))
 
 
 def refuse_in_document(document: Mapping[str, Any]) -> None:
     """Refuse a document that names `pendingEvents`."""
-    _refuse_paths(document)
+    _refuse_own(Replacement(document))
 
 
 def refuse_in_filter(filter: Mapping[str, Any]) -> None:  # noqa: A002 - PyMongo's word
@@ -107,47 +97,38 @@ def refuse_in_filter(filter: Mapping[str, Any]) -> None:  # noqa: A002 - PyMongo
             for each in condition:
                 refuse_in_filter(each)
         else:
-            _refuse_paths({name: None})
+            _refuse_own(Replacement({name: condition}))
 
 
-def refuse_own_field(update: Update) -> None:
-    """Refuse an update or pipeline that names `pendingEvents`."""
+def refuse_own_field(update: Modifications) -> None:
+    """Refuse an update or pipeline that names `pendingEvents`, or a stage that could drop it."""
     if isinstance(update, Mapping):
-        for operator, change in update.items():
-            if isinstance(change, Mapping):
-                _refuse_paths(change)
-                if operator == "$rename":
-                    _refuse_paths(dict.fromkeys(map(str, change.values())))
+        _refuse_own(Operators(update))
         return
-    for stage in update:
-        for name, change in stage.items():
-            if name in _SHAPE_STAGES or name not in _PATH_STAGES:
-                raise OutboxRefusedError(
-                    f"the pipeline stage {name} could drop {FIELD}; use $set and $unset, or replace_one.",
-                )
-            _refuse_paths(change if isinstance(change, Mapping) else dict.fromkeys(_paths(change)))
+    for name in (name for stage in update for name in stage):
+        if name not in _PATH_STAGES:
+            raise OutboxRefusedError(
+                f"the pipeline stage {name} could drop {FIELD}; use $set and $unset, or replace_one.",
+            )
+    _refuse_own(Pipeline(update))
 
 
-def _paths(unset: object) -> Sequence[str]:
-    return [unset] if isinstance(unset, str) else [str(path) for path in unset]  # type: ignore[attr-defined]
+def _refuse_own(body: Body) -> None:
+    if body.name_in(FIELD) is not None:
+        raise OutboxRefusedError(f"{FIELD} belongs to the outbox; leave it out of the update or document.")
 
 
-def _refuse_paths(paths: Mapping[str, Any]) -> None:
-    for path in paths:
-        if str(path).split(".", 1)[0] == FIELD:
-            raise OutboxRefusedError(f"{FIELD} belongs to the outbox; leave it out of the update or document.")
+def addition(entries: Sequence[Entry], claim: tuple[ObjectId, float] | None) -> Addition:
+    """What the outbox writes to a document that is there: the entries appended, and the claim."""
+    return Addition(FIELD, _pushed(entries, claim), _appended(entries, claim))
 
 
-def _with_operators(
-    update: Mapping[str, Any], entries: Sequence[Entry], claim: tuple[ObjectId, float] | None
-) -> Document:
-    for operator in update:
-        if not str(operator).startswith("$"):
-            raise ValueError("update only works with $ operators")  # PyMongo's own words
-    whole = {operator: dict(change) for operator, change in update.items()}
+def _pushed(entries: Sequence[Entry], claim: tuple[ObjectId, float] | None) -> dict[str, Document]:
     events = [entry.to_document() for entry in entries]
-    whole.setdefault("$push", {})[f"{FIELD}.events"] = {"$each": events}
-    whole.setdefault("$inc", {})[f"{FIELD}.count"] = len(events)
+    pushed: dict[str, Document] = {
+        "$push": {f"{FIELD}.events": {"$each": events}},
+        "$inc": {f"{FIELD}.count": len(events)},
+    }
     fixed: Document = {f"{FIELD}.notBefore": LONG_AGO}
     if claim is None:
         # The smallest values: they fill in what is missing and change nothing that is there.
@@ -158,10 +139,9 @@ def _with_operators(
         }
     else:
         owner, ttl = claim
-        whole.setdefault("$set", {}).update({f"{FIELD}.claim.owner": owner, f"{FIELD}.claim.ttl": millis(ttl)})
-        whole.setdefault("$currentDate", {})[f"{FIELD}.claim.since"] = True
-    whole.setdefault("$max", {}).update(fixed)
-    return whole
+        pushed["$set"] = {f"{FIELD}.claim.owner": owner, f"{FIELD}.claim.ttl": millis(ttl)}
+        pushed["$currentDate"] = {f"{FIELD}.claim.since": True}
+    return {**pushed, "$max": fixed}
 
 
 def _appended(entries: Sequence[Entry], claim: tuple[ObjectId, float] | None) -> Document:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,6 +15,7 @@ from kombu.pools import ProducerPool
 from kombu.serialization import loads, prepare_accept_content
 
 from mongo_celery.broker.connection import bounded_connection
+from mongo_celery.forking import PerProcess
 from mongo_celery.outbox.canvas import heads, leaves
 from mongo_celery.outbox.entries import Entry
 
@@ -71,8 +70,7 @@ class Publisher:
         self.app = app
         self._exchange = Exchange(exchange, type="topic", durable=True)
         self._foreign_tasks = foreign_tasks
-        self._pool: tuple[int, Any] | None = None
-        self._lock = threading.Lock()
+        self._producers: PerProcess[Any] = PerProcess(self._connect)
 
     def publish(self, entry: Entry) -> None:
         """
@@ -130,7 +128,7 @@ class Publisher:
     @contextmanager
     def _producer(self) -> Iterator[Any]:
         try:
-            with self._producers().acquire(block=True, timeout=_BROKER_SECONDS) as producer:
+            with self._producers.get().acquire(block=True, timeout=_BROKER_SECONDS) as producer:
                 try:
                     yield producer
                 except (OperationalError, OSError) as error:
@@ -169,15 +167,6 @@ class Publisher:
             return False
         return True
 
-    def _producers(self) -> Any:
-        pool = self._pool
-        if pool is None or pool[0] != os.getpid():
-            with self._lock:
-                pool = self._pool
-                if pool is None or pool[0] != os.getpid():
-                    pool = self._pool = (os.getpid(), self._connect())
-        return pool[1]
-
     def _connect(self) -> Any:
         try:
             connection = bounded_connection(self.app, _BROKER_SECONDS, confirm=True)
@@ -187,10 +176,10 @@ class Publisher:
 
     def close(self) -> None:
         """Close the connections of this process; the next publish makes new ones."""
-        pool, self._pool = self._pool, None
-        if pool is not None and pool[0] == os.getpid():
-            pool[1].force_close_all()
-            pool[1].connections.force_close_all()
+        pool = self._producers.take()
+        if pool is not None:
+            pool.force_close_all()
+            pool.connections.force_close_all()
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -26,6 +26,7 @@ from pymongo import ReturnDocument, WriteConcern
 from pymongo.collection import Collection
 
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox import pending
 from mongo_celery.outbox.dead_letters import DeadLetters
 from mongo_celery.outbox.entries import FIELD, Entry, entries_of
@@ -39,7 +40,7 @@ _BATCH = 50
 
 _BROKER_PAUSE_SECONDS = 1.0
 _REFUSED_PAUSE_SECONDS = 30.0
-_PAUSE_SECONDS_MAX = 300.0
+_PAUSES = Pauses(first=1.0, longest=300.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ class Relay:
                 "outbox: entry %s of document %r failed (attempt %d of %d): %s",
                 _id_of(entry), document_id, attempts, self._max_attempts, short(error),
             )  # fmt: skip
-            self._release(document_id, owner, min(2.0**attempts, _PAUSE_SECONDS_MAX), _id_of(entry))
+            self._release(document_id, owner, _PAUSES.nth(attempts), _id_of(entry))
             return False
         logger.error(
             "outbox: entry %s of document %r is a dead letter after %d attempts: %s",

@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-from pymongo.errors import DocumentTooLarge, OperationFailure, WriteError
-
 from mongo_celery.errors import OutboxRefusedError
-
-_TOO_LARGE = {10334, 17419, 17420}
-"""BSONObjectTooLarge, and the updates' own numbers."""
-
-_BAD_VALUE = 2
-"""What an insert says to the same."""
-
-
-def is_too_large(error: BaseException | None) -> bool:
-    """Whether a write failed because its document would be larger."""
-    code = error.code if isinstance(error, (OperationFailure, WriteError)) else None
-    inserted = code == _BAD_VALUE and "too large" in str(error)
-    return isinstance(error, DocumentTooLarge) or code in _TOO_LARGE or inserted
+from mongo_celery.mongo.verdicts import is_too_large
 
 
 class size_errors:  # noqa: N801 - reads as a phrase

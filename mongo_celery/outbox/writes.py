@@ -9,10 +9,8 @@ PyMongo's does; with `sort` or `upsert` it is resolved to an `_id` first, becaus
 
 from __future__ import annotations
 
-import random
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,8 +22,12 @@ from pymongo.errors import DuplicateKeyError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.mongo.identity import NO_ID, id_key
+from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import is_duplicate_id
+from mongo_celery.mongo.writes import narrowed
 from mongo_celery.outbox import pending
-from mongo_celery.outbox.change import NOT_PINNED, Change, Written, guarded, id_key, names_id
+from mongo_celery.outbox.change import Change, Written, names_id
 from mongo_celery.outbox.entries import FIELD, Entry
 from mongo_celery.outbox.sizes import size_errors
 
@@ -34,7 +36,7 @@ Document = dict[str, Any]
 _SECONDS = 10.0
 """How long a document may keep changing between being found and being written before the outcome is given up."""
 
-_PAUSE_SECONDS = 0.02
+_PAUSES = Pauses(first=0.02, longest=0.02, jitter=1.0)
 _FINDING = ("collation", "hint", "let")
 
 
@@ -74,11 +76,11 @@ class Writer:
         deadline, upserts = time.monotonic() + _SECONDS, 0
         with size_errors(self.collection.full_name):
             while time.monotonic() < deadline:
-                if change.pinned is NOT_PINNED and not change.upsert and change.sort is None and change.shows_id:
+                if change.pinned is NO_ID and not change.upsert and change.sort is None and change.shows_id:
                     written = self._update_any(change, entries, session)
                 else:
                     document_id = self._find(change, session)
-                    if document_id is not NOT_PINNED:
+                    if document_id is not NO_ID:
                         written = self._update(change, document_id, entries, session=session, claim=claim)
                     elif not change.upsert:
                         return Written()
@@ -87,7 +89,7 @@ class Writer:
                         written = self._upsert_unless_there(change, entries, session, again=upserts == 1)
                 if written is not None:
                     return written
-                threading.Event().wait(random.random() * _PAUSE_SECONDS)  # noqa: S311 - jitter, no secret
+                time.sleep(_PAUSES.nth())
         raise OutboxRefusedError(
             f"a document of {self.collection.full_name} kept changing for {_SECONDS:.0f} s between being found and "
             "being written; use a filter on _id, or repeat the write.",
@@ -95,7 +97,7 @@ class Writer:
 
     def _find(self, change: Change, session: ClientSession | None) -> object:
         """The `_id` of the document that the filter means; from the filter itself where it says so."""
-        if change.pinned is not NOT_PINNED and not change.upsert:
+        if change.pinned is not NO_ID and not change.upsert:
             return change.pinned
         found = self._latest.find_one(
             change.filter,
@@ -104,7 +106,7 @@ class Writer:
             session=session,
             **{name: change.options[name] for name in _FINDING if name in change.options},
         )
-        return NOT_PINNED if found is None else found["_id"]
+        return NO_ID if found is None else found["_id"]
 
     def _update(
         self,
@@ -126,8 +128,8 @@ class Writer:
         document = self._write(change, document_id, entries, [room], None, session)
         if document is not None:
             return Written(document_id, matched=True, document=document)
-        pinned = change.pinned is not NOT_PINNED and not change.upsert  # an upsert looks again, and then creates it
-        if pinned and self._matching(change, session) is NOT_PINNED:
+        pinned = change.pinned is not NO_ID and not change.upsert  # an upsert looks again, and then creates it
+        if pinned and self._matching(change, session) is NO_ID:
             return Written()
         self._refuse_full(document_id, entries, session)
         return None
@@ -147,7 +149,7 @@ class Writer:
         if document is not None:
             return Written(document["_id"], matched=True, document=document)
         document_id = self._matching(change, session)
-        if document_id is NOT_PINNED:
+        if document_id is NO_ID:
             return Written()
         self._refuse_full(document_id, entries, session)
         return None
@@ -163,7 +165,7 @@ class Writer:
     ) -> Any:
         asked = change.return_document is not None
         return self.collection.find_one_and_update(
-            guarded(change.filter, document_id, conditions),
+            narrowed(change.filter, document_id).where(*conditions),
             change.with_entries(entries, claim, document_id),
             projection=change.projection if asked else {FIELD: 1},
             return_document=bool(change.return_document) if asked else ReturnDocument.AFTER,
@@ -179,7 +181,7 @@ class Writer:
             return self._upsert(change, entries, session)
         except DuplicateKeyError as error:
             # Twice: it is there, and the filter does not match it. PyMongo says no more than this either.
-            if not again or not _is_own_id(error) or (session is not None and session.in_transaction):
+            if not again or not is_duplicate_id(error) or (session is not None and session.in_transaction):
                 raise
             return None
 
@@ -188,7 +190,7 @@ class Writer:
         new_id = ObjectId()
         update = change.with_entries(entries, None, new_id)
         known = change.pinned
-        if known is NOT_PINNED and change.replacement is None and not names_id(change):
+        if known is NO_ID and change.replacement is None and not names_id(change):
             known = new_id
             if isinstance(update, dict):
                 update.setdefault("$setOnInsert", {})["_id"] = new_id
@@ -253,8 +255,8 @@ class Writer:
         """
         shown = {f"{FIELD}.count": 1}
         codec = self.collection.codec_options
-        sums: dict[bytes, int] = {}
-        there: dict[bytes, tuple[Any, int]] = {}
+        sums: dict[Hashable, int] = {}
+        there: dict[Hashable, tuple[Any, int]] = {}
         for document_id, condition, count in added:
             if condition is not None:
                 found = self._latest.find_one(condition, shown, session=session)
@@ -273,7 +275,7 @@ class Writer:
     def _matching(self, change: Change, session: ClientSession | None) -> object:
         alike = {name: change.options[name] for name in _FINDING if name in change.options}
         found = self._latest.find_one(change.filter, {"_id": 1}, session=session, **alike)
-        return NOT_PINNED if found is None else found["_id"]
+        return NO_ID if found is None else found["_id"]
 
     def _refuse_more_than_ever(self, entries: Sequence[Entry]) -> None:
         if len(entries) > self._max_pending:
@@ -294,10 +296,6 @@ class Writer:
                 document=document_id,
                 pending=count,
             )
-
-
-def _is_own_id(error: DuplicateKeyError) -> bool:
-    return set((error.details or {}).get("keyPattern", {})) == {"_id"}
 
 
 def _count(document: Mapping[str, Any]) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from bson.codec_options import CodecOptions, DatetimeConversion
-from pymongo import MongoClient, ReadPreference, WriteConcern
+from bson.codec_options import DatetimeConversion
+from pymongo import MongoClient
 from pymongo.collection import Collection
-from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.forking import PerProcess
+from mongo_celery.mongo.opening import plain_types, strict
 from mongo_celery.twophase.participants import Client, Part
-
-Source = Collection[Any] | Callable[[], Collection[Any]]
 
 
 class Clusters:
@@ -22,12 +22,12 @@ class Clusters:
 
     Args:
         own: gives the transactions' collection.
-        others: other clusters by alias: clients, or callables that return them.
+        others: other clusters by alias: clients, or callables that return them, asked once a process.
     """
 
     def __init__(self, own: Callable[[], Collection[Any]], others: Mapping[str, Client]) -> None:
         self._own = own
-        self._others = dict(others)
+        self._others = {alias: PerProcess(partial(_client, given)) for alias, given in others.items()}
 
     def open(self, part: Part) -> Collection[dict[str, Any]]:
         """
@@ -42,10 +42,10 @@ class Clusters:
                 f"TwoPhaseCommit(..., clients={{{part.cluster!r}: client}}).",
             )
         own = self._own()
-        client = own.database.client if part.cluster is None else _client(self._others[part.cluster])
+        client = own.database.client if part.cluster is None else self._others[part.cluster].get()
         database, _, name = part.namespace.partition(".")
         # Ids are sent as they were read: both with the codec of the transactions.
-        return strict(client[database].get_collection(name, codec_options=own.codec_options))
+        return opened(client[database].get_collection(name, codec_options=own.codec_options))
 
     def alias(self, client: MongoClient[Any]) -> str | None:
         """
@@ -57,7 +57,7 @@ class Clusters:
         if client is self._own().database.client:
             return None
         for alias, given in self._others.items():
-            if _client(given) is client:
+            if given.get() is client:
                 return alias
         raise ConfigurationError(
             "a participant's collection has a client that this process could not find again after a crash: use the "
@@ -78,28 +78,13 @@ def is_one_server(one: Collection[Any], other: Collection[Any]) -> bool:
     return processes[0] is not None and processes[0] == processes[1]
 
 
-def opened(source: Source) -> Collection[dict[str, Any]]:
-    """A collection or what a callable returns, with the concerns of the protocol."""
-    # A Collection is callable, only to say that it is not.
-    return strict(source if isinstance(source, Collection) else source())
-
-
-def strict(collection: Collection[Any]) -> Collection[dict[str, Any]]:
+def opened(collection: Collection[Any]) -> Collection[dict[str, Any]]:
     """
-    Majority writes and reads, primary, plain dicts: whatever its owner has set is meant for other purposes.
+    With the concerns of the protocol, and plain dicts.
 
     A time that Python cannot hold is read all the same, so that one document does not hide others.
     """
-    return collection.with_options(
-        codec_options=CodecOptions(
-            tz_aware=True,
-            uuid_representation=collection.codec_options.uuid_representation,
-            datetime_conversion=DatetimeConversion.DATETIME_AUTO,
-        ),
-        write_concern=WriteConcern("majority"),
-        read_concern=ReadConcern("majority"),
-        read_preference=ReadPreference.PRIMARY,
-    )
+    return strict(collection, plain_types(collection, datetime_conversion=DatetimeConversion.DATETIME_AUTO))
 
 
 def _client(given: Client) -> MongoClient[Any]:

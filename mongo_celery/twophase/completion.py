@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,6 +11,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.twophase.coordinator import BusyError, Driver, Open, OvertakenError, StuckError
 from mongo_celery.twophase.log import TransactionLog
@@ -24,7 +23,8 @@ FINISHED_BY_RECOVERY = "recovery will finish it"
 NOT_BEGUN = (
     "run it again: nothing may have been begun yet, and recovery finishes only what was begun, or queued by delay"
 )
-_PAUSE_SECONDS_MAX = 0.5
+_PAUSES = Pauses(first=0.01, longest=0.5, jitter=1.0)
+_LOOKS = Pauses(first=0.01, longest=0.5)
 
 
 class Driving:
@@ -88,21 +88,16 @@ class Driving:
             TransactionTimeoutError: it is.
         """
         deadline = time.monotonic() + self._timeout if deadline is None else deadline
-        pause = 0.01
-        while True:
-            try:
-                return attempt()
-            except (PyMongoError, BusyError) as error:
-                if isinstance(error, PyMongoError) and not is_transient(error):
-                    raise
-                if time.monotonic() >= deadline:
-                    raise TransactionTimeoutError(
-                        f"MongoDB did not let it get on in time ({short(error)}); {hint}.",
-                        outcome="unknown",
-                        **fields,
-                    ) from error
-            threading.Event().wait(random.random() * pause)  # noqa: S311 - jitter, no secret
-            pause = min(pause * 2, _PAUSE_SECONDS_MAX)
+        try:
+            return until_answered(attempt, deadline=deadline, pauses=_PAUSES, repeatable=_passes)
+        except (PyMongoError, BusyError) as error:
+            if not _passes(error):
+                raise
+            raise TransactionTimeoutError(
+                f"MongoDB did not let it get on in time ({short(error)}); {hint}.",
+                outcome="unknown",
+                **fields,
+            ) from error
 
     def _once_more(
         self, step: Callable[[Transaction], Transaction], seen: Transaction, driver: Driver, deadline: float
@@ -118,7 +113,7 @@ class Driving:
             return now
 
     def _awaited(self, transaction_id: Any, deadline: float) -> Transaction:
-        pause = 0.01
+        count = 0
         while True:
             now = self.persist(lambda: self._log.get(transaction_id), deadline, id=transaction_id)
             if now.state.is_final:
@@ -130,8 +125,12 @@ class Driving:
                     id=now.id,
                     outcome="unknown",
                 )
-            threading.Event().wait(pause)
-            pause = min(pause * 2, _PAUSE_SECONDS_MAX)
+            time.sleep(_LOOKS.nth(count))
+            count += 1
+
+
+def _passes(error: Exception) -> bool:
+    return isinstance(error, BusyError) or is_transient(error)
 
 
 def stuck(transaction: Transaction, error: StuckError) -> TransactionStateError:

@@ -8,8 +8,7 @@ it still sends to a participant is refused by the fence there: see `documents`.
 from __future__ import annotations
 
 import logging
-import random
-import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,9 @@ from bson import ObjectId
 from pymongo.collection import Collection
 from pymongo.errors import WriteError
 
+from mongo_celery.mongo.identity import same_bson
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.twophase import documents
 from mongo_celery.twophase.clusters import is_one_server
@@ -25,7 +26,6 @@ from mongo_celery.twophase.documents import Undone, View
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import FENCE, MARKERS, Part
 from mongo_celery.twophase.states import State, Transaction
-from mongo_celery.twophase.values import same
 
 logger = logging.getLogger("mongo_celery.twophase")
 
@@ -34,7 +34,7 @@ Open = Callable[[Part], Collection[dict[str, Any]]]
 _ROUNDS = 50
 """How often a fence may have been moved by other transactions before the attempt is given up for now."""
 
-_PAUSE_SECONDS = 0.05
+_PAUSES = Pauses(first=0.05, longest=0.05, jitter=1.0)
 
 
 class OvertakenError(Exception):
@@ -120,7 +120,7 @@ class Driver:
             if reached == len(parts):
                 return self._mine(self._log.advance(transaction, State.APPLIED))
             views = None
-            threading.Event().wait(random.random() * _PAUSE_SECONDS)  # noqa: S311 - jitter, no secret
+            time.sleep(_PAUSES.nth())
         raise BusyError
 
     def _twice(self, transaction: Transaction, views: list[View]) -> str | None:
@@ -130,7 +130,7 @@ class Driver:
             for other, seen in zip(parts[:index], views[:index], strict=True):
                 if view.id is None or seen.id is None or part.namespace != other.namespace:
                     continue
-                if not same(view.id, seen.id) or not is_one_server(self._open(part), self._open(other)):
+                if not same_bson(view.id, seen.id) or not is_one_server(self._open(part), self._open(other)):
                     continue
                 reason = f"participants {other} and {part} are one document; combine both changes in one participant"
                 if view.marked:

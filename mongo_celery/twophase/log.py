@@ -13,6 +13,7 @@ from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.errors import TransactionStateError
 from mongo_celery.mongo.expressions import millis
+from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.twophase.states import State, Transaction, read_transaction
 
 Document = dict[str, Any]
@@ -35,6 +36,15 @@ class TransactionLog:
         self.collection = collection
         self._application = application
         self._accounts = accounts
+
+    @property
+    def concern(self) -> Concern:
+        """Whom an error of MongoDB concerns, and what transactions need."""
+        name = self.collection.full_name
+        return Concern(
+            f"the transactions' collection {name} or one of their participants",
+            f"find, insert and update on {name}, and find and update on the participants' collections",
+        )
 
     def insert(self, fields: Mapping[str, Any], transaction_id: Any) -> None:
         """

@@ -16,7 +16,8 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.twophase.values import Codec, from_text, plain_id, same, storable, storable_rule, to_text
+from mongo_celery.mongo.identity import same_bson
+from mongo_celery.twophase.values import Codec, from_text, plain_id, storable, storable_rule, to_text
 
 MARKERS = "pendingTransactions"
 FENCE = "transactionFence"
@@ -145,7 +146,7 @@ def part_of(participant: object, alias: Callable[[MongoClient[Any]], str | None]
 
 def is_same(one: Part, other: Part) -> bool:
     """Whether two participants are one document as they are written; the server may know better."""
-    return (one.cluster, one.namespace) == (other.cluster, other.namespace) and same(one.id, other.id)
+    return (one.cluster, one.namespace) == (other.cluster, other.namespace) and same_bson(one.id, other.id)
 
 
 def increase(value: Any, sign: int = 1) -> dict[str, Any]:

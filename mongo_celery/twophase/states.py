@@ -14,8 +14,8 @@ from bson import Decimal128
 from bson.int64 import Int64
 
 from mongo_celery.errors import ConfigurationError, TransactionStateError
+from mongo_celery.mongo.identity import same_bson
 from mongo_celery.twophase.participants import Part, increase, stored_part
-from mongo_celery.twophase.values import same
 
 
 class State(StrEnum):
@@ -134,7 +134,7 @@ def _parts(document: Mapping[str, Any], accounts: str) -> tuple[Part, ...]:
     value = amount(document["value"])
     require = document.get("require")
     parts = transfer_parts(accounts, document["source"], document["destination"], value, require)
-    if same(parts[0].id, parts[1].id):
+    if same_bson(parts[0].id, parts[1].id):
         raise ValueError("source and destination are the same")
     return parts
 

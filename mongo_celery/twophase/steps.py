@@ -9,6 +9,7 @@ from kombu.exceptions import OperationalError
 from pymongo.errors import PyMongoError
 
 from mongo_celery.app import add_task
+from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.twophase.coordinator import BusyError
 from mongo_celery.twophase.recovery import Recovery
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 STEP_TASK = "mongo_celery.transactions.step"
 RECOVER_TASK = "mongo_celery.transactions.recover"
 _RETRIES_MAX = 20
-_BACKOFF_SECONDS_MAX = 60
+_PAUSES = Pauses(first=1.0, longest=60.0)
 
 
 def publish_step(app: Celery, name: str, transaction_id: Any, version: int | None) -> Any:
@@ -39,8 +40,8 @@ def _publish_next(task: Any, arguments: tuple[str, str, int | None]) -> None:
         raise task.retry(args=arguments, exc=error, **_patience(task)) from error
 
 
-def _patience(task: Any) -> dict[str, int]:
-    return {"countdown": min(2**task.request.retries, _BACKOFF_SECONDS_MAX), "max_retries": _RETRIES_MAX}
+def _patience(task: Any) -> dict[str, float]:
+    return {"countdown": _PAUSES.nth(task.request.retries), "max_retries": _RETRIES_MAX}
 
 
 def register_tasks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from bson import ObjectId
@@ -15,7 +15,9 @@ from pymongo.errors import PyMongoError
 from mongo_celery.app import Registry, schedule
 from mongo_celery.arguments import Duration, not_negative, positive
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
-from mongo_celery.twophase.clusters import Clusters, Source, opened, strict
+from mongo_celery.forking import per_process
+from mongo_celery.mongo.opening import Source, collection_of
+from mongo_celery.twophase.clusters import Clusters, opened
 from mongo_celery.twophase.compensation import compensation_ids, opposite
 from mongo_celery.twophase.completion import NOT_BEGUN, Driving, still_mine, stuck
 from mongo_celery.twophase.coordinator import OvertakenError, StuckError
@@ -49,13 +51,13 @@ class TwoPhaseCommit:
 
     Args:
         app: the Celery app; None if nothing is driven by Celery.
-        transactions: the collection of transaction documents, or a callable that returns it (prefork workers make
-            their clients after the fork).
+        transactions: the collection of transaction documents, or a callable that returns it; it is asked once in
+            each process, since prefork workers make their clients after the fork.
         application: this application's marker: recovery takes over only what carries it, or no marker.
         name: for the command line and for tasks, if an app has several.
         accounts: the documents that `transfer` names, or a callable; by default the collection `accounts` beside
             the transactions.
-        clients: other clusters by alias: clients, or callables that return them.
+        clients: other clusters by alias: clients, or callables that return them, asked as above.
         older_than: seconds after which an unfinished transaction counts as abandoned.
         timeout: seconds for which transient errors are repeated.
         recover_every: seconds between two recoveries by `celery beat`; None for no beat entry.
@@ -99,23 +101,23 @@ class TwoPhaseCommit:
     def __repr__(self) -> str:
         return f"<TwoPhaseCommit {self.name} application={self.application}>"
 
-    @cached_property
+    @per_process
     def transactions(self) -> Collection[dict[str, Any]]:
         """The transactions' collection, with majority writes and reads from the primary."""
-        return opened(self._given[0])
+        return opened(collection_of(self._given[0]))
 
-    @cached_property
+    @per_process
     def accounts(self) -> Collection[dict[str, Any]]:
         """The documents that `transfer` names."""
         given = self._given[1]
-        return strict(self.transactions.database["accounts"]) if given is None else opened(given)
+        return opened(self.transactions.database["accounts"] if given is None else collection_of(given))
 
-    @cached_property
+    @per_process
     def log(self) -> TransactionLog:
         """Reads and writes of the transactions' documents."""
         return TransactionLog(self.transactions, self.application, self.accounts.full_name)
 
-    @cached_property
+    @per_process
     def _driving(self) -> Driving:
         return Driving(self.log, self._clusters.open, self._timeout)
 

@@ -17,6 +17,7 @@ from bson.binary import UuidRepresentation
 from bson.codec_options import CodecOptions, DatetimeConversion
 
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.identity import same_bson
 
 EXTENDED_JSON = json_util.CANONICAL_JSON_OPTIONS.with_options(
     uuid_representation=UuidRepresentation.UNSPECIFIED, datetime_conversion=DatetimeConversion.DATETIME_AUTO
@@ -30,7 +31,6 @@ _PLAIN: Codec = CodecOptions(
     uuid_representation=UuidRepresentation.UNSPECIFIED,
     datetime_conversion=DatetimeConversion.DATETIME_AUTO,
 )
-_COMPARED: Codec = CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
 _REGEX_OPTIONS = set("imsx")
 
 
@@ -69,11 +69,6 @@ def plain_id(name: str, value: Any, codec: Codec) -> Any:
     return plain(name, value, codec)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same in BSON: 1 and True are not."""
-    return bson.encode({"": one}, codec_options=_COMPARED) == bson.encode({"": other}, codec_options=_COMPARED)
-
-
 def to_text(value: Any) -> str:
     """As Extended JSON."""
     return json_util.dumps(value, json_options=EXTENDED_JSON)
@@ -106,7 +101,7 @@ def storable(name: str, value: Mapping[str, Any], codec: Codec) -> dict[str, Any
 
 def _surviving(name: str, value: object, given: Any) -> dict[str, Any]:
     try:
-        survives = same(from_text(to_text(given)), given)
+        survives = same_bson(from_text(to_text(given)), given)
     except Exception:  # noqa: BLE001 - whatever the parser stumbles over, the remedy is the same
         survives = False
     if not survives:

@@ -23,7 +23,7 @@ from tests.acceptance.history import going_back, longest_gap, lost, reused_fence
 from tests.acceptance.scene import KEYS, TAKE_OVER_SECONDS_MAX, Scene, now
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 from tests.fixtures.proxy import Proxy
-from tests.fixtures.rights import DATA, STATE, UrlOf
+from tests.fixtures.rights import DATA, STATE, UrlOf, with_a_wrong_password
 
 Document = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -334,6 +334,13 @@ def test_a_missing_right_ends_with_one_sentence(scene: Scene, guarded_url: UrlOf
     with MongoClient[Document](guarded_url("admin")) as client:
         client.drop_database(STATE)
     _refused(scene.listener(added=rights), words)
+
+
+def test_a_refused_login_ends_with_one_sentence_that_calls_it_one(scene: Scene, guarded_url: UrlOf) -> None:
+    """P9: nobody can cure a mistyped password by granting rights."""
+    listener = scene.listener(added={"PROJECT_MONGO": with_a_wrong_password(guarded_url("bridge"))})
+    _refused(listener, "refused the login; check user, password and authSource")
+    assert "lacks a right" not in listener.text
 
 
 def test_servers_that_stay_away_end_with_one_sentence_after_the_stated_time(scene: Scene) -> None:

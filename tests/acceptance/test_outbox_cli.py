@@ -16,6 +16,8 @@ from pymongo import MongoClient
 
 from mongo_celery import Outbox
 from tests.acceptance.test_cli import ANSWER_SECONDS_MAX, BARE_APP, NOWHERE, Document, Done, one_sentence, run
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.rights import UrlOf, with_a_wrong_password
 
 APP = "tests.acceptance.outbox_cli_project"
 
@@ -218,3 +220,31 @@ def test_a_server_that_is_away_is_told_within_seconds(shop: Shop) -> None:
     assert time.monotonic() - began < ANSWER_SECONDS_MAX
     one_sentence(done, "no answer", NOWHERE)
     assert "secret" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["status"], ["sweep"], ["dead-letters", "list"]], ids=" ".join)
+def test_a_missing_right_names_the_outbox_its_collections_and_the_cure(
+    shop: Shop, guarded_url: UrlOf, command: list[str]
+) -> None:
+    """Not the bridge's state, which this app does not have."""
+    done = shop.run(*command, PROJECT_MONGO=guarded_url("bridge"))
+    assert (done.returncode, done.stdout) == (1, "")
+    *warnings, last = done.stderr.splitlines()
+    assert all("the index pending-events" in each for each in warnings)
+    assert f"lacks a right on the outbox's collection {shop.names}_data.orders" in last
+    assert f"find, insert, update and remove on {shop.names}_state.outbox_dead_letters" in last
+    assert "state database" not in last
+
+
+def test_a_refused_operation_is_not_taken_for_a_missing_replica_set(shop: Shop, failpoint: Failpoint) -> None:
+    """IllegalOperation has many meanings; this one is none of a change stream."""
+    with failpoint(failCommands=["aggregate"], errorCode=20):
+        done = shop.run("status")
+    one_sentence(done, "Failing command", f"{shop.names}_data.orders")
+    assert "hange stream" not in done.stderr
+
+
+def test_a_refused_login_is_no_missing_right(shop: Shop, guarded_url: UrlOf) -> None:
+    """The cure is in the URL."""
+    done = shop.run("status", PROJECT_MONGO=with_a_wrong_password(guarded_url("bridge")))
+    one_sentence(done, "refused the login", "authSource")

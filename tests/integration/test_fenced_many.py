@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pymongo
 import pytest
+from bson import Binary, Decimal128, Int64
 from pymongo import (
     DeleteMany,
     DeleteOne,
@@ -21,6 +24,7 @@ from pymongo import (
     UpdateOne,
 )
 from pymongo.collection import Collection
+from pymongo.database import Database
 from pymongo.errors import BulkWriteError, DuplicateKeyError
 
 from mongo_celery.errors import ConfigurationError, ForkedClientError, StaleFencingTokenError
@@ -72,6 +76,68 @@ def test_a_bulk_write_is_judged_document_by_document(target: Collection[Document
         mine.bulk_write([UpdateOne({"_id": i}, {"$set": {"by": "again"}}) for i in (1, 9, 2)])
     assert vars(caught.value)["document_id"] == 2
     assert [d.get("by") for d in target.find(sort=[("_id", 1)])] == ["again", None, "me"]
+
+
+SPELLINGS: list[tuple[Any, Any]] = [
+    ({"k": 1.0}, {"k": 1}),
+    ({"k": Int64(1)}, {"k": Decimal128("1.0")}),
+    ({"a": [1.0]}, {"a": [1]}),
+    ({"a": {"b": -0.0}}, {"a": {"b": 0}}),
+    (1, Decimal128("1")),
+    (math.nan, Decimal128("NaN")),
+    (float("nan"), -math.nan),
+    ({"at": datetime(2024, 2, 29, 12, 0, 0, 5000, UTC)}, {"at": datetime(2024, 2, 29, 12, 0, 0, 5999, UTC)}),
+    ({"b": b"x"}, {"b": Binary(b"x", 0)}),
+]
+"""As it is stored, and as it is asked for: one `_id` for MongoDB."""
+
+
+@pytest.mark.parametrize("deleted", [False, True], ids=["stored", "deleted"])
+@pytest.mark.parametrize(("there", "asked"), SPELLINGS, ids=str)
+def test_a_stale_bulk_write_is_told_however_the_id_is_spelled(
+    target: Collection[Document], there: Any, asked: Any, deleted: bool
+) -> None:
+    """P3: JavaScript writes `{k: 1}` as a double; the judgement of many must be that of one."""
+    view(target, 6).update_one({"_id": there}, {"$set": {"by": "newer"}}, upsert=True)
+    if deleted:
+        view(target, 6).delete_one({"_id": there})
+    else:
+        target.insert_one({"_id": "other"})
+    mine, change = view(target, 5), {"$set": {"by": "stale"}}
+    with pytest.raises(StaleFencingTokenError):
+        mine.update_one({"_id": asked}, change)
+    for upsert in (False, True):
+        with pytest.raises(StaleFencingTokenError):
+            mine.bulk_write([UpdateOne({"_id": each}, change, upsert=upsert) for each in ("other", asked)])
+    assert (stored(target, asked) or {"by": "newer"})["by"] == "newer"
+
+
+@pytest.mark.parametrize("there", [there for there, _ in SPELLINGS], ids=str)
+def test_a_stale_update_of_many_is_told_whatever_ids_there_are(target: Collection[Document], there: Any) -> None:
+    """P3: what was found is met again by its own `_id`."""
+    target.insert_many([{"_id": "other", "kind": "a"}, {"_id": there, "kind": "a"}])
+    view(target, 6).update_one({"_id": there}, {"$set": {"by": "newer"}})
+    with pytest.raises(StaleFencingTokenError):
+        view(target, 5).update_many({"kind": "a"}, {"$set": {"by": "stale"}})
+
+
+def test_a_stale_bulk_write_is_told_where_only_the_collation_makes_ids_equal(database: Database[Document]) -> None:
+    """P3: no key knows that, so the server is asked; the other document has its own stamp."""
+    target = database.create_collection("summaries", collation={"locale": "en", "strength": 2})
+    target.insert_many([{"_id": "a", FENCE: stamp(6)}, {"_id": "b", FENCE: stamp(4)}])
+    mine = view(target, 5)
+    with pytest.raises(StaleFencingTokenError) as caught:
+        mine.bulk_write([UpdateOne({"_id": each}, {"$set": {"by": "me"}}) for each in ("B", "A")])
+    assert vars(caught.value)["document_id"] == "A"
+    assert [d.get("by") for d in target.find(sort=[("_id", 1)])] == [None, "me"]
+
+
+def test_numbers_that_share_a_float_are_two_documents_of_a_bulk_write(target: Collection[Document]) -> None:
+    """P3: the stamp of one says nothing about the other."""
+    target.insert_many([{"_id": 0.1, FENCE: stamp(6)}, {"_id": Decimal128("0.1")}])
+    change = {"$set": {"by": "me"}}
+    result = view(target, 5).bulk_write([UpdateOne({"_id": each}, change) for each in (Decimal128("0.1"), "none")])
+    assert result.matched_count == 1
 
 
 def test_a_bulk_write_does_not_lose_a_document_that_appears_before_it_is_judged(

@@ -23,6 +23,7 @@ from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.worker.side import WorkerSide
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.integration.guarded import GuardedMongo
 
@@ -502,3 +503,13 @@ def test_a_wrong_password_is_told_without_it(guarded: GuardedMongo, make_bridge:
     with pytest.raises(AccessError, match="login") as caught:
         read_status(make_bridge(guarded.address_of("nobody")).wiring)
     assert "nobody" not in str(caught.value)
+
+
+def test_a_worker_with_a_wrong_password_says_in_its_log_that_the_login_was_refused(
+    guarded: GuardedMongo, make_bridge: MakeBridge, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a message comes in, since nothing was asked of MongoDB before."""
+    bridge = make_bridge(guarded.address_of("nobody"))
+    assert bridge.wiring.of_process(WorkerSide).open("run", "an envelope", None) is None
+    assert "refused the login; check user, password and authSource" in caplog.text
+    assert "lacks a right" not in caplog.text

@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from bson import Decimal128
 from bson.binary import UuidRepresentation
 from bson.codec_options import CodecOptions
 from pymongo import InsertOne, ReplaceOne, UpdateOne, WriteConcern
@@ -194,6 +195,15 @@ def test_a_bulk_write_takes_any_id_and_compares_ids_as_the_server_does(rig: Rig,
         with pytest.raises(OutboxRefusedError, match="max_pending"):
             outbox.bulk_write([Write(UpdateOne({"_id": known}, {"$set": {"a": 2}}), tasks=tasks[:1])])
     assert outbox.sweep(older_than=0).dispatched == 6
+
+
+def test_ids_that_share_a_float_are_two_documents_of_a_bulk_write(rig: Rig, database: Database[Document]) -> None:
+    """Neither fills up for the other, and what is pending in both is dispatched at once."""
+    outbox, ids = rig.outbox(max_pending=2), [0.1, Decimal128("0.1")]
+    database["orders"].insert_many([{"_id": each} for each in ids])
+    tasks = [rig.add.s(1, 1), rig.add.s(2, 2)]
+    outbox.bulk_write([Write(UpdateOne({"_id": each}, {"$set": {"a": 1}}), tasks=tasks) for each in ids])
+    assert rig.sent() == [[1, 1], [2, 2]] * 2
 
 
 def test_an_upsert_whose_document_is_deleted_meanwhile_creates_it(

@@ -144,6 +144,21 @@ def test_a_poison_entry_becomes_a_dead_letter_and_blocks_only_its_own_document_m
     assert outbox.status().dead_letters == 1
 
 
+def test_an_entry_that_has_failed_thousands_of_times_is_still_counted_and_held_back(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """`max_attempts` has no upper limit; the pause has one."""
+    outbox = rig.outbox(at_once=False, max_attempts=10_000)
+    outbox.insert_one({"_id": 1}, tasks=[rig.app.signature("shop.unknown", args=(1,))])
+    database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents.events.0.attempts": 2000}})
+
+    outbox.sweep(older_than=0)
+
+    waiting = pending(database, 1)
+    assert waiting["events"][0]["attempts"] == 2001
+    assert waiting["notBefore"] > datetime.now(UTC).replace(tzinfo=None)
+
+
 def test_a_writer_that_does_not_know_a_task_leaves_it_to_a_process_that_does(
     rig: Rig, database: Database[Document]
 ) -> None:

@@ -12,6 +12,7 @@ from bson.errors import InvalidBSON
 from pymongo import errors as driver
 
 from mongo_celery import errors
+from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.errors import (
     AccessError,
     DocumentLockedError,
@@ -24,7 +25,7 @@ from mongo_celery.errors import (
     TransactionTimeoutError,
     UnreadableEventError,
 )
-from mongo_celery.mongo.verdicts import Reaction, final_error, is_transient, needs_deployment, reaction_to
+from mongo_celery.mongo.verdicts import Concern, explained, is_transient
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, MongoCeleryError)]
 
@@ -232,11 +233,54 @@ def test_a_call_on_the_state_is_repeated_only_for_errors_that_may_pass(
     assert is_transient(error) is transient
 
 
-def test_a_missing_right_or_a_standalone_server_is_told_in_our_words() -> None:
-    """P9: what waiting cannot cure names its cure."""
-    access = needs_deployment(refused(13, "not authorized"))
-    assert isinstance(access, AccessError)
-    assert "readWrite" in str(access)
-    assert isinstance(needs_deployment(refused(20)), TopologyError)
-    assert needs_deployment(refused(112)) is None
-    assert needs_deployment(driver.AutoReconnect("reset")) is None
+CONCERN = Concern("the orders of the shop", "find on shop.orders")
+
+
+def test_a_missing_right_names_whom_it_concerns_and_what_to_grant() -> None:
+    """P9: what waiting cannot cure names its cure; the server's words end before the command's contents."""
+    words = 'not authorized on shop to execute command { find: "orders", filter: { secret: 1 }, $db: "shop" }'
+    error = explained(refused(13, words), CONCERN)
+    assert isinstance(error, AccessError)
+    assert "lacks a right on the orders of the shop: grant find on shop.orders." in str(error)
+    assert 'find: "orders"' in str(error)
+    assert "secret" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "login"),
+    [
+        (refused(18, "Authentication failed."), True),
+        (refused(8000, "bad auth : authentication failed"), True),
+        (refused(8000, "user is not allowed to do action [find] on [shop.orders]"), False),
+    ],
+    ids=["a server of one's own", "Atlas", "a right in Atlas"],
+)
+def test_a_refused_login_is_told_from_a_missing_right(error: driver.OperationFailure, login: bool) -> None:
+    """P9: granting rights cures no mistyped password."""
+    stream = final_error(Reaction.ACCESS, error, "shop.orders")
+    for found in (explained(error, CONCERN), stream):
+        assert isinstance(found, AccessError)
+        assert ("refused the login; check user, password and authSource" in str(found)) is login
+        assert ("grant" in str(found)) is not login
+    assert attrgetter("code")(stream) == error.code
+
+
+@pytest.mark.parametrize(
+    ("words", "replica_set"),
+    [("Transaction numbers are only allowed on a replica set member or mongos", True), ("cannot do this here", False)],
+)
+def test_a_refused_operation_is_a_missing_replica_set_only_where_the_server_says_so(
+    words: str, replica_set: bool
+) -> None:
+    """P9: IllegalOperation has many meanings, and most are not cured by `--replSet`."""
+    error = explained(refused(20, words), CONCERN)
+    assert isinstance(error, TopologyError)
+    assert "the orders of the shop" in str(error)
+    assert words in str(error)
+    assert ("--replSet" in str(error)) is replica_set
+
+
+@pytest.mark.parametrize("error", [refused(112), driver.AutoReconnect("reset"), refused(4242)], ids=str)
+def test_what_may_pass_or_nobody_has_met_keeps_its_own_words(error: driver.PyMongoError) -> None:
+    """P9: no cure is invented."""
+    assert explained(error, CONCERN) is None

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mongo_celery.bridge.fenced.fence import Fence, Operators, Pipeline, Replacement, merge, target_of
+from mongo_celery.bridge.fenced.fence import Fence, merge, refuse_stamps
 from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
+from mongo_celery.mongo.writes import Operators, Pipeline, Replacement, target_of
 
 KEY = "shop/summarise"
 small = st.integers(0, 3)
@@ -158,7 +159,7 @@ def test_the_users_own_and_conditions_stay_beside_the_guard() -> None:
 def test_operators_on_the_fence_are_refused(update: dict[str, Any]) -> None:
     """P4: a user's update could take the fence back."""
     with pytest.raises(ConfigurationError, match="_fence"):
-        Operators(update)
+        refuse_stamps(Operators(update))
 
 
 @pytest.mark.parametrize(
@@ -176,15 +177,15 @@ def test_operators_on_the_fence_are_refused(update: dict[str, Any]) -> None:
 def test_pipeline_stages_on_the_fence_are_refused(stage: dict[str, Any]) -> None:
     """P4: as for operators."""
     with pytest.raises(ConfigurationError, match="_fence"):
-        Pipeline([stage])
+        refuse_stamps(Pipeline([stage]))
 
 
 def test_a_replacement_that_brings_a_fence_is_refused() -> None:
     """P4: a document read, changed and written back would bring the stamps as they were when it was read."""
     with pytest.raises(ConfigurationError, match="_fence"):
-        Replacement({"_id": 1, "_fence": {}})
+        refuse_stamps(Replacement({"_id": 1, "_fence": {}}))
 
 
 def test_a_field_that_merely_begins_like_the_fence_is_the_users() -> None:
     """P9: nothing is refused without need."""
-    Operators({"$set": {"_fences": 1, "fence": 2}})
+    refuse_stamps(Operators({"$set": {"_fences": 1, "fence": 2}}))

@@ -9,11 +9,12 @@ from bson import Timestamp
 from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.operations import broker, deployment, exposure
-from mongo_celery.bridge.operations.reach import explained
+from mongo_celery.bridge.operations.reach import in_words
 from mongo_celery.bridge.operations.workers import judge_workers
 from mongo_celery.errors import AccessError, ServerUnavailableError
 from mongo_celery.mongo.oplog import Oplog
 from mongo_celery.mongo.redaction import short, without_credentials
+from mongo_celery.mongo.verdicts import Concern
 
 HOUR = 3600
 QUEUES = ["shop.0", "shop.1"]
@@ -182,7 +183,7 @@ def test_no_text_shows_credentials(text: str) -> None:
 )
 def test_an_operators_error_is_one_of_ours_where_there_is_a_cure(failure: Any, kind: type[Exception]) -> None:
     """An error that nobody has met keeps its own name."""
-    assert type(explained(failure)) is kind
+    assert type(in_words(failure, Concern("the state", "readWrite"))) is kind
 
 
 def test_a_short_error_ends_before_what_the_driver_appends() -> None:

@@ -31,14 +31,12 @@ from pymongo.errors import BulkWriteError, DuplicateKeyError, WriteError
 from pymongo.results import DeleteResult, UpdateResult
 
 from mongo_celery.bridge.fenced.documents import Documents, Update
-from mongo_celery.bridge.fenced.fence import Target
-from mongo_celery.bridge.fenced.tombstones import slot, stamps_of
+from mongo_celery.bridge.fenced.tombstones import stamps_of
+from mongo_celery.mongo.identity import id_key
+from mongo_celery.mongo.writes import COUNTS, Target, as_bulk_error
 
 BATCH = 500
 """Most documents in one command, and in one transaction of creations."""
-
-COUNTS = ("nInserted", "nMatched", "nModified", "nRemoved", "nUpserted")
-"""The numbers in a bulk write's result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ def batches(items: Iterator[Item], documents: Documents) -> Iterator[list[Item]]
     batch: list[Item] = []
     seen: set[Any] = set()
     for item in items:
-        key = slot(item.target.id, documents.collection.codec_options)
+        key = id_key(item.target.id, documents.collection.codec_options)
         if batch and (key in seen or len(batch) == BATCH):
             yield batch
             batch, seen = [], set()
@@ -146,14 +144,6 @@ def _alone(documents: Documents, item: Item, session: ClientSession | None) -> t
         raise as_bulk_error(error, item.place) from error
 
 
-def as_bulk_error(error: WriteError, place: int) -> BulkWriteError:
-    """A bulk write's form of a single write's error."""
-    details = {**(error.details or {}), "index": place, "code": error.code, "errmsg": str(error)}
-    return BulkWriteError(
-        {"writeErrors": [details], "writeConcernErrors": [], **dict.fromkeys(COUNTS, 0), "upserted": []}
-    )
-
-
 class Tally:
     """The sum of a bulk write's results, in the shape that PyMongo's own result wraps."""
 
@@ -212,9 +202,3 @@ def alone(place: int, act: Callable[[], UpdateResult | DeleteResult]) -> Alone:
             tally.add(place, result)
 
     return step
-
-
-def facts_of(request: Any) -> dict[str, Any]:
-    """What a PyMongo request was made of; it has no public names for that."""
-    names = [name for kind in type(request).__mro__ for name in getattr(kind, "__slots__", ())]
-    return {name.lstrip("_"): getattr(request, name) for name in names}

@@ -32,16 +32,16 @@ from typing import Any, TypeVar
 from pymongo import DeleteOne, ReplaceOne, UpdateMany, UpdateOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.common import validate_ok_for_replace, validate_ok_for_update
 from pymongo.cursor import Cursor
 from pymongo.errors import BulkWriteError
 from pymongo.results import BulkWriteResult, DeleteResult, UpdateResult
 
 from mongo_celery.bridge.fenced import bulk
 from mongo_celery.bridge.fenced.documents import Documents, FindAndUpdate, Update, Write, updated
-from mongo_celery.bridge.fenced.fence import Body, Fence, Operators, Pipeline, Replacement, Target, target_of
+from mongo_celery.bridge.fenced.fence import Fence, refuse_stamps
 from mongo_celery.bridge.fenced.tombstones import lifetime_ms
 from mongo_celery.errors import ConfigurationError, ForkedClientError
+from mongo_celery.mongo.writes import Body, BulkRequest, Modifications, Target, changing, narrowed, replacing, target_of
 
 TOMBSTONE_TTL = timedelta(days=7)
 """How long a delete is remembered by default: far longer than any execution or queued message lives."""
@@ -51,7 +51,6 @@ CHOICES = 3
 
 R = TypeVar("R")
 Filter = Mapping[str, Any]
-Change = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 class FencedCollection:
@@ -95,7 +94,7 @@ class FencedCollection:
     def update_one(
         self,
         filter: Filter,  # noqa: A002 - PyMongo's name, here and below
-        update: Change,
+        update: Modifications,
         upsert: bool = False,
         *,
         bypass_document_validation: bool | None = None,
@@ -148,7 +147,7 @@ class FencedCollection:
     def find_one_and_update(
         self,
         filter: Filter,  # noqa: A002
-        update: Change,
+        update: Modifications,
         projection: Mapping[str, Any] | Iterable[str] | None = None,
         *,
         sort: Any = None,
@@ -198,7 +197,7 @@ class FencedCollection:
     def update_many(
         self,
         filter: Filter,  # noqa: A002
-        update: Change,
+        update: Modifications,
         upsert: bool = False,
         *,
         array_filters: Sequence[Mapping[str, Any]] | None = None,
@@ -228,7 +227,7 @@ class FencedCollection:
         # By `_id`, which no update changes: a document that the update moves in another
         # index would be met, and changed, twice.
         found = self._find(filter, {"_id": 1}, {**write.options, **write.command}, session)
-        targets = (_within(filter, document["_id"]) for document in found.allow_disk_use(True))
+        targets = (narrowed(filter, document["_id"]) for document in found.allow_disk_use(True))
         items = (bulk.Item(0, write, target, upsert=False) for target in targets)
         for batch in bulk.batches(items, self._documents):
             for place, result in bulk.run(self._documents, batch, write.command, session):
@@ -277,30 +276,28 @@ class FencedCollection:
         self, place: int, request: Any, command: Mapping[str, Any], session: ClientSession | None
     ) -> bulk.Item | bulk.Alone:
         """A request as an item of a batch, or as something to be run in its place."""
-        facts = bulk.facts_of(request)
-        upsert, sort = bool(facts.get("upsert")), facts.get("sort")
-        options = _given(**{name: facts.get(name) for name in ("collation", "array_filters", "hint")})
+        facts = BulkRequest.of(request)
         if isinstance(request, UpdateMany):
-            many = {**options, **command, "session": session, "upsert": upsert}
-            _changing(facts["doc"])
-            return bulk.alone(place, lambda: self.update_many(facts["filter"], facts["doc"], **many))
+            many = {**facts.options, **command, "session": session, "upsert": facts.upsert}
+            _changing(facts.document)
+            return bulk.alone(place, lambda: self.update_many(facts.filter, facts.document, **many))
         if isinstance(request, DeleteOne):
             one = {
-                **options,
+                **facts.options,
                 **_given(let=command.get("let"), comment=command.get("comment")),
                 "session": session,
             }
-            return bulk.alone(place, lambda: self.delete_one(facts["filter"], **one))
+            return bulk.alone(place, lambda: self.delete_one(facts.filter, **one))
         if not isinstance(request, UpdateOne | ReplaceOne):
             raise ConfigurationError(
                 f"A fenced bulk write takes no {type(request).__name__}: take ReplaceOne or DeleteOne."
             )
-        body = _changing(facts["doc"]) if isinstance(request, UpdateOne) else _replacing(facts["doc"])
-        write, target = Update(body, updated(0, 0), options, command), target_of(facts["filter"])
-        self._demand_upsertable(write, target, upsert)
-        if target is None or (upsert and target.rest):
-            return bulk.alone(place, lambda: self._write(write, facts["filter"], upsert, sort, session))
-        return bulk.Item(place, write, target, upsert)
+        body = _changing(facts.document) if isinstance(request, UpdateOne) else _replacing(facts.document)
+        write, target = Update(body, updated(0, 0), facts.options, command), target_of(facts.filter)
+        self._demand_upsertable(write, target, facts.upsert)
+        if target is None or (facts.upsert and target.rest):
+            return bulk.alone(place, lambda: self._write(write, facts.filter, facts.upsert, facts.sort, session))
+        return bulk.Item(place, write, target, facts.upsert)
 
     def _grouped(self, steps: Iterable[bulk.Item | bulk.Alone]) -> Iterator[list[bulk.Item] | bulk.Alone]:
         """Runs of batched items, with what runs alone in its place between them."""
@@ -355,7 +352,7 @@ class FencedCollection:
         With the guard in the filter instead, a stale call would skip the guarded document and hit the next.
         """
         for document in self._find(wanted, sort, options, session).limit(1):
-            return _within(wanted, document["_id"])
+            return narrowed(wanted, document["_id"])
         return None
 
     def _find(
@@ -376,19 +373,12 @@ class FencedCollection:
             raise ForkedClientError(namespace=self._documents.collection.full_name)
 
 
-def _changing(update: Change) -> Body:
-    validate_ok_for_update(update)
-    return Operators(update) if isinstance(update, Mapping) else Pipeline(update)
+def _changing(update: Modifications) -> Body:
+    return refuse_stamps(changing(update))
 
 
 def _replacing(replacement: Mapping[str, Any]) -> Body:
-    validate_ok_for_replace(replacement)
-    return Replacement(replacement)
-
-
-def _within(wanted: Filter, document_id: Any) -> Target:
-    """`wanted` on one document. Its own condition on `_id` has been met, and an `_id` never changes."""
-    return Target(document_id, {name: value for name, value in wanted.items() if name != "_id"})
+    return refuse_stamps(replacing(replacement))
 
 
 def _given(**arguments: Any) -> dict[str, Any]:

@@ -25,12 +25,14 @@ from typing import Any, Generic, TypeVar
 from pymongo import ReadPreference, ReplaceOne, UpdateOne, WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import BulkWriteError, DuplicateKeyError, WriteConcernError, WriteError
+from pymongo.errors import BulkWriteError, DuplicateKeyError
 from pymongo.read_concern import ReadConcern
 from pymongo.results import UpdateResult
 
-from mongo_celery.bridge.fenced.fence import FIELD, Body, Fence, Replacement, Target, merge
+from mongo_celery.bridge.fenced.fence import FIELD, Fence, merge
 from mongo_celery.bridge.fenced.tombstones import Stamps, Tombstones, stamps_of
+from mongo_celery.mongo.verdicts import is_duplicate_id
+from mongo_celery.mongo.writes import Body, Replacement, Target, single_error
 
 ATTEMPTS = 10
 """Most attempts of one write. Each one that misses means that a rival's write went through meanwhile."""
@@ -73,12 +75,15 @@ class Update(Write[UpdateResult]):
 
     def statements(self, fence: Fence, target: Target) -> list[UpdateOne]:
         """The guarded statements, of which at most one matches."""
-        return [UpdateOne(target.where(guard), body, **self.options) for guard, body in self.body.edits(fence)]
+        return [
+            UpdateOne(target.where(guard), self.body.amended(stamp), **self.options)
+            for guard, stamp in fence.edits(self.body)
+        ]
 
     def insertion(self, target: Target, stamps: Stamps) -> UpdateOne | ReplaceOne[Any]:
         """The statement that creates the document."""
         kind = ReplaceOne if isinstance(self.body, Replacement) else UpdateOne
-        return kind(target.nowhere(), self.body.insertion(stamps), upsert=True, **self.options)
+        return kind(target.nowhere(), self.body.insertion({FIELD: dict(stamps)}), upsert=True, **self.options)
 
     def attempt(
         self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
@@ -97,7 +102,7 @@ class Update(Write[UpdateResult]):
         write = into.replace_one if isinstance(self.body, Replacement) else into.update_one
         return write(
             target.nowhere(),
-            self.body.insertion(stamps),
+            self.body.insertion({FIELD: dict(stamps)}),
             upsert=True,
             session=session,
             **self.options,
@@ -113,8 +118,11 @@ class FindAndUpdate(Write[Any]):
         self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
     ) -> Outcome[Any]:
         """See `Write`."""
-        for guard, body in self.body.edits(fence):
-            found = into.find_one_and_update(target.where(guard), body, session=session, **self.options, **self.command)
+        for guard, stamp in fence.edits(self.body):
+            update = self.body.amended(stamp)
+            found = into.find_one_and_update(
+                target.where(guard), update, session=session, **self.options, **self.command
+            )
             if found is not None:
                 return (found,)
         return ()
@@ -123,7 +131,7 @@ class FindAndUpdate(Write[Any]):
         """See `Write`."""
         return into.find_one_and_update(
             target.nowhere(),
-            self.body.insertion(stamps),
+            self.body.insertion({FIELD: dict(stamps)}),
             upsert=True,
             session=session,
             **self.options,
@@ -158,7 +166,7 @@ class Documents:
                 try:
                     return self.create(write, target, session)
                 except DuplicateKeyError as error:
-                    if not is_on_id(error):
+                    if not is_duplicate_id(error):
                         raise
                     duplicate = error
                 # E11000 ends a user's transaction in the server: nothing can be read or tried there again.
@@ -279,19 +287,3 @@ class Documents:
 def updated(matched: int, modified: int, **upserted: Any) -> UpdateResult:
     """PyMongo's result of an update."""
     return UpdateResult({"n": matched, "nModified": modified, "ok": 1.0, **upserted}, acknowledged=True)
-
-
-def is_on_id(error: DuplicateKeyError) -> bool:
-    """Whether E11000 is about `_id` rather than about another unique index."""
-    return list((error.details or {}).get("keyPattern", {})) == ["_id"]
-
-
-def single_error(error: BulkWriteError) -> WriteError | WriteConcernError:
-    """The error that PyMongo raises for a single write where a bulk write reports `error`."""
-    labels = {"errorLabels": error.details["errorLabels"]} if "errorLabels" in error.details else {}
-    for detail in error.details.get("writeErrors", []):
-        kind = DuplicateKeyError if detail.get("code") == 11000 else WriteError  # noqa: PLR2004 - E11000
-        return kind(detail.get("errmsg", ""), detail.get("code"), {**detail, **labels})
-    for detail in error.details.get("writeConcernErrors", []):
-        return WriteConcernError(detail.get("errmsg", ""), detail.get("code"), {**detail, **labels})
-    raise error

@@ -27,13 +27,12 @@ Pure: no client, no threads. Users' values never become expressions: they travel
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from bson.regex import Regex
+from typing import Any
 
 from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
+from mongo_celery.mongo.writes import Addition, Body, Operators
 
 FIELD = "_fence"
 """The field of a target that holds the stamps; users' updates may not touch it."""
@@ -141,6 +140,17 @@ class Fence:
         entry = {"$cond": [same, merged, {"$literal": fresh}]}
         return {"$mergeObjects": [f"${FIELD}", {self.key: entry}]}
 
+    def edits(self, body: Body) -> list[tuple[dict[str, Any], Addition]]:
+        """Pairs of guard and stamp, to be tried in order; at most one matches."""
+        if not isinstance(body, Operators):
+            return [(self.guard(), Addition(FIELD, {}, self.expression()))]
+        slot = {f"{self.path}.p.{self.index}": self.token}
+        entry = {self.path: {"g": self.generation, "p": {str(self.index): self.token}}}
+        return [
+            (self.guard_same(), Addition(FIELD, {"$set": slot}, self.expression())),
+            (self.guard_older(), Addition(FIELD, {"$set": entry}, self.expression())),
+        ]
+
     def stale(self, **facts: Any) -> StaleFencingTokenError:
         """The error for a target that has been stamped newer."""
         return StaleFencingTokenError(
@@ -167,171 +177,17 @@ def _slots(entry: Any) -> Mapping[str, Any]:
     return slots if isinstance(slots, Mapping) else {}
 
 
-# ---------------------------------------------------------------- targets
+def refuse_stamps(body: Body) -> Body:
+    """
+    The same body, as far as the user leaves the stamps alone.
 
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One document by its `_id`, and what else the user demands of it."""
-
-    id: Any
-    rest: Mapping[str, Any]
-
-    def where(self, condition: Mapping[str, Any]) -> dict[str, Any]:
-        """
-        A filter for this document, the user's conditions and `condition`.
-
-        The user's conditions stay at the top, where the positional operator finds them.
-        """
-        return {"_id": {"$eq": self.id}, **self.rest, "$and": [*self.rest.get("$and", ()), condition]}
-
-    def nowhere(self) -> dict[str, Any]:
-        """
-        A filter that matches nothing and, in an upsert, creates this document.
-
-        Where it exists, E11000 on `_id` says so, so an insert's body needs no case for an existing stamp.
-        """
-        return self.where({"$nor": [{}]})
-
-
-def target_of(filter: Mapping[str, Any]) -> Target | None:  # noqa: A002 - PyMongo's name
-    """The document that `filter` names by equality on `_id`, or None if it names none."""
-    if "_id" not in filter:
-        return None
-    rest = {name: value for name, value in filter.items() if name != "_id"}
-    value = filter["_id"]
-    if isinstance(value, re.Pattern | Regex):
-        return None
-    if isinstance(value, Mapping) and any(str(name).startswith("$") for name in value):
-        return Target(value["$eq"], rest) if set(value) == {"$eq"} else None
-    return Target(value, rest)
-
-
-# ---------------------------------------------------------------- what a write does
-
-
-class Body(Protocol):
-    """What a user wants done to one document, as statements that check and stamp."""
-
-    def edits(self, fence: Fence) -> list[tuple[dict[str, Any], Any]]:
-        """Pairs of guard and update, to be tried in order; at most one matches."""
-
-    def insertion(self, stamps: Mapping[str, Any]) -> Any:
-        """The update or replacement of an upsert that is known to insert, with `stamps` as ``_fence``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Operators:
-    """An update document such as ``{"$set": ...}``."""
-
-    update: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        for operator, fields in self.update.items():
-            if isinstance(fields, Mapping):
-                _refuse_fence(fields)
-                if operator == "$rename":
-                    _refuse_fence(fields.values())
-
-    def edits(self, fence: Fence) -> list[tuple[dict[str, Any], Any]]:
-        """One statement for a stamp of my generation, one for an older stamp or none."""
-        slot = {f"{fence.path}.p.{fence.index}": fence.token}
-        entry = {fence.path: {"g": fence.generation, "p": {str(fence.index): fence.token}}}
-        return [
-            (fence.guard_same(), self._with("$set", slot)),
-            (fence.guard_older(), self._with("$set", entry)),
-        ]
-
-    def insertion(self, stamps: Mapping[str, Any]) -> Any:
-        """The same operators, and the stamps on insertion."""
-        return self._with("$setOnInsert", {FIELD: dict(stamps)})
-
-    def _with(self, operator: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self.update, operator: {**self.update.get(operator, {}), **fields}}
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """An aggregation pipeline; stages that drop fields are made to keep ``_fence``."""
-
-    stages: Sequence[Mapping[str, Any]]
-
-    def __post_init__(self) -> None:
-        for stage in self.stages:
-            _refuse_fence(_fields_named_by(stage))
-
-    def edits(self, fence: Fence) -> list[tuple[dict[str, Any], Any]]:
-        """One statement: the last stage sees the stored stamps."""
-        return [(fence.guard(), [*map(_keeping_fence, self.stages), {"$set": {FIELD: fence.expression()}}])]
-
-    def insertion(self, stamps: Mapping[str, Any]) -> Any:
-        """The same stages on an empty document, then the stamps."""
-        return [*map(_keeping_fence, self.stages), {"$set": {FIELD: {"$literal": dict(stamps)}}}]
-
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """A whole document."""
-
-    document: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        _refuse_fence(self.document)
-
-    def edits(self, fence: Fence) -> list[tuple[dict[str, Any], Any]]:
-        """One statement. `$literal` keeps strings like ``"$price"``, which a pipeline would read as paths."""
-        parts = [{"$literal": self.document}, {FIELD: fence.expression()}]
-        return [(fence.guard(), [{"$replaceWith": {"$mergeObjects": parts}}])]
-
-    def insertion(self, stamps: Mapping[str, Any]) -> Any:
-        """An ordinary replacement, literal by itself."""
-        return {**self.document, FIELD: dict(stamps)}
-
-
-def _refuse_fence(fields: Any) -> None:
-    for field in fields:
-        if isinstance(field, str) and (field == FIELD or field.startswith(f"{FIELD}.")):
-            raise ConfigurationError(
-                f"{field!r} belongs to the fence and is kept by it: leave it out of what you write.",
-                field=field,
-            )
-
-
-def _fields_named_by(stage: Mapping[str, Any]) -> Iterator[Any]:
-    for operator, spec in stage.items():
-        named = spec.get("newRoot") if operator == "$replaceRoot" and isinstance(spec, Mapping) else spec
-        yield from [named] if operator == "$unset" and isinstance(named, str) else ()
-        yield from named if isinstance(named, Mapping | list | tuple) else ()
-
-
-def _keeping_fence(stage: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "$replaceWith" in stage:
-        return {"$replaceWith": _with_fence(stage["$replaceWith"])}
-    if isinstance(stage.get("$replaceRoot"), Mapping):
-        root = stage["$replaceRoot"]
-        return {"$replaceRoot": {**root, "newRoot": _with_fence(root.get("newRoot"))}}
-    project = stage.get("$project")
-    if isinstance(project, Mapping) and not _excludes(project):
-        return {"$project": {**project, FIELD: 1}}
-    return stage
-
-
-def _with_fence(root: Any) -> dict[str, Any]:
-    # `$mergeObjects` takes null for an empty object: without the test, a root that is
-    # missing would empty the document where MongoDB reports an error. `$ifNull`, for a
-    # new root that brings a `_fence` of its own must not keep it.
-    kept = {"$mergeObjects": ["$$root_", {FIELD: {"$ifNull": [f"${FIELD}", {}]}}]}
-    chosen = {"$cond": [{"$eq": [{"$type": "$$root_"}, "object"]}, kept, "$$root_"]}
-    return {"$let": {"vars": {"root_": root}, "in": chosen}}
-
-
-def _excludes(project: Mapping[str, Any]) -> bool:
-    """Whether a `$project` names what goes (all zeros) rather than what stays."""
-    fields = {name: value for name, value in project.items() if name != "_id"} or project
-    return all(
-        _excludes(value) if isinstance(value, Mapping) and value else _is_zero(value) for value in fields.values()
-    )
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, bool | int | float) and not value
+    Raises:
+        ConfigurationError: it writes to ``_fence``.
+    """
+    named = body.name_in(FIELD)
+    if named is not None:
+        raise ConfigurationError(
+            f"{named!r} belongs to the fence and is kept by it: leave it out of what you write.",
+            field=named,
+        )
+    return body

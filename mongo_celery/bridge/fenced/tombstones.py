@@ -36,8 +36,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import bson
-from bson.codec_options import CodecOptions
 from pymongo import ReturnDocument, UpdateOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -45,6 +43,7 @@ from pymongo.mongo_client import MongoClient
 
 from mongo_celery.bridge.fenced.fence import FIELD
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.identity import id_key
 
 SUFFIX = ".fence_tombstones"
 """A target's tombstones are in the collection of its name and this suffix; change streams leave it out."""
@@ -134,15 +133,15 @@ def stamps_of(
     if len(ids) == 1:
         return [document.get(FIELD, bare) for document in found] or [None]
     codec = collection.codec_options
-    stamps = {slot(document["_id"], codec): document.get(FIELD, bare) for document in found}
-    return [stamps.get(slot(i, codec)) for i in ids]
-
-
-def slot(document_id: Any, codec: CodecOptions[Any]) -> Any:
-    """A key under which equal ids meet: 1 and 1.0 are one `_id` in MongoDB, and so is a time in any zone."""
-    if isinstance(document_id, int | float) and not isinstance(document_id, bool):
-        return document_id
-    return bson.encode({"": document_id}, codec_options=codec)
+    asked = [id_key(i, codec) for i in ids]
+    stamps = {id_key(document["_id"], codec): document.get(FIELD, bare) for document in found}
+    if stamps.keys() <= set(asked):
+        return [stamps.get(key) for key in asked]
+    # The collection's collation holds equal what differs here, and only the server knows which of them.
+    return [
+        stamps[key] if key in stamps else stamps_of(collection, [i], session, bare=bare)[0]
+        for i, key in zip(ids, asked, strict=True)
+    ]
 
 
 def lifetime_ms(ttl: float | timedelta | None) -> int | None:

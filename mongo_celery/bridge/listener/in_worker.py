@@ -25,9 +25,10 @@ from billiard.context import Process
 from celery import Celery, bootsteps
 from celery.platforms import set_process_title
 
-from mongo_celery.bridge.listener.process import Backoff, ListenerThreads, Pauses, run_listeners
+from mongo_celery.bridge.listener.process import Backoff, ListenerThreads, run_listeners
 from mongo_celery.bridge.listener.service import Listener
 from mongo_celery.bridge.wiring import BRIDGES
+from mongo_celery.mongo.repeating import Pauses
 
 logger = logging.getLogger("mongo_celery.listener")
 

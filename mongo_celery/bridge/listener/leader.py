@@ -26,9 +26,11 @@ from mongo_celery.bridge.listener.takeover import Taken, find_starts, open_posit
 from mongo_celery.bridge.listener.term import Renewal
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
+from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
-from mongo_celery.mongo.verdicts import is_transient, needs_deployment
+from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import explained, is_transient
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.partitions import Image
@@ -45,7 +47,7 @@ _BUSY = 3
 _ITEMS_A_TURN = 2000
 _ITEMS_A_CHECK = 16
 _READ_AHEAD = 2000
-_LONGEST_BROKER_PAUSE = 10.0
+_BROKER_PAUSES = Pauses(first=0.5, longest=10.0)
 _COMPLAINT_SECONDS = 30.0
 
 
@@ -98,7 +100,7 @@ class Leader:
         )
         self._caught_up = False
         self._looked_at = self._swept_at = self._moved_at = 0.0
-        self._broker_pause = 0.0
+        self._broker_failures = 0
         self._broker_at = 0.0
         self._complained_at = -math.inf
         key = wiring.store.leases.signing_key()
@@ -140,7 +142,7 @@ class Leader:
             "buffered": sum(subscription.window.count for subscription in subscriptions),
             "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
             "caughtUp": self._caught_up,
-            "brokerDown": self._broker_pause > 0,
+            "brokerDown": self._broker_failures > 0,
         }
 
     # -- beginning ---------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ class Leader:
             self._look(now)
             self._drain()
         except PyMongoError as error:
-            final = needs_deployment(error)
+            final = explained(error, state_concern(self._options))
             if final is not None:
                 raise final from error
             if not is_transient(error):
@@ -334,16 +336,17 @@ class Leader:
         try:
             self._dispatcher.publish([dispatch for _, dispatch in due])
         except Exception as error:  # noqa: BLE001 - whatever the broker's client raises: the outcome is unknown
-            self._broker_pause = min(max(self._broker_pause * 2, 0.5), _LONGEST_BROKER_PAUSE)
-            self._broker_at = time.monotonic() + self._broker_pause
+            pause = _BROKER_PAUSES.nth(self._broker_failures)
+            self._broker_failures += 1
+            self._broker_at = time.monotonic() + pause
             logger.error(
                 "publishing failed, next try in %.1f s: %s",
-                self._broker_pause,
+                pause,
                 error,
                 extra={"event": "publish_failed"},
             )
             return
-        self._broker_pause = 0.0
+        self._broker_failures = 0
         sent = time.monotonic()
         for tracker, _ in due:
             tracker.sent(sent)

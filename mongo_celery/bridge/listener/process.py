@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 
 from celery import Celery
@@ -16,19 +15,12 @@ from mongo_celery.bridge.listener.service import Listener
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.repeating import Pauses
 
 logger = logging.getLogger("mongo_celery.listener")
 
 _STOP_SECONDS = 10.0
 _SIGNAL_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Pauses:
-    """Seconds between a failure and the next start: `first`, then doubling up to `longest`."""
-
-    first: float
-    longest: float
 
 
 FAILED_BRIDGE = Pauses(first=30.0, longest=600.0)
@@ -40,14 +32,14 @@ class Backoff:
 
     def __init__(self, pauses: Pauses) -> None:
         self._pauses = pauses
-        self._next = pauses.first
+        self._count = 0
 
     def after(self, lived: float) -> float:
         """The pause after a failure, of something that has lived for so many seconds."""
         if lived > self._pauses.longest:
-            self._next = self._pauses.first
-        pause, self._next = self._next, min(self._next * 2, self._pauses.longest)
-        return pause
+            self._count = 0
+        self._count += 1
+        return self._pauses.nth(self._count - 1)
 
 
 class ListenerThreads:

@@ -7,7 +7,6 @@ The life of a listener: wait for the servers, stand by, lead, step down, stand b
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.leader import Leader, Relayout
 from mongo_celery.bridge.listener.term import Renewal
+from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.bridge.stream.source import Interest, Scope, scope_of
 from mongo_celery.broker.connection import bounded_connection
@@ -30,14 +30,15 @@ from mongo_celery.errors import (
 )
 from mongo_celery.mongo.oplog import check_topology
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import is_transient, needs_deployment
+from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import explained, is_transient
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
 
-_STANDBY_SECONDS = 0.4
+_STANDBY_PAUSES = Pauses(first=0.4, longest=0.4, jitter=0.5)  # spreads standbys
 _SUSPICION_SECONDS = 2.0
 _SERVER_PAUSE = 1.0
 _ATTEMPT_SECONDS = 10.0
@@ -137,7 +138,7 @@ class Listener:
                 check_topology(self._wiring.client)
             self._wiring.store.leases.ensure()
         except PyMongoError as error:
-            final = needs_deployment(error)
+            final = explained(error, state_concern(self._options))
             if final is not None:
                 raise final from error
             if not is_transient(error):
@@ -169,7 +170,7 @@ class Listener:
                 self._stands_by = True
                 logger.info("standing by: another listener leads", extra={"event": "standing_by"})
         except PyMongoError as error:
-            final = needs_deployment(error)
+            final = explained(error, state_concern(self._options))
             if final is not None:
                 raise final from error
             logger.warning("standing by; MongoDB does not answer: %s", error)
@@ -177,7 +178,7 @@ class Listener:
         return None
 
     def _pause(self) -> None:
-        self._stopping.wait(_STANDBY_SECONDS * random.uniform(0.5, 1.0))  # noqa: S311 - spreads standbys
+        self._stopping.wait(_STANDBY_PAUSES.nth())
 
     def _lead(self, leases: Leases, term: Term, interests: list[Interest], scope: Scope) -> None:
         """One term, from its acquisition to its end."""
@@ -195,7 +196,7 @@ class Listener:
         except LeaseLostError:
             logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
         except PyMongoError as failure:
-            error = needs_deployment(failure)
+            error = explained(failure, state_concern(self._options))
             if error is not None:
                 raise error from failure
             if not is_transient(failure):

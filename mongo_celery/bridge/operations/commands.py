@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Literal
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
-from mongo_celery.bridge.operations.reach import explained, reach
+from mongo_celery.bridge.operations.reach import in_words, reach
 from mongo_celery.bridge.operations.status import state_of
+from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
@@ -149,7 +150,7 @@ def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
         reach(wiring)
         _, (image,) = _choose(wiring.store, wiring.name, subscription, partition)
     except PyMongoError as error:
-        raise explained(error) from error
+        raise in_words(error, state_concern(wiring.options)) from error
     objection = _not_halted(image)
     if objection or image.head is None:
         raise CommandRefusedError(_sentence(image, objection or "does not know its change: retry it once"))
@@ -170,7 +171,7 @@ def _run(wiring: Wiring, command: _Command, subscription: str | None, partition:
             for image in images
         ]
     except PyMongoError as error:
-        raise explained(error) from error
+        raise in_words(error, state_concern(wiring.options)) from error
     if partition is not None and outcomes[0].result in {"unfit", "refused"}:
         raise CommandRefusedError(outcomes[0].reason)
     return outcomes

@@ -13,12 +13,14 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
-from mongo_celery.bridge.operations.reach import ANSWER_SECONDS, explained
+from mongo_celery.bridge.operations.reach import in_words
+from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Interest, Scope, Source, scope_of
 from mongo_celery.errors import ConfigurationError, DeploymentError, MongoCeleryError, TopologyError
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.oplog import Oplog, check_topology, read_oplog
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import Reaction, final_error, reaction_to
+from mongo_celery.mongo.verdicts import Code, Concern
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -29,7 +31,6 @@ OPLOG_HOURS_MIN = 24
 """Below this reach of a full oplog a listener that is away for a night loses history."""
 
 _STATE_COLLECTIONS = ("leases", "subscriptions", "partitions", "dead_letters")
-_NOT_IN_TRANSACTION = 263
 _NEARLY_FULL = 0.9
 _WANTS_IMAGES = ("whenAvailable", "required")
 _SERVER_DATABASES = frozenset({"admin", "config", "local"})
@@ -86,7 +87,8 @@ def _refusal(client: Client, database: str, name: str) -> str | None:
             collection.update_one(probe, {"$set": {"checked": True}}, session=session)
             collection.delete_one(probe, session=session)
         except OperationFailure as failure:
-            if failure.code == _NOT_IN_TRANSACTION:  # before 4.4 a collection cannot begin in a transaction
+            # Before 4.4 a collection cannot begin in a transaction.
+            if failure.code == Code.OperationNotSupportedInTransaction:
                 return None
             return short(failure)
         finally:
@@ -130,7 +132,8 @@ def _try_stream(client: Client, scope: Scope) -> Finding:
     except PyMongoError as failure:
         reaction = reaction_to(failure, opening=True)
         if reaction in {Reaction.REOPEN, Reaction.UNKNOWN}:
-            return error("change_stream", f"It did not open on {where}: {explained(failure)}")
+            concern = Concern(f"a change stream on {where}", "changeStream and find there")
+            return error("change_stream", f"It did not open on {where}: {in_words(failure, concern)}")
         return error("change_stream", str(final_error(reaction, failure, where)))
 
 

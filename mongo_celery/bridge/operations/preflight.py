@@ -16,11 +16,13 @@ from mongo_celery.bridge.operations.broker import check_broker
 from mongo_celery.bridge.operations.deployment import check_mongodb
 from mongo_celery.bridge.operations.exposure import check_exposure
 from mongo_celery.bridge.operations.findings import Finding, error, ok
-from mongo_celery.bridge.operations.reach import explained, reach
+from mongo_celery.bridge.operations.reach import in_words, reach
 from mongo_celery.bridge.operations.workers import check_workers
+from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.worker.tasks import overridden_attributes
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.redaction import without_credentials
+from mongo_celery.mongo.verdicts import Concern
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -38,16 +40,17 @@ def check(wiring: Wiring) -> list[Finding]:
         ConfigurationError: an option is wrong; then there is nothing to check yet.
     """
     assert wiring.options, "wrong options are refused before anything is looked at"
-    found = _guarded("celery", lambda: _check_celery(wiring))
-    found += _guarded("mongodb", lambda: check_mongodb(reach(wiring), wiring))
-    broker = _guarded("broker", lambda: check_broker(wiring.app))
+    concern = state_concern(wiring.options)
+    found = _guarded("celery", lambda: _check_celery(wiring), concern)
+    found += _guarded("mongodb", lambda: check_mongodb(reach(wiring), wiring), concern)
+    broker = _guarded("broker", lambda: check_broker(wiring.app), concern)
     found += broker
     if not any(finding.name == "broker" and finding.level == "error" for finding in broker):
-        found += _guarded("workers", lambda: check_workers(wiring))
-    return found + _guarded("exposure", lambda: check_exposure(wiring))
+        found += _guarded("workers", lambda: check_workers(wiring), concern)
+    return found + _guarded("exposure", lambda: check_exposure(wiring), concern)
 
 
-def _guarded(name: str, part: Callable[[], Iterable[Finding]]) -> list[Finding]:
+def _guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:
     """The findings of a part; what ends it early is one more."""
     found: list[Finding] = []
     try:
@@ -56,7 +59,7 @@ def _guarded(name: str, part: Callable[[], Iterable[Finding]]) -> list[Finding]:
     except MongoCeleryError as failure:
         found.append(error(name, without_credentials(str(failure))))
     except PyMongoError as failure:
-        found.append(error(name, without_credentials(str(explained(failure)))))
+        found.append(error(name, without_credentials(str(in_words(failure, concern)))))
     return found
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pymongo
 from pymongo import MongoClient
-from pymongo.errors import ConnectionFailure, OperationFailure, PyMongoError
+from pymongo.errors import ConnectionFailure, PyMongoError
 
-from mongo_celery.errors import AccessError, ConfigurationError, ServerUnavailableError
+from mongo_celery.bridge.state.concern import state_concern
+from mongo_celery.errors import ConfigurationError, ServerUnavailableError
+from mongo_celery.mongo.opening import ANSWER_SECONDS, ping
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import needs_deployment
+from mongo_celery.mongo.verdicts import Concern, explained
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
-
-ANSWER_SECONDS = 4.0
-"""How long a command waits for the first answer of a server."""
-
-_AUTHENTICATION_FAILED = 18
 
 
 def reach(wiring: Wiring) -> MongoClient[dict[str, Any]]:
@@ -32,10 +28,9 @@ def reach(wiring: Wiring) -> MongoClient[dict[str, Any]]:
     """
     client = _client(wiring)
     try:
-        with pymongo.timeout(ANSWER_SECONDS):
-            client.admin.command("ping")
+        ping(client)
     except PyMongoError as error:
-        raise explained(error) from error
+        raise in_words(error, state_concern(wiring.options)) from error
     return client
 
 
@@ -47,15 +42,11 @@ def _client(wiring: Wiring) -> MongoClient[dict[str, Any]]:
         raise ConfigurationError(message) from error
 
 
-def explained(error: PyMongoError) -> Exception:
+def in_words(error: PyMongoError, concern: Concern) -> Exception:
     """An error of ours for what a command cannot go on after; the error itself where there is no better word."""
     if isinstance(error, ConnectionFailure) or error.timeout:
         return ServerUnavailableError(
             f"MongoDB gave no answer within {ANSWER_SECONDS:.0f} s; check its URL, the network and the servers. "
             f"Last error: {short(error)}",
         )
-    if isinstance(error, OperationFailure) and error.code == _AUTHENTICATION_FAILED:
-        return AccessError(
-            f"MongoDB refused the login; check user, password and authSource in the URL. It said: {short(error)}",
-        )
-    return needs_deployment(error) or error
+    return explained(error, concern) or error

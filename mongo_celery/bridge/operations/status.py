@@ -18,11 +18,13 @@ from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.operations.reach import ANSWER_SECONDS, explained, reach
+from mongo_celery.bridge.operations.reach import in_words, reach
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.errors import DeploymentError
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     try:
         return shape(_read(client, wiring))
     except PyMongoError as error:
-        raise explained(error) from error
+        raise in_words(error, state_concern(wiring.options)) from error
 
 
 def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:

@@ -40,7 +40,18 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.mongo.expressions import after, literal, millis, next_number
-from mongo_celery.mongo.table import ACKNOWLEDGED, Commands, call_timeout
+from mongo_celery.mongo.table import ACKNOWLEDGED, Table, call_timeout
+
+_TRANSACTION_SECONDS = 5.0
+
+COMMIT: dict[str, Any] = {
+    "committed": "$handled.last",
+    "resumeToken": "$handled.resumeToken",
+    "claim": None,
+    "handled": None,
+    "retry": None,
+}
+"""What a commit sets, from the mark that an execution left; also part of a take-over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +78,10 @@ class Claims:
     """Claims and outcomes of one bridge's partitions. Thread-safe."""
 
     def __init__(self, collection: Collection[dict[str, Any]], letters: Collection[dict[str, Any]], ttl: float) -> None:
-        self._collection = collection
-        self._commands = Commands(collection, call_timeout(ttl))
+        self._table = Table(collection, call_timeout(ttl))
+        self._acknowledged = Table(collection.with_options(write_concern=WriteConcern(w=1)), call_timeout(ttl))
         self._letters = letters
         self._ttl = ttl
-        self._timeout = call_timeout(ttl)
 
     def take(
         self,
@@ -111,7 +121,7 @@ class Claims:
             "error": {"$ifNull": ["$retry.error", None]},
         }
         single = {"$cond": [replaced, {"$max": ["$single", "$claim.last"]}, "$single"]}
-        document = self._commands.find_and_update(
+        document = self._table.find_and_update_unretried(
             {
                 "_id": partition_id,
                 "epoch": version,
@@ -136,25 +146,15 @@ class Claims:
 
     def relinquish(self, partition_id: str, owner: str) -> None:
         """End a claim whose answer was lost or came too late. It counts as no attempt."""
-        with pymongo.timeout(self._timeout):
-            self._collection.update_one(
-                {"_id": partition_id, "claim.owner": owner, "handled": None},
-                {"$set": {"claim": None}},
-            )
+        self._table.update({"_id": partition_id, "claim.owner": owner, "handled": None}, {"$set": {"claim": None}})
 
     def extend(self, claim: Claim) -> bool:
         """The heartbeat; False when the claim is no longer ours."""
-        with pymongo.timeout(self._timeout):
-            result = self._collection.update_one(
-                _own(claim),
-                [{"$set": {"claim.until": {"$add": ["$$NOW", "$claim.ttl"]}}}],
-            )
-        return result.matched_count == 1
+        return self._table.update(_own(claim), [{"$set": {"claim.until": {"$add": ["$$NOW", "$claim.ttl"]}}}])
 
     def is_mine(self, claim: Claim) -> bool:
         """Whether the claim still stands, by a majority read."""
-        with pymongo.timeout(self._timeout):
-            return self._collection.find_one(_own(claim), {"_id": 1}) is not None
+        return self._table.find_one(_own(claim), {"_id": 1}) is not None
 
     def handle(
         self,
@@ -183,12 +183,10 @@ class Claims:
         guard["$or"] = [{"handled": None}, {"handled.owner": claim.owner}]
         change = {"handled": {"owner": claim.owner, "last": Int64(last), "resumeToken": dict(token)}}
         if session is not None:  # the transaction's own limits hold, and its write concern
-            return self._collection.update_one(guard, {"$set": change}, session=session).matched_count == 1
+            return self._table.collection.update_one(guard, {"$set": change}, session=session).matched_count == 1
         if retryable:
-            fast = self._collection.with_options(write_concern=WriteConcern(w=1))
-            with pymongo.timeout(self._timeout):
-                return fast.update_one(guard, {"$set": change}).matched_count == 1
-        return self._commands.update(guard, {"$set": change}, ACKNOWLEDGED)
+            return self._acknowledged.update(guard, {"$set": change})
+        return self._table.update_unretried(guard, {"$set": change}, ACKNOWLEDGED)
 
     def commit(self, partition_id: str, first: int | None = None) -> bool:
         """
@@ -204,7 +202,7 @@ class Claims:
         guard: dict[str, Any] = {"_id": partition_id, "handled": {"$ne": None}}
         if first is not None:
             guard["committed"] = first - 1
-        return self._commands.update(guard, [{"$set": COMMIT}])
+        return self._table.update_unretried(guard, [{"$set": COMMIT}])
 
     def park(self, claim: Claim, *, delay: float | None, not_before: datetime | None, error: str) -> bool:
         """
@@ -254,7 +252,7 @@ class Claims:
 
         def both(session: ClientSession) -> bool:
             change = {"$set": _passed(claim, token)}
-            if self._collection.update_one(_own(claim), change, session=session).matched_count == 0:
+            if self._table.collection.update_one(_own(claim), change, session=session).matched_count == 0:
                 session.abort_transaction()
                 return False
             self._letters.replace_one({"_id": letter["_id"]}, dict(letter), upsert=True, session=session)
@@ -262,26 +260,13 @@ class Claims:
             return True
 
         with (
-            pymongo.timeout(max(self._timeout, _TRANSACTION_SECONDS)),
-            self._collection.database.client.start_session() as session,
+            pymongo.timeout(max(self._table.timeout, _TRANSACTION_SECONDS)),
+            self._letters.database.client.start_session() as session,
         ):
             return session.with_transaction(both, write_concern=WriteConcern("majority"))
 
     def _write(self, claim: Claim, change: Any) -> bool:
-        with pymongo.timeout(self._timeout):
-            return self._collection.update_one(_own(claim), change).matched_count == 1
-
-
-_TRANSACTION_SECONDS = 5.0
-
-COMMIT: dict[str, Any] = {
-    "committed": "$handled.last",
-    "resumeToken": "$handled.resumeToken",
-    "claim": None,
-    "handled": None,
-    "retry": None,
-}
-"""What a commit sets, from the mark that an execution left; also part of a take-over."""
+        return self._table.update(_own(claim), change)
 
 
 def _own(claim: Claim) -> dict[str, Any]:

@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pymongo
 from bson.raw_bson import RawBSONDocument
 from pymongo.collection import Collection
 
-from mongo_celery.mongo.table import call_timeout
+from mongo_celery.mongo.table import Table, call_timeout
 
 
 class DeadLetters:
     """The dead letters of one bridge."""
 
     def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
-        self._collection = collection
+        self._table = Table(collection, call_timeout(ttl))
         self._bridge = bridge
-        self._timeout = call_timeout(ttl)
 
     def count(self) -> dict[str, int]:
         """How many letters there are, by subscription."""
@@ -31,8 +29,7 @@ class DeadLetters:
             {"$match": {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}},
             {"$group": {"_id": "$subscription", "count": {"$sum": 1}}},
         ]
-        with pymongo.timeout(self._timeout):
-            return {row["_id"]: row["count"] for row in self._collection.aggregate(stages)}
+        return {row["_id"]: row["count"] for row in self._table.aggregate(stages)}
 
 
 def letter(

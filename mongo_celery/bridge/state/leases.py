@@ -33,20 +33,22 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import pymongo
 from bson import ObjectId, Timestamp
 from bson.binary import Binary
 from bson.int64 import Int64
-from pymongo import ReturnDocument
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
-from mongo_celery.mongo.table import call_timeout
+from mongo_celery.mongo.table import Table, call_timeout
+
+_TRUST = 0.9
+"""Share of the ttl for which the holder trusts its lease; the rest is margin for clocks that drift."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +82,9 @@ class Leases:
     """The lease of one bridge."""
 
     def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
-        self._collection = collection
+        self._table = Table(collection, call_timeout(ttl))
         self._bridge = bridge
         self._ttl = ttl
-        self._timeout = call_timeout(ttl)
         self._suspect: tuple[Any, float] | None = None
 
     def ensure(self) -> None:
@@ -108,15 +109,12 @@ class Leases:
             "renewedAt": None,
             "state": "idle",
         }
-        with pymongo.timeout(self._timeout):
-            try:
-                self._collection.update_one({"_id": self._bridge}, {"$setOnInsert": document}, upsert=True)
-            except DuplicateKeyError:
-                return  # another listener was first
+        with suppress(DuplicateKeyError):  # another listener was first
+            self._table.update({"_id": self._bridge}, {"$setOnInsert": document}, upsert=True)
 
     def _operation_number(self) -> Int64:
-        with pymongo.timeout(self._timeout):
-            time_ = last_operation_time(self._collection.database.client)
+        with self._table.limit():
+            time_ = last_operation_time(self._table.collection.database.client)
         return Int64(time_.time * SHIFT + time_.inc) if time_ is not None else Int64(0)
 
     def acquire(self, *, observed: Mapping[str, Any] | None = None) -> Term | None:
@@ -134,28 +132,26 @@ class Leases:
         if observed is not None:
             free = {name: observed[name] for name in ("listenerId", "version", "expiresAt")}
         started = time.monotonic()
-        with pymongo.timeout(self._timeout):
-            document = self._collection.find_one_and_update(
-                {"_id": self._bridge, **free},
-                [
-                    {
-                        "$set": {
-                            "version": next_number("version"),
-                            "listenerId": literal(listener_id),
-                            "expiresAt": after(self._ttl),
-                            "ttl": literal(millis(self._ttl)),
-                            "renewedAt": "$$NOW",
-                            "acquiredAt": "$$NOW",
-                            "host": literal(socket.gethostname()),
-                            "pid": literal(os.getpid()),
-                            "state": "leading",
-                            "report": None,
-                            "error": None,
-                        },
+        document = self._table.find_and_update(
+            {"_id": self._bridge, **free},
+            [
+                {
+                    "$set": {
+                        "version": next_number("version"),
+                        "listenerId": literal(listener_id),
+                        "expiresAt": after(self._ttl),
+                        "ttl": literal(millis(self._ttl)),
+                        "renewedAt": "$$NOW",
+                        "acquiredAt": "$$NOW",
+                        "host": literal(socket.gethostname()),
+                        "pid": literal(os.getpid()),
+                        "state": "leading",
+                        "report": None,
+                        "error": None,
                     },
-                ],
-                return_document=ReturnDocument.AFTER,
-            )
+                },
+            ],
+        )
         if document is None:
             return None
         return Term(listener_id, document["version"], started + self._ttl * _TRUST, document)
@@ -169,11 +165,8 @@ class Leases:
         regularly while standing by: it remembers what it saw.
         """
         ahead = {"$gt": [{"$subtract": ["$expiresAt", "$$NOW"]}, {"$add": ["$ttl", 1000]}]}
-        with pymongo.timeout(self._timeout):
-            lease = self._collection.find_one(
-                {"_id": self._bridge},
-                {"listenerId": 1, "version": 1, "expiresAt": 1, "ttl": 1, "ahead": ahead},
-            )
+        fields = {"listenerId": 1, "version": 1, "expiresAt": 1, "ttl": 1, "ahead": ahead}
+        lease = self._table.find_one({"_id": self._bridge}, fields)
         if lease is None or lease["expiresAt"] is None or not lease["ahead"]:
             self._suspect = None
             return None
@@ -197,33 +190,23 @@ class Leases:
             dispatched any more.
         """
         started = time.monotonic()
-        with pymongo.timeout(self._timeout):
-            document = self._collection.find_one_and_update(
-                self._mine(term),
-                [{"$set": {"expiresAt": after(self._ttl), "renewedAt": "$$NOW", "report": literal(dict(report))}}],
-                return_document=ReturnDocument.AFTER,
-            )
+        change = {"expiresAt": after(self._ttl), "renewedAt": "$$NOW", "report": literal(dict(report))}
+        document = self._table.find_and_update(self._mine(term), [{"$set": change}])
         if document is None:
             return None
         return Term(term.listener_id, term.version, started + self._ttl * _TRUST, document)
 
     def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
         """Give the lease back; False when it was no longer ours. The version stays."""
-        with pymongo.timeout(self._timeout):
-            result = self._collection.update_one(
-                self._mine(term),
-                {"$set": {"listenerId": None, "expiresAt": None, "state": state, "error": error}},
-            )
-        return result.matched_count == 1
+        change = {"listenerId": None, "expiresAt": None, "state": state, "error": error}
+        return self._table.update(self._mine(term), {"$set": change})
 
     def raise_version(self, term: Term, above: int) -> Term | None:
         """A larger version for this term, after a take-over met a larger epoch; None when the term has ended."""
-        with pymongo.timeout(self._timeout):
-            document = self._collection.find_one_and_update(
-                self._mine(term),
-                [{"$set": {"version": {"$max": [next_number("version"), Int64(above + 1)]}}}],
-                return_document=ReturnDocument.AFTER,
-            )
+        document = self._table.find_and_update(
+            self._mine(term),
+            [{"$set": {"version": {"$max": [next_number("version"), Int64(above + 1)]}}}],
+        )
         if document is None:
             return None
         return Term(term.listener_id, document["version"], term.trusted_until, document)
@@ -237,22 +220,16 @@ class Leases:
             the term has ended.
         """
         guard = self._mine(term)
-        with pymongo.timeout(self._timeout):
-            if replace:
-                self._collection.update_one(guard, {"$set": {"startAtOperationTime": start}})
-            else:
-                self._collection.update_one(
-                    {**guard, "startAtOperationTime": None},
-                    {"$set": {"startAtOperationTime": start}},
-                )
-            document = self._collection.find_one(guard, {"startAtOperationTime": 1})
+        free = guard if replace else {**guard, "startAtOperationTime": None}
+        with self._table.limit():
+            self._table.update(free, {"$set": {"startAtOperationTime": start}})
+            document = self._table.find_one(guard, {"startAtOperationTime": 1})
         return None if document is None else document["startAtOperationTime"]
 
     def set_layout(self, term: Term, layout: Layout) -> bool:
         """Flip to a layout in one write; False when the term has ended."""
         change = {"generation": layout.generation, "partitions": layout.partitions, "keys": dict(layout.keys)}
-        with pymongo.timeout(self._timeout):
-            return self._collection.update_one(self._mine(term), {"$set": change}).matched_count == 1
+        return self._table.update(self._mine(term), {"$set": change})
 
     def record_position(
         self,
@@ -265,8 +242,7 @@ class Leases:
         change: dict[str, Any] = {"report": dict(report) if report is not None else None}
         if token is not None:
             change |= {"resumeToken": dict(token), "clusterTime": cluster_time}
-        with pymongo.timeout(self._timeout):
-            return self._collection.update_one(self._mine(term), {"$set": change}).matched_count == 1
+        return self._table.update(self._mine(term), {"$set": change})
 
     def record_gap(
         self,
@@ -285,28 +261,21 @@ class Leases:
         if time_ is not None:
             position = {"resumeToken": dict(token) if token else None, "clusterTime": time_}
             change["$set"] = {**position, "startAtOperationTime": time_}
-        with pymongo.timeout(self._timeout):
-            return self._collection.update_one(self._mine(term), change).matched_count == 1
+        return self._table.update(self._mine(term), change)
 
     def read(self) -> dict[str, Any] | None:
         """The lease document, or None before the first start; `live` says whether somebody holds it now."""
         live = {"$gt": ["$expiresAt", "$$NOW"]}
-        with pymongo.timeout(self._timeout):
-            found = list(self._collection.aggregate([{"$match": {"_id": self._bridge}}, {"$set": {"live": live}}]))
+        found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$set": {"live": live}}])
         return found[0] if found else None
 
     def signing_key(self) -> bytes | None:
         """The key of this bridge's envelopes, or None before the first start of a listener."""
-        with pymongo.timeout(self._timeout):
-            document = self._collection.find_one({"_id": self._bridge}, {"signingKey": 1})
+        document = self._table.find_one({"_id": self._bridge}, {"signingKey": 1})
         return bytes(document["signingKey"]) if document else None
 
     def _mine(self, term: Term) -> dict[str, Any]:
         return {"_id": self._bridge, "listenerId": term.listener_id, "version": term.version}
-
-
-_TRUST = 0.9
-"""Share of the ttl for which the holder trusts its lease; the rest is margin for clocks that drift."""
 
 
 def layout_of(document: Mapping[str, Any]) -> Layout | None:

@@ -18,16 +18,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pymongo
 from bson.int64 import Int64
 from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError
 
 from mongo_celery.bridge.state.claims import COMMIT
 from mongo_celery.mongo.expressions import literal, next_number
-from mongo_celery.mongo.table import call_timeout
+from mongo_celery.mongo.table import Table, call_timeout
+from mongo_celery.mongo.verdicts import Code
 
-_DUPLICATE_KEY = 11000
+_DEFAULTS: dict[str, Any] = {
+    "epoch": Int64(0),
+    "committed": Int64(0),
+    "resumeToken": None,
+    "fence": Int64(0),
+    "claim": None,
+    "handled": None,
+    "retry": None,
+    "single": None,
+    "head": None,
+    "state": "flowing",
+}
+
+_PROJECTION: dict[str, Any] = {
+    **dict.fromkeys(_DEFAULTS, 1),
+    "live": {"$gt": ["$claim.until", "$$NOW"]},
+    "due": {"$subtract": ["$retry.notBefore", "$$NOW"]},
+    "ahead": {"$subtract": [{"$subtract": ["$claim.until", "$$NOW"]}, "$claim.ttl"]},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +89,8 @@ class Partitions:
     """All partitions of one bridge."""
 
     def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
-        self._collection = collection
+        self._table = Table(collection, call_timeout(ttl))
         self._bridge = bridge
-        self._timeout = call_timeout(ttl)
 
     def partition_id(self, subscription: str, generation: int, index: int) -> str:
         """`_id` of a partition's document."""
@@ -94,8 +111,8 @@ class Partitions:
         version too: so it shows whose they are, and a later term knows what an older one has left.
         """
         prefix = self.partition_id(subscription, generation, 0)[:-1]
-        with pymongo.timeout(self._timeout):
-            present = {doc["_id"] for doc in self._collection.find(_under(prefix), {"_id": 1})}
+        with self._table.limit():
+            present = {doc["_id"] for doc in self._table.find(_under(prefix), {"_id": 1})}
             missing = [
                 {
                     "_id": f"{prefix}{index}",
@@ -112,9 +129,9 @@ class Partitions:
 
     def _insert(self, documents: Sequence[dict[str, Any]]) -> None:
         try:
-            self._collection.insert_many(documents, ordered=False)
+            self._table.collection.insert_many(documents, ordered=False)
         except BulkWriteError as error:
-            if any(failure["code"] != _DUPLICATE_KEY for failure in error.details["writeErrors"]):
+            if any(failure["code"] != Code.DuplicateKey for failure in error.details["writeErrors"]):
                 raise
 
     def discard(self, subscription: str, generation: int, version: int) -> None:
@@ -124,8 +141,7 @@ class Partitions:
         What a later term has prepared stays: there the generation may be in force, and at work.
         """
         prefix = self.partition_id(subscription, generation, 0)[:-1]
-        with pymongo.timeout(self._timeout):
-            self._collection.delete_many({**_under(prefix), "epoch": {"$lte": version}})
+        self._table.delete_all({**_under(prefix), "epoch": {"$lte": version}})
 
     def take_over(self, subscription: str, generation: int, version: int) -> list[Image]:
         """
@@ -139,8 +155,7 @@ class Partitions:
         for name, value in COMMIT.items():
             change[name] = {"$cond": [handled, value, f"${name}"]}
         scope = _under(f"{self._bridge}/{subscription}/{generation}/")
-        with pymongo.timeout(self._timeout):
-            self._collection.update_many({**scope, "epoch": {"$lt": version}}, [{"$set": change}])
+        self._table.update_all({**scope, "epoch": {"$lt": version}}, [{"$set": change}])
         return self._images(scope)
 
     def look(self, ids: Iterable[str]) -> list[Image]:
@@ -166,12 +181,8 @@ class Partitions:
             "retry": retry,
             "single": {"$max": ["$single", "$claim.last"]},
         }
-        with pymongo.timeout(self._timeout):
-            result = self._collection.update_one(
-                {"_id": partition_id, "fence": fence, "claim.until": until, "handled": None},
-                [{"$set": change}],
-            )
-        return result.matched_count == 1
+        guard = {"_id": partition_id, "fence": fence, "claim.until": until, "handled": None}
+        return self._table.update(guard, [{"$set": change}])
 
     def close_others(self, generation: int, version: int) -> None:
         """
@@ -181,16 +192,14 @@ class Partitions:
         """
         others = {"$not": {"$regex": f"/{generation}/[0-9]+$"}}
         scope = _under(f"{self._bridge}/")["_id"]
-        with pymongo.timeout(self._timeout):
-            self._collection.update_many(
-                {"_id": {**scope, **others}, "epoch": {"$lte": version}, "state": {"$ne": "closed"}},
-                {"$set": {"epoch": Int64(version), "state": "closed"}},
-            )
+        self._table.update_all(
+            {"_id": {**scope, **others}, "epoch": {"$lte": version}, "state": {"$ne": "closed"}},
+            {"$set": {"epoch": Int64(version), "state": "closed"}},
+        )
 
     def largest_epoch(self) -> int:
         """The largest epoch of any partition of the bridge, in whatever generation; 0 where there is none."""
-        with pymongo.timeout(self._timeout):
-            found = self._collection.find_one(_under(f"{self._bridge}/"), {"epoch": 1}, sort=[("epoch", -1)])
+        found = self._table.find_one(_under(f"{self._bridge}/"), {"epoch": 1}, sort=[("epoch", -1)])
         return int(found["epoch"]) if found else 0
 
     def pause(self, image: Image, generation: int) -> bool:
@@ -230,33 +239,10 @@ class Partitions:
         }
         if "fence" not in change:  # pausing leaves a running execution alone, whatever its fence
             del guard["fence"], guard["committed"], guard["handled"]
-        with pymongo.timeout(self._timeout):
-            return self._collection.update_one(guard, [{"$set": dict(change)}]).matched_count == 1
+        return self._table.update(guard, [{"$set": dict(change)}])
 
     def _images(self, query: Mapping[str, Any]) -> list[Image]:
-        with pymongo.timeout(self._timeout):
-            return [image_of(document) for document in self._collection.find(query, _PROJECTION)]
-
-
-_DEFAULTS: dict[str, Any] = {
-    "epoch": Int64(0),
-    "committed": Int64(0),
-    "resumeToken": None,
-    "fence": Int64(0),
-    "claim": None,
-    "handled": None,
-    "retry": None,
-    "single": None,
-    "head": None,
-    "state": "flowing",
-}
-
-_PROJECTION: dict[str, Any] = {
-    **dict.fromkeys(_DEFAULTS, 1),
-    "live": {"$gt": ["$claim.until", "$$NOW"]},
-    "due": {"$subtract": ["$retry.notBefore", "$$NOW"]},
-    "ahead": {"$subtract": [{"$subtract": ["$claim.until", "$$NOW"]}, "$claim.ttl"]},
-}
+        return [image_of(document) for document in self._table.find(query, _PROJECTION)]
 
 
 def image_of(document: Mapping[str, Any]) -> Image:

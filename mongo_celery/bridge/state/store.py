@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bson.codec_options import CodecOptions
-from pymongo import MongoClient, ReadPreference, WriteConcern
-from pymongo.read_concern import ReadConcern
+from pymongo import MongoClient
 
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import Claims
@@ -14,6 +13,7 @@ from mongo_celery.bridge.state.dead_letters import DeadLetters
 from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.subscriptions import Subscriptions
+from mongo_celery.mongo.opening import strict
 
 
 class Store:
@@ -25,13 +25,7 @@ class Store:
     """
 
     def __init__(self, client: MongoClient[dict[str, Any]], options: BridgeOptions) -> None:
-        database = client.get_database(
-            options.database,
-            codec_options=CodecOptions(),
-            read_preference=ReadPreference.PRIMARY,
-            write_concern=WriteConcern("majority"),
-            read_concern=ReadConcern("majority"),
-        )
+        database = strict(client[options.database], CodecOptions())
         bridge = options.name
         self.leases = Leases(database["leases"], bridge, options.lease_ttl)
         self.subscriptions = Subscriptions(database["subscriptions"], bridge, options.lease_ttl)

@@ -10,22 +10,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pymongo
 from bson import Timestamp
 from bson.int64 import Int64
 from pymongo.collection import Collection
 
 from mongo_celery.mongo.expressions import literal
-from mongo_celery.mongo.table import call_timeout
+from mongo_celery.mongo.table import Table, call_timeout
+
+_DEFAULTS: dict[str, Any] = {
+    "epoch": Int64(0),
+    "resumeToken": None,
+    "clusterTime": None,
+    "fingerprint": None,
+    "startAtOperationTime": None,
+}
 
 
 class Subscriptions:
     """The subscriptions of one bridge."""
 
     def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
-        self._collection = collection
+        self._table = Table(collection, call_timeout(ttl))
         self._bridge = bridge
-        self._timeout = call_timeout(ttl)
 
     def take_over(self, names: Sequence[str], version: int) -> dict[str, dict[str, Any]]:
         """
@@ -34,9 +40,9 @@ class Subscriptions:
         Returns:
             The documents by name. One whose epoch is larger than `version` was not won.
         """
-        with pymongo.timeout(self._timeout):
+        with self._table.limit():
             for name in names:
-                self._collection.update_one(
+                self._table.update(
                     {"_id": self._id(name)},
                     [
                         {"$replaceWith": {"$mergeObjects": [literal(_DEFAULTS), "$$ROOT"]}},
@@ -45,7 +51,7 @@ class Subscriptions:
                     upsert=True,
                 )
             wanted = {self._id(name): name for name in names}
-            return {wanted[doc["_id"]]: doc for doc in self._collection.find({"_id": {"$in": list(wanted)}})}
+            return {wanted[doc["_id"]]: doc for doc in self._table.find({"_id": {"$in": list(wanted)}})}
 
     def pin(self, name: str, version: int, start: Timestamp, position: Mapping[str, Any] | None) -> bool:
         """
@@ -57,12 +63,8 @@ class Subscriptions:
         change: dict[str, Any] = {"startAtOperationTime": start}
         if position is not None:
             change |= {"resumeToken": position["resumeToken"], "clusterTime": position["clusterTime"]}
-        with pymongo.timeout(self._timeout):
-            result = self._collection.update_one(
-                {"_id": self._id(name), "epoch": version, "startAtOperationTime": None},
-                {"$set": change},
-            )
-        return result.matched_count == 1
+        guard = {"_id": self._id(name), "epoch": version, "startAtOperationTime": None}
+        return self._table.update(guard, {"$set": change})
 
     def move_start(self, name: str, version: int, start: Timestamp) -> bool:
         """
@@ -74,19 +76,17 @@ class Subscriptions:
         Returns:
             False when the epoch has moved on, or the subscription stands behind this time already.
         """
-        with pymongo.timeout(self._timeout):
-            result = self._collection.update_one(
-                {
-                    "_id": self._id(name),
-                    "epoch": version,
-                    "$or": [{"clusterTime": None}, {"clusterTime": {"$lte": start}}],
-                },
-                [
-                    {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}}},
-                    {"$set": {"resumeToken": None, "clusterTime": "$startAtOperationTime", "fingerprint": None}},
-                ],
-            )
-        return result.matched_count == 1
+        return self._table.update(
+            {
+                "_id": self._id(name),
+                "epoch": version,
+                "$or": [{"clusterTime": None}, {"clusterTime": {"$lte": start}}],
+            },
+            [
+                {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}}},
+                {"$set": {"resumeToken": None, "clusterTime": "$startAtOperationTime", "fingerprint": None}},
+            ],
+        )
 
     def advance(
         self,
@@ -103,30 +103,16 @@ class Subscriptions:
             False when the epoch has moved on (the term has ended) or the stored token is not smaller.
         """
         change = {"resumeToken": dict(token), "clusterTime": cluster_time, "fingerprint": fingerprint}
-        with pymongo.timeout(self._timeout):
-            result = self._collection.update_one(
-                {
-                    "_id": self._id(name),
-                    "epoch": version,
-                    "$or": [{"resumeToken": None}, {"resumeToken._data": {"$lt": token["_data"]}}],
-                },
-                {"$set": change},
-            )
-        return result.matched_count == 1
+        guard = {
+            "_id": self._id(name),
+            "epoch": version,
+            "$or": [{"resumeToken": None}, {"resumeToken._data": {"$lt": token["_data"]}}],
+        }
+        return self._table.update(guard, {"$set": change})
 
     def read_all(self) -> list[dict[str, Any]]:
         """All subscriptions of the bridge, also those that no handler serves any more."""
-        with pymongo.timeout(self._timeout):
-            return list(self._collection.find({"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}))
+        return self._table.find({"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}})
 
     def _id(self, name: str) -> str:
         return f"{self._bridge}/{name}"
-
-
-_DEFAULTS: dict[str, Any] = {
-    "epoch": Int64(0),
-    "resumeToken": None,
-    "clusterTime": None,
-    "fingerprint": None,
-    "startAtOperationTime": None,
-}

@@ -11,7 +11,6 @@ A post-batch token is handed over only when a read returned nothing, as an item 
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,19 +22,19 @@ from pymongo import MongoClient
 from pymongo.change_stream import ChangeStream
 from pymongo.errors import NetworkTimeout
 
+from mongo_celery.bridge.stream.reactions import UNKNOWN_LIMIT, Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Scope
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.oplog import time_of_token
-from mongo_celery.mongo.verdicts import UNKNOWN_LIMIT, Reaction, final_error, reaction_to
+from mongo_celery.mongo.repeating import Pauses
 
 logger = logging.getLogger("mongo_celery.stream")
 
 _MAX_AWAIT_SECONDS = 1.0
 _FIRST_PATIENCE = 5.0
 _LONGEST_PATIENCE = 86_400.0
-_FIRST_PAUSE = 0.1
-_LONGEST_PAUSE = 10.0
+_PAUSES = Pauses(first=0.1, longest=10.0, jitter=0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +119,9 @@ class StreamReader:
             self._room.set()
 
     def _run(self) -> None:
-        pause = _FIRST_PAUSE
+        failures = 0
         while not self._stopping.is_set():
+            pause = _PAUSES.nth(failures)
             progress = _Progress()
             try:
                 self._read_one_stream(progress)
@@ -132,13 +132,14 @@ class StreamReader:
                 if final is not None:
                     self._hand_over(Failed(final))
                     return
-                pause = _FIRST_PAUSE if progress.read else min(pause * 2, _LONGEST_PAUSE)
+                failures = 0 if progress.read else failures + 1
+                pause = _PAUSES.nth(failures)
                 logger.warning(
                     "change stream interrupted, reopening: %s",
                     error,
                     extra={"event": "stream_reopening", "pause": pause},
                 )
-            self._stopping.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, not a secret
+            self._stopping.wait(pause)
 
     def _judge(self, error: Exception, progress: _Progress) -> MongoCeleryError | None:
         """Our error when this one is final; None to reopen."""

@@ -40,12 +40,15 @@ from mongo_celery.bridge.change import Change, describe
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.claims import Claim
+from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.state.dead_letters import letter
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.bridge.worker.side import WorkerSide
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, StaleFencingTokenError
-from mongo_celery.mongo.verdicts import is_transient
+from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.repeating import Pauses, until_answered
+from mongo_celery.mongo.verdicts import explained, is_transient
 
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.worker")
 
 _ANSWER_SECONDS = 30.0
+_PAUSES = Pauses(first=0.05, longest=1.0)
 _ERROR_CHARS = 2000
 _LETTER_BYTES = 15 << 20
 
@@ -63,24 +67,19 @@ current: contextvars.ContextVar[Execution | None] = contextvars.ContextVar("mong
 """The execution whose handler runs in this context."""
 
 
-def until_answered(write: Callable[[], bool], what: str) -> bool:
+def persisted(write: Callable[[], bool], what: str) -> bool:
     """
-    Repeat a write that got no answer, for a bounded time; an answer, also a refusal, is final.
+    Write to the state, for a bounded time again and again while there is no answer; whether it was accepted.
 
     Raises:
         PyMongoError: what the last attempt said, or what repeating cannot cure.
     """
-    until = time.monotonic() + _ANSWER_SECONDS
-    pause = 0.05
-    while True:
-        try:
-            return write()
-        except PyMongoError as error:
-            if not is_transient(error) or time.monotonic() > until:
-                raise
-            logger.warning("writing %s failed, trying again: %s", what, error)
-            time.sleep(pause)
-            pause = min(pause * 2, 1.0)
+    return until_answered(
+        write,
+        deadline=time.monotonic() + _ANSWER_SECONDS,
+        pauses=_PAUSES,
+        note=lambda error: logger.warning("writing %s failed, trying again: %s", what, error),
+    )
 
 
 class SupersededError(Ignore):
@@ -168,7 +167,8 @@ class Execution:
                 ttl=ttl,
             )
         except PyMongoError as error:
-            logger.warning("claim of %s failed: %s", run.partition_id, error, extra={"event": "claim_failed"})
+            said = explained(error, state_concern(self._wiring.options)) or short(error)
+            logger.warning("claim of %s failed: %s", run.partition_id, said, extra={"event": "claim_failed"})
             self._relinquish(owner)
             raise
         if claim is None:
@@ -327,7 +327,7 @@ class Execution:
         raise Ignore
 
     def _persist(self, write: Callable[[], bool]) -> bool:
-        return until_answered(write, f"an outcome of {self._run.partition_id}")
+        return persisted(write, f"an outcome of {self._run.partition_id}")
 
     def _change(self, claim: Claim, raw: bytes, offset: int) -> Change:
         event = strip_flags(bson.decode(raw, self._codec))

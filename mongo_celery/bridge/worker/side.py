@@ -8,10 +8,13 @@ import time
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.envelope import Run, unseal
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from mongo_celery.errors import InvalidEnvelopeError
+from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import explained
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -52,7 +55,8 @@ class WorkerSide:
             )
             return None
         except PyMongoError as error:
-            logger.warning("cannot verify a message for bridge %s: %s", self._options.name, error)
+            said = explained(error, state_concern(self._options)) or short(error)
+            logger.warning("cannot verify a message for bridge %s: %s", self._options.name, said)
             return None
         if run.bridge != self._options.name or (subscription is not None and run.subscription != subscription):
             logger.warning("dropped a message of %s that was sent to another handler", run.partition_id)

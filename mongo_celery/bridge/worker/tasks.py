@@ -32,8 +32,8 @@ from mongo_celery.bridge.worker.execution import (
     Execution,
     ParkedSignature,
     current,
+    persisted,
     refuse_new_arguments,
-    until_answered,
 )
 from mongo_celery.bridge.worker.side import WorkerSide
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
@@ -237,7 +237,7 @@ def register_commit(app: Celery) -> None:
         if run is None:
             raise Ignore
         claims = wiring.store.claims
-        if not until_answered(lambda: claims.commit(run.partition_id, run.first), f"a commit of {run.partition_id}"):
+        if not persisted(lambda: claims.commit(run.partition_id, run.first), f"a commit of {run.partition_id}"):
             logger.debug("commit of %s found its work done", run.partition_id)
 
     base = type("CommitTask", (CommitTask, app.Task), {"abstract": True})

@@ -1,0 +1,101 @@
+"""A table's calls: each within its time, and repeated by the driver only where it is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pymongo.errors import AutoReconnect, OperationFailure, PyMongoError
+
+from mongo_celery.mongo.table import Table
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
+
+Document = dict[str, Any]
+APP = "table"
+ALL = ["find", "aggregate", "update", "delete", "findAndModify"]
+BLOCKED: Document = {"blockConnection": True, "appName": APP}
+
+CALLS: dict[str, Callable[[Table], object]] = {
+    "find_one": lambda table: table.find_one({}),
+    "find": lambda table: table.find({}),
+    "aggregate": lambda table: table.aggregate([{"$match": {}}]),
+    "update": lambda table: table.update({"_id": 1}, {"$set": {"a": 1}}),
+    "update_all": lambda table: table.update_all({}, {"$set": {"a": 1}}),
+    "find_and_update": lambda table: table.find_and_update({"_id": 1}, {"$set": {"a": 1}}),
+    "delete_all": lambda table: table.delete_all({}),
+    "update_unretried": lambda table: table.update_unretried({"_id": 1}, {"$set": {"a": 1}}),
+    "find_and_update_unretried": lambda table: table.find_and_update_unretried({"_id": 1}, {"$set": {"a": 1}}, {}),
+}
+RETRIED = {"update": True, "find_and_update": True, "update_unretried": False, "find_and_update_unretried": False}
+
+
+@pytest.fixture
+def make_table(make_client: MakeClient, database: Any) -> Callable[[float], Table]:
+    database["rows"].insert_one({"_id": 1})
+    rows = make_client(appName=APP)[database.name]["rows"]
+    rows.find_one({})  # connected before a test counts time
+    return lambda timeout: Table(rows, timeout)
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_every_call_ends_within_its_time(make_table: Callable[[float], Table], failpoint: Failpoint, call: str) -> None:
+    """A server that holds the answer back does not hold the caller."""
+    with failpoint(failCommands=ALL, blockTimeMS=600, **BLOCKED), pytest.raises(PyMongoError) as raised:
+        CALLS[call](make_table(0.2))
+    assert raised.value.timeout
+
+
+def test_one_limit_counts_for_all_calls_inside(make_table: Callable[[float], Table], failpoint: Failpoint) -> None:
+    """Two calls that take more than half of it each are too many."""
+    table = make_table(1.0)
+
+    def both() -> None:
+        with table.limit():
+            table.find_one({})
+            table.find({})
+
+    with failpoint(failCommands=["find"], blockTimeMS=600, **BLOCKED), pytest.raises(PyMongoError) as raised:
+        both()
+    assert raised.value.timeout
+
+
+@pytest.mark.parametrize("call", sorted(RETRIED))
+def test_only_some_writes_are_repeated_by_the_driver(
+    make_table: Callable[[float], Table], failpoint: Failpoint, call: str
+) -> None:
+    """A lost answer of the others is their caller's matter."""
+    cut = failpoint(mode={"times": 1}, failCommands=["update", "findAndModify"], closeConnection=True, appName=APP)
+    with cut:
+        if RETRIED[call]:
+            assert CALLS[call](make_table(10.0))
+        else:
+            with pytest.raises(AutoReconnect):
+                CALLS[call](make_table(10.0))
+
+
+@pytest.mark.parametrize("call", ["update_unretried", "find_and_update_unretried"])
+def test_a_write_concern_that_failed_is_an_error_of_a_plain_command_too(
+    make_table: Callable[[float], Table], failpoint: Failpoint, call: str
+) -> None:
+    """A command returns it beside `ok: 1`; taken for success, a fail-over could take the write back."""
+    failed = {"writeConcernError": {"code": 64, "errmsg": "late"}}
+    with (
+        failpoint(failCommands=["update", "findAndModify"], appName=APP, **failed),
+        pytest.raises(OperationFailure, match="late"),
+    ):
+        CALLS[call](make_table(10.0))
+
+
+def test_whether_a_guard_matched_is_told(make_table: Callable[[float], Table]) -> None:
+    """Also where nothing had to be changed."""
+    table = make_table(10.0)
+    for update in (table.update, table.update_unretried):
+        assert update({"_id": 1}, {"$set": {"a": 1}})
+        assert update({"_id": 1}, {"$set": {"a": 1}})
+        assert not update({"_id": 2}, {"$set": {"a": 1}})
+    assert table.find_and_update({"_id": 1}, {"$inc": {"a": 1}}) == {"_id": 1, "a": 2}
+    assert table.find_and_update_unretried({"_id": 1}, {"$inc": {"a": 1}}, {"a": 1}) == {"_id": 1, "a": 3}
+    assert table.find_and_update({"_id": 2}, {"$inc": {"a": 1}}) is None
+    assert table.find_and_update_unretried({"_id": 2}, {"$inc": {"a": 1}}, {}) is None
