@@ -70,7 +70,7 @@ class Wiring:
         self._early = early(given)
         self._options: BridgeOptions | None = None
         self._handlers: dict[str, Handler] = {}
-        self._kept: dict[object, PerProcess[Any]] = {}
+        self._parts: dict[object, PerProcess[Any]] = {}
 
     def __repr__(self) -> str:
         return f"<Wiring of bridge {self.name}>"
@@ -173,9 +173,8 @@ class Wiring:
 
     def of_process(self, make: Callable[[Wiring], T]) -> T:
         """What a part keeps once for each process: made at its first use, and anew after a fork."""
-        found = self._kept.get(make) or self._kept.setdefault(make, PerProcess(partial(make, self)))
-        made: T = found.get()
-        return made
+        part: PerProcess[T] = self._parts.setdefault(make, PerProcess(partial(make, self)))
+        return part.get()
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
         """A client of its own for one change stream, with a socket timeout in seconds."""

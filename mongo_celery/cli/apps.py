@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from celery import Celery
     from rich.console import Console
 
