@@ -20,7 +20,7 @@ from pymongo import MongoClient
 from mongo_celery.demo.history import going_back, longest_gap, lost, shared_versions, stale, weak_tokens
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
 from mongo_celery.embedded.ports import free_port
-from tests.acceptance.scene import KEYS, TAKE_OVER_SECONDS_MAX, Scene, now
+from tests.acceptance.scene import KEYS, LEASE_TTL, TAKE_OVER_SECONDS_MAX, Scene, now
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.rights import DATA, STATE, UrlOf, with_a_wrong_password
@@ -39,7 +39,7 @@ def scene(processes: Processes, mongo_client: MongoClient[Document], mongo_url: 
 
 
 def test_a_standby_takes_over_when_the_leader_is_killed_under_load(scene: Scene) -> None:
-    """P7, P1, P2, P5: SIGKILL of the leader; within the ttl + 2 s the standby dispatches, and nothing is lost."""
+    """P7, P1, P2, P5: SIGKILL of the leader; the standby dispatches soon, and nothing is lost."""
     leader, _ = scene.pair()
     with scene.load():
         scene.flows()
@@ -69,6 +69,24 @@ def test_a_regular_stop_hands_over_at_once_and_repeats_no_running_handler(scene:
     assert status == 0
     assert gap < LONG_TTL / 2, "nobody waited for the lease to lapse"
     scene.settle(faults=0)
+
+
+@pytest.mark.slow  # it judges seconds, so it wants a machine of its own: `pytest -m slow`
+def test_the_gap_keeps_its_published_bounds(scene: Scene) -> None:
+    """P7: the ttl + 2 s after SIGKILL; 1.5 s after SIGTERM."""
+    leader, standby = scene.pair()
+    with scene.load():
+        scene.flows()
+        at = now()
+        leader.kill()
+        assert scene.resumed_after(at) < LEASE_TTL + 2
+        scene.flows()
+        scene.listener("third").wait_for_output("standing by")
+        at = now()
+        assert standby.terminate() == 0
+        scene.flows()
+        assert longest_gap(scene.watcher.history, at - 1, now()) < 1.5
+    scene.settle(faults=1)
 
 
 def test_a_frozen_leader_stands_by_when_it_wakes_and_can_lead_again(scene: Scene) -> None:
