@@ -151,7 +151,12 @@ class Backing:
             if delivery.error is not None and time.monotonic() - started > _SLOW_SECONDS:
                 self._tired_until = time.monotonic() + _REST_SECONDS
         except Exception as error:  # noqa: BLE001 - the write is acknowledged: nothing that comes after it may say otherwise
-            logger.warning("outbox: document %r is left to the sweep: %s", document_id, short(error))
+            logger.warning(
+                "outbox: document %r is left to the sweep: %s",
+                document_id,
+                short(error),
+                extra={"event": "left_to_sweep"},
+            )
 
     def status(self) -> OutboxStatus:
         """Counts and ages of what is pending; reads only documents in the index."""

@@ -36,6 +36,7 @@ def ensure(collection: Collection[Any]) -> None:
             "outbox: the index %s on %s cannot be created (%s); create it by hand, or each sweep reads the whole "
             "collection",
             NAME, collection.full_name, short(error),
+            extra={"event": "index_refused"},
         )  # fmt: skip
 
 

@@ -291,8 +291,13 @@ def _decoded(identity: Any, result: Mapping[str, Any]) -> Any:
         try:
             return loads(result["payload"], result["contentType"], result["contentEncoding"], accept=_accepted(app))
         except Exception as error:  # noqa: BLE001 - a serializer that was given up since: no reason to fail a duplicate
-            logger.warning("%r has run, and its result cannot be read: %s", identity, short(error))
-    logger.info("%r has run, and its result is not remembered", identity)
+            logger.warning(
+                "%r has run, and its result cannot be read: %s",
+                identity,
+                short(error),
+                extra={"event": "result_unreadable"},
+            )
+    logger.info("%r has run, and its result is not remembered", identity, extra={"event": "result_not_remembered"})
     if _is_run_by_a_worker():
         raise Ignore(f"{identity!r} has run, and its result is not remembered")
     return None

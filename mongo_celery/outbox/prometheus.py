@@ -88,7 +88,9 @@ class OutboxCollector(Collector):
             with pymongo.timeout(self._answer_seconds):
                 return outbox.status()
         except PyMongoError as error:
-            logger.warning("outbox %s has no metrics now: %s", outbox.name, short(error))
+            logger.warning(
+                "outbox %s has no metrics now: %s", outbox.name, short(error), extra={"event": "metrics_missing"}
+            )
             return None
 
 
@@ -96,7 +98,7 @@ def _name(outbox: Outbox) -> str | None:
     try:
         return outbox.name
     except (PyMongoError, ValueError) as error:  # a URL that is none; without a name there is nothing to label
-        logger.warning("%r has no metrics: %s", outbox, short(error))
+        logger.warning("%r has no metrics: %s", outbox, short(error), extra={"event": "metrics_missing"})
         return None
 
 

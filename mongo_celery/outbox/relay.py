@@ -125,7 +125,12 @@ class Relay:
             return Delivery()
         events = document[FIELD].get("events")
         if not isinstance(events, list) or not events:
-            logger.error("document %r: %s says that entries wait, and there are none; put right", document_id, FIELD)
+            logger.error(
+                "document %r: %s says that entries wait, and there are none; put right",
+                document_id,
+                FIELD,
+                extra={"event": "count_repaired"},
+            )
             self._removed(document_id, [], owner)
             return Delivery()
         return self.deliver_claimed(document_id, events, owner, claimed_at, judge=judge)
@@ -196,7 +201,11 @@ class Relay:
             return_document=ReturnDocument.AFTER,
         )
         if document is None:
-            logger.warning("document %r was deleted or replaced while its entries were delivered", document_id)
+            logger.warning(
+                "document %r was deleted or replaced while its entries were delivered",
+                document_id,
+                extra={"event": "document_replaced"},
+            )
             return now, []
         field = document[FIELD]
         if not field["events"] or field["claim"]["owner"] != owner:
@@ -220,7 +229,11 @@ class Relay:
         """Judge a failure; True if the entry is a dead letter now, else the document is let go for a while."""
         self._counters.failures += 1
         if isinstance(error, BrokerUnavailableError):
-            logger.warning("outbox: the broker took no message (%s); entries wait in MongoDB", short(error))
+            logger.warning(
+                "outbox: the broker took no message (%s); entries wait in MongoDB",
+                short(error),
+                extra={"event": "broker_refused"},
+            )
             self._release(document_id, owner, _REFUSED_PAUSE_SECONDS if error.answers else _BROKER_PAUSE_SECONDS)
             return False
         if not judge:
@@ -231,16 +244,17 @@ class Relay:
             logger.warning(
                 "outbox: entry %s of document %r failed (attempt %d of %d): %s",
                 _id_of(entry), document_id, attempts, self._max_attempts, short(error),
+                extra={"event": "entry_failed"},
             )  # fmt: skip
             self._release(document_id, owner, _PAUSES.nth(attempts), _id_of(entry))
             return False
         logger.error(
             "outbox: entry %s of document %r is a dead letter after %d attempts: %s",
             _id_of(entry), document_id, attempts, short(error),
+            extra={"event": "entry_dead"},
         )  # fmt: skip
-        self._dead_letters().add(
-            document_id, entry, error
-        )  # before it is removed: a crash repeats it, and loses nothing
+        # Before it is removed: a crash repeats it, and loses nothing.
+        self._dead_letters().add(document_id, entry, error)
         self._counters.dead += 1
         return True
 
