@@ -58,6 +58,19 @@ _COMMIT_MARGIN = 0.01
 """Seconds, beside a round trip, that must be left for a commit: PyMongo sends none for which there is no time."""
 
 
+class _HasSignature(Protocol):
+    __signature__: inspect.Signature
+    __wrapped__: object
+
+
+def hide_session(call: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Give a wrapper the signature of its function without `session`: Celery checks a task's arguments against it."""
+    shown = cast("_HasSignature", call)
+    visible = [each for name, each in signature.parameters.items() if name != "session"]
+    shown.__signature__ = signature.replace(parameters=visible)
+    del shown.__wrapped__
+
+
 def after_commit(session: ClientSession, callback: Callable[[], object]) -> bool:
     """
     Run something once a transaction has been committed.
@@ -157,12 +170,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 return function(*args, session=given, **kwargs)
             return self.run(lambda session: function(*args, session=session, **kwargs), session=given)
 
-        # Celery checks a task's arguments against the signature, where the session has no place.
-        signature = inspect.signature(function)
-        visible = [each for name, each in signature.parameters.items() if name != "session"]
-        shown = cast("_HasSignature", call)
-        shown.__signature__ = signature.replace(parameters=visible)
-        del shown.__wrapped__
+        hide_session(call, inspect.signature(function))
         return call
 
     def run(self, body: Callable[[ClientSession], Result], *, session: ClientSession | None = None) -> Result:
@@ -245,11 +253,6 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 _pause(attempts, error, "aborted")
                 continue
             return result
-
-
-class _HasSignature(Protocol):
-    __signature__: inspect.Signature
-    __wrapped__: object
 
 
 def _raise_locked(attempts: Attempts, error: BaseException) -> None:

@@ -14,7 +14,7 @@ from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import Concern, explained
 from mongo_celery.outbox import index
-from mongo_celery.outbox.metrics import OutboxStatus
+from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.sweep import SWEEP_TASK
 
 if TYPE_CHECKING:
@@ -124,10 +124,10 @@ def read_health(app: Celery, outboxes: Sequence[Outbox]) -> list[Health]:
 
 def concern_of(outbox: Outbox) -> Concern:
     """Whom an error of MongoDB concerns that an outbox meets, and what the outbox needs."""
-    documents, letters = outbox.collection.full_name, outbox.dead_letters.full_name
+    documents, dead_letters = outbox.collection.full_name, outbox.dead_letters.full_name
     return Concern(
-        f"the outbox's collection {documents} or its dead letters, {letters}",
-        f"find, insert, update and createIndex on {documents}, and find, insert, update and remove on {letters}",
+        f"the outbox's collection {documents} or its dead letters, {dead_letters}",
+        f"find, insert, update and createIndex on {documents}, and find, insert, update and remove on {dead_letters}",
     )
 
 

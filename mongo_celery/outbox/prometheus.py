@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from prometheus_client import Metric
 
-    from mongo_celery.outbox.metrics import OutboxStatus
+    from mongo_celery.outbox.backing import OutboxStatus
 
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

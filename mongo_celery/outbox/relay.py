@@ -28,9 +28,8 @@ from pymongo.collection import Collection
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox import pending
-from mongo_celery.outbox.dead_letters import DeadLetters
+from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.entries import FIELD, Entry, entries_of
-from mongo_celery.outbox.metrics import Counters
 from mongo_celery.outbox.publisher import BrokerUnavailableError, Publisher
 
 logger = logging.getLogger("mongo_celery.outbox")
@@ -41,6 +40,22 @@ _BATCH = 50
 _BROKER_PAUSE_SECONDS = 1.0
 _REFUSED_PAUSE_SECONDS = 30.0
 _PAUSES = Pauses(first=1.0, longest=300.0)
+
+
+@dataclass(slots=True)
+class Counters:
+    """
+    Counts of one process since it started; racing threads may lose a count.
+
+    Attributes:
+        dispatched: entries published and removed.
+        failures: publishes that failed, broker outages included.
+        dead: entries set aside as dead letters.
+    """
+
+    dispatched: int = 0
+    failures: int = 0
+    dead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +95,7 @@ class Relay:
         self,
         collection: Collection[dict[str, Any]],
         publisher: Publisher,
-        dead_letters: Callable[[], DeadLetters],
+        dead_letters: Callable[[], OutboxDeadLetters],
         *,
         claim_ttl: float,
         max_attempts: int,

@@ -22,6 +22,7 @@ from mongo_celery.twophase.compensation import compensation_ids, opposite
 from mongo_celery.twophase.completion import NOT_BEGUN, Completion, still_mine, stuck
 from mongo_celery.twophase.coordinator import OvertakenError, StuckError
 from mongo_celery.twophase.log import TransactionLog
+from mongo_celery.twophase.options import TwoPhaseOptions
 from mongo_celery.twophase.participants import Client, is_same, part_of
 from mongo_celery.twophase.recovery import Recovery, recover
 from mongo_celery.twophase.states import State, Transaction, amount, transfer_parts
@@ -79,24 +80,28 @@ class TwoPhaseCommit:
         timeout: Duration = 30.0,
         recover_every: Duration | None = None,
     ) -> None:
-        if not isinstance(application, str) or not application:
-            raise ConfigurationError(f"application={application!r} must be a name, such as 'App1'.")
+        options = TwoPhaseOptions(
+            application=application,
+            name=name,
+            older_than=positive(older_than, "older_than"),
+            timeout=positive(timeout, "timeout"),
+            recover_every=None if recover_every is None else positive(recover_every, "recover_every"),
+        )
         for option, source in (("transactions", transactions), ("accounts", accounts)):
             if source is not None and not isinstance(source, Collection) and not callable(source):
                 raise ConfigurationError(f"{option} must be a PyMongo collection, or a callable that returns one.")
         self.app = app
-        self.name = name
-        self.application = application
-        self.older_than = positive(older_than, "older_than")
-        self._timeout = positive(timeout, "timeout")
+        self.name = options.name
+        self.application = options.application
+        self.older_than = options.older_than
+        self._timeout = options.timeout
         self._given = (transactions, accounts)
         self._clusters = Clusters(lambda: self.transactions, clients or {})
         if app is not None:
-            every = None if recover_every is None else positive(recover_every, "recover_every")
             TWO_PHASE_COMMITS.add(app, self, name)
             register_tasks(app, partial(_step, app), partial(_recover, app))
-            if every is not None:
-                schedule(app, RECOVER_TASK, every, name)
+            if options.recover_every is not None:
+                schedule(app, RECOVER_TASK, options.recover_every, name)
 
     def __repr__(self) -> str:
         return f"<TwoPhaseCommit {self.name} application={self.application}>"
