@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,12 +85,11 @@ def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | 
     As the sweep that beat starts; both may run at once. Ends with status 1 if something could not be
     delivered.
     """
-    from mongo_celery.outbox.health import concern_of, reach
+    from mongo_celery.mongo.redaction import without_credentials
 
     failed = False
     for each in _outboxes(ctx, name):
-        with one_sentence_errors(partial(concern_of, each)):
-            reach(each)
+        with _reached(each):
             delivery = each.sweep(older_than=older_than, limit=limit)
         failed = failed or delivery.error is not None
         if as_json:
@@ -97,7 +97,7 @@ def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | 
 
             click.echo(json.dumps({"outbox": each.name, **asdict(delivery)}))
         else:
-            error = "" if delivery.error is None else f", {delivery.left} left: {_clean(delivery.error)}"
+            error = "" if delivery.error is None else f", {delivery.left} left: {without_credentials(delivery.error)}"
             click.echo(f"{each.name}: {delivery.dispatched} dispatched, {delivery.dead} became dead letters{error}")
     ctx.exit(1 if failed else 0)
 
@@ -118,11 +118,9 @@ def dead_letters() -> None:
 def list_dead_letters(ctx: click.Context, limit: int, name: str | None, as_json: bool) -> None:
     """List dead letters, the oldest first."""
     from mongo_celery.outbox import replay as commands
-    from mongo_celery.outbox.health import concern_of, reach
 
     for each in _outboxes(ctx, name):
-        with one_sentence_errors(partial(concern_of, each)):
-            reach(each)
+        with _reached(each):
             found, count = commands.dead_letters(each, limit), each.dead_letters.count()
         if as_json:
             plain = [dead_letter.plain(payload=False) for dead_letter in found]
@@ -239,14 +237,22 @@ def _outboxes(ctx: click.Context, name: str | None) -> list[Outbox]:
     return all_of(ctx, OUTBOXES, name)
 
 
+@contextmanager
+def _reached(outbox: Outbox) -> Iterator[None]:
+    """Inside, the primary has answered once, and errors are one sentence that names what the outbox needs."""
+    from mongo_celery.outbox.health import concern_of, reach
+
+    with one_sentence_errors(partial(concern_of, outbox)):
+        reach(outbox)
+        yield
+
+
 def _find(outboxes: Sequence[Outbox], id: str) -> tuple[Outbox, DeadLetter]:  # noqa: A002
     """A dead letter and its outbox."""
-    from mongo_celery.outbox.health import concern_of, reach
     from mongo_celery.outbox.replay import dead_letter
 
     for each in outboxes:
-        with one_sentence_errors(partial(concern_of, each)):
-            reach(each)
+        with _reached(each):
             found = dead_letter(each, id)
         if found is not None:
             return each, found
@@ -256,17 +262,9 @@ def _find(outboxes: Sequence[Outbox], id: str) -> tuple[Outbox, DeadLetter]:  # 
 
 def _all_dead_letters(outboxes: Sequence[Outbox]) -> list[tuple[Outbox, str]]:
     from mongo_celery.outbox import replay as commands
-    from mongo_celery.outbox.health import concern_of, reach
 
     found = []
     for each in outboxes:
-        with one_sentence_errors(partial(concern_of, each)):
-            reach(each)
+        with _reached(each):
             found += [(each, dead_letter.id) for dead_letter in commands.dead_letters(each, 0)]
     return found
-
-
-def _clean(text: str) -> str:
-    from mongo_celery.mongo.redaction import without_credentials
-
-    return without_credentials(text)

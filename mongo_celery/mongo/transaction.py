@@ -39,10 +39,10 @@ from pymongo.read_concern import ReadConcern
 from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.mongo.attempts import Attempts, attempts_of, remembered
+from mongo_celery.mongo.opening import Client, client_of
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Code, refuse_standalone, standalone_refused
 
-Client = MongoClient[Any] | Callable[[], MongoClient[Any]]
 Result = TypeVar("Result")
 
 TIMEOUT = 120.0
@@ -186,7 +186,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         """
         with ExitStack() as stack:
             if session is None:
-                session = stack.enter_context(self._open().start_session())
+                session = stack.enter_context(client_of(self._client).start_session())
             attempts = self._begin(stack, session)
             result = self._repeat(session, attempts, body)
         attempts.run_callbacks()
@@ -194,7 +194,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
     def __enter__(self) -> ClientSession:
         with ExitStack() as stack:
-            session = stack.enter_context(self._open().start_session())
+            session = stack.enter_context(client_of(self._client).start_session())
             attempts = self._begin(stack, session)
             session.start_transaction(**self._options)
             entered = self._entered.__dict__.setdefault("stack", [])
@@ -216,9 +216,6 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 attempts.callbacks.clear()
         attempts.run_callbacks()
 
-    def _open(self) -> MongoClient[Any]:
-        return self._client if isinstance(self._client, MongoClient) else self._client()
-
     def _begin(self, stack: ExitStack, session: ClientSession) -> Attempts:
         attempts = Attempts(time.monotonic() + self._timeout)
         stack.enter_context(remembered(session, attempts))
@@ -236,7 +233,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 _abort(session)
                 _raise_locked(attempts, error)
                 if not _has_label(error, _TRANSIENT):
-                    if _hit_the_deadline(error, attempts):
+                    if isinstance(error, PyMongoError) and error.timeout and attempts.remaining < _ROUND_TRIP:
                         raise _timed_out(attempts, error, "aborted") from error
                     raise
                 _pause(attempts, error, "aborted")
@@ -318,10 +315,6 @@ def _has_label(error: BaseException, label: str) -> bool:
     if isinstance(error, ClientBulkWriteException) and isinstance(error.error, PyMongoError):
         error = error.error
     return isinstance(error, PyMongoError) and error.has_error_label(label)
-
-
-def _hit_the_deadline(error: BaseException, attempts: Attempts) -> bool:
-    return isinstance(error, PyMongoError) and error.timeout and attempts.remaining < _ROUND_TRIP
 
 
 def _timed_out(attempts: Attempts, error: BaseException | None, outcome: str) -> TransactionTimeoutError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.broker.connection import bounded_connection
+from mongo_celery.broker.connection import reach_broker
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
@@ -152,15 +152,11 @@ def _read(outbox: Outbox, app: Celery, broker_error: str | None) -> Health:
 def ask_broker(app: Celery) -> str | None:
     """Why the broker does not answer within some seconds, without credentials; None when it does."""
     try:
-        with bounded_connection(app, BROKER_SECONDS) as connection:
-            connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=BROKER_SECONDS)
+        reach_broker(app, BROKER_SECONDS)
     except (KeyError, ImportError, ValueError) as error:
         return f"its URL is not usable ({short(error)})"
     except Exception as error:  # noqa: BLE001 - every transport raises its own
-        return f"no answer from {_where(app)} within {BROKER_SECONDS} s ({short(error)})"
+        with app.connection_for_write() as connection:
+            where = without_credentials(connection.as_uri())
+        return f"no answer from {where} within {BROKER_SECONDS} s ({short(error)})"
     return None
-
-
-def _where(app: Celery) -> str:
-    with app.connection_for_write() as connection:
-        return without_credentials(connection.as_uri())

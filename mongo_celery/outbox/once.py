@@ -35,7 +35,7 @@ from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import per_process
 from mongo_celery.locking import transactional
-from mongo_celery.mongo.expressions import after, literal
+from mongo_celery.mongo.expressions import after, created, literal
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.transaction import hide_session
@@ -45,8 +45,6 @@ logger = logging.getLogger("mongo_celery.outbox")
 _INDEX = "expires-at"
 _RESULT_SIZE_MAX = 2**20
 _WAIT_SECONDS = 10.0
-_IS_NEW = {"$eq": [{"$size": {"$objectToArray": "$$ROOT"}}, 1]}
-"""An upsert starts from `_id` alone."""
 
 
 def once(
@@ -144,13 +142,13 @@ class Marks:
         owner, collection = ObjectId(), self.collection
         free = {"_id": identity, "state": "running", "$expr": {"$lte": ["$until", "$$NOW"]}}
         running = {"state": "running", "owner": literal(owner), "until": after(self._claim_ttl)}
-        change = [{"$set": {**running, "expiresAt": after(self._claim_ttl + self._keep)}}]
-        if collection.find_one_and_update(free, change) is not None:
+        claimed = {**running, "expiresAt": after(self._claim_ttl + self._keep)}
+        if collection.find_one_and_update(free, [{"$set": claimed}]) is not None:
             return MarkClaim(owner)
         with suppress(DuplicateKeyError):
             found: Any = collection.find_one_and_update(
                 {"_id": identity},
-                [{"$replaceWith": {"$cond": [_IS_NEW, {"_id": "$_id", **change[0]["$set"]}, "$$ROOT"]}}],
+                created({"_id": "$_id", **claimed}),
                 upsert=True,
                 return_document=ReturnDocument.AFTER,
             )
@@ -178,17 +176,7 @@ class Marks:
         """
         found = self.collection.find_one_and_update(
             {"_id": identity},
-            [
-                {
-                    "$replaceWith": {
-                        "$cond": [
-                            _IS_NEW,
-                            {"_id": "$_id", "state": "done", "expiresAt": after(self._keep), "owner": None},
-                            "$$ROOT",
-                        ],
-                    },
-                },
-            ],
+            created({"_id": "$_id", "state": "done", "expiresAt": after(self._keep), "owner": None}),
             upsert=True,
             return_document=ReturnDocument.BEFORE,
             session=session,

@@ -179,7 +179,10 @@ class Relay:
                     self._publisher.publish(entry)
                     published.append(entry.id)
             except Exception as error:  # noqa: BLE001 - whatever a serializer, a canvas or a broker raises
-                dispatched += self._remove(document_id, published, owner)
+                if published:
+                    dispatched += len(published)
+                    self._counters.dispatched += len(published)
+                    self._removed(document_id, published, owner)
                 failed = batch[len(published)]
                 if not self._set_aside(document_id, failed, error, owner, judge=judge):
                     left = len(events) - len(published)
@@ -199,12 +202,6 @@ class Relay:
             self._counters.dispatched += len(published)
             claimed_at, events = self._removed(document_id, published, owner)
         return Delivery(dispatched, dead)
-
-    def _remove(self, document_id: object, ids: Sequence[str], owner: ObjectId) -> int:
-        if ids:
-            self._counters.dispatched += len(ids)
-            self._removed(document_id, ids, owner)
-        return len(ids)
 
     def _removed(self, document_id: object, ids: Sequence[str], owner: ObjectId) -> tuple[float, Sequence[Any]]:
         """Remove entries; what is left, if the claim is still mine, and since when."""

@@ -141,12 +141,9 @@ class Coordinator:
 
     def _apply_one(self, transaction: Transaction, part: Part, view: View) -> tuple[bool, str | None]:
         """Whether it is applied now; if not, the reason to cancel, or None to look again."""
-        if view.marked:
-            return True, None
-        if not view.exists:
-            return False, f"participant {part} does not exist"
-        if view.refusal is not None:
-            return False, view.refusal
+        known = _known(part, view)
+        if known is not None:
+            return known
         try:
             if documents.apply(self._open(part), part, transaction.id, view.participant_version):
                 return True, None
@@ -159,12 +156,9 @@ class Coordinator:
     def _why_not(self, transaction: Transaction, part: Part, view: View) -> tuple[bool, str | None]:
         """What an apply that matched nothing has met."""
         now = self._look(transaction, part)
-        if now.marked:
-            return True, None
-        if not now.exists:
-            return False, f"participant {part} does not exist"
-        if now.refusal is not None:
-            return False, now.refusal
+        known = _known(part, now)
+        if known is not None:
+            return known
         if view.participant_version is None or now.participant_version != view.participant_version:
             return False, None
         return False, f"participant {part} does not meet {dict(part.require)!r}"
@@ -217,3 +211,12 @@ class Coordinator:
         if transaction is None:
             raise OvertakenError
         return transaction
+
+
+def _known(part: Part, view: View) -> tuple[bool, str | None] | None:
+    """What a look alone decides: it is applied already, or why to cancel; None if only trying can tell."""
+    if view.marked:
+        return True, None
+    if not view.exists:
+        return False, f"participant {part} does not exist"
+    return None if view.refusal is None else (False, view.refusal)

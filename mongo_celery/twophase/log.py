@@ -12,7 +12,7 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.errors import TransactionStateError
-from mongo_celery.mongo.expressions import millis
+from mongo_celery.mongo.expressions import created, literal, millis
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.twophase.states import State, Transaction, read_transaction
 
@@ -53,27 +53,12 @@ class TransactionLog:
         Raises:
             TransactionStateError: there is one of this id.
         """
+        begun = {"state": str(State.INITIAL), "lastModified": "$$NOW"}
         try:
             # An upsert, since only an update can set the server's time.
             found = self.collection.find_one_and_update(
                 {"_id": {"$eq": transaction_id}},
-                [
-                    {
-                        "$replaceWith": {
-                            "$cond": [
-                                {"$gt": [{"$size": {"$objectToArray": "$$ROOT"}}, 1]},
-                                "$$ROOT",
-                                {
-                                    "$mergeObjects": [
-                                        {"_id": "$_id"},
-                                        {"$literal": dict(fields)},
-                                        {"state": str(State.INITIAL), "lastModified": "$$NOW"},
-                                    ],
-                                },
-                            ],
-                        },
-                    },
-                ],
+                created({"$mergeObjects": [{"_id": "$_id"}, literal(dict(fields)), begun]}),
                 projection={"_id": 1},
                 upsert=True,
                 return_document=ReturnDocument.BEFORE,

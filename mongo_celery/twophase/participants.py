@@ -30,8 +30,6 @@ _KNOWN = {
     *("$push", "$pull", "$pullAll", "$addToSet", "$pop"),
 }
 
-Client = MongoClient[Any] | Callable[[], MongoClient[Any]]
-
 
 @dataclass(frozen=True, slots=True)
 class Participant:

@@ -16,14 +16,14 @@ from mongo_celery.app import Registry, schedule
 from mongo_celery.arguments import Duration, not_negative, positive
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from mongo_celery.forking import per_process
-from mongo_celery.mongo.opening import Source, collection_of
+from mongo_celery.mongo.opening import Client, Source, collection_of
 from mongo_celery.twophase.clusters import Clusters, opened
 from mongo_celery.twophase.compensation import compensation_ids, opposite
 from mongo_celery.twophase.completion import NOT_BEGUN, Completion, still_mine, stuck
 from mongo_celery.twophase.coordinator import OvertakenError, StuckError
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.options import TwoPhaseOptions
-from mongo_celery.twophase.participants import Client, is_same, part_of
+from mongo_celery.twophase.participants import is_same, part_of
 from mongo_celery.twophase.recovery import Recovery, recover
 from mongo_celery.twophase.states import State, Transaction, amount, transfer_parts
 from mongo_celery.twophase.steps import RECOVER_TASK, publish_step, register_tasks
