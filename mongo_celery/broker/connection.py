@@ -33,3 +33,14 @@ def bounded_connection(app: Celery, seconds: int, *, confirm: bool = False) -> C
     if confirm and kind == "amqp":
         bounds.setdefault("confirm_publish", given.get("confirm_publish", True))
     return app.connection_for_write(connect_timeout=seconds, transport_options=bounds)
+
+
+def reach_broker(app: Celery, seconds: int) -> None:
+    """
+    Have the broker take a new connection, once and within a bound.
+
+    Raises:
+        Exception: it did not; every transport raises its own.
+    """
+    with bounded_connection(app, seconds) as connection:
+        connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=seconds)
