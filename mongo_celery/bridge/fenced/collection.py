@@ -37,7 +37,7 @@ from pymongo.errors import BulkWriteError
 from pymongo.results import BulkWriteResult, DeleteResult, UpdateResult
 
 from mongo_celery.bridge.fenced import bulk
-from mongo_celery.bridge.fenced.documents import Documents, FindAndUpdate, Update, Write, updated
+from mongo_celery.bridge.fenced.documents import Documents, FencedWrite, FindAndUpdate, Update, updated
 from mongo_celery.bridge.fenced.fence import Fence, refuse_stamps
 from mongo_celery.bridge.fenced.tombstones import lifetime_ms
 from mongo_celery.errors import ConfigurationError, ForkedClientError
@@ -309,7 +309,7 @@ class FencedCollection:
 
     def _write(
         self,
-        write: Write[R],
+        write: FencedWrite[R],
         wanted: Filter,
         upsert: bool,
         sort: Any,
@@ -330,7 +330,7 @@ class FencedCollection:
                 break  # else the document has left the filter since: choose again, as MongoDB would
         return result
 
-    def _demand_upsertable(self, write: Write[Any], target: Target | None, upsert: bool) -> None:
+    def _demand_upsertable(self, write: FencedWrite[Any], target: Target | None, upsert: bool) -> None:
         if upsert and target is None:
             raise ConfigurationError(
                 "A fenced upsert needs equality on _id: by another field, a stale execution would "

@@ -23,6 +23,8 @@ from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.broker.queues import declare_queues
 
+_BROKER_SECONDS = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
@@ -137,6 +139,3 @@ def _batch(producer: Any) -> Iterator[None]:
             yield
     else:
         yield
-
-
-_BROKER_SECONDS = 5

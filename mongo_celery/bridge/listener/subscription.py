@@ -12,14 +12,14 @@ from bson.raw_bson import RawBSONDocument
 from mongo_celery.bridge.change import describe
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch
-from mongo_celery.bridge.listener.tracker import Patience, Step, Tracker
+from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.leases import Layout
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.stream.reader import Event
-from mongo_celery.bridge.stream.source import Interest
-from mongo_celery.bridge.window import Entry, Mark, Window
+from mongo_celery.bridge.stream.reader import ChangeEvent
+from mongo_celery.bridge.stream.source import Selector
+from mongo_celery.bridge.window import Mark, PendingChange, Window
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import ConfigurationError
 
@@ -29,7 +29,7 @@ class Plan:
     """What a term fixes for a subscription."""
 
     handler: Handler
-    interest: Interest
+    selector: Selector
     partitioner: Partitioner
     layout: Layout
     version: int
@@ -72,7 +72,7 @@ class Subscription:
         """Whether no more may be read for this subscription."""
         return self.window.count >= self._options.buffer_changes
 
-    def take_in(self, item: Event | Mark) -> None:
+    def take_in(self, item: ChangeEvent | Mark) -> None:
         """Put what the reader handed over into the window."""
         mark = item if isinstance(item, Mark) else item.mark
         if not self.window.is_new(mark.data):
@@ -87,7 +87,7 @@ class Subscription:
         if mark.data <= self.trackers[index].image.data:
             self.window.pass_over(mark)
             return
-        self.window.add(Entry(mark, index, item.raw))
+        self.window.add(PendingChange(mark, index, item.raw))
         self._candidates.add(index)
 
     def _leave(self, mark: Mark, until: Mark) -> None:
@@ -96,11 +96,11 @@ class Subscription:
             self.left = mark.data
             self.window.pass_over(until)
 
-    def _owes(self, event: Event) -> bool:
+    def _owes(self, event: ChangeEvent) -> bool:
         time_ = event.mark.cluster_time
         if time_ is not None and time_ < self.plan.start:
             return False
-        return self.plan.interest.wants(event.document)
+        return self.plan.selector.selects(event.document)
 
     def _index(self, document: Mapping[str, object]) -> int:
         try:
@@ -149,7 +149,7 @@ class Subscription:
             return 1
         return self._options.run_size
 
-    def _dispatch(self, tracker: Tracker, entries: list[Entry]) -> Dispatch:
+    def _dispatch(self, tracker: Tracker, entries: list[PendingChange]) -> Dispatch:
         first = tracker.next_sequence
         run = Run(
             self._options.name,
@@ -169,7 +169,7 @@ class Subscription:
         return not self.window.count and not self.outstanding
 
 
-def _label(entries: list[Entry], first: int) -> str:
+def _label(entries: list[PendingChange], first: int) -> str:
     more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
     return f"({describe(RawBSONDocument(entries[0].raw))} seq={first}{more})"
 
@@ -181,6 +181,6 @@ def make_trackers(
     options: BridgeOptions,
 ) -> dict[int, Tracker]:
     """Trackers of a subscription's partitions, from the images of the take-over."""
-    patience = Patience(options.grace, options.commit_grace)
+    graces = GracePeriods(options.grace, options.commit_grace)
     now = time.monotonic()
-    return {image.index: Tracker(ids[image.index], image, version, patience, now) for image in images}
+    return {image.index: Tracker(ids[image.index], image, version, graces, now) for image in images}

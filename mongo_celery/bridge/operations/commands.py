@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Literal
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
-from mongo_celery.bridge.operations.reach import in_words, reach
 from mongo_celery.bridge.operations.status import state_of
-from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.opening import translated
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -108,12 +107,14 @@ def pause(wiring: Wiring, subscription: str | None = None, partition: int | None
     Raises:
         CommandRefusedError: the named partition does not allow it, or nothing has that name.
     """
-    return _run(wiring, _PAUSE, subscription, partition)
+    command = _Command("pause", "paused", _not_pausable, Partitions.pause, "paused")
+    return _run(wiring, command, subscription, partition)
 
 
 def resume(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
     """Let paused partitions flow again. Arguments and errors as for `pause`."""
-    return _run(wiring, _RESUME, subscription, partition)
+    command = _Command("resume", "flowing", _not_paused, Partitions.resume, "flowing")
+    return _run(wiring, command, subscription, partition)
 
 
 def retry(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
@@ -123,7 +124,8 @@ def retry(wiring: Wiring, subscription: str | None = None, partition: int | None
     Subscriptions without a handler in this app are left as they are, for nothing here would run them; a named one is
     refused. Arguments and errors as for `pause`.
     """
-    return _run(wiring, _RETRY, subscription, partition)
+    command = _Command("retry", None, _not_retriable, Partitions.retry, "flowing", runs=True)
+    return _run(wiring, command, subscription, partition)
 
 
 def skip(wiring: Wiring, subscription: str | None, partition: int, *, token: str) -> Outcome:
@@ -147,10 +149,10 @@ def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
         CommandRefusedError: the partition is not halted.
     """
     try:
-        reach(wiring)
+        wiring.reach()
         _, (image,) = _choose(wiring.store, wiring.name, subscription, partition)
     except PyMongoError as error:
-        raise in_words(error, state_concern(wiring.options)) from error
+        raise translated(error, wiring.state_concern) from error
     objection = _not_halted(image)
     if objection or image.head is None:
         raise CommandRefusedError(_sentence(image, objection or "does not know its change: retry it once"))
@@ -161,7 +163,7 @@ def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
 def _run(wiring: Wiring, command: _Command, subscription: str | None, partition: int | None) -> list[Outcome]:
     served = {handler.name for handler in wiring.handlers}
     try:
-        reach(wiring)
+        wiring.reach()
         store = wiring.store
         generation, images = _choose(store, wiring.name, subscription, partition)
         if command.runs and subscription is not None and subscription not in served:
@@ -171,7 +173,7 @@ def _run(wiring: Wiring, command: _Command, subscription: str | None, partition:
             for image in images
         ]
     except PyMongoError as error:
-        raise in_words(error, state_concern(wiring.options)) from error
+        raise translated(error, wiring.state_concern) from error
     if partition is not None and outcomes[0].result in {"unfit", "refused"}:
         raise CommandRefusedError(outcomes[0].reason)
     return outcomes
@@ -278,8 +280,3 @@ def _skipping(token: str) -> _Command:
         return _not_halted(image)
 
     return _Command("skip", None, objection, Partitions.skip, "flowing")
-
-
-_PAUSE = _Command("pause", "paused", _not_pausable, Partitions.pause, "paused")
-_RESUME = _Command("resume", "flowing", _not_paused, Partitions.resume, "flowing")
-_RETRY = _Command("retry", None, _not_retriable, Partitions.retry, "flowing", runs=True)

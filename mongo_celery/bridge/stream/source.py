@@ -150,14 +150,14 @@ def _are_names(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Interest:
-    """What one subscription wants: sources and filter."""
+class Selector:
+    """Which events belong to one subscription: its sources and its filter."""
 
     name: str
     sources: tuple[Source, ...]
     filter: Filter
 
-    def wants(self, event: Mapping[str, Any]) -> bool:
+    def selects(self, event: Mapping[str, Any]) -> bool:
         """
         Whether an event belongs to this subscription.
 
@@ -241,7 +241,7 @@ class Scope:
 
 
 def scope_of(
-    interests: Sequence[Interest],
+    selectors: Sequence[Selector],
     *,
     state_database: str,
     pipeline: Sequence[Mapping[str, Any]] = (),
@@ -249,12 +249,12 @@ def scope_of(
     before_change: str | None = None,
 ) -> Scope:
     """
-    The narrowest stream that serves all interests.
+    The narrowest stream that serves all subscriptions.
 
     Raises:
         ConfigurationError: when a source lies in the bridge's own state database.
     """
-    sources = sorted({source for interest in interests for source in interest.sources}, key=str)
+    sources = sorted({source for selector in selectors for source in selector.sources}, key=str)
     for source in sources:
         if source.database == state_database:
             raise ConfigurationError(
@@ -264,7 +264,7 @@ def scope_of(
     databases = {source.database for source in sources}
     database = databases.pop() if len(databases) == 1 else None
     collection = sources[0].collection if len(sources) == 1 else None
-    stages = [_match(sources, interests, database, collection, state_database), *_flags(interests), *pipeline]
+    stages = [_match(sources, selectors, database, collection, state_database), *_flags(selectors), *pipeline]
     options = {}
     if full_document not in (None, "default"):
         options["full_document"] = str(full_document)
@@ -275,7 +275,7 @@ def scope_of(
 
 def _match(
     sources: Sequence[Source],
-    interests: Sequence[Interest],
+    selectors: Sequence[Selector],
     database: str | None,
     collection: str | None,
     state_database: str,
@@ -286,7 +286,7 @@ def _match(
         wanted += [_namespaces(sources)] if all(source.database for source in sources) else []
     if database is None:
         wanted.append({"ns.db": {"$ne": state_database}})
-    operations = frozenset().union(*(interest.filter.operations for interest in interests))
+    operations = frozenset().union(*(selector.filter.operations for selector in selectors))
     wanted.append({"operationType": {"$in": sorted(operations)}})
     return {"$match": {"$or": [{"operationType": "invalidate"}, {"$and": wanted}]}}
 
@@ -302,11 +302,11 @@ def _namespaces(sources: Sequence[Source]) -> dict[str, Any]:
     return {"$or": clauses}
 
 
-def _flags(interests: Sequence[Interest]) -> list[dict[str, Any]]:
+def _flags(selectors: Sequence[Selector]) -> list[dict[str, Any]]:
     flags = {
-        interest.name: {"$cond": [interest.filter.match, True, False]}
-        for interest in interests
-        if interest.filter.match is not None
+        selector.name: {"$cond": [selector.filter.match, True, False]}
+        for selector in selectors
+        if selector.filter.match is not None
     }
     return [{"$addFields": {FLAGS: flags}}] if flags else []
 
