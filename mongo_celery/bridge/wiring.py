@@ -22,6 +22,7 @@ from mongo_celery.app import Registry
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, early, merged
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.stream.source import Scope, Selector, scope_of
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.mongo.opening import ping, translated
@@ -156,6 +157,24 @@ class Wiring:
             return database
         except (InvalidURI, ClientConfigurationError, ValueError) as error:
             raise self._bad_url(error) from None
+
+    def stream(self) -> tuple[list[Selector], Scope]:
+        """
+        What each handler listens to, in the order of the handlers, and the one stream that serves them all.
+
+        Raises:
+            ConfigurationError: a source, or an option of the stream, cannot work.
+        """
+        options = self.options
+        selectors = [handler.selector(self.default_database) for handler in self.handlers]
+        scope = scope_of(
+            selectors,
+            state_database=options.database,
+            pipeline=options.pipeline,
+            full_document=options.full_document,
+            before_change=options.full_document_before_change,
+        )
+        return selectors, scope
 
     # -- what this process has ---------------------------------------------------------------------
 

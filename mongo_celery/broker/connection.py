@@ -33,3 +33,8 @@ def bounded_connection(app: Celery, seconds: int, *, confirm: bool = False) -> C
     if confirm and kind == "amqp":
         bounds.setdefault("confirm_publish", given.get("confirm_publish", True))
     return app.connection_for_write(connect_timeout=seconds, transport_options=bounds)
+
+
+def demand_answer(connection: Connection, seconds: int) -> None:
+    """Have the broker answer, with one attempt more where the first fails; raises what its transport raises."""
+    connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=seconds)

@@ -39,7 +39,7 @@ ATTEMPTS = 10
 
 R = TypeVar("R")
 T = TypeVar("T")
-Outcome = tuple[R] | tuple[()]
+Returned = tuple[R] | tuple[()]
 """What a statement returned, or nothing if it matched nothing."""
 
 
@@ -61,7 +61,9 @@ class FencedWrite(ABC, Generic[R]):
     command: Mapping[str, Any] = field(default_factory=dict)
 
     @abstractmethod
-    def attempt(self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None) -> Outcome[R]:
+    def attempt(
+        self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
+    ) -> Returned[R]:
         """Write to the document if it is there and the guard holds."""
 
     @abstractmethod
@@ -70,7 +72,7 @@ class FencedWrite(ABC, Generic[R]):
 
 
 @dataclass(frozen=True, slots=True)
-class Update(FencedWrite[UpdateResult]):
+class FencedUpdate(FencedWrite[UpdateResult]):
     """`update_one` and `replace_one`. Both statements of an operator update travel in one command."""
 
     def statements(self, fence: Fence, target: Target) -> list[UpdateOne]:
@@ -87,7 +89,7 @@ class Update(FencedWrite[UpdateResult]):
 
     def attempt(
         self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
-    ) -> Outcome[UpdateResult]:
+    ) -> Returned[UpdateResult]:
         """See `FencedWrite`."""
         try:
             result = into.bulk_write(self.statements(fence, target), session=session, **self.command)
@@ -111,12 +113,12 @@ class Update(FencedWrite[UpdateResult]):
 
 
 @dataclass(frozen=True, slots=True)
-class FindAndUpdate(FencedWrite[Any]):
+class FencedFindAndUpdate(FencedWrite[Any]):
     """`find_one_and_update`. An operator update may need its second statement, which is a second command."""
 
     def attempt(
         self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
-    ) -> Outcome[Any]:
+    ) -> Returned[Any]:
         """See `FencedWrite`."""
         for guard, stamp in fence.edits(self.body):
             update = self.body.amended(stamp)
@@ -218,7 +220,7 @@ class Documents:
 
     def create_all(
         self,
-        wanted: Sequence[tuple[Update, Target]],
+        wanted: Sequence[tuple[FencedUpdate, Target]],
         command: Mapping[str, Any],
         session: ClientSession | None,
     ) -> list[UpdateResult]:

@@ -18,8 +18,8 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.listener.leader import Leader, Relayout
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.state.leases import Leases, Term
-from mongo_celery.bridge.stream.source import Scope, Selector, scope_of
-from mongo_celery.broker.connection import bounded_connection
+from mongo_celery.bridge.stream.source import Scope, Selector
+from mongo_celery.broker.connection import bounded_connection, demand_answer
 from mongo_celery.errors import (
     ConfigurationError,
     HistoryLostError,
@@ -99,21 +99,12 @@ class Listener:
             raise ConfigurationError("task_protocol=1 cannot carry chains; use Celery's default, 2.")
 
     def _plan(self) -> tuple[list[Selector], Scope]:
-        handlers = self._wiring.handlers
-        if not handlers:
+        if not self._wiring.handlers:
             raise ConfigurationError(
                 f"bridge {self._options.name} has no handlers: import the module with the @bridge.on_change functions, "
                 "for example with include=[...] of the Celery app.",
             )
-        selectors = [handler.selector(self._wiring.default_database) for handler in handlers]
-        scope = scope_of(
-            selectors,
-            state_database=self._options.database,
-            pipeline=self._options.pipeline,
-            full_document=self._options.full_document,
-            before_change=self._options.full_document_before_change,
-        )
-        return selectors, scope
+        return self._wiring.stream()
 
     def _wait_for_servers(self) -> None:
         """Both servers must answer once, within `start_timeout`; later absences are waited out."""
@@ -132,18 +123,18 @@ class Listener:
             self._stopping.wait(_SERVER_PAUSE)
 
     def _missing_server(self) -> tuple[str, str] | None:
+        # By default the driver would look for a server for longer than a short `start_timeout`.
+        bound = min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS)
         try:
-            # By default the driver would look for a server for longer than a short `start_timeout`.
-            with pymongo.timeout(min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS)):
+            with pymongo.timeout(bound):
                 check_topology(self._wiring.client)
             self._wiring.store.leases.ensure()
         except PyMongoError as error:
             raise_if_final(error, self._wiring.state_concern)
             return "MongoDB", short(error)
         try:
-            bound = int(min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS))
-            with bounded_connection(self._wiring.app, bound) as connection:
-                connection.ensure_connection(max_retries=1, interval_start=0, timeout=bound)
+            with bounded_connection(self._wiring.app, int(bound)) as connection:
+                demand_answer(connection, int(bound))
         except (OperationalError, OSError) as error:
             return "the broker", short(error)
         return None

@@ -78,7 +78,9 @@ class Subscription:
         if not self.window.is_new(mark.data):
             return
         if self.until is not None and mark.data > self.until.data:
-            self._leave(mark, self.until)
+            if self.left is None:  # up to here old partitions are drained; all behind it is left for the new layout
+                self.left = mark.data
+                self.window.pass_over(self.until)
             return
         if isinstance(item, Mark) or not self._owes(item):
             self.window.pass_over(mark)
@@ -89,12 +91,6 @@ class Subscription:
             return
         self.window.add(PendingChange(mark, index, item.raw))
         self._candidates.add(index)
-
-    def _leave(self, mark: Mark, until: Mark) -> None:
-        """Behind the place up to which old partitions are drained, all is left for the new layout."""
-        if self.left is None:
-            self.left = mark.data
-            self.window.pass_over(until)
 
     def _owes(self, event: ChangeEvent) -> bool:
         time_ = event.mark.cluster_time
@@ -131,9 +127,9 @@ class Subscription:
             if tracker.ready_at > now:
                 continue
             self.window.complete(index, tracker.image.data)
-            entries = self.window.head(index, self._limit(tracker), self._options.run_bytes)
-            if entries:
-                yield tracker, self._dispatch(tracker, entries)
+            changes = self.window.head(index, self._limit(tracker), self._options.run_bytes)
+            if changes:
+                yield tracker, self._dispatch(tracker, changes)
             else:
                 self._candidates.discard(index)
 
@@ -149,7 +145,7 @@ class Subscription:
             return 1
         return self._options.run_size
 
-    def _dispatch(self, tracker: Tracker, entries: list[PendingChange]) -> Dispatch:
+    def _dispatch(self, tracker: Tracker, changes: list[PendingChange]) -> Dispatch:
         first = tracker.next_sequence
         run = Run(
             self._options.name,
@@ -158,10 +154,10 @@ class Subscription:
             tracker.image.index,
             self.plan.version,
             first,
-            first + len(entries) - 1,
-            [entry.raw for entry in entries],
+            first + len(changes) - 1,
+            [change.raw for change in changes],
         )
-        return Dispatch(run, self.plan.handler.task_name, tracker.attempt, _label(entries, first))
+        return Dispatch(run, self.plan.handler.task_name, tracker.attempt, _label(changes, first))
 
     @property
     def is_idle(self) -> bool:
@@ -169,9 +165,9 @@ class Subscription:
         return not self.window.count and not self.outstanding
 
 
-def _label(entries: list[PendingChange], first: int) -> str:
-    more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
-    return f"({describe(RawBSONDocument(entries[0].raw))} seq={first}{more})"
+def _label(changes: list[PendingChange], first: int) -> str:
+    more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+    return f"({describe(RawBSONDocument(changes[0].raw))} seq={first}{more})"
 
 
 def make_trackers(

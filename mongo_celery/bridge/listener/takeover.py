@@ -31,6 +31,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME
 from mongo_celery.bridge.state.leases import Layout, layout_of
 from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import LeaseLostError
@@ -119,7 +120,7 @@ def _won(store: Store, name: str, layout: Layout, version: int) -> list[Image]:
 
 
 def _orphans(store: Store, names: Sequence[str], layout: Layout, version: int) -> list[OrphanedSubscription]:
-    documents = {str(document["_id"]).partition("/")[2]: document for document in store.subscriptions.read_all()}
+    documents = {name_in(document): document for document in store.subscriptions.read_all()}
     return [
         OrphanedSubscription(name, document, _won(store, name, layout, version))
         for name, document in documents.items()

@@ -19,6 +19,7 @@ from mongo_celery.bridge.operations.status import state_of
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import translated
 
@@ -31,11 +32,9 @@ _UNSERVED = (
     "example with include=[...] of the Celery app, or name the app that has it with -A; then retry"
 )
 
-Result = Literal["done", "unchanged", "unfit", "refused"]
-
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandResult:
     """
     What a command did to one partition.
 
@@ -49,7 +48,7 @@ class Outcome:
     subscription: str
     index: int
     state: str
-    result: Result
+    result: Literal["done", "unchanged", "unfit", "refused"]
     reason: str = ""
 
 
@@ -93,7 +92,7 @@ class _Command:
     runs: bool = False
 
 
-def pause(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
+def pause(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[CommandResult]:
     """
     Let no new execution begin; what runs may finish, and nothing is lost.
 
@@ -111,13 +110,13 @@ def pause(wiring: Wiring, subscription: str | None = None, partition: int | None
     return _run(wiring, command, subscription, partition)
 
 
-def resume(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
+def resume(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[CommandResult]:
     """Let paused partitions flow again. Arguments and errors as for `pause`."""
     command = _Command("resume", "flowing", _not_paused, Partitions.resume, "flowing")
     return _run(wiring, command, subscription, partition)
 
 
-def retry(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
+def retry(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[CommandResult]:
     """
     Run the first change of halted or parked partitions again at once, with its counts at zero.
 
@@ -128,7 +127,7 @@ def retry(wiring: Wiring, subscription: str | None = None, partition: int | None
     return _run(wiring, command, subscription, partition)
 
 
-def skip(wiring: Wiring, subscription: str | None, partition: int, *, token: str) -> Outcome:
+def skip(wiring: Wiring, subscription: str | None, partition: int, *, token: str) -> CommandResult:
     """
     Pass over the change at which a partition has halted. That change will not be handled.
 
@@ -160,7 +159,7 @@ def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
     return Head(image.subscription, image.index, image.head["key"], token, int(image.committed), image.error)
 
 
-def _run(wiring: Wiring, command: _Command, subscription: str | None, partition: int | None) -> list[Outcome]:
+def _run(wiring: Wiring, command: _Command, subscription: str | None, partition: int | None) -> list[CommandResult]:
     served = {handler.name for handler in wiring.handlers}
     try:
         wiring.reach()
@@ -168,28 +167,33 @@ def _run(wiring: Wiring, command: _Command, subscription: str | None, partition:
         generation, images = _choose(store, wiring.name, subscription, partition)
         if command.runs and subscription is not None and subscription not in served:
             raise CommandRefusedError(f"Subscription {subscription} {_UNSERVED}.")
-        outcomes = [
+        results = [
             _apply(store.partitions, command, generation, image, served=image.subscription in served)
             for image in images
         ]
     except PyMongoError as error:
         raise translated(error, wiring.state_concern) from error
-    if partition is not None and outcomes[0].result in {"unfit", "refused"}:
-        raise CommandRefusedError(outcomes[0].reason)
-    return outcomes
+    if partition is not None and results[0].result in {"unfit", "refused"}:
+        raise CommandRefusedError(results[0].reason)
+    return results
 
 
-def _apply(partitions: Partitions, command: _Command, generation: int, image: Image, *, served: bool) -> Outcome:
+def _apply(partitions: Partitions, command: _Command, generation: int, image: Image, *, served: bool) -> CommandResult:
     for _ in range(_ROUNDS):
         objection = command.objection(image) or (_UNSERVED if command.runs and not served else None)
         if objection is not None:
-            result: Result = "unchanged" if image.state == command.goal else "unfit"
-            return Outcome(image.subscription, image.index, state_of(image), result, _sentence(image, objection))
+            return CommandResult(
+                image.subscription,
+                image.index,
+                state_of(image),
+                "unchanged" if image.state == command.goal else "unfit",
+                _sentence(image, objection),
+            )
         if command.write(partitions, image, generation):
-            return Outcome(image.subscription, image.index, command.after, "done")
+            return CommandResult(image.subscription, image.index, command.after, "done")
         image = _again(partitions, image, generation)
     reason = _sentence(image, f"kept changing while it was to {command.name}; look at status, then repeat the command")
-    return Outcome(image.subscription, image.index, state_of(image), "refused", reason)
+    return CommandResult(image.subscription, image.index, state_of(image), "refused", reason)
 
 
 def _again(partitions: Partitions, image: Image, generation: int) -> Image:
@@ -210,7 +214,7 @@ def _choose(
     layout = layout_of(lease) if lease else None
     if layout is None:
         raise CommandRefusedError(f"Bridge {bridge} has never been led: start a listener first.")
-    names = [str(document["_id"]).partition("/")[2] for document in store.subscriptions.read_all()]
+    names = [name_in(document) for document in store.subscriptions.read_all()]
     if subscription is not None and subscription not in names:
         raise CommandRefusedError(
             f"Bridge {bridge} has no subscription {subscription!r}{nearest(subscription, names)}; "

@@ -14,7 +14,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
 from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
-from mongo_celery.bridge.stream.source import Scope, Selector, Source, scope_of
+from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.errors import ConfigurationError, DeploymentError, MongoCeleryError, TopologyError
 from mongo_celery.mongo.opening import ANSWER_SECONDS, translated
 from mongo_celery.mongo.oplog import Oplog, check_topology, read_oplog
@@ -102,16 +102,8 @@ def _refusal(client: Client, database: str, name: str) -> str | None:
 def _check_stream(client: Client, wiring: Wiring) -> Iterator[Finding]:
     if not wiring.handlers:
         return
-    options = wiring.options
     try:
-        selectors = [handler.selector(wiring.default_database) for handler in wiring.handlers]
-        scope = scope_of(
-            selectors,
-            state_database=options.database,
-            pipeline=options.pipeline,
-            full_document=options.full_document,
-            before_change=options.full_document_before_change,
-        )
+        selectors, scope = wiring.stream()
     except ConfigurationError as failure:
         yield error("sources", str(failure))
         return
@@ -121,12 +113,11 @@ def _check_stream(client: Client, wiring: Wiring) -> Iterator[Finding]:
 
 def _try_stream(client: Client, scope: Scope) -> Finding:
     where = str(Source(scope.database, scope.collection))
-    target: Any = client
-    if scope.database is not None:
-        target = client[scope.database]
-        target = target if scope.collection is None else target[scope.collection]
     try:
-        with pymongo.timeout(ANSWER_SECONDS), closing(target.watch(list(scope.pipeline), **scope.options)):
+        with (
+            pymongo.timeout(ANSWER_SECONDS),
+            closing(scope.opened_on(client).watch(list(scope.pipeline), **scope.options)),
+        ):
             return ok("change_stream", f"It opens on {where}.")
     except PyMongoError as failure:
         reaction = reaction_to(failure, opening=True)

@@ -21,6 +21,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.opening import ANSWER_SECONDS, translated
 from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
@@ -91,7 +92,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
     lease = store.leases.read()
     layout = layout_of(lease) if lease else None
     subscriptions = store.subscriptions.read_all()
-    names = [_name(document) for document in subscriptions]
+    names = [name_in(document) for document in subscriptions]
     images = store.partitions.of(names, layout.generation) if layout and names else []
     return Facts(
         options=options,
@@ -117,7 +118,7 @@ def shape(facts: Facts) -> dict[str, Any]:
     """The status from facts."""
     lease = facts.lease or {}
     live = bool(lease.get("live")) and lease.get("listenerId") is not None
-    report = _report(lease) if live else {}
+    report = (live and lease.get("report")) or {}  # of the term that leads: an acquisition clears its predecessor's
     subscriptions = _subscriptions(facts, report)
     lags = [each["lag_seconds"] for each in subscriptions if each["state"] != "unregistered"]
     under_way = sum(image.live or image.handled is not None for image in facts.images)
@@ -161,11 +162,6 @@ def _state(lease: Mapping[str, Any], *, live: bool) -> str:
     return str(lease["state"]) if lease.get("state") in _FAILURES else "idle"
 
 
-def _report(lease: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The report of the term that leads; an acquisition clears its predecessor's."""
-    return lease.get("report") or {}
-
-
 def _listener(lease: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": lease["listenerId"],
@@ -177,7 +173,7 @@ def _listener(lease: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    documents = {_name(document): document for document in facts.subscriptions}
+    documents = {name_in(document): document for document in facts.subscriptions}
     idle = bool(report.get("caughtUp")) and not report.get("buffered") and not report.get("outstanding")
     version = (facts.lease or {}).get("version")
     shaped = []
@@ -265,10 +261,6 @@ def _head(image: Image) -> dict[str, Any] | None:
 
 def _gap(gap: Mapping[str, Any]) -> dict[str, Any]:
     return {"until": _iso(gap.get("until")), "policy": gap.get("policy"), "error": gap.get("error")}
-
-
-def _name(document: Mapping[str, Any]) -> str:
-    return str(document["_id"]).partition("/")[2]
 
 
 def _data(token: Mapping[str, Any] | None) -> str | None:

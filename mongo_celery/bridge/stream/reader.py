@@ -179,7 +179,7 @@ class StreamReader:
             options["start_after"] = token
         elif self._position.time is not None:
             options["start_at_operation_time"] = self._position.time
-        stream: ChangeStream[RawBSONDocument] = self._target(client).watch(
+        stream: ChangeStream[RawBSONDocument] = self._scope.opened_on(client).watch(
             list(self._scope.pipeline),
             max_await_time_ms=int(_MAX_AWAIT_SECONDS * 1000),
             batch_size=self._batch_size,
@@ -187,12 +187,6 @@ class StreamReader:
             **options,
         )
         return stream
-
-    def _target(self, client: MongoClient[RawBSONDocument]) -> Any:
-        if self._scope.database is None:
-            return client  # made with RawBSONDocument as its document class
-        database = client.get_database(self._scope.database)
-        return database if self._scope.collection is None else database[self._scope.collection]
 
     def _take(self, document: Any) -> None:
         token = dict(document["_id"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bson import json_util
 
@@ -22,6 +22,9 @@ from mongo_celery.arguments import check_known
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.fenced import TOMBSTONES
 from mongo_celery.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from pymongo import MongoClient
 
 DOCUMENT_OPERATIONS = frozenset({"insert", "update", "replace", "delete"})
 OPERATIONS = DOCUMENT_OPERATIONS | {"drop", "rename", "dropDatabase", "invalidate"}
@@ -226,6 +229,13 @@ class Scope:
     collection: str | None
     pipeline: tuple[Mapping[str, Any], ...]
     options: Mapping[str, str]
+
+    def opened_on(self, client: MongoClient[Any]) -> Any:
+        """The client, database or collection to `watch`."""
+        if self.database is None:
+            return client
+        database = client.get_database(self.database)
+        return database if self.collection is None else database[self.collection]
 
     @property
     def fingerprint(self) -> str:

@@ -156,7 +156,8 @@ class Execution:
 
     def _try_claim(self, started: float) -> Claim:
         run, owner = self._run, secrets.token_hex(8)
-        ttl = self._claim_ttl()
+        options = self._wiring.options
+        ttl = options.claim_ttl + (options.transaction_seconds if self._handler.transactional else 0)
         try:
             claim = self._store.claims.take(
                 run.partition_id,
@@ -180,10 +181,6 @@ class Execution:
             self._relinquish(owner)
             raise Ignore
         return claim
-
-    def _claim_ttl(self) -> float:
-        options = self._wiring.options
-        return options.claim_ttl + (options.transaction_seconds if self._handler.transactional else 0)
 
     def _relinquish(self, owner: str) -> None:
         try:
