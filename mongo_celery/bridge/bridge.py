@@ -34,7 +34,7 @@ class Bridge:
         url: of the MongoDB replica set or sharded cluster; by default the setting
             `mongo_celery_database_url`, which `celery inspect conf` masks.
         name: of the bridge; part of queue names, task ids and state. Letters, digits, `_`, `-`.
-        options: see the README's configuration table.
+        options: the table in docs/configuration.md.
 
     Attributes:
         wiring: what the bridge's own parts are handed; nothing for users.

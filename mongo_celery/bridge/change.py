@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import bson
 from bson import ObjectId, Timestamp
 
 from mongo_celery.bridge.fenced import FencedCollection
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 FLAGS = "_mongoCelery"
 """Name of the field under which the pipeline carries the verdicts of `match` expressions."""
+
+_KEY_CHARS = 80
+_LENIENT: bson.CodecOptions[Any] = bson.CodecOptions(
+    unicode_decode_error_handler="replace",
+    datetime_conversion=bson.codec_options.DatetimeConversion.DATETIME_AUTO,
+)
 
 Fencer = Callable[["Change", "Collection[dict[str, Any]] | str"], "FencedCollection"]
 
@@ -183,6 +190,11 @@ def _client_fencer(client: Any) -> Fencer:
     return fence
 
 
+def decoded(event: bytes | memoryview) -> dict[str, Any]:
+    """An event as plain values; text that is no UTF-8 and times that Python has no datetime for do not stop it."""
+    return bson.decode(event, _LENIENT)
+
+
 def namespace_of(event: Mapping[str, Any]) -> str:
     """`"db.collection"`, `"db"` or the empty string of an event."""
     ns = event.get("ns")
@@ -204,6 +216,3 @@ def describe(event: Mapping[str, Any]) -> str:
     if len(text) > _KEY_CHARS:
         text = text[:_KEY_CHARS] + "..."
     return f"{namespace_of(event)} {event.get('operationType')} {text}"
-
-
-_KEY_CHARS = 80

@@ -16,7 +16,7 @@ from typing import Any
 from mongo_celery.arguments import check_choice, check_name, nearest
 from mongo_celery.bridge.options import FAILURE_POLICIES, UNAVAILABLE, BridgeOptions, PartitionKey
 from mongo_celery.bridge.partitioning import Partitioner, partitioner
-from mongo_celery.bridge.stream.source import Filter, Interest, filter_of, source_of
+from mongo_celery.bridge.stream.source import Filter, Selector, filter_of, source_of
 from mongo_celery.errors import ConfigurationError
 
 TASK_OPTIONS = frozenset(
@@ -79,10 +79,10 @@ class Handler:
     failure_policy: str | None
     transactional: bool
 
-    def interest(self, default_database: str | None) -> Interest:
+    def selector(self, default_database: str | None) -> Selector:
         """Sources and filter, with the sources resolved."""
         sources = tuple(source_of(target, default_database) for target in self.targets)
-        return Interest(self.name, sources, self.filter)
+        return Selector(self.name, sources, self.filter)
 
     def policy(self, options: BridgeOptions) -> str:
         """What happens after the last attempt: the handler's own policy, or the bridge's."""

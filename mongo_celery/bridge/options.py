@@ -33,6 +33,16 @@ HISTORY_POLICIES = ("halt", "oldest", "now")
 FULL_DOCUMENT = (None, "default", "updateLookup", "whenAvailable", "required")
 BEFORE_CHANGE = (None, "off", "whenAvailable", "required")
 SETTING_PREFIX = "mongo_celery_"
+_DAY = 86_400
+_DURATIONS = (
+    "run_seconds",
+    "transaction_seconds",
+    "lease_ttl",
+    "claim_ttl",
+    "commit_grace",
+    "dispatch_grace",
+    "start_timeout",
+)
 
 FailurePolicy = Literal["halt", "dead_letter", "skip"]
 PartitionKey = str | Callable[[Mapping[str, Any]], Any]
@@ -47,7 +57,7 @@ UNAVAILABLE = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BridgeOptions:
     """
-    What a bridge may be told; see the README's configuration table for each option's meaning.
+    What a bridge may be told; docs/configuration.md says what each option means.
 
     Raises:
         ConfigurationError: when a value or a relation between values cannot work; the message
@@ -182,16 +192,6 @@ class BridgeOptions:
             )
 
 
-_DAY = 86_400
-_DURATIONS = (
-    "run_seconds",
-    "transaction_seconds",
-    "lease_ttl",
-    "claim_ttl",
-    "commit_grace",
-    "dispatch_grace",
-    "start_timeout",
-)
 OPTION_NAMES = tuple(field.name for field in dataclasses.fields(BridgeOptions))
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import bson
 from bson.raw_bson import RawBSONDocument
 
+from mongo_celery.bridge.change import decoded
 from mongo_celery.bridge.options import PartitionKey
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.identity import canonical
@@ -78,7 +79,7 @@ def partitioner(
     if rule is None or rule == "_id":
         return Partitioner("_id", document_key)
     if callable(rule):
-        return Partitioner(_callable_name(rule), lambda event: rule(_decoded(event)))
+        return Partitioner(_callable_name(rule), lambda event: rule(_plain(event)))
     if not isinstance(rule, str) or not all(rule.split(".")):
         raise ConfigurationError(f"partition_by={rule!r} must be '_id', a field path or a function of the event.")
     path = rule.split(".")
@@ -111,15 +112,9 @@ def _refuse_volatile(rule: str, root: str, full_document: str | None, before_cha
         )
 
 
-def _decoded(event: Mapping[str, Any]) -> Mapping[str, Any]:
+def _plain(event: Mapping[str, Any]) -> Mapping[str, Any]:
     """Users' functions get plain values; the listener's own events decode only what is looked at."""
-    return bson.decode(event.raw, _LENIENT) if isinstance(event, RawBSONDocument) else event
-
-
-_LENIENT: bson.CodecOptions[Any] = bson.CodecOptions(
-    unicode_decode_error_handler="replace",
-    datetime_conversion=bson.codec_options.DatetimeConversion.DATETIME_AUTO,
-)
+    return decoded(event.raw) if isinstance(event, RawBSONDocument) else event
 
 
 def _callable_name(rule: Callable[..., Any]) -> str:

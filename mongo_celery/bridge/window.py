@@ -3,7 +3,7 @@ The window of a subscription: what has been read and is not yet done.
 
 Pure: no client, no clock, no threads. One window belongs to one subscription in one term.
 
-Two views of the same entries:
+Two views of the same changes:
 
 - `order`, in stream order, decides the low watermark: the last token of the completed *prefix*. A
   maximum over what is done would pass a change that is not (invariant P5).
@@ -28,6 +28,9 @@ from typing import Any
 
 from bson import Timestamp
 
+_FOLD_FACTOR = 4
+_FOLD_SLACK = 1000
+
 
 @dataclass(slots=True, frozen=True)
 class Mark:
@@ -39,7 +42,7 @@ class Mark:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class PendingChange:
     """One change of one partition that is not yet committed."""
 
     mark: Mark
@@ -61,7 +64,7 @@ class Window:
 
     Attributes:
         watermark: the last place before which everything is done; None until the first.
-        count: entries that are not done.
+        count: changes that are not done.
         size: their bytes.
     """
 
@@ -69,8 +72,8 @@ class Window:
     count: int = 0
     size: int = 0
     _seen: str = ""
-    _order: deque[Entry | _Completed] = field(default_factory=deque)
-    _buffers: dict[int, deque[Entry]] = field(default_factory=dict)
+    _order: deque[PendingChange | _Completed] = field(default_factory=deque)
+    _buffers: dict[int, deque[PendingChange]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.watermark is not None:
@@ -80,14 +83,14 @@ class Window:
         """Whether a token lies after everything that was read; a reopened stream may repeat itself."""
         return data > self._seen
 
-    def add(self, entry: Entry) -> None:
+    def add(self, change: PendingChange) -> None:
         """Append a change. Its token must be new, in stream order."""
-        assert entry.mark.data > self._seen, "entries come in stream order"
-        self._seen = entry.mark.data
-        self._order.append(entry)
-        self._buffers.setdefault(entry.index, deque()).append(entry)
+        assert change.mark.data > self._seen, "changes come in stream order"
+        self._seen = change.mark.data
+        self._order.append(change)
+        self._buffers.setdefault(change.index, deque()).append(change)
         self.count += 1
-        self.size += len(entry.raw)
+        self.size += len(change.raw)
 
     def pass_over(self, mark: Mark) -> None:
         """Record a place at which nothing is owed: an unmatched change or a post-batch token."""
@@ -106,15 +109,15 @@ class Window:
         Everything of a partition up to this token is committed.
 
         Returns:
-            How many entries that finished. The watermark has moved as far as the prefix allows.
+            How many changes that finished. The watermark has moved as far as the prefix allows.
         """
         buffer = self._buffers.get(index)
         finished = 0
         while buffer and buffer[0].mark.data <= data:
-            entry = buffer.popleft()
-            entry.done = True
-            self.size -= len(entry.raw)
-            entry.raw = b""
+            change = buffer.popleft()
+            change.done = True
+            self.size -= len(change.raw)
+            change.raw = b""
             finished += 1
         self.count -= finished
         self._advance()
@@ -122,23 +125,23 @@ class Window:
             self._fold()
         return finished
 
-    def head(self, index: int, limit: int, max_bytes: int) -> list[Entry]:
-        """The next entries of a partition: at least one where there is one, within both limits."""
-        taken: list[Entry] = []
+    def head(self, index: int, limit: int, max_bytes: int) -> list[PendingChange]:
+        """The next changes of a partition: at least one where there is one, within both limits."""
+        taken: list[PendingChange] = []
         size = 0
-        for entry in self._buffers.get(index, ()):
-            size += len(entry.raw)
+        for change in self._buffers.get(index, ()):
+            size += len(change.raw)
             if len(taken) >= limit or (taken and size > max_bytes):
                 break
-            taken.append(entry)
+            taken.append(change)
         return taken
 
     def waiting(self) -> Iterator[int]:
-        """Indexes of the partitions that have entries."""
+        """Indexes of the partitions that have changes."""
         return (index for index, buffer in self._buffers.items() if buffer)
 
     def depth(self, index: int) -> int:
-        """Number of entries of one partition."""
+        """Number of changes of one partition."""
         return len(self._buffers.get(index, ()))
 
     def _advance(self) -> None:
@@ -147,7 +150,7 @@ class Window:
 
     def _fold(self) -> None:
         """Of neighbours that are done only the last place counts: what is left is at most twice what is not done."""
-        folded: deque[Entry | _Completed] = deque()
+        folded: deque[PendingChange | _Completed] = deque()
         for item in self._order:
             if not item.done:
                 folded.append(item)
@@ -156,7 +159,3 @@ class Window:
             else:
                 folded.append(_Completed(item.mark))
         self._order = folded
-
-
-_FOLD_FACTOR = 4
-_FOLD_SLACK = 1000

@@ -15,16 +15,19 @@ from celery import Celery
 from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.errors import ConfigurationError as ClientConfigurationError
-from pymongo.errors import InvalidURI
+from pymongo.errors import InvalidURI, PyMongoError
 from pymongo.uri_parser import parse_uri
 
 from mongo_celery.app import Registry
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, early, merged
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.stream.source import Scope, Selector, scope_of
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
+from mongo_celery.mongo.opening import ping, translated
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
+from mongo_celery.mongo.verdicts import Concern
 
 T = TypeVar("T")
 
@@ -155,6 +158,24 @@ class Wiring:
         except (InvalidURI, ClientConfigurationError, ValueError) as error:
             raise self._bad_url(error) from None
 
+    def stream(self) -> tuple[list[Selector], Scope]:
+        """
+        What each handler listens to, in the order of the handlers, and the one stream that serves them all.
+
+        Raises:
+            ConfigurationError: a source, or an option of the stream, cannot work.
+        """
+        options = self.options
+        selectors = [handler.selector(self.default_database) for handler in self.handlers]
+        scope = scope_of(
+            selectors,
+            state_database=options.database,
+            pipeline=options.pipeline,
+            full_document=options.full_document,
+            before_change=options.full_document_before_change,
+        )
+        return selectors, scope
+
     # -- what this process has ---------------------------------------------------------------------
 
     @per_process
@@ -170,6 +191,30 @@ class Wiring:
     def store(self) -> Store:
         """The bridge's state, by this process's client."""
         return Store(self.client, self.options)
+
+    @property
+    def state_concern(self) -> Concern:
+        """Whom an error of the state database concerns, for the sentences about it."""
+        return Concern(
+            f"the state database {self.options.database} of bridge {self.name}",
+            "find, insert, update, remove and createIndex there (readWrite)",
+        )
+
+    def reach(self) -> MongoClient[dict[str, Any]]:
+        """
+        This process's client for one command, after the primary has answered once.
+
+        Raises:
+            ServerUnavailableError: no primary answered within `ANSWER_SECONDS`.
+            AccessError: the login was refused.
+            ConfigurationError: the URL is not valid.
+        """
+        client = self.client
+        try:
+            ping(client)
+        except PyMongoError as error:
+            raise translated(error, self.state_concern) from error
+        return client
 
     def of_process(self, make: Callable[[Wiring], T]) -> T:
         """What a part keeps once for each process: made at its first use, and anew after a fork."""

@@ -15,7 +15,7 @@ from mongo_celery.cli.apps import all_of, console_of, json_option, one_of, one_s
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mongo_celery.bridge.operations.commands import Head, Outcome
+    from mongo_celery.bridge.operations.commands import CommandResult, Head
     from mongo_celery.bridge.wiring import Wiring
 
 _WATCH_SECONDS = 2.0
@@ -152,12 +152,14 @@ def queues(ctx: click.Context, bridge: str | None, as_json: bool, with_default: 
 # -- pause, resume, retry --------------------------------------------------------------------------
 
 
-@changes.command()
-@SUBSCRIPTION
-@PARTITION
-@BRIDGE
-@JSON
-@click.pass_context
+def _of_partitions(function: Callable[..., None]) -> click.Command:
+    """A command on one partition, on those of one subscription, or on all of a bridge."""
+    for parameter in (click.pass_context, JSON, BRIDGE, PARTITION, SUBSCRIPTION):
+        function = parameter(function)
+    return changes.command()(function)
+
+
+@_of_partitions
 def pause(ctx: click.Context, /, subscription: str | None, **given: Any) -> None:
     """
     Let no new handler start.
@@ -170,12 +172,7 @@ def pause(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
     _command(ctx, commands.pause, "paused", subscription, **given)
 
 
-@changes.command()
-@SUBSCRIPTION
-@PARTITION
-@BRIDGE
-@JSON
-@click.pass_context
+@_of_partitions
 def resume(ctx: click.Context, /, subscription: str | None, **given: Any) -> None:
     """Let paused partitions flow again. Without SUBSCRIPTION all of the bridge."""
     from mongo_celery.bridge.operations import commands
@@ -183,12 +180,7 @@ def resume(ctx: click.Context, /, subscription: str | None, **given: Any) -> Non
     _command(ctx, commands.resume, "resumed", subscription, **given)
 
 
-@changes.command()
-@SUBSCRIPTION
-@PARTITION
-@BRIDGE
-@JSON
-@click.pass_context
+@_of_partitions
 def retry(ctx: click.Context, /, subscription: str | None, **given: Any) -> None:
     """
     Run halted and parked changes again at once.
@@ -203,7 +195,7 @@ def retry(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
 
 def _command(
     ctx: click.Context,
-    run: Callable[[Wiring, str | None, int | None], list[Outcome]],
+    run: Callable[[Wiring, str | None, int | None], list[CommandResult]],
     past: str,
     subscription: str | None,
     *,
@@ -213,26 +205,26 @@ def _command(
 ) -> None:
     chosen = _one_bridge(ctx, bridge)
     with one_sentence_errors():
-        outcomes = run(chosen, subscription, partition)
-    _show_outcomes(chosen.name, past, outcomes, as_json)
-    if any(outcome.result == "refused" for outcome in outcomes):
+        results = run(chosen, subscription, partition)
+    _show_results(chosen.name, past, results, as_json)
+    if any(each.result == "refused" for each in results):
         ctx.exit(1)
 
 
-def _show_outcomes(bridge: str, past: str, outcomes: Sequence[Outcome], as_json: bool) -> None:
-    done = [outcome for outcome in outcomes if outcome.result == "done"]
+def _show_results(bridge: str, past: str, results: Sequence[CommandResult], as_json: bool) -> None:
+    done = [each for each in results if each.result == "done"]
     if as_json:
         from dataclasses import asdict
 
-        click.echo(json.dumps({"bridge": bridge, past: len(done), "partitions": [asdict(each) for each in outcomes]}))
+        click.echo(json.dumps({"bridge": bridge, past: len(done), "partitions": [asdict(each) for each in results]}))
         return
-    for outcome in outcomes:
-        if outcome.result == "refused" or (outcome.result == "unfit" and outcome.state in {"halted", "parked"}):
-            click.echo(outcome.reason)
+    for each in results:
+        if each.result == "refused" or (each.result == "unfit" and each.state in {"halted", "parked"}):
+            click.echo(each.reason)
     if not done:
-        click.echo(f"Nothing to do: {len(outcomes)} partitions were looked at, and none had to be {past}.")
-    for subscription in sorted({outcome.subscription for outcome in done}):
-        indexes = ", ".join(str(outcome.index) for outcome in done if outcome.subscription == subscription)
+        click.echo(f"Nothing to do: {len(results)} partitions were looked at, and none had to be {past}.")
+    for subscription in sorted({each.subscription for each in done}):
+        indexes = ", ".join(str(each.index) for each in done if each.subscription == subscription)
         click.echo(f"{subscription}: {past} {indexes}")
 
 
@@ -268,8 +260,8 @@ def skip(
     if not yes:
         click.confirm("Pass over this change?", abort=True, err=True)
     with one_sentence_errors():
-        outcome = commands.skip(chosen, head.subscription, partition, token=head.token)
-    _show_outcomes(chosen.name, "skipped", [outcome], as_json)
+        result = commands.skip(chosen, head.subscription, partition, token=head.token)
+    _show_results(chosen.name, "skipped", [result], as_json)
 
 
 def _describe(head: Head) -> None:

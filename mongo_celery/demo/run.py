@@ -23,7 +23,7 @@ from mongo_celery.demo.progress import BridgeState, Progress, StateReader
 from mongo_celery.demo.record import Record
 from mongo_celery.demo.servers import Urls, check_redis, embedded_servers, open_client, remove_traces
 from mongo_celery.demo.setting import DemoSetting
-from mongo_celery.demo.verdict import Verdict
+from mongo_celery.demo.verdict import Judgement
 from mongo_celery.demo.view import DemoView
 from mongo_celery.embedded.crew import ChildProcess, Supervisor
 from mongo_celery.errors import MongoCeleryError
@@ -65,7 +65,7 @@ class Result:
     """
 
     progress: Progress
-    verdict: Verdict
+    verdict: Judgement
     unfinished: str | None
     setting: DemoSetting
     kept: Path | None

@@ -53,7 +53,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Judgement:
     """The findings, each a sentence; see the module."""
 
     lost: tuple[str, ...]
@@ -68,14 +68,14 @@ class Verdict:
         return not (self.lost or self.out_of_order or self.unexpected)
 
 
-def judge(writes: Sequence[PlannedWrite], evidence: Evidence) -> Verdict:
+def judge(writes: Sequence[PlannedWrite], evidence: Evidence) -> Judgement:
     """Compare what was written, in the order of writing for each key, with what was read back."""
     owed, shown = list(handled(writes)), list(_shown(writes))
     last = {(value.handler, value.key): value for value in shown}
     missed = missing([*owed, *evidence.started], NONE, Started)
     missed += missing([*last.values(), *evidence.final], NONE, Effect)
     unexpected = [*invented([*owed, *evidence.started]), *invented([*shown, *evidence.effects, *evidence.final])]
-    return Verdict(
+    return Judgement(
         lost=tuple(f"{due.handler} lost {due.key} n={due.n}" for due in sorted(set(missed))),
         out_of_order=(*granted_out_of_order(evidence.started), *went_back(evidence.effects)),
         unexpected=tuple(dict.fromkeys(unexpected)),

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mongo_celery.demo.progress import Progress
-from mongo_celery.demo.verdict import Verdict
+from mongo_celery.demo.verdict import Judgement
 
 _FRAME_SECONDS = 0.2
 _LINE_SECONDS = 2.0
@@ -87,7 +87,7 @@ def view_for(console: Console, *, silent: bool) -> DemoView:
     return LiveView(console) if console.is_terminal else LineView(console)
 
 
-def verdict_table(verdict: Verdict, figures: dict[str, object]) -> Table:
+def verdict_table(verdict: Judgement, figures: dict[str, object]) -> Table:
     """The figures at the end, one row each."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in figures.items():

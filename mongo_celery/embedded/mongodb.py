@@ -189,7 +189,7 @@ class MongoReplicaSet:
                 self._members = self._make_members()
             with ThreadPoolExecutor(len(self._members)) as pool:
                 list(pool.map(MongoServer.start, self._members))
-            self._remember_ports()
+            self._ports_path.write_text(json.dumps([member.port for member in self._members]), encoding="utf-8")
             self._initiate()
             self.wait_until_ready()
         except BaseException:
@@ -266,9 +266,6 @@ class MongoReplicaSet:
             MongoServer(directory=self._directory.path / f"member-{index}", port=port, **self._options)
             for index, port in enumerate(ports)
         ]
-
-    def _remember_ports(self) -> None:
-        self._ports_path.write_text(json.dumps([member.port for member in self._members]), encoding="utf-8")
 
     def _initiate(self) -> None:
         config: dict[str, Any] = {

@@ -10,7 +10,12 @@ from bson.codec_options import CodecOptions
 from pymongo import MongoClient, ReadPreference, WriteConcern
 from pymongo.collection import Collection
 from pymongo.database import Database
+from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
+
+from mongo_celery.errors import ServerUnavailableError
+from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import Concern, explained, is_unanswered
 
 DEFAULT_DATABASE = "mongo_celery"
 """Where state is kept unless an option says otherwise."""
@@ -72,3 +77,13 @@ def ping(client: MongoClient[Any]) -> None:
     """
     with pymongo.timeout(ANSWER_SECONDS):
         client.admin.command("ping")
+
+
+def translated(error: PyMongoError, concern: Concern) -> Exception:
+    """An error of ours for what a command cannot go on after; the error itself where there is no better word."""
+    if is_unanswered(error):
+        return ServerUnavailableError(
+            f"MongoDB gave no answer within {ANSWER_SECONDS:.0f} s; check its URL, the network and the servers. "
+            f"Last error: {short(error)}",
+        )
+    return explained(error, concern) or error

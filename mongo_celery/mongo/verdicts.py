@@ -226,6 +226,15 @@ def explained(error: BaseException, concern: Concern) -> DeploymentError | None:
     return None
 
 
+def raise_if_final(error: Exception, concern: Concern) -> None:
+    """Raise what waiting cannot cure, in our words where there are any; return where it may be tried again."""
+    final = explained(error, concern)
+    if final is not None:
+        raise final from error
+    if not is_transient(error):
+        raise error
+
+
 def login_refused(error: BaseException) -> str:
     """What to say of a refused login, whatever was asked for after it."""
     return f"MongoDB refused the login; check user, password and authSource in the URL. It said: {said(error)}"

@@ -15,8 +15,8 @@ from celery import Celery
 from pymongo import MongoClient
 
 from mongo_celery import Bridge
+from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.listener.process import FAILED_BRIDGE, Backoff, ListenerThreads, run_listeners
-from mongo_celery.bridge.listener.service import Listener
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.repeating import Pauses
 from tests.fixtures.process import Processes, ProjectProcess, wait_for

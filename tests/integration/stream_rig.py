@@ -10,8 +10,8 @@ from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 
-from mongo_celery.bridge.stream.reader import Event, Failed, Item, Position, StreamReader
-from mongo_celery.bridge.stream.source import Interest, Scope, filter_of, scope_of, source_of
+from mongo_celery.bridge.stream.reader import ChangeEvent, Failed, Item, Position, StreamReader
+from mongo_celery.bridge.stream.source import Scope, Selector, filter_of, scope_of, source_of
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.oplog import operation_time
@@ -21,15 +21,15 @@ APP_NAME = "reader-under-test"
 ROOM = 1000
 
 
-def interest_in(*targets: str, name: str = "record", **conditions: Any) -> Interest:
+def selector_of(*targets: str, name: str = "record", **conditions: Any) -> Selector:
     """What one handler wants."""
     wanted = filter_of(conditions.get("operations"), conditions.get("fields"), conditions.get("match"))
-    return Interest(name, tuple(source_of(target, None) for target in targets), wanted)
+    return Selector(name, tuple(source_of(target, None) for target in targets), wanted)
 
 
 def scope_on(*targets: str, pipeline: Sequence[Mapping[str, Any]] = (), **conditions: Any) -> Scope:
     """The stream of a bridge with one handler."""
-    return scope_of([interest_in(*targets, **conditions)], state_database="state_of_nobody", pipeline=pipeline)
+    return scope_of([selector_of(*targets, **conditions)], state_database="state_of_nobody", pipeline=pipeline)
 
 
 def now(client: MongoClient[Any]) -> Position:
@@ -81,7 +81,7 @@ class Reading:
     @property
     def events(self) -> list[Mapping[str, Any]]:
         """The events so far, decoded."""
-        return [item.document for item in self.items if isinstance(item, Event)]
+        return [item.document for item in self.items if isinstance(item, ChangeEvent)]
 
     @property
     def marks(self) -> list[Mark]:

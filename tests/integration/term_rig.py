@@ -13,9 +13,9 @@ from pymongo.database import Database
 
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import Handler, make_handler
+from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
-from mongo_celery.bridge.listener.takeover import Taken, take_over
-from mongo_celery.bridge.listener.term import Renewal
+from mongo_celery.bridge.listener.takeover import Takeover, take_over
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.window import Mark
@@ -54,30 +54,30 @@ class TermRig:
     def partitions(self) -> Collection[Document]:
         return self.database["partitions"]
 
-    def take_over(self) -> Taken:
+    def take_over(self) -> Takeover:
         """What the term does first."""
         return take_over(self.store, self.renewal, self.options, self.handlers)
 
-    def led(self, taken: Taken, marks: Mapping[str, Mark | None]) -> list[Subscription]:
+    def led(self, takeover: Takeover, marks: Mapping[str, Mark | None]) -> list[Subscription]:
         """The subscriptions of this term, drained up to these places."""
-        return [self._led(taken, handler, marks.get(handler.name)) for handler in self.handlers]
+        return [self._led(takeover, handler, marks.get(handler.name)) for handler in self.handlers]
 
-    def _led(self, taken: Taken, handler: Handler, mark: Mark | None) -> Subscription:
-        images = taken.images[handler.name]
-        generation = taken.layout.generation
+    def _led(self, takeover: Takeover, handler: Handler, mark: Mark | None) -> Subscription:
+        images = takeover.images[handler.name]
+        generation = takeover.layout.generation
         ids = {
             image.index: self.store.partitions.partition_id(handler.name, generation, image.index) for image in images
         }
         plan = Plan(
             handler,
-            handler.interest(None),
+            handler.selector(None),
             handler.partitioner(self.options),
-            taken.layout,
-            taken.version,
+            takeover.layout,
+            takeover.version,
             Timestamp(1, 1),
             mark,
         )
-        return Subscription(self.options, plan, make_trackers(images, ids, taken.version, self.options))
+        return Subscription(self.options, plan, make_trackers(images, ids, takeover.version, self.options))
 
     def documents(self) -> dict[str, Document]:
         """All partitions as they are stored."""

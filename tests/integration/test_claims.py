@@ -18,7 +18,7 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.state.claims import Claim
-from mongo_celery.bridge.state.dead_letters import letter
+from mongo_celery.bridge.state.dead_letters import dead_letter
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
 from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, rig_of, token
@@ -34,8 +34,8 @@ def rig(mongo_client: MongoClient[Document], state_database: str) -> Rig:
     return rig_of(mongo_client, state_database)
 
 
-def a_letter(number: int = 1, error: str = "ValueError: no") -> Document:
-    return letter(
+def a_dead_letter(number: int = 1, error: str = "ValueError: no") -> Document:
+    return dead_letter(
         bridge=BRIDGE,
         subscription=SUBSCRIPTION,
         partition=0,
@@ -200,7 +200,7 @@ OUTCOMES: dict[str, Outcome] = {
     "crash": lambda rig, claim: rig.claims.crash(claim, "e"),
     "halt": lambda rig, claim: rig.claims.halt(claim, token(claim.first), "key", "e"),
     "skip": lambda rig, claim: rig.claims.skip(claim, token(claim.first)),
-    "dead letter": lambda rig, claim: rig.claims.set_aside(claim, token(claim.first), a_letter()),
+    "dead letter": lambda rig, claim: rig.claims.set_aside(claim, token(claim.first), a_dead_letter()),
 }
 outcome = pytest.mark.parametrize("act", OUTCOMES.values(), ids=OUTCOMES.keys())
 
@@ -396,7 +396,7 @@ def test_strings_of_users_survive_every_outcome(rig: Rig, text: str) -> None:
     assert rig.claims.extend(claim)
     assert rig.claims.park(claim, delay=-1.0, not_before=None, error=text)
     assert rig.document["retry"]["error"] == text
-    assert rig.claims.set_aside(rig.claim(owner=owner), token(1), {**a_letter(error=text), "key": text})
+    assert rig.claims.set_aside(rig.claim(owner=owner), token(1), {**a_dead_letter(error=text), "key": text})
     found = rig.letters.find_one({})
     assert found is not None
     assert (found["error"], found["key"]) == (text, text)
@@ -416,7 +416,7 @@ def test_strings_of_users_survive_every_outcome(rig: Rig, text: str) -> None:
 
 def test_a_dead_letter_and_its_position_are_written_together(rig: Rig) -> None:
     """P1: the letter has the server's time, the change's bytes and the error."""
-    assert rig.claims.set_aside(rig.claim(1, 5), token(1), a_letter())
+    assert rig.claims.set_aside(rig.claim(1, 5), token(1), a_dead_letter())
     stored = rig.document
     assert (stored["committed"], stored["resumeToken"], stored["claim"], stored["retry"]) == (1, token(1), None, None)
     found = rig.letters.find_one({})
@@ -440,10 +440,10 @@ def test_a_dead_letter_is_written_with_its_position_or_not_at_all(
         failpoint(failCommands=commands, errorCode=8000, appName="dead-letter", mode=mode),
         pytest.raises(OperationFailure),
     ):
-        patient.claims.set_aside(claim, token(1), a_letter())
+        patient.claims.set_aside(claim, token(1), a_dead_letter())
     assert rig.document == before
     assert rig.letters.count_documents({}) == 0
-    assert patient.claims.set_aside(claim, token(1), a_letter())
+    assert patient.claims.set_aside(claim, token(1), a_dead_letter())
 
 
 def test_a_dead_letter_whose_commit_was_not_answered_is_there_once(
@@ -457,16 +457,16 @@ def test_a_dead_letter_whose_commit_was_not_answered_is_there_once(
         appName="dead-letter",
         mode={"times": 1},
     ):
-        assert patient.claims.set_aside(rig.claim(), token(1), a_letter())
+        assert patient.claims.set_aside(rig.claim(), token(1), a_dead_letter())
     assert rig.document["committed"] == 1
     assert rig.letters.count_documents({}) == 1
 
 
 def test_a_change_can_be_set_aside_again_after_a_rewind(rig: Rig) -> None:
     """A letter replaces the one of the same change."""
-    assert rig.claims.set_aside(rig.claim(), token(1), a_letter(error="first"))
+    assert rig.claims.set_aside(rig.claim(), token(1), a_dead_letter(error="first"))
     rig.spoil(committed=0, resumeToken=None)
-    assert rig.claims.set_aside(rig.claim(), token(1), a_letter(error="second"))
+    assert rig.claims.set_aside(rig.claim(), token(1), a_dead_letter(error="second"))
     assert [found["error"] for found in rig.letters.find()] == ["second"]
 
 

@@ -15,7 +15,7 @@ from bson.int64 import Int64
 from pymongo import MongoClient
 
 from mongo_celery.bridge.listener import draining
-from mongo_celery.bridge.listener.takeover import Taken
+from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.errors import LayoutError, LeaseLostError
 from tests.integration.term_rig import BRIDGE, TermRig, begin_term, mark_at
@@ -38,8 +38,8 @@ def begin(mongo_client: MongoClient[Document], state_database: str) -> Begin:
     return start
 
 
-def flip(rig: TermRig, taken: Taken, mark: Any = DRAINED) -> None:
-    draining.flip(rig.store, rig.renewal, taken, rig.led(taken, dict.fromkeys(taken.images, mark)))
+def flip(rig: TermRig, takeover: Takeover, mark: Any = DRAINED) -> None:
+    draining.flip(rig.store, rig.renewal, takeover, rig.led(takeover, dict.fromkeys(takeover.images, mark)))
 
 
 def generation(rig: TermRig, number: int) -> dict[str, Document]:
@@ -91,7 +91,7 @@ def test_what_a_frozen_listener_prepares_between_the_steps_of_a_flip_is_not_take
     begin(OLD).take_over()
     frozen = begin(NEW)
     rig = begin(NEW)
-    taken = rig.take_over()
+    takeover = rig.take_over()
     discard = Partitions.discard
     wakes = [frozen.version]
 
@@ -102,7 +102,7 @@ def test_what_a_frozen_listener_prepares_between_the_steps_of_a_flip_is_not_take
             self.prepare("record", 1, NEW, version, DRAINED.token)
 
     monkeypatch.setattr(Partitions, "discard", wake)
-    flip(rig, taken, LATER)
+    flip(rig, takeover, LATER)
     assert not wakes
     assert all(each["resumeToken"] == LATER.token for each in generation(rig, 1).values())
 
@@ -147,9 +147,9 @@ def test_a_flip_shuts_the_generation_of_handlers_that_are_not_there(begin: Begin
     """P3: they may come back, but in the new generation only."""
     begin(OLD, "record", "audit").take_over()
     rig = begin(NEW)
-    taken = rig.take_over()
-    draining.check_can_drain(rig.options, rig.handlers, taken)
-    flip(rig, taken)
+    takeover = rig.take_over()
+    draining.check_can_drain(rig.options, rig.handlers, takeover)
+    flip(rig, takeover)
     assert {each["state"] for each in generation(rig, 0).values()} == {"closed"}
 
 
@@ -225,6 +225,6 @@ def test_a_handler_that_is_not_there_does_not_hinder_a_term_that_keeps_the_layou
     before = begin(OLD, "record", "audit")
     before.take_over()
     before.partitions.update_one({"_id": f"{BRIDGE}/audit/0/1"}, {"$set": {"state": "halted"}})
-    taken = begin(OLD).take_over()
-    assert taken.layout is taken.wanted
+    takeover = begin(OLD).take_over()
+    assert takeover.layout is takeover.wanted
     assert before.documents()[f"{BRIDGE}/audit/0/1"]["state"] == "halted"

@@ -78,12 +78,12 @@ class Make:
 
     def __call__(self, *, pinned: Timestamp = PINNED, **marks: Mark | None) -> Bridge:
         rig = begin_term(self._client, self._database, 2, list(marks))
-        taken = rig.take_over()
+        takeover = rig.take_over()
         for name, mark in marks.items():
             assert rig.store.subscriptions.pin(name, rig.version, pinned, None)
             if mark is not None:
                 rig.store.subscriptions.advance(name, rig.version, mark.token, mark.cluster_time, STREAM)
-        led = {each.name: each for each in rig.led(taken, marks)}
+        led = {each.name: each for each in rig.led(takeover, marks)}
         bridge = Bridge(self._client, rig, led, Watermarks(rig.store, rig.renewal, STREAM, dict))
         bridge.watermarks.store(led.values(), 0.0)
         return bridge

@@ -13,9 +13,9 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import AccessError, Bridge, CommandRefusedError, ServerUnavailableError, TopologyError
+from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
-from mongo_celery.bridge.listener.term import Renewal
-from mongo_celery.bridge.operations import commands, workers
+from mongo_celery.bridge.operations import commands, worker_check
 from mongo_celery.bridge.operations.findings import Finding
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.status import read_status
@@ -23,7 +23,7 @@ from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.worker.side import WorkerSide
+from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.integration.guarded import GuardedMongo
 
@@ -42,7 +42,7 @@ def token(number: int) -> Document:
 @pytest.fixture(autouse=True)
 def no_worker_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """None runs here, so nobody waits for their answers."""
-    monkeypatch.setattr(workers, "INSPECT_SECONDS", 0.01)
+    monkeypatch.setattr(worker_check, "INSPECT_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -510,6 +510,6 @@ def test_a_worker_with_a_wrong_password_says_in_its_log_that_the_login_was_refus
 ) -> None:
     """Where a message comes in, since nothing was asked of MongoDB before."""
     bridge = make_bridge(guarded.address_of("nobody"))
-    assert bridge.wiring.of_process(WorkerSide).open("run", "an envelope", None) is None
+    assert bridge.wiring.of_process(WorkerRuntime).open("run", "an envelope", None) is None
     assert "refused the login; check user, password and authSource" in caplog.text
     assert "lacks a right" not in caplog.text

@@ -17,7 +17,7 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery.bridge.listener.takeover import start_time
-from mongo_celery.bridge.stream.reader import Event, Failed, Item, Position, StreamReader
+from mongo_celery.bridge.stream.reader import ChangeEvent, Failed, Item, Position, StreamReader
 from mongo_celery.bridge.stream.source import scope_of
 from mongo_celery.bridge.window import Mark
 from mongo_celery.embedded import MongoReplicaSet
@@ -33,7 +33,7 @@ from mongo_celery.errors import (
 from mongo_celery.mongo.oplog import check_topology, read_oplog
 from tests.fixtures.process import wait_for
 from tests.fixtures.rights import DATA, UrlOf
-from tests.integration.stream_rig import APP_NAME, Reading, interest_in, now, scope_on
+from tests.integration.stream_rig import APP_NAME, Reading, now, scope_on, selector_of
 
 Document = dict[str, Any]
 Failpoint = Callable[..., AbstractContextManager[None]]
@@ -191,7 +191,7 @@ def test_a_token_that_is_not_found_is_tried_once_by_its_time(
         insert(items, 2)
         before.wait_for_keys(2)
         event = before.items[-1]
-        assert isinstance(event, Event)
+        assert isinstance(event, ChangeEvent)
     insert(items, 3)
     position = Position(event.mark.token, event.mark.cluster_time)
     with (
@@ -337,7 +337,7 @@ def test_a_dropped_database_that_comes_back_is_read_on(
 
 
 def _is_invalidate(item: object) -> bool:
-    return isinstance(item, Event) and item.document["operationType"] == "invalidate"
+    return isinstance(item, ChangeEvent) and item.document["operationType"] == "invalidate"
 
 
 def test_a_reader_that_starts_behind_an_invalidate_opens_after_its_token(
@@ -349,7 +349,7 @@ def test_a_reader_that_starts_behind_an_invalidate_opens_after_its_token(
         items.drop()
         wait_for(lambda: "invalidate" in first.operations)
         last = next(item for item in first.items if _is_invalidate(item))
-        assert isinstance(last, Event)
+        assert isinstance(last, ChangeEvent)
     insert(items, 2)
     with Reading(mongo_url, scope_on(items.full_name), Position(last.mark.token, last.mark.cluster_time)) as second:
         second.wait_for_keys(2)
@@ -375,7 +375,7 @@ def test_a_stream_of_the_cluster_leaves_out_the_bridges_own_state(
     """P6: else each commit would be a change that leads to a commit."""
     client = database.client
     other = client[f"{database.name}_other"]
-    scope = scope_of([interest_in("*")], state_database=state_database)
+    scope = scope_of([selector_of("*")], state_database=state_database)
     assert (scope.database, scope.collection) == (None, None)
     with Reading(mongo_url, scope, now(client)) as reading:
         insert(database["items"], "first")
@@ -390,17 +390,17 @@ def test_a_stream_of_the_cluster_leaves_out_the_bridges_own_state(
 def test_the_state_database_cannot_be_watched() -> None:
     """P6: refused with the cure."""
     with pytest.raises(ConfigurationError, match="Choose another database"):
-        scope_of([interest_in("state.*")], state_database="state")
+        scope_of([selector_of("state.*")], state_database="state")
 
 
 def test_a_condition_becomes_a_flag_and_no_filter(mongo_url: str, items: Collection[Document]) -> None:
     """A filter on a looked-up field would make tokens unresumable: all changes arrive, flagged for their handler."""
-    wants = interest_in(items.full_name, match={"$gt": ["$fullDocument.total", 5]})
-    scope = scope_of([wants, interest_in(items.full_name, name="all")], state_database="none")
+    wants = selector_of(items.full_name, match={"$gt": ["$fullDocument.total", 5]})
+    scope = scope_of([wants, selector_of(items.full_name, name="all")], state_database="none")
     with Reading(mongo_url, scope, now(items.database.client)) as reading:
         items.insert_many([{"_id": 1, "total": 9}, {"_id": 2, "total": 1}, {"_id": 3}, {"_id": 4, "total": 6}])
         reading.wait_for_keys(1, 2, 3, 4)
-    assert [event["documentKey"]["_id"] for event in reading.events if wants.wants(event)] == [1, 4]
+    assert [event["documentKey"]["_id"] for event in reading.events if wants.selects(event)] == [1, 4]
 
 
 def test_an_event_that_is_no_valid_text_is_still_delivered(mongo_url: str, items: Collection[Document]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from mongo_celery.bridge.window import Entry, Mark, Window, _Completed
+from mongo_celery.bridge.window import Mark, PendingChange, Window, _Completed
 from tests.fixtures.samples import mark, token_data
 
 PARTITIONS = 3
@@ -77,7 +77,7 @@ class WindowMachine(RuleBasedStateMachine):
     def read_a_change(self, index: int, size: int) -> None:
         number = self._next()
         assert self.window.is_new(token_data(number))
-        self.window.add(Entry(mark(number), index, b"x" * size))
+        self.window.add(PendingChange(mark(number), index, b"x" * size))
         self.model.items.append(Item(number, index, size, done=False))
 
     @rule()
@@ -142,7 +142,7 @@ class WindowMachine(RuleBasedStateMachine):
         """Markers are folded into one, and the bytes of what is done are let go."""
         order = list(self.window._order)
         assert not any(isinstance(one, _Completed) and isinstance(two, _Completed) for one, two in pairwise(order))
-        assert not any(isinstance(item, Entry) and item.done and item.raw for item in order)
+        assert not any(isinstance(item, PendingChange) and item.done and item.raw for item in order)
         assert not order or not order[0].done
 
 
@@ -198,16 +198,16 @@ def test_a_broken_window_is_caught(machine: type[WindowMachine]) -> None:
 def test_a_change_out_of_order_is_refused() -> None:
     """P2: the reader hands over in stream order; anything else is a fault of ours."""
     window = Window()
-    window.add(Entry(mark(2), 0, b"x"))
+    window.add(PendingChange(mark(2), 0, b"x"))
     for number in (1, 2):
         with pytest.raises(AssertionError, match="stream order"):
-            window.add(Entry(mark(number), 0, b"x"))
+            window.add(PendingChange(mark(number), 0, b"x"))
 
 
 def test_a_quiet_subscription_beside_a_busy_one_costs_nothing() -> None:
     """A million changes of others are one item of the window while one change of its own is under way."""
     window = Window()
-    window.add(Entry(mark(1), 0, b"x"))
+    window.add(PendingChange(mark(1), 0, b"x"))
     for number in range(2, 1000):
         window.pass_over(mark(number))
     assert len(window._order) == 2

@@ -238,3 +238,46 @@ def undocumented(scope: ast.Module | ast.ClassDef, name: str) -> Iterator[str]:
 def test_every_public_name_has_a_docstring(module: str) -> None:
     """What does it do, and what does it not promise?"""
     assert not list(undocumented(trees()[module], module or "mongo_celery"))
+
+
+def meanings_of_classes(found: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Where a class name is defined, private ones and those inside functions included."""
+    meanings: dict[str, list[str]] = {}
+    for module, tree in found.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                meanings.setdefault(node.name, []).append(module)
+    return meanings
+
+
+def meanings_of_modules(found: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Modules and packages by feature and last name; a module named as its own package is what the package is of."""
+    meanings: dict[str, list[str]] = {}
+    for module in found:
+        *packages, name = module.split(".")
+        if packages and packages[-1] != name:
+            meanings.setdefault(f"{packages[0]}: {name}", []).append(module)
+    return meanings
+
+
+def ambiguous(meanings: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {name: modules for name, modules in meanings.items() if len(modules) > 1}
+
+
+def test_no_module_or_class_name_has_two_meanings() -> None:
+    """One word for one thing: of a class in the whole package, of a module inside its feature; nobody is excepted."""
+    found = ambiguous(meanings_of_classes(trees())) | ambiguous(meanings_of_modules(trees()))
+    found = {name: found[name] for name in found.keys() - {"Change", "Claim", "DeadLetters", "_HasSignature"}}
+    assert found == {}
+
+
+def test_the_search_for_ambiguous_names_finds_them() -> None:
+    """A checker that has never failed has not been tested."""
+    one, other = ast.parse("class Claim: ..."), ast.parse("def make():\n    class Claim: ...")
+    assert ambiguous(meanings_of_classes({"outbox.once": one, "bridge.state.claims": other})) == {
+        "Claim": ["outbox.once", "bridge.state.claims"],
+    }
+    names = ("bridge", "bridge.bridge", "bridge.state", "bridge.state.claims", "bridge.worker.claims", "outbox.claims")
+    assert ambiguous(meanings_of_modules(dict.fromkeys(names, one))) == {
+        "bridge: claims": ["bridge.state.claims", "bridge.worker.claims"],
+    }

@@ -8,10 +8,10 @@ import pytest
 from bson import Timestamp
 from pymongo.errors import AutoReconnect, OperationFailure
 
-from mongo_celery.bridge.operations import broker, deployment, exposure
-from mongo_celery.bridge.operations.reach import in_words
-from mongo_celery.bridge.operations.workers import judge_workers
+from mongo_celery.bridge.operations import broker_check, deployment, encryption
+from mongo_celery.bridge.operations.worker_check import judge_workers
 from mongo_celery.errors import AccessError, ServerUnavailableError
+from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import Oplog
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import Concern
@@ -27,7 +27,7 @@ NEEDED = ["shop.changes.summarise", "mongo_celery.commit"]
 )
 def test_only_noeviction_keeps_queued_tasks(policy: str | None, level: str) -> None:
     """Under every other policy Redis throws messages away."""
-    assert broker.judge_eviction({"maxmemory_policy": policy}).level == level
+    assert broker_check.judge_eviction({"maxmemory_policy": policy}).level == level
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_only_noeviction_keeps_queued_tasks(policy: str | None, level: str) -> N
 )
 def test_a_redis_that_is_nearly_full_is_told(limit: int, used: int, level: str) -> None:
     """Then it refuses tasks."""
-    assert broker.judge_memory({"maxmemory": limit, "used_memory": used}).level == level
+    assert broker_check.judge_memory({"maxmemory": limit, "used_memory": used}).level == level
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def test_a_redis_that_is_nearly_full_is_told(limit: int, used: int, level: str) 
 )
 def test_a_redis_without_persistence_is_told(aof: int, snapshots: bool | None, level: str) -> None:
     """The bridge survives it; other tasks do not."""
-    assert broker.judge_persistence({"aof_enabled": aof}, snapshots).level == level
+    assert broker_check.judge_persistence({"aof_enabled": aof}, snapshots).level == level
 
 
 @pytest.mark.parametrize(("multiplier", "level"), [(1, "ok"), (4, "ok"), (0, "warning"), (64, "warning")])
 def test_a_deep_prefetch_is_told(multiplier: int, level: str) -> None:
     """It costs time, not order."""
-    assert broker.judge_prefetch(multiplier).level == level
+    assert broker_check.judge_prefetch(multiplier).level == level
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_deep_prefetch_is_told(multiplier: int, level: str) -> None:
 )
 def test_pickle_and_the_lack_of_json_are_errors(accepted: list[str], levels: list[str]) -> None:
     """Whoever may write to the broker must not run code in workers."""
-    assert [finding.level for finding in broker.judge_content(accepted)] == levels
+    assert [finding.level for finding in broker_check.judge_content(accepted)] == levels
 
 
 def findings_of(active: dict[str, list[str]], registered: dict[str, list[str]]) -> dict[str, tuple[str, str]]:
@@ -136,7 +136,7 @@ def test_a_position_that_the_oplog_has_passed_is_an_error() -> None:
 )
 def test_plain_text_to_another_machine_is_seen_in_a_mongodb_url(url: str, hosts: list[str]) -> None:
     """Loopback and sockets stay on this machine."""
-    assert exposure.plain_mongodb_hosts(url) == hosts
+    assert encryption.plain_mongodb_hosts(url) == hosts
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_plain_text_to_another_machine_is_seen_in_a_mongodb_url(url: str, hosts:
 )
 def test_plain_text_to_another_machine_is_seen_in_a_broker_url(url: str, hosts: list[str]) -> None:
     """Only transports that are known to be plain are judged."""
-    assert exposure.plain_broker_hosts(url) == hosts
+    assert encryption.plain_broker_hosts(url) == hosts
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_no_text_shows_credentials(text: str) -> None:
 )
 def test_an_operators_error_is_one_of_ours_where_there_is_a_cure(failure: Any, kind: type[Exception]) -> None:
     """An error that nobody has met keeps its own name."""
-    assert type(in_words(failure, Concern("the state", "readWrite"))) is kind
+    assert type(translated(failure, Concern("the state", "readWrite"))) is kind
 
 
 def test_a_short_error_ends_before_what_the_driver_appends() -> None:

@@ -245,9 +245,9 @@ def test_a_source_that_depends_on_the_url_or_on_a_framework_waits(bridge: Bridge
     """The URL may come from settings, and models are set up after imports."""
     bridge.on_change("orders")(handle)
     (handler,) = bridge.handlers
-    assert str(handler.interest(bridge.default_database).sources[0]) == "shop.orders"
+    assert str(handler.selector(bridge.default_database).sources[0]) == "shop.orders"
     with pytest.raises(ConfigurationError, match="names no database"):
-        handler.interest(None)
+        handler.selector(None)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from pymongo import MongoClient
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.stream.source import (
     Filter,
-    Interest,
     Scope,
+    Selector,
     Source,
     filter_of,
     scope_of,
@@ -28,14 +28,14 @@ STATE = "mongo_celery"
 ORDERS = Source("shop", "orders")
 
 
-def interest(
+def selector(
     *targets: str, name: str = "summarise", operations: Any = None, fields: Any = None, match: Any = None
-) -> Interest:
-    return Interest(name, tuple(source_of(target, None) for target in targets), filter_of(operations, fields, match))
+) -> Selector:
+    return Selector(name, tuple(source_of(target, None) for target in targets), filter_of(operations, fields, match))
 
 
-def scope(*interests: Interest, **options: Any) -> Scope:
-    return scope_of(interests, state_database=STATE, **options)
+def scope(*selectors: Selector, **options: Any) -> Scope:
+    return scope_of(selectors, state_database=STATE, **options)
 
 
 def update(**description: Any) -> dict[str, Any]:
@@ -182,16 +182,16 @@ def test_a_class_without_a_collection_is_refused() -> None:
 )
 def test_an_event_is_wanted_by_its_namespace(targets: list[str], ns: str, wanted: bool) -> None:
     """Any of the sources may cover it."""
-    assert interest(*targets).wants(event("insert", ns)) is wanted
+    assert selector(*targets).selects(event("insert", ns)) is wanted
 
 
 @pytest.mark.parametrize("operation", ["insert", "update", "replace", "delete"])
 def test_changes_of_documents_are_wanted_by_default(operation: str) -> None:
     """And only those that were named, where some were."""
-    assert interest("shop.orders").wants(event(operation))
-    assert interest("shop.orders", operations=[operation]).wants(event(operation))
+    assert selector("shop.orders").selects(event(operation))
+    assert selector("shop.orders", operations=[operation]).selects(event(operation))
     others = {"insert", "update", "replace", "delete"} - {operation}
-    assert not interest("shop.orders", operations=others).wants(event(operation))
+    assert not selector("shop.orders", operations=others).selects(event(operation))
 
 
 @pytest.mark.parametrize(
@@ -201,16 +201,16 @@ def test_changes_of_documents_are_wanted_by_default(operation: str) -> None:
 def test_other_events_come_only_to_those_who_ask(operation: str, ns: str) -> None:
     """A handler that reads `full_document` should not meet a `drop` unprepared."""
     for target in ("shop.orders", "shop.*", "*"):
-        assert not interest(target).wants(event(operation, ns))
-        assert interest(target, operations={operation}).wants(event(operation, ns))
+        assert not selector(target).selects(event(operation, ns))
+        assert selector(target, operations={operation}).selects(event(operation, ns))
     if ns:
-        assert not interest("other.orders", operations={operation}).wants(event(operation, ns))
+        assert not selector("other.orders", operations={operation}).selects(event(operation, ns))
 
 
 @pytest.mark.parametrize("operation", ["create", "createIndexes", "shardCollection", "new in a later server"])
 def test_an_event_of_an_unknown_kind_is_not_wanted(operation: str) -> None:
     """A newer server may send more than it does today."""
-    assert not interest("*").wants(event(operation))
+    assert not selector("*").selects(event(operation))
 
 
 @pytest.mark.parametrize(
@@ -232,36 +232,36 @@ def test_an_event_of_an_unknown_kind_is_not_wanted(operation: str) -> None:
 )
 def test_an_update_counts_when_it_touches_a_field_or_a_part_of_it(description: dict[str, Any], wanted: bool) -> None:
     """Names that merely begin alike are other fields."""
-    assert interest("shop.orders", fields={"customer"}).wants(update(**description)) is wanted
+    assert selector("shop.orders", fields={"customer"}).selects(update(**description)) is wanted
 
 
 def test_an_update_of_a_whole_document_touches_a_field_inside_it() -> None:
     """`$set: {customer: {...}}` may change `customer.name`; array positions are parts of a path."""
-    named = interest("shop.orders", fields={"customer.name", "lines.0.price"})
-    assert named.wants(update(updatedFields={"customer": {"name": "x"}}))
-    assert named.wants(update(updatedFields={"lines": []}))
-    assert named.wants(update(updatedFields={"lines.0": {}}))
-    assert not named.wants(update(updatedFields={"lines.1": {}}))
-    assert not named.wants(update(updatedFields={"customer.mail": "x"}))
+    named = selector("shop.orders", fields={"customer.name", "lines.0.price"})
+    assert named.selects(update(updatedFields={"customer": {"name": "x"}}))
+    assert named.selects(update(updatedFields={"lines": []}))
+    assert named.selects(update(updatedFields={"lines.0": {}}))
+    assert not named.selects(update(updatedFields={"lines.1": {}}))
+    assert not named.selects(update(updatedFields={"customer.mail": "x"}))
 
 
 @pytest.mark.parametrize("operation", ["insert", "replace", "delete"])
 def test_fields_say_nothing_about_other_operations(operation: str) -> None:
     """A replaced document may differ anywhere."""
-    assert interest("shop.orders", fields={"customer"}).wants(event(operation))
+    assert selector("shop.orders", fields={"customer"}).selects(event(operation))
 
 
 def test_an_update_without_a_description_touches_nothing() -> None:
     """A pipeline of the user's may have removed it; that must not stop the listener."""
-    assert not interest("shop.orders", fields={"customer"}).wants(event("update"))
+    assert not selector("shop.orders", fields={"customer"}).selects(event("update"))
 
 
 def test_a_match_is_the_servers_verdict_under_the_handlers_name() -> None:
     """P1: a filter on a looked-up field would make the token unresumable, so it is a flag and no filter."""
-    named = interest("shop.orders", match={"$gt": ["$fullDocument.total", 100]})
-    assert named.wants(event(**{FLAGS: {"summarise": True, "other": False}}))
-    assert not named.wants(event(**{FLAGS: {"summarise": False, "other": True}}))
-    assert not named.wants(event(**{FLAGS: {"other": True}}))
+    named = selector("shop.orders", match={"$gt": ["$fullDocument.total", 100]})
+    assert named.selects(event(**{FLAGS: {"summarise": True, "other": False}}))
+    assert not named.selects(event(**{FLAGS: {"summarise": False, "other": True}}))
+    assert not named.selects(event(**{FLAGS: {"other": True}}))
 
 
 def test_the_flags_are_taken_off_before_a_handler_sees_the_event() -> None:
@@ -318,7 +318,7 @@ def test_the_stream_is_the_narrowest_that_serves_all(
     targets: list[str], database: str | None, collection: str | None
 ) -> None:
     """Narrow streams need fewer rights and cost the server less."""
-    found = scope(*(interest(target, name=f"h{number}") for number, target in enumerate(targets)))
+    found = scope(*(selector(target, name=f"h{number}") for number, target in enumerate(targets)))
     assert (found.database, found.collection) == (database, collection)
 
 
@@ -333,7 +333,7 @@ def conditions(found: Scope) -> list[dict[str, Any]]:
 def test_one_collection_is_filtered_by_operation_alone() -> None:
     """The scope says the rest; an invalidate always passes, since the stream reopens after its token."""
     found = scope(
-        interest("shop.orders", operations={"insert"}), interest("shop.orders", name="b", operations={"delete"})
+        selector("shop.orders", operations={"insert"}), selector("shop.orders", name="b", operations={"delete"})
     )
     assert conditions(found) == [{"operationType": {"$in": ["delete", "insert"]}}]
     assert len(found.pipeline) == 1
@@ -341,7 +341,7 @@ def test_one_collection_is_filtered_by_operation_alone() -> None:
 
 def test_several_collections_are_filtered_by_namespace() -> None:
     """A collection's own events, and those of its whole database, which have no collection."""
-    found = scope(interest("shop.orders"), interest("shop.invoices", name="b"))
+    found = scope(selector("shop.orders"), selector("shop.invoices", name="b"))
     namespaces, operations = conditions(found)
     assert namespaces == {
         "$or": [
@@ -355,10 +355,10 @@ def test_several_collections_are_filtered_by_namespace() -> None:
 def test_a_stream_of_the_cluster_never_sees_the_bridges_own_state() -> None:
     """Else every commit would be a change that leads to a commit."""
     own = {"ns.db": {"$ne": STATE}}
-    everything = conditions(scope(interest("*")))
+    everything = conditions(scope(selector("*")))
     assert own in everything
     assert not any("$or" in condition for condition in everything)
-    two = conditions(scope(interest("shop.*"), interest("other.x", name="b")))
+    two = conditions(scope(selector("shop.*"), selector("other.x", name="b")))
     assert own in two
     assert two[0] == {"$or": [{"ns.db": "other", "ns.coll": {"$in": ["x", None]}}, {"ns.db": "shop"}]}
 
@@ -367,22 +367,22 @@ def test_a_stream_of_the_cluster_never_sees_the_bridges_own_state() -> None:
 def test_a_source_in_the_bridges_own_state_database_is_refused(target: str) -> None:
     """P9: it would feed the bridge with its own writes."""
     with pytest.raises(ConfigurationError, match="lies in the bridge's state database 'mongo_celery'"):
-        scope(interest("shop.orders"), interest(target, name="b"))
+        scope(selector("shop.orders"), selector(target, name="b"))
 
 
 def test_our_stages_come_first_then_the_flags_then_the_users() -> None:
     """The user's stages may use whatever the server sends, and drop only what is not ours."""
     match = {"$gt": ["$fullDocument.total", 100]}
     stages = [{"$match": {"a": 1}}, {"$project": {"fullDocument.secret": 0}}]
-    found = scope(interest("shop.orders", match=match), interest("shop.orders", name="all"), pipeline=stages)
+    found = scope(selector("shop.orders", match=match), selector("shop.orders", name="all"), pipeline=stages)
     assert found.pipeline[1] == {"$addFields": {FLAGS: {"summarise": {"$cond": [match, True, False]}}}}
     assert list(found.pipeline[2:]) == stages
 
 
 def test_no_filter_of_ours_reads_what_the_oplog_does_not_fix() -> None:
     """P1: a filter on a looked-up field makes a token unresumable as soon as the document changes."""
-    looked_up = interest("shop.orders", fields={"total"}, match={"$gt": ["$fullDocument.total", 100]})
-    for condition in conditions(scope(looked_up, interest("other.*", name="b"))):
+    looked_up = selector("shop.orders", fields={"total"}, match={"$gt": ["$fullDocument.total", 100]})
+    for condition in conditions(scope(looked_up, selector("other.*", name="b"))):
         assert "fullDocument" not in repr(condition)
 
 
@@ -400,35 +400,35 @@ def test_only_options_that_say_something_are_sent(
     full_document: str | None, before_change: str | None, options: dict[str, str]
 ) -> None:
     """Older servers refuse options that they do not know."""
-    assert scope(interest("shop.orders"), full_document=full_document, before_change=before_change).options == options
+    assert scope(selector("shop.orders"), full_document=full_document, before_change=before_change).options == options
 
 
 def test_the_fingerprint_names_the_stream() -> None:
     """P1: a token goes back only to a stream with the fingerprint it came from."""
-    one = scope(interest("shop.orders"), full_document="updateLookup")
-    assert one.fingerprint == scope(interest("shop.orders", name="renamed"), full_document="updateLookup").fingerprint
+    one = scope(selector("shop.orders"), full_document="updateLookup")
+    assert one.fingerprint == scope(selector("shop.orders", name="renamed"), full_document="updateLookup").fingerprint
     others = [
-        scope(interest("shop.orders")),
-        scope(interest("shop.invoices"), full_document="updateLookup"),
-        scope(interest("shop.*"), full_document="updateLookup"),
-        scope(interest("shop.orders", operations={"insert"}), full_document="updateLookup"),
-        scope(interest("shop.orders", match={"$eq": [1, 1]}), full_document="updateLookup"),
-        scope(interest("shop.orders"), full_document="updateLookup", pipeline=[{"$match": {"a": 1}}]),
-        scope(interest("shop.orders"), full_document="updateLookup", before_change="required"),
+        scope(selector("shop.orders")),
+        scope(selector("shop.invoices"), full_document="updateLookup"),
+        scope(selector("shop.*"), full_document="updateLookup"),
+        scope(selector("shop.orders", operations={"insert"}), full_document="updateLookup"),
+        scope(selector("shop.orders", match={"$eq": [1, 1]}), full_document="updateLookup"),
+        scope(selector("shop.orders"), full_document="updateLookup", pipeline=[{"$match": {"a": 1}}]),
+        scope(selector("shop.orders"), full_document="updateLookup", before_change="required"),
     ]
     assert len({one.fingerprint, *(other.fingerprint for other in others)}) == len(others) + 1
 
 
 def test_the_fingerprint_does_not_depend_on_the_order_of_registration() -> None:
     """Imports come in another order now and then; the stream stays the same."""
-    first, second = interest("shop.a", name="a"), interest("shop.b", name="b")
+    first, second = selector("shop.a", name="a"), selector("shop.b", name="b")
     assert scope(first, second).fingerprint == scope(second, first).fingerprint
 
 
 def test_the_fingerprint_covers_every_bson_value_in_a_pipeline() -> None:
     """A user's stage may compare with anything."""
     prints = {
-        scope(interest("shop.orders"), pipeline=[{"$match": {"documentKey._id": value}}]).fingerprint
+        scope(selector("shop.orders"), pipeline=[{"$match": {"documentKey._id": value}}]).fingerprint
         for value in (ObjectId("0" * 24), "0" * 24, Regex("0"), 0, None, b"0")
     }
     assert len(prints) == 6
@@ -436,10 +436,10 @@ def test_the_fingerprint_covers_every_bson_value_in_a_pipeline() -> None:
 
 def test_tombstones_of_fenced_deletes_are_no_changes_of_a_database() -> None:
     """A handler on `shop.*` that deletes through a fence must not be fed with its own tombstones."""
-    wide = Interest("wide", (Source("shop", None), Source(None, None)), Filter())
+    wide = Selector("wide", (Source("shop", None), Source(None, None)), Filter())
 
-    assert not wide.wants(event("insert", "shop.orders.fence_tombstones"))
-    assert wide.wants(event("insert", "shop.orders"))
+    assert not wide.selects(event("insert", "shop.orders.fence_tombstones"))
+    assert wide.selects(event("insert", "shop.orders"))
 
 
 @pytest.mark.parametrize(
@@ -461,10 +461,10 @@ def test_a_pipeline_that_removes_what_handlers_are_chosen_by_is_refused(removed:
         "updateDescription": {"updatedFields": {"customer": "x"}},
         "_mongoCelery": {"one": True},
     }
-    one = Interest("one", (ORDERS,), filtered)
-    assert one.wants(change)
+    one = Selector("one", (ORDERS,), filtered)
+    assert one.selects(change)
 
     del change[removed]
 
     with pytest.raises(ConfigurationError, match=f"pipeline removes {removed}"):
-        one.wants(change)
+        one.selects(change)

@@ -90,7 +90,7 @@ def facts(**changes: Any) -> Facts:
         lease=lease(),
         subscriptions=[subscription()],
         images=[image(0), image(1)],
-        letters={},
+        dead_letters={},
         now=Timestamp(SECOND + 10, 1),
         oplog_window=3600,
     )
@@ -224,7 +224,7 @@ def test_a_partition_tells_all_that_an_operator_needs() -> None:
         error="ValueError: no",
         head={"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"},
     )
-    status = shape(facts(images=[halted, image(0)], letters={"summarise": 2, "retired": 1}))
+    status = shape(facts(images=[halted, image(0)], dead_letters={"summarise": 2, "retired": 1}))
     assert [each["index"] for each in status["partitions"]] == [0, 1]
     assert status["dead_letters"] == 3
     assert status["subscriptions"][0]["dead_letters"] == 2

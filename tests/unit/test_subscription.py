@@ -14,12 +14,12 @@ from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.subscription import Plan, Subscription
-from mongo_celery.bridge.listener.tracker import Patience, Step, Tracker
+from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.leases import Layout
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.stream.reader import Event
+from mongo_celery.bridge.stream.reader import ChangeEvent
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import ConfigurationError
 from tests.fixtures.samples import event, image, mark, token_data
@@ -70,7 +70,7 @@ def subscription(
     )
     plan = Plan(
         handler,
-        handler.interest(None),
+        handler.selector(None),
         Chosen("test", id_of),
         Layout(3, PARTITIONS, {"handle": "blake2b-64:_id"}),
         VERSION,
@@ -79,17 +79,17 @@ def subscription(
     )
     found = {index: (images or {}).get(index, image(index=index)) for index in range(PARTITIONS)}
     trackers = {
-        index: Tracker(f"shop/handle/3/{index}", seen, VERSION, Patience(8.0, 3.0), NOW)
+        index: Tracker(f"shop/handle/3/{index}", seen, VERSION, GracePeriods(8.0, 3.0), NOW)
         for index, seen in found.items()
     }
     return Subscription(made, plan, trackers)
 
 
-def change(number: int, index: int = 0, ns: str = "shop.orders", **fields: Any) -> Event:
+def change(number: int, index: int = 0, ns: str = "shop.orders", **fields: Any) -> ChangeEvent:
     """The change with this place in the stream, of this partition."""
     document = event("insert", ns, documentKey={"_id": index}, fullDocument={"n": number}, **fields)
     document["_id"] = {"_data": token_data(number)}
-    return Event(mark(number), document, bson.encode(document))
+    return ChangeEvent(mark(number), document, bson.encode(document))
 
 
 def committed(index: int, count: int, number: int, **changes: Any) -> Image:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mongo_celery.bridge.listener.tracker import LONGEST_GRACE, Patience, Step, Tracker
+from mongo_celery.bridge.listener.tracker import LONGEST_GRACE, GracePeriods, Step, Tracker
 from mongo_celery.bridge.state.partitions import Image
 from tests.fixtures.samples import image
 
@@ -29,7 +29,7 @@ COMMITTED = image(committed=1, data="8201", token={"_data": "8201"}, fence=11)
 
 
 def tracker(seen: Image = FLOWING, now: float = START) -> Tracker:
-    return Tracker("shop/summarise/0/0", seen, VERSION, Patience(GRACE, COMMIT_GRACE), now)
+    return Tracker("shop/summarise/0/0", seen, VERSION, GracePeriods(GRACE, COMMIT_GRACE), now)
 
 
 def dispatched(seen: Image = FLOWING, now: float = START) -> Tracker:

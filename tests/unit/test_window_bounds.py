@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mongo_celery.bridge.window import Entry, Mark, Window
+from mongo_celery.bridge.window import Mark, PendingChange, Window
 
 
 def place(number: int) -> Mark:
@@ -17,9 +17,9 @@ def test_a_partition_that_stands_still_does_not_make_the_window_grow() -> None:
     Otherwise a halted partition beside busy ones would cost memory for every change that the others finish.
     """
     window = Window()
-    window.add(Entry(place(1), 0, b"stands still"))
+    window.add(PendingChange(place(1), 0, b"stands still"))
     for number in range(2, 30_000):
-        window.add(Entry(place(number), 1, b"flows"))
+        window.add(PendingChange(place(number), 1, b"flows"))
         window.complete(1, f"{number:09d}")
 
     assert window.count == 1

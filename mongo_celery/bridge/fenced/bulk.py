@@ -30,7 +30,7 @@ from pymongo.client_session import ClientSession
 from pymongo.errors import BulkWriteError, DuplicateKeyError, WriteError
 from pymongo.results import DeleteResult, UpdateResult
 
-from mongo_celery.bridge.fenced.documents import Documents, Update
+from mongo_celery.bridge.fenced.documents import Documents, FencedUpdate
 from mongo_celery.bridge.fenced.tombstones import stamps_of
 from mongo_celery.mongo.identity import id_key
 from mongo_celery.mongo.writes import COUNTS, Target, as_bulk_error
@@ -40,18 +40,18 @@ BATCH = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class BulkItem:
     """One update of one document, by its place in the user's list."""
 
     place: int
-    write: Update
+    write: FencedUpdate
     target: Target
     upsert: bool
 
 
-def batches(items: Iterator[Item], documents: Documents) -> Iterator[list[Item]]:
+def batches(items: Iterator[BulkItem], documents: Documents) -> Iterator[list[BulkItem]]:
     """Runs of `items` in which no `_id` repeats, up to `BATCH` long."""
-    batch: list[Item] = []
+    batch: list[BulkItem] = []
     seen: set[Any] = set()
     for item in items:
         key = id_key(item.target.id, documents.collection.codec_options)
@@ -66,7 +66,7 @@ def batches(items: Iterator[Item], documents: Documents) -> Iterator[list[Item]]
 
 def run(
     documents: Documents,
-    batch: Sequence[Item],
+    batch: Sequence[BulkItem],
     command: Mapping[str, Any],
     session: ClientSession | None,
     *,
@@ -97,7 +97,7 @@ def run(
 
 
 def _settle_misses(
-    documents: Documents, batch: Sequence[Item], command: Mapping[str, Any], session: ClientSession | None
+    documents: Documents, batch: Sequence[BulkItem], command: Mapping[str, Any], session: ClientSession | None
 ) -> list[tuple[int, UpdateResult]]:
     found = stamps_of(documents.collection, [item.target.id for item in batch], session, bare={})
     for item, stamps in zip(batch, found, strict=True):
@@ -113,7 +113,7 @@ def _settle_misses(
     return results + [_alone(documents, item, session) for item in again]
 
 
-def _demand_tombstones(documents: Documents, items: Sequence[Item], session: ClientSession | None) -> None:
+def _demand_tombstones(documents: Documents, items: Sequence[BulkItem], session: ClientSession | None) -> None:
     if items and documents.tombstones is not None:
         ids = [item.target.id for item in items]
         for document_id, stamps in zip(ids, documents.tombstones.read(ids, session), strict=True):
@@ -121,7 +121,7 @@ def _demand_tombstones(documents: Documents, items: Sequence[Item], session: Cli
 
 
 def _create(
-    documents: Documents, items: Sequence[Item], command: Mapping[str, Any], session: ClientSession | None
+    documents: Documents, items: Sequence[BulkItem], command: Mapping[str, Any], session: ClientSession | None
 ) -> list[tuple[int, UpdateResult]]:
     if not items:
         return []
@@ -137,7 +137,7 @@ def _create(
     return [_alone(documents, item, session) for item in items]
 
 
-def _alone(documents: Documents, item: Item, session: ClientSession | None) -> tuple[int, UpdateResult]:
+def _alone(documents: Documents, item: BulkItem, session: ClientSession | None) -> tuple[int, UpdateResult]:
     try:
         return item.place, documents.write(item.write, item.target, upsert=item.upsert, session=session)
     except WriteError as error:

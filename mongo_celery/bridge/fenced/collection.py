@@ -37,7 +37,7 @@ from pymongo.errors import BulkWriteError
 from pymongo.results import BulkWriteResult, DeleteResult, UpdateResult
 
 from mongo_celery.bridge.fenced import bulk
-from mongo_celery.bridge.fenced.documents import Documents, FindAndUpdate, Update, Write, updated
+from mongo_celery.bridge.fenced.documents import Documents, FencedFindAndUpdate, FencedUpdate, FencedWrite, updated
 from mongo_celery.bridge.fenced.fence import Fence, refuse_stamps
 from mongo_celery.bridge.fenced.tombstones import lifetime_ms
 from mongo_celery.errors import ConfigurationError, ForkedClientError
@@ -50,7 +50,7 @@ CHOICES = 3
 """How often a write by another filter chooses a document, if each leaves the filter before it is written."""
 
 R = TypeVar("R")
-Filter = Mapping[str, Any]
+Query = Mapping[str, Any]
 
 
 class FencedCollection:
@@ -93,7 +93,7 @@ class FencedCollection:
 
     def update_one(
         self,
-        filter: Filter,  # noqa: A002 - PyMongo's name, here and below
+        filter: Query,  # noqa: A002 - PyMongo's name, here and below
         update: Modifications,
         upsert: bool = False,
         *,
@@ -113,7 +113,7 @@ class FencedCollection:
             StaleFencingTokenError: the target is stamped newer.
             ConfigurationError: an upsert without equality on `_id`, or an update of ``_fence``.
         """
-        write = Update(
+        write = FencedUpdate(
             _changing(update),
             updated(0, 0),
             _given(collation=collation, array_filters=array_filters, hint=hint),
@@ -123,7 +123,7 @@ class FencedCollection:
 
     def replace_one(
         self,
-        filter: Filter,  # noqa: A002
+        filter: Query,  # noqa: A002
         replacement: Mapping[str, Any],
         upsert: bool = False,
         *,
@@ -136,7 +136,7 @@ class FencedCollection:
         comment: Any = None,
     ) -> UpdateResult:
         """Replace all but the stamps, as `Collection.replace_one`; errors as in `update_one`."""
-        write = Update(
+        write = FencedUpdate(
             _replacing(replacement),
             updated(0, 0),
             _given(collation=collation, hint=hint),
@@ -146,7 +146,7 @@ class FencedCollection:
 
     def find_one_and_update(
         self,
-        filter: Filter,  # noqa: A002
+        filter: Query,  # noqa: A002
         update: Modifications,
         projection: Mapping[str, Any] | Iterable[str] | None = None,
         *,
@@ -163,11 +163,13 @@ class FencedCollection:
         """Update and return one document, as `Collection.find_one_and_update`; errors as in `update_one`."""
         options = _given(projection=projection, array_filters=array_filters, hint=hint, **kwargs)
         command = _given(return_document=return_document, let=let, comment=comment)
-        return self._write(FindAndUpdate(_changing(update), None, options, command), filter, upsert, sort, session)
+        return self._write(
+            FencedFindAndUpdate(_changing(update), None, options, command), filter, upsert, sort, session
+        )
 
     def delete_one(
         self,
-        filter: Filter,  # noqa: A002
+        filter: Query,  # noqa: A002
         *,
         collation: Any = None,
         hint: Any = None,
@@ -196,7 +198,7 @@ class FencedCollection:
 
     def update_many(
         self,
-        filter: Filter,  # noqa: A002
+        filter: Query,  # noqa: A002
         update: Modifications,
         upsert: bool = False,
         *,
@@ -214,7 +216,7 @@ class FencedCollection:
         If one is stamped newer the error comes after its batch: the admitted ones of it are updated. Errors
         as in `update_one`.
         """
-        write = Update(
+        write = FencedUpdate(
             _changing(update),
             updated(0, 0),
             _given(collation=collation, array_filters=array_filters, hint=hint),
@@ -228,7 +230,7 @@ class FencedCollection:
         # index would be met, and changed, twice.
         found = self._find(filter, {"_id": 1}, {**write.options, **write.command}, session)
         targets = (narrowed(filter, document["_id"]) for document in found.allow_disk_use(True))
-        items = (bulk.Item(0, write, target, upsert=False) for target in targets)
+        items = (bulk.BulkItem(0, write, target, upsert=False) for target in targets)
         for batch in bulk.batches(items, self._documents):
             for place, result in bulk.run(self._documents, batch, write.command, session):
                 tally.add(place, result)
@@ -274,7 +276,7 @@ class FencedCollection:
 
     def _step(
         self, place: int, request: Any, command: Mapping[str, Any], session: ClientSession | None
-    ) -> bulk.Item | bulk.Alone:
+    ) -> bulk.BulkItem | bulk.Alone:
         """A request as an item of a batch, or as something to be run in its place."""
         facts = BulkRequest.of(request)
         if isinstance(request, UpdateMany):
@@ -293,24 +295,24 @@ class FencedCollection:
                 f"A fenced bulk write takes no {type(request).__name__}: take ReplaceOne or DeleteOne."
             )
         body = _changing(facts.document) if isinstance(request, UpdateOne) else _replacing(facts.document)
-        write, target = Update(body, updated(0, 0), facts.options, command), _named(facts.filter, facts.options)
+        write, target = FencedUpdate(body, updated(0, 0), facts.options, command), _named(facts.filter, facts.options)
         self._demand_upsertable(write, target, facts.upsert)
         if target is None or (facts.upsert and target.rest):
             return bulk.alone(place, lambda: self._write(write, facts.filter, facts.upsert, facts.sort, session))
-        return bulk.Item(place, write, target, facts.upsert)
+        return bulk.BulkItem(place, write, target, facts.upsert)
 
-    def _grouped(self, steps: Iterable[bulk.Item | bulk.Alone]) -> Iterator[list[bulk.Item] | bulk.Alone]:
+    def _grouped(self, steps: Iterable[bulk.BulkItem | bulk.Alone]) -> Iterator[list[bulk.BulkItem] | bulk.Alone]:
         """Runs of batched items, with what runs alone in its place between them."""
         for alone, run in groupby(steps, callable):
             if alone:
-                yield from (step for step in run if not isinstance(step, bulk.Item))
+                yield from (step for step in run if not isinstance(step, bulk.BulkItem))
             else:
-                yield from bulk.batches((step for step in run if isinstance(step, bulk.Item)), self._documents)
+                yield from bulk.batches((step for step in run if isinstance(step, bulk.BulkItem)), self._documents)
 
     def _write(
         self,
-        write: Write[R],
-        wanted: Filter,
+        write: FencedWrite[R],
+        wanted: Query,
         upsert: bool,
         sort: Any,
         session: ClientSession | None,
@@ -330,7 +332,7 @@ class FencedCollection:
                 break  # else the document has left the filter since: choose again, as MongoDB would
         return result
 
-    def _demand_upsertable(self, write: Write[Any], target: Target | None, upsert: bool) -> None:
+    def _demand_upsertable(self, write: FencedWrite[Any], target: Target | None, upsert: bool) -> None:
         if upsert and "collation" in write.options:
             raise ConfigurationError("A fenced upsert takes no collation: _id must be the same for every execution.")
         if upsert and target is None:
@@ -341,7 +343,7 @@ class FencedCollection:
 
     def _resolve(
         self,
-        wanted: Filter,
+        wanted: Query,
         sort: Any,
         options: Mapping[str, Any],
         session: ClientSession | None,
@@ -357,7 +359,7 @@ class FencedCollection:
 
     def _find(
         self,
-        wanted: Filter,
+        wanted: Query,
         sort: Any,
         options: Mapping[str, Any],
         session: ClientSession | None,
@@ -373,7 +375,7 @@ class FencedCollection:
             raise ForkedClientError(namespace=self._documents.collection.full_name)
 
 
-def _named(wanted: Filter, options: Mapping[str, Any]) -> Target | None:
+def _named(wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Target | None:
     """The document that a filter names by `_id`; a collation may mean another one than it says, so none then."""
     return None if "collation" in options else target_of(wanted)
 

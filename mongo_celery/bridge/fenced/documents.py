@@ -39,12 +39,12 @@ ATTEMPTS = 10
 
 R = TypeVar("R")
 T = TypeVar("T")
-Outcome = tuple[R] | tuple[()]
+Returned = tuple[R] | tuple[()]
 """What a statement returned, or nothing if it matched nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Write(ABC, Generic[R]):
+class FencedWrite(ABC, Generic[R]):
     """
     One write that can be tried on a document and, for an upsert, create it.
 
@@ -61,7 +61,9 @@ class Write(ABC, Generic[R]):
     command: Mapping[str, Any] = field(default_factory=dict)
 
     @abstractmethod
-    def attempt(self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None) -> Outcome[R]:
+    def attempt(
+        self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
+    ) -> Returned[R]:
         """Write to the document if it is there and the guard holds."""
 
     @abstractmethod
@@ -70,7 +72,7 @@ class Write(ABC, Generic[R]):
 
 
 @dataclass(frozen=True, slots=True)
-class Update(Write[UpdateResult]):
+class FencedUpdate(FencedWrite[UpdateResult]):
     """`update_one` and `replace_one`. Both statements of an operator update travel in one command."""
 
     def statements(self, fence: Fence, target: Target) -> list[UpdateOne]:
@@ -87,8 +89,8 @@ class Update(Write[UpdateResult]):
 
     def attempt(
         self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
-    ) -> Outcome[UpdateResult]:
-        """See `Write`."""
+    ) -> Returned[UpdateResult]:
+        """See `FencedWrite`."""
         try:
             result = into.bulk_write(self.statements(fence, target), session=session, **self.command)
         except BulkWriteError as error:
@@ -98,7 +100,7 @@ class Update(Write[UpdateResult]):
     def insert(
         self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None
     ) -> UpdateResult:
-        """See `Write`."""
+        """See `FencedWrite`."""
         write = into.replace_one if isinstance(self.body, Replacement) else into.update_one
         return write(
             target.nowhere(),
@@ -111,13 +113,13 @@ class Update(Write[UpdateResult]):
 
 
 @dataclass(frozen=True, slots=True)
-class FindAndUpdate(Write[Any]):
+class FencedFindAndUpdate(FencedWrite[Any]):
     """`find_one_and_update`. An operator update may need its second statement, which is a second command."""
 
     def attempt(
         self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None
-    ) -> Outcome[Any]:
-        """See `Write`."""
+    ) -> Returned[Any]:
+        """See `FencedWrite`."""
         for guard, stamp in fence.edits(self.body):
             update = self.body.amended(stamp)
             found = into.find_one_and_update(
@@ -128,7 +130,7 @@ class FindAndUpdate(Write[Any]):
         return ()
 
     def insert(self, into: Collection[Any], target: Target, stamps: Stamps, session: ClientSession | None) -> Any:
-        """See `Write`."""
+        """See `FencedWrite`."""
         return into.find_one_and_update(
             target.nowhere(),
             self.body.insertion({FIELD: dict(stamps)}),
@@ -156,7 +158,7 @@ class Documents:
         self.fence = fence
         self.tombstones = None if ttl_ms == 0 else Tombstones(self.collection, ttl_ms)
 
-    def write(self, write: Write[R], target: Target, *, upsert: bool, session: ClientSession | None) -> R:
+    def write(self, write: FencedWrite[R], target: Target, *, upsert: bool, session: ClientSession | None) -> R:
         """Do `write`, or raise because the target is stamped newer."""
         duplicate: DuplicateKeyError | None = None
         for attempt in range(ATTEMPTS):
@@ -201,7 +203,7 @@ class Documents:
         if not self.fence.admits(stamps):
             raise self.fence.stale(namespace=self.collection.full_name, document_id=document_id)
 
-    def create(self, write: Write[R], target: Target, session: ClientSession | None) -> R:
+    def create(self, write: FencedWrite[R], target: Target, session: ClientSession | None) -> R:
         """Create the document with what its tombstone remembers, or raise because that is newer."""
         tombstones = self.tombstones
         if tombstones is None:
@@ -218,7 +220,7 @@ class Documents:
 
     def create_all(
         self,
-        wanted: Sequence[tuple[Update, Target]],
+        wanted: Sequence[tuple[FencedUpdate, Target]],
         command: Mapping[str, Any],
         session: ClientSession | None,
     ) -> list[UpdateResult]:

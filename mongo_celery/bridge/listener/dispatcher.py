@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from celery import Celery
@@ -20,8 +20,10 @@ from kombu import Connection
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.worker.envelope import Run, seal
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
-from mongo_celery.broker.connection import bounded_connection
+from mongo_celery.broker.connection import bounded_connection, demand_answer
 from mongo_celery.broker.queues import declare_queues
+
+_BROKER_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Dispatcher:
         """On a new connection the queues are declared: RabbitMQ drops a message to an unknown queue silently."""
         if self._producer is None:
             self._connection = bounded_connection(self._app, _BROKER_SECONDS)
-            self._connection.ensure_connection(max_retries=1, interval_start=0, timeout=_BROKER_SECONDS)
+            demand_answer(self._connection, _BROKER_SECONDS)
             channel = self._connection.default_channel
             for name in self._options.queue_names:
                 self._app.amqp.queues[name].bind(channel).declare()
@@ -95,7 +97,7 @@ class Dispatcher:
             task_id += f".d{dispatch.attempt}"
         link = {
             "task": COMMIT_TASK,
-            "args": [seal("commit", _bare(run), self._key)],
+            "args": [seal("commit", replace(run, changes=()), self._key)],
             "kwargs": {},
             "options": {"queue": queue, "task_id": f"{task_id}.commit", "argsrepr": f"('{run.partition_id}',)"},
             "subtask_type": None,
@@ -125,10 +127,6 @@ class Dispatcher:
         )
 
 
-def _bare(run: Run) -> Run:
-    return Run(run.bridge, run.subscription, run.generation, run.index, run.version, run.first, run.last)
-
-
 @contextlib.contextmanager
 def _batch(producer: Any) -> Iterator[None]:
     """One round trip for many messages where kombu (5.7 and later) and the transport can."""
@@ -137,6 +135,3 @@ def _batch(producer: Any) -> Iterator[None]:
             yield
     else:
         yield
-
-
-_BROKER_SECONDS = 5

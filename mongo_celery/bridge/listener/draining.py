@@ -25,9 +25,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.handlers import Handler
+from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.listener.takeover import Absent, Taken
-from mongo_celery.bridge.listener.term import Renewal
+from mongo_celery.bridge.listener.takeover import OrphanedSubscription, Takeover
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME
 from mongo_celery.bridge.state.leases import Layout
@@ -55,7 +55,7 @@ class Drain(Enum):
     DONE = 3
 
 
-def check_can_drain(options: BridgeOptions, handlers: Iterable[Handler], taken: Taken) -> None:
+def check_can_drain(options: BridgeOptions, handlers: Iterable[Handler], takeover: Takeover) -> None:
     """
     Refuse a change of layout that would lose the order of a key.
 
@@ -63,16 +63,16 @@ def check_can_drain(options: BridgeOptions, handlers: Iterable[Handler], taken: 
         LayoutError: a partition stands still, the old key of a handler is no longer known, or a subscription
             without a handler has not been drained.
     """
-    for absent in taken.absent:
-        _check_is_drained(options, taken, absent)
-    for name, images in taken.images.items():
+    for orphan in takeover.orphans:
+        _check_is_drained(options, takeover, orphan)
+    for name, images in takeover.images.items():
         for image in images:
-            _check_flows(options, taken, name, image)
+            _check_flows(options, takeover, name, image)
     for handler in handlers:
-        old = taken.layout.keys.get(handler.name)
+        old = takeover.layout.keys.get(handler.name)
         if old is None or old == f"{HASH_NAME}:{handler.partitioner(options).name}":
             continue
-        if not _is_drained_by_document(taken, handler.name):
+        if not _is_drained_by_document(takeover, handler.name):
             raise LayoutError(
                 f"partition_by of handler {handler.name} cannot change from {old.partition(':')[2]} now: changes are "
                 "still under way in the old partitions. Start with the old rule once more until `status` shows nothing "
@@ -80,25 +80,25 @@ def check_can_drain(options: BridgeOptions, handlers: Iterable[Handler], taken: 
             )
 
 
-def _check_flows(options: BridgeOptions, taken: Taken, name: str, image: Image) -> None:
+def _check_flows(options: BridgeOptions, takeover: Takeover, name: str, image: Image) -> None:
     if image.state != "flowing":
         raise LayoutError(
-            f"The partitions of bridge {options.name} cannot change from {taken.layout.partitions} to "
-            f"{taken.wanted.partitions}: partition {image.index} of {name} is {image.state}. Resume, retry or "
+            f"The partitions of bridge {options.name} cannot change from {takeover.layout.partitions} to "
+            f"{takeover.wanted.partitions}: partition {image.index} of {name} is {image.state}. Resume, retry or "
             "skip it first, with the old layout.",
         )
 
 
-def _check_is_drained(options: BridgeOptions, taken: Taken, absent: Absent) -> None:
-    position = _data_of(absent.document)
-    for image in absent.images:
+def _check_is_drained(options: BridgeOptions, takeover: Takeover, orphan: OrphanedSubscription) -> None:
+    position = _data_of(orphan.document)
+    for image in orphan.images:
         reason = _remainder(image, position)
         if reason is None:
             continue
-        where = f"{options.name}/{absent.name}"
+        where = f"{options.name}/{orphan.name}"
         raise LayoutError(
-            f"The partitions of bridge {options.name} cannot change from {taken.layout.partitions} to "
-            f"{taken.wanted.partitions}: partition {image.index} of {absent.name}, which has no handler here, "
+            f"The partitions of bridge {options.name} cannot change from {takeover.layout.partitions} to "
+            f"{takeover.wanted.partitions}: partition {image.index} of {orphan.name}, which has no handler here, "
             f"{reason}. Register the handler again, with the old layout, until `status` shows no lag and nothing "
             "halted, paused or outstanding. Or give it up: in the database "
             f"{options.database} delete the document {where!r} from subscriptions, and from partitions those whose "
@@ -120,15 +120,15 @@ def _data_of(document: Mapping[str, Any]) -> str:
     return str((document["resumeToken"] or {}).get("_data", ""))
 
 
-def _is_drained_by_document(taken: Taken, name: str) -> bool:
-    position = _data_of(taken.documents[name])
+def _is_drained_by_document(takeover: Takeover, name: str) -> bool:
+    position = _data_of(takeover.documents[name])
     return all(
         image.data <= position and image.claim is None and image.handled is None and image.retries == 0
-        for image in taken.images[name]
+        for image in takeover.images[name]
     )
 
 
-def limit(options: BridgeOptions, taken: Taken, subscriptions: Iterable[Subscription]) -> Drain:
+def limit(options: BridgeOptions, takeover: Takeover, subscriptions: Iterable[Subscription]) -> Drain:
     """
     Hold each subscription to what its old partitions need, and say how far that is.
 
@@ -141,7 +141,7 @@ def limit(options: BridgeOptions, taken: Taken, subscriptions: Iterable[Subscrip
     for subscription in subscriptions:
         images = [tracker.image for tracker in subscription.trackers.values()]
         for image in images:
-            _check_flows(options, taken, subscription.name, image)
+            _check_flows(options, takeover, subscription.name, image)
         last = max(images, key=lambda image: image.data)
         until = subscription.until = _mark(last) if last.token else None
         if until is not None and subscription.left is not None and subscription.left <= until.data:
@@ -169,20 +169,20 @@ def _mark(image: Image) -> Mark:
     return Mark(token, image.data, time_of_token(token, None))
 
 
-def flip(store: Store, renewal: Renewal, taken: Taken, subscriptions: Iterable[Subscription]) -> None:
+def flip(store: Store, renewal: Renewal, takeover: Takeover, subscriptions: Iterable[Subscription]) -> None:
     """
     Put the new layout in force.
 
     Raises:
         LeaseLostError: the term ended before the flip; nothing has changed.
     """
-    layout = Layout(taken.layout.generation + 1, taken.wanted.partitions, taken.wanted.keys)
+    layout = Layout(takeover.layout.generation + 1, takeover.wanted.partitions, takeover.wanted.keys)
     led = list(subscriptions)
     for subscription in led:
-        _prepare(store, layout, taken.version, subscription)
+        _prepare(store, layout, takeover.version, subscription)
     if not store.leases.set_layout(renewal.term, layout):
         raise LeaseLostError
-    store.partitions.close_others(layout.generation, taken.version)
+    store.partitions.close_others(layout.generation, takeover.version)
     logger.warning(
         "partition layout changed: generation %d, %d partitions",
         layout.generation,

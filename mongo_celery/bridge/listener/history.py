@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from bson import Timestamp
 from pymongo import MongoClient
 
+from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.takeover import Start, open_position, read_starts, start_time
-from mongo_celery.bridge.listener.term import Renewal
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.errors import DeploymentError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo.oplog import read_oplog

@@ -25,8 +25,8 @@ from billiard.context import Process
 from celery import Celery, bootsteps
 from celery.platforms import set_process_title
 
+from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.listener.process import Backoff, ListenerThreads, run_listeners
-from mongo_celery.bridge.listener.service import Listener
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.mongo.repeating import Pauses
 
@@ -37,6 +37,7 @@ EMBEDDED = Pauses(first=5.0, longest=60.0)
 
 _STOP_SECONDS = 5.0
 _WATCH_SECONDS = 0.5
+_ENDING_STATES = ("closing", "terminating")
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -161,9 +162,6 @@ LISTENER_OPTION = click.Option(
 """One object for all apps: Celery keeps a set of options by identity."""
 
 
-_ENDING_STATES = ("closing", "terminating")
-
-
 class ListenerStep(bootsteps.StartStopStep):
     """Runs the listeners inside a worker that was started with `--listener`."""
 
@@ -184,8 +182,8 @@ def _is_ending(worker: Any) -> bool:
     """Whether a worker shuts down: told by a signal, or already stopping its steps."""
     from celery.worker import state as worker_state  # a web server has no use for all that it imports
 
-    told: tuple[Any, ...] = (worker_state.should_stop, worker_state.should_terminate)  # an exit status, and 0 is one
-    if any(each is not None and each is not False for each in told):
+    signals: tuple[Any, ...] = (worker_state.should_stop, worker_state.should_terminate)
+    if any(each is not None and each is not False for each in signals):  # an exit status, and 0 is one
         return True
     return worker.blueprint.human_state() in _ENDING_STATES
 

@@ -21,20 +21,19 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.listener import draining
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
 from mongo_celery.bridge.listener.history import LostHistory
+from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
-from mongo_celery.bridge.listener.takeover import Taken, find_starts, open_position, take_over
-from mongo_celery.bridge.listener.term import Renewal
+from mongo_celery.bridge.listener.takeover import Takeover, find_starts, open_position, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
-from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import explained, is_transient
+from mongo_celery.mongo.verdicts import raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.partitions import Image
-    from mongo_celery.bridge.stream.source import Interest, Scope
+    from mongo_celery.bridge.stream.source import Scope, Selector
     from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
@@ -62,7 +61,7 @@ class Leader:
     Args:
         wiring: configuration, clients and handlers.
         renewal: the lease, already being renewed.
-        interests: resolved sources and filters, in the order of the handlers.
+        selectors: resolved sources and filters, in the order of the handlers.
         scope: the stream.
         stopping: set when the process is told to end.
         on_history_lost: `halt`, `oldest` or `now`.
@@ -72,7 +71,7 @@ class Leader:
         self,
         wiring: Wiring,
         renewal: Renewal,
-        interests: Sequence[Interest],
+        selectors: Sequence[Selector],
         scope: Scope,
         stopping: threading.Event,
         on_history_lost: str,
@@ -81,14 +80,14 @@ class Leader:
         self._options = wiring.options
         self._store = wiring.store
         self._renewal = renewal
-        self._interests = interests
+        self._selectors = selectors
         self._scope = scope
         self._stopping = stopping
         self._inbox: SimpleQueue[Item | None] = SimpleQueue()
         self._held: Item | None = None
         self._reader: StreamReader | None = None
         self._subscriptions: dict[str, Subscription] = {}
-        self._taken: Taken | None = None
+        self._takeover: Takeover | None = None
         self._watermarks = Watermarks(self._store, renewal, scope.fingerprint, self.report)
         self._history = LostHistory(
             self._store,
@@ -149,28 +148,28 @@ class Leader:
 
     def _begin(self) -> None:
         handlers = self._wiring.handlers
-        taken = self._taken = take_over(self._store, self._renewal, self._options, handlers)
-        if taken.layout is not taken.wanted:
-            draining.check_can_drain(self._options, handlers, taken)
-        starts = find_starts(self._store, self._wiring.client, self._renewal, self._options, taken)
+        takeover = self._takeover = take_over(self._store, self._renewal, self._options, handlers)
+        if takeover.layout is not takeover.wanted:
+            draining.check_can_drain(self._options, handlers, takeover)
+        starts = find_starts(self._store, self._wiring.client, self._renewal, self._options, takeover)
         subscriptions: dict[str, Subscription] = {}
-        for handler, interest in zip(handlers, self._interests, strict=True):
+        for handler, selector in zip(handlers, self._selectors, strict=True):
             start = starts[handler.name]
             plan = Plan(
                 handler,
-                interest,
+                selector,
                 handler.partitioner(self._options),
-                taken.layout,
-                taken.version,
+                takeover.layout,
+                takeover.version,
                 start.time,
                 start.watermark,
             )
-            images = taken.images[handler.name]
+            images = takeover.images[handler.name]
             ids = {
-                image.index: self._store.partitions.partition_id(handler.name, taken.layout.generation, image.index)
+                image.index: self._store.partitions.partition_id(handler.name, takeover.layout.generation, image.index)
                 for image in images
             }
-            trackers = make_trackers(images, ids, taken.version, self._options)
+            trackers = make_trackers(images, ids, takeover.version, self._options)
             subscriptions[handler.name] = Subscription(self._options, plan, trackers)
         self._subscriptions = subscriptions  # at once: the renewal thread reports from it
         self._read_from(open_position(starts, self._scope.fingerprint))
@@ -201,12 +200,8 @@ class Leader:
             self._look(now)
             self._drain()
         except PyMongoError as error:
-            final = explained(error, state_concern(self._options))
-            if final is not None:
-                raise final from error
-            if not is_transient(error):
-                raise
-            logger.warning("reading partitions failed, trying again: %s", error)
+            raise_if_final(error, self._wiring.state_concern)
+            logger.warning("reading partitions failed, trying again: %s", error, extra={"event": "partitions_unread"})
             self._looked_at = self._swept_at = now
         self._dispatch()
         self._watermarks.flush(self._subscriptions.values(), now, self._moved_at)
@@ -268,8 +263,8 @@ class Leader:
         """Read partitions: all of them once a second, those with something out more often."""
         if now - self._swept_at >= _SWEEP_SECONDS:
             self._swept_at = self._looked_at = now
-            assert self._taken is not None, "a term looks after it has taken over"
-            images = self._store.partitions.of(self._subscriptions, self._taken.layout.generation)
+            assert self._takeover is not None, "a term looks after it has taken over"
+            images = self._store.partitions.of(self._subscriptions, self._takeover.layout.generation)
         elif now - self._looked_at >= self._look_pause(now):
             self._looked_at = now
             images = self._store.partitions.look(
@@ -294,10 +289,16 @@ class Leader:
         if step is Step.ENDED:
             self._moved_at = now
         elif step is Step.COMMIT:
-            logger.info("committing %s, whose commit message is late", tracker.partition_id)
+            logger.info(
+                "committing %s, whose commit message is late", tracker.partition_id, extra={"event": "commit_late"}
+            )
             self._store.claims.commit(tracker.partition_id, image.committed + 1)
         elif step is Step.CLEAR:
-            logger.error("ending a claim of %s with an impossible expiry", tracker.partition_id)
+            logger.error(
+                "ending a claim of %s with an impossible expiry",
+                tracker.partition_id,
+                extra={"event": "claim_expiry_impossible"},
+            )
             assert image.claim is not None, "only a claim has an expiry"
             self._store.partitions.clear_impossible_claim(tracker.partition_id, image.fence, image.claim["until"])
 
@@ -310,18 +311,18 @@ class Leader:
         return min(max((now - self._moved_at) / 4, least), _LONGEST_LOOK)
 
     def _drain(self) -> None:
-        assert self._taken is not None, "a term drains after it has taken over"
-        if self._taken.layout is self._taken.wanted:
+        assert self._takeover is not None, "a term drains after it has taken over"
+        if self._takeover.layout is self._takeover.wanted:
             return
         led = self._subscriptions.values()
-        drain = draining.limit(self._options, self._taken, led)
+        drain = draining.limit(self._options, self._takeover, led)
         if drain is draining.Drain.RUNNING:
             draining.end_dead_claims(self._store, led)
         elif drain is draining.Drain.BEGIN_AGAIN:
             raise Relayout
         elif drain is draining.Drain.DONE:
             self._watermarks.store(led, time.monotonic())
-            draining.flip(self._store, self._renewal, self._taken, led)
+            draining.flip(self._store, self._renewal, self._takeover, led)
             raise Relayout
 
     # -- dispatching -------------------------------------------------------------------------------

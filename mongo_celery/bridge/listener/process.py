@@ -11,7 +11,7 @@ from types import FrameType
 
 from celery import Celery
 
-from mongo_celery.bridge.listener.service import Listener
+from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.redaction import short
@@ -21,7 +21,6 @@ logger = logging.getLogger("mongo_celery.listener")
 
 _STOP_SECONDS = 10.0
 _SIGNAL_SECONDS = 0.1
-
 
 FAILED_BRIDGE = Pauses(first=30.0, longest=600.0)
 """For a bridge that has failed for good while others go on: a person has to cure it, so there is no hurry."""
@@ -142,18 +141,18 @@ def run_listeners(
     listeners = [(wiring.name, Listener(wiring, on_history_lost)) for wiring in BRIDGES.named(app, names)]
     threads = ListenerThreads(listeners, pauses, ends_with_all=True)
 
-    told: list[int] = []
+    received: list[int] = []
 
-    def told_to_end(number: int, _frame: FrameType | None) -> None:
-        told.append(number)  # no more: it may interrupt this thread while it holds the lock of an event or a log
+    def remember(number: int, _frame: FrameType | None) -> None:
+        received.append(number)  # no more: it may interrupt this thread while it holds the lock of an event or a log
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, told_to_end)
+        signal.signal(number, remember)
     threads.start()
-    while not told and not threads.ended.wait(_SIGNAL_SECONDS):
+    while not received and not threads.ended.wait(_SIGNAL_SECONDS):
         pass
-    if told:
-        logger.info("%s: stepping down", signal.Signals(told[0]).name)
+    if received:
+        logger.info("%s: stepping down", signal.Signals(received[0]).name, extra={"event": "stepping_down"})
     threads.stop()
     return 1 if threads.all_failed else 0
 

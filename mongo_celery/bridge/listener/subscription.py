@@ -12,14 +12,14 @@ from bson.raw_bson import RawBSONDocument
 from mongo_celery.bridge.change import describe
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch
-from mongo_celery.bridge.listener.tracker import Patience, Step, Tracker
+from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.leases import Layout
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.stream.reader import Event
-from mongo_celery.bridge.stream.source import Interest
-from mongo_celery.bridge.window import Entry, Mark, Window
+from mongo_celery.bridge.stream.reader import ChangeEvent
+from mongo_celery.bridge.stream.source import Selector
+from mongo_celery.bridge.window import Mark, PendingChange, Window
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import ConfigurationError
 
@@ -29,7 +29,7 @@ class Plan:
     """What a term fixes for a subscription."""
 
     handler: Handler
-    interest: Interest
+    selector: Selector
     partitioner: Partitioner
     layout: Layout
     version: int
@@ -72,13 +72,15 @@ class Subscription:
         """Whether no more may be read for this subscription."""
         return self.window.count >= self._options.buffer_changes
 
-    def take_in(self, item: Event | Mark) -> None:
+    def take_in(self, item: ChangeEvent | Mark) -> None:
         """Put what the reader handed over into the window."""
         mark = item if isinstance(item, Mark) else item.mark
         if not self.window.is_new(mark.data):
             return
         if self.until is not None and mark.data > self.until.data:
-            self._leave(mark, self.until)
+            if self.left is None:  # up to here old partitions are drained; all behind it is left for the new layout
+                self.left = mark.data
+                self.window.pass_over(self.until)
             return
         if isinstance(item, Mark) or not self._owes(item):
             self.window.pass_over(mark)
@@ -87,20 +89,14 @@ class Subscription:
         if mark.data <= self.trackers[index].image.data:
             self.window.pass_over(mark)
             return
-        self.window.add(Entry(mark, index, item.raw))
+        self.window.add(PendingChange(mark, index, item.raw))
         self._candidates.add(index)
 
-    def _leave(self, mark: Mark, until: Mark) -> None:
-        """Behind the place up to which old partitions are drained, all is left for the new layout."""
-        if self.left is None:
-            self.left = mark.data
-            self.window.pass_over(until)
-
-    def _owes(self, event: Event) -> bool:
+    def _owes(self, event: ChangeEvent) -> bool:
         time_ = event.mark.cluster_time
         if time_ is not None and time_ < self.plan.start:
             return False
-        return self.plan.interest.wants(event.document)
+        return self.plan.selector.selects(event.document)
 
     def _index(self, document: Mapping[str, object]) -> int:
         try:
@@ -131,9 +127,9 @@ class Subscription:
             if tracker.ready_at > now:
                 continue
             self.window.complete(index, tracker.image.data)
-            entries = self.window.head(index, self._limit(tracker), self._options.run_bytes)
-            if entries:
-                yield tracker, self._dispatch(tracker, entries)
+            changes = self.window.head(index, self._limit(tracker), self._options.run_bytes)
+            if changes:
+                yield tracker, self._dispatch(tracker, changes)
             else:
                 self._candidates.discard(index)
 
@@ -149,7 +145,7 @@ class Subscription:
             return 1
         return self._options.run_size
 
-    def _dispatch(self, tracker: Tracker, entries: list[Entry]) -> Dispatch:
+    def _dispatch(self, tracker: Tracker, changes: list[PendingChange]) -> Dispatch:
         first = tracker.next_sequence
         run = Run(
             self._options.name,
@@ -158,10 +154,10 @@ class Subscription:
             tracker.image.index,
             self.plan.version,
             first,
-            first + len(entries) - 1,
-            [entry.raw for entry in entries],
+            first + len(changes) - 1,
+            [change.raw for change in changes],
         )
-        return Dispatch(run, self.plan.handler.task_name, tracker.attempt, _label(entries, first))
+        return Dispatch(run, self.plan.handler.task_name, tracker.attempt, _label(changes, first))
 
     @property
     def is_idle(self) -> bool:
@@ -169,9 +165,9 @@ class Subscription:
         return not self.window.count and not self.outstanding
 
 
-def _label(entries: list[Entry], first: int) -> str:
-    more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
-    return f"({describe(RawBSONDocument(entries[0].raw))} seq={first}{more})"
+def _label(changes: list[PendingChange], first: int) -> str:
+    more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+    return f"({describe(RawBSONDocument(changes[0].raw))} seq={first}{more})"
 
 
 def make_trackers(
@@ -181,6 +177,6 @@ def make_trackers(
     options: BridgeOptions,
 ) -> dict[int, Tracker]:
     """Trackers of a subscription's partitions, from the images of the take-over."""
-    patience = Patience(options.grace, options.commit_grace)
+    graces = GracePeriods(options.grace, options.commit_grace)
     now = time.monotonic()
-    return {image.index: Tracker(ids[image.index], image, version, patience, now) for image in images}
+    return {image.index: Tracker(ids[image.index], image, version, graces, now) for image in images}

@@ -26,11 +26,12 @@ from bson import Timestamp
 from pymongo import MongoClient
 
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.listener.term import Renewal
+from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME
 from mongo_celery.bridge.state.leases import Layout, layout_of
 from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import LeaseLostError
@@ -45,7 +46,7 @@ _ROUNDS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Absent:
+class OrphanedSubscription:
     """A subscription that has no handler in this process, and its partitions."""
 
     name: str
@@ -54,7 +55,7 @@ class Absent:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Takeover:
     """
     What a take-over found.
 
@@ -63,7 +64,7 @@ class Taken:
         wanted: the layout of the options; another one than `layout` means that this term only drains.
         documents: the subscriptions' documents by name.
         images: the partitions' images by subscription.
-        absent: subscriptions without a handler, if this term drains the old layout; nothing can begin there any
+        orphans: subscriptions without a handler, if this term drains the old layout; nothing can begin there any
             more, and what runs may finish.
     """
 
@@ -72,10 +73,10 @@ class Taken:
     wanted: Layout
     documents: Mapping[str, Mapping[str, Any]]
     images: Mapping[str, Sequence[Image]]
-    absent: Sequence[Absent] = ()
+    orphans: Sequence[OrphanedSubscription] = ()
 
 
-def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: Sequence[Handler]) -> Taken:
+def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: Sequence[Handler]) -> Takeover:
     """
     Win every subscription and partition for the term.
 
@@ -96,12 +97,17 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
             token = documents[name]["resumeToken"]
             store.partitions.prepare(name, layout.generation, layout.partitions, version, token)
             images[name] = _won(store, name, layout, version)
-        absent = [] if layout is wanted else _absent(store, names, layout, version)
+        orphans = [] if layout is wanted else _orphans(store, names, layout, version)
         largest = max([store.partitions.largest_epoch()] + [document["epoch"] for document in documents.values()])
         if largest <= version:
             store.partitions.close_others(layout.generation, version)
-            return Taken(version, layout, wanted, documents, images, absent)
-        logger.warning("an epoch of %d is larger than version %d; raising the version", largest, version)
+            return Takeover(version, layout, wanted, documents, images, orphans)
+        logger.warning(
+            "an epoch of %d is larger than version %d; raising the version",
+            largest,
+            version,
+            extra={"event": "version_raised"},
+        )
         if not renewal.raise_version(largest):
             break
     raise LeaseLostError
@@ -113,10 +119,10 @@ def _won(store: Store, name: str, layout: Layout, version: int) -> list[Image]:
     return [image for image in images if image.index < layout.partitions]
 
 
-def _absent(store: Store, names: Sequence[str], layout: Layout, version: int) -> list[Absent]:
-    documents = {str(document["_id"]).partition("/")[2]: document for document in store.subscriptions.read_all()}
+def _orphans(store: Store, names: Sequence[str], layout: Layout, version: int) -> list[OrphanedSubscription]:
+    documents = {name_in(document): document for document in store.subscriptions.read_all()}
     return [
-        Absent(name, document, _won(store, name, layout, version))
+        OrphanedSubscription(name, document, _won(store, name, layout, version))
         for name, document in documents.items()
         if name not in names
     ]
@@ -157,7 +163,7 @@ def find_starts(
     client: MongoClient[dict[str, Any]],
     renewal: Renewal,
     options: BridgeOptions,
-    taken: Taken,
+    takeover: Takeover,
 ) -> dict[str, Start]:
     """
     The start of each subscription, pinned where it has none.
@@ -166,11 +172,11 @@ def find_starts(
         LeaseLostError: the term ended meanwhile.
         AccessError: `oldest` was asked for and the oplog may not be read.
     """
-    fresh = [name for name, document in taken.documents.items() if document["startAtOperationTime"] is None]
+    fresh = [name for name, document in takeover.documents.items() if document["startAtOperationTime"] is None]
     if fresh:
-        _pin(store, client, renewal, options, taken, fresh)
-        return read_starts(store, list(taken.documents), taken.version)
-    return {name: _start(document, taken.version) for name, document in taken.documents.items()}
+        _pin(store, client, renewal, options, takeover, fresh)
+        return read_starts(store, list(takeover.documents), takeover.version)
+    return {name: _start(document, takeover.version) for name, document in takeover.documents.items()}
 
 
 def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, Start]:
@@ -198,7 +204,7 @@ def _pin(
     client: MongoClient[dict[str, Any]],
     renewal: Renewal,
     options: BridgeOptions,
-    taken: Taken,
+    takeover: Takeover,
     fresh: Sequence[str],
 ) -> None:
     lease = renewal.term.document
@@ -219,7 +225,7 @@ def _pin(
     position = lease if lease["resumeToken"] else None
     start = (position or {}).get("clusterTime") or pinned
     for name in fresh:
-        store.subscriptions.pin(name, taken.version, start, position)
+        store.subscriptions.pin(name, takeover.version, start, position)
         if position is not None:
             logger.warning(
                 "handler %s is new: it begins where the bridge stands, at %s",

@@ -56,7 +56,7 @@ class Outstanding:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class GracePeriods:
     """The waiting times of the sweep, in seconds."""
 
     dispatch_grace: float
@@ -75,14 +75,14 @@ class Tracker:
         attempt: how often the change at the head was dispatched, for the task id.
     """
 
-    def __init__(self, partition_id: str, image: Image, version: int, patience: Patience, now: float) -> None:
+    def __init__(self, partition_id: str, image: Image, version: int, graces: GracePeriods, now: float) -> None:
         self.partition_id = partition_id
         self.image = image
         self.outstanding: Outstanding | None = None
         self.ready_at = _NEVER
         self.attempt = 0
         self._version = version
-        self._patience = patience
+        self._graces = graces
         self._repeats = 0
         self._is_repeat = False
         self._given_up: int | None = None
@@ -142,7 +142,7 @@ class Tracker:
 
     def _handled(self, run: Outstanding, now: float) -> Step:
         run.handled_at = run.handled_at or now
-        return Step.COMMIT if now - run.handled_at >= self._patience.commit_grace else Step.WAIT
+        return Step.COMMIT if now - run.handled_at >= self._graces.commit_grace else Step.WAIT
 
     def _unclaimed(self, run: Outstanding, image: Image, now: float) -> Step:
         if image.state != "flowing":
@@ -158,7 +158,7 @@ class Tracker:
             run.lapsed_at = run.lapsed_at or now
         since = max(run.sent_at, self._changed_at, run.lapsed_at or 0.0)
         doublings = min(self._repeats, _DOUBLINGS)  # unbounded, the power outgrows a float after some days
-        grace = min(self._patience.dispatch_grace * 2**doublings, LONGEST_GRACE)
+        grace = min(self._graces.dispatch_grace * 2**doublings, LONGEST_GRACE)
         if now >= max(since + grace, now + image.due_in):
             self._give_up()
             self._is_repeat = True

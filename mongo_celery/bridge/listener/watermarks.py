@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from bson import Timestamp
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.listener.term import Renewal
 from mongo_celery.bridge.window import Mark
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Watermarks:
                 self._advance(subscription)
             self._record_smallest(subscriptions)
         except PyMongoError as error:
-            logger.warning("storing watermarks failed, trying again: %s", error)
+            logger.warning("storing watermarks failed, trying again: %s", error, extra={"event": "watermark_failed"})
 
     def _advance(self, subscription: Subscription) -> None:
         mark = subscription.window.watermark

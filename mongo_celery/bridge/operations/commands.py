@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Literal
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
-from mongo_celery.bridge.operations.reach import in_words, reach
 from mongo_celery.bridge.operations.status import state_of
-from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.opening import translated
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -32,11 +32,9 @@ _UNSERVED = (
     "example with include=[...] of the Celery app, or name the app that has it with -A; then retry"
 )
 
-Result = Literal["done", "unchanged", "unfit", "refused"]
-
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandResult:
     """
     What a command did to one partition.
 
@@ -50,7 +48,7 @@ class Outcome:
     subscription: str
     index: int
     state: str
-    result: Result
+    result: Literal["done", "unchanged", "unfit", "refused"]
     reason: str = ""
 
 
@@ -94,7 +92,7 @@ class _Command:
     runs: bool = False
 
 
-def pause(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
+def pause(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[CommandResult]:
     """
     Let no new execution begin; what runs may finish, and nothing is lost.
 
@@ -108,25 +106,28 @@ def pause(wiring: Wiring, subscription: str | None = None, partition: int | None
     Raises:
         CommandRefusedError: the named partition does not allow it, or nothing has that name.
     """
-    return _run(wiring, _PAUSE, subscription, partition)
+    command = _Command("pause", "paused", _not_pausable, Partitions.pause, "paused")
+    return _run(wiring, command, subscription, partition)
 
 
-def resume(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
+def resume(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[CommandResult]:
     """Let paused partitions flow again. Arguments and errors as for `pause`."""
-    return _run(wiring, _RESUME, subscription, partition)
+    command = _Command("resume", "flowing", _not_paused, Partitions.resume, "flowing")
+    return _run(wiring, command, subscription, partition)
 
 
-def retry(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[Outcome]:
+def retry(wiring: Wiring, subscription: str | None = None, partition: int | None = None) -> list[CommandResult]:
     """
     Run the first change of halted or parked partitions again at once, with its counts at zero.
 
     Subscriptions without a handler in this app are left as they are, for nothing here would run them; a named one is
     refused. Arguments and errors as for `pause`.
     """
-    return _run(wiring, _RETRY, subscription, partition)
+    command = _Command("retry", None, _not_retriable, Partitions.retry, "flowing", runs=True)
+    return _run(wiring, command, subscription, partition)
 
 
-def skip(wiring: Wiring, subscription: str | None, partition: int, *, token: str) -> Outcome:
+def skip(wiring: Wiring, subscription: str | None, partition: int, *, token: str) -> CommandResult:
     """
     Pass over the change at which a partition has halted. That change will not be handled.
 
@@ -147,10 +148,10 @@ def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
         CommandRefusedError: the partition is not halted.
     """
     try:
-        reach(wiring)
+        wiring.reach()
         _, (image,) = _choose(wiring.store, wiring.name, subscription, partition)
     except PyMongoError as error:
-        raise in_words(error, state_concern(wiring.options)) from error
+        raise translated(error, wiring.state_concern) from error
     objection = _not_halted(image)
     if objection or image.head is None:
         raise CommandRefusedError(_sentence(image, objection or "does not know its change: retry it once"))
@@ -158,36 +159,41 @@ def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
     return Head(image.subscription, image.index, image.head["key"], token, int(image.committed), image.error)
 
 
-def _run(wiring: Wiring, command: _Command, subscription: str | None, partition: int | None) -> list[Outcome]:
+def _run(wiring: Wiring, command: _Command, subscription: str | None, partition: int | None) -> list[CommandResult]:
     served = {handler.name for handler in wiring.handlers}
     try:
-        reach(wiring)
+        wiring.reach()
         store = wiring.store
         generation, images = _choose(store, wiring.name, subscription, partition)
         if command.runs and subscription is not None and subscription not in served:
             raise CommandRefusedError(f"Subscription {subscription} {_UNSERVED}.")
-        outcomes = [
+        results = [
             _apply(store.partitions, command, generation, image, served=image.subscription in served)
             for image in images
         ]
     except PyMongoError as error:
-        raise in_words(error, state_concern(wiring.options)) from error
-    if partition is not None and outcomes[0].result in {"unfit", "refused"}:
-        raise CommandRefusedError(outcomes[0].reason)
-    return outcomes
+        raise translated(error, wiring.state_concern) from error
+    if partition is not None and results[0].result in {"unfit", "refused"}:
+        raise CommandRefusedError(results[0].reason)
+    return results
 
 
-def _apply(partitions: Partitions, command: _Command, generation: int, image: Image, *, served: bool) -> Outcome:
+def _apply(partitions: Partitions, command: _Command, generation: int, image: Image, *, served: bool) -> CommandResult:
     for _ in range(_ROUNDS):
         objection = command.objection(image) or (_UNSERVED if command.runs and not served else None)
         if objection is not None:
-            result: Result = "unchanged" if image.state == command.goal else "unfit"
-            return Outcome(image.subscription, image.index, state_of(image), result, _sentence(image, objection))
+            return CommandResult(
+                image.subscription,
+                image.index,
+                state_of(image),
+                "unchanged" if image.state == command.goal else "unfit",
+                _sentence(image, objection),
+            )
         if command.write(partitions, image, generation):
-            return Outcome(image.subscription, image.index, command.after, "done")
+            return CommandResult(image.subscription, image.index, command.after, "done")
         image = _again(partitions, image, generation)
     reason = _sentence(image, f"kept changing while it was to {command.name}; look at status, then repeat the command")
-    return Outcome(image.subscription, image.index, state_of(image), "refused", reason)
+    return CommandResult(image.subscription, image.index, state_of(image), "refused", reason)
 
 
 def _again(partitions: Partitions, image: Image, generation: int) -> Image:
@@ -208,7 +214,7 @@ def _choose(
     layout = layout_of(lease) if lease else None
     if layout is None:
         raise CommandRefusedError(f"Bridge {bridge} has never been led: start a listener first.")
-    names = [str(document["_id"]).partition("/")[2] for document in store.subscriptions.read_all()]
+    names = [name_in(document) for document in store.subscriptions.read_all()]
     if subscription is not None and subscription not in names:
         raise CommandRefusedError(
             f"Bridge {bridge} has no subscription {subscription!r}{nearest(subscription, names)}; "
@@ -278,8 +284,3 @@ def _skipping(token: str) -> _Command:
         return _not_halted(image)
 
     return _Command("skip", None, objection, Partitions.skip, "flowing")
-
-
-_PAUSE = _Command("pause", "paused", _not_pausable, Partitions.pause, "paused")
-_RESUME = _Command("resume", "flowing", _not_paused, Partitions.resume, "flowing")
-_RETRY = _Command("retry", None, _not_retriable, Partitions.retry, "flowing", runs=True)

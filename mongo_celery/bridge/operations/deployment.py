@@ -13,11 +13,10 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
-from mongo_celery.bridge.operations.reach import in_words
 from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
-from mongo_celery.bridge.stream.source import Interest, Scope, Source, scope_of
+from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.errors import ConfigurationError, DeploymentError, MongoCeleryError, TopologyError
-from mongo_celery.mongo.opening import ANSWER_SECONDS
+from mongo_celery.mongo.opening import ANSWER_SECONDS, translated
 from mongo_celery.mongo.oplog import Oplog, check_topology, read_oplog
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Code, Concern
@@ -103,41 +102,32 @@ def _refusal(client: Client, database: str, name: str) -> str | None:
 def _check_stream(client: Client, wiring: Wiring) -> Iterator[Finding]:
     if not wiring.handlers:
         return
-    options = wiring.options
     try:
-        interests = [handler.interest(wiring.default_database) for handler in wiring.handlers]
-        scope = scope_of(
-            interests,
-            state_database=options.database,
-            pipeline=options.pipeline,
-            full_document=options.full_document,
-            before_change=options.full_document_before_change,
-        )
+        selectors, scope = wiring.stream()
     except ConfigurationError as failure:
         yield error("sources", str(failure))
         return
     yield _try_stream(client, scope)
-    yield from _check_images(client, wiring, interests)
+    yield from _check_images(client, wiring, selectors)
 
 
 def _try_stream(client: Client, scope: Scope) -> Finding:
     where = str(Source(scope.database, scope.collection))
-    target: Any = client
-    if scope.database is not None:
-        target = client[scope.database]
-        target = target if scope.collection is None else target[scope.collection]
     try:
-        with pymongo.timeout(ANSWER_SECONDS), closing(target.watch(list(scope.pipeline), **scope.options)):
+        with (
+            pymongo.timeout(ANSWER_SECONDS),
+            closing(scope.opened_on(client).watch(list(scope.pipeline), **scope.options)),
+        ):
             return ok("change_stream", f"It opens on {where}.")
     except PyMongoError as failure:
         reaction = reaction_to(failure, opening=True)
         if reaction in {Reaction.REOPEN, Reaction.UNKNOWN}:
             concern = Concern(f"a change stream on {where}", "changeStream and find there")
-            return error("change_stream", f"It did not open on {where}: {in_words(failure, concern)}")
+            return error("change_stream", f"It did not open on {where}: {translated(failure, concern)}")
         return error("change_stream", str(final_error(reaction, failure, where)))
 
 
-def _check_images(client: Client, wiring: Wiring, interests: Iterable[Interest]) -> Iterator[Finding]:
+def _check_images(client: Client, wiring: Wiring, selectors: Iterable[Selector]) -> Iterator[Finding]:
     options = wiring.options
     asked = {
         f"{name}={value!r}": value
@@ -150,7 +140,7 @@ def _check_images(client: Client, wiring: Wiring, interests: Iterable[Interest])
     if not asked:
         return
     try:
-        lacking = sorted(_without_images(client, interests, options.database))
+        lacking = sorted(_without_images(client, selectors, options.database))
     except OperationFailure as failure:
         yield warning("images", f"Cannot see which collections keep images; grant listCollections. {short(failure)}.")
         return
@@ -166,8 +156,8 @@ def _check_images(client: Client, wiring: Wiring, interests: Iterable[Interest])
     )
 
 
-def _without_images(client: Client, interests: Iterable[Interest], state_database: str) -> set[str]:
-    sources = {source for interest in interests for source in interest.sources}
+def _without_images(client: Client, selectors: Iterable[Selector], state_database: str) -> set[str]:
+    sources = {source for selector in selectors for source in selector.sources}
     lacking: set[str] = set()
     for source in sources:
         names = [source.database] if source.database else client.list_database_names()

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.operations.broker import check_broker
+from mongo_celery.bridge.operations.broker_check import check_broker
 from mongo_celery.bridge.operations.deployment import check_mongodb
-from mongo_celery.bridge.operations.exposure import check_exposure
+from mongo_celery.bridge.operations.encryption import check_encryption
 from mongo_celery.bridge.operations.findings import Finding, error, ok
-from mongo_celery.bridge.operations.reach import in_words, reach
-from mongo_celery.bridge.operations.workers import check_workers
-from mongo_celery.bridge.state.concern import state_concern
+from mongo_celery.bridge.operations.worker_check import check_workers
 from mongo_celery.bridge.worker.tasks import overridden_attributes
 from mongo_celery.errors import MongoCeleryError
+from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.redaction import without_credentials
 from mongo_celery.mongo.verdicts import Concern
 
@@ -40,14 +39,14 @@ def check(wiring: Wiring) -> list[Finding]:
         ConfigurationError: an option is wrong; then there is nothing to check yet.
     """
     assert wiring.options, "wrong options are refused before anything is looked at"
-    concern = state_concern(wiring.options)
+    concern = wiring.state_concern
     found = _guarded("celery", lambda: _check_celery(wiring), concern)
-    found += _guarded("mongodb", lambda: check_mongodb(reach(wiring), wiring), concern)
+    found += _guarded("mongodb", lambda: check_mongodb(wiring.reach(), wiring), concern)
     broker = _guarded("broker", lambda: check_broker(wiring.app), concern)
     found += broker
     if not any(finding.name == "broker" and finding.level == "error" for finding in broker):
         found += _guarded("workers", lambda: check_workers(wiring), concern)
-    return found + _guarded("exposure", lambda: check_exposure(wiring), concern)
+    return found + _guarded("exposure", lambda: check_encryption(wiring), concern)
 
 
 def _guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:
@@ -59,7 +58,7 @@ def _guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern)
     except MongoCeleryError as failure:
         found.append(error(name, without_credentials(str(failure))))
     except PyMongoError as failure:
-        found.append(error(name, without_credentials(str(in_words(failure, concern)))))
+        found.append(error(name, without_credentials(str(translated(failure, concern)))))
     return found
 
 

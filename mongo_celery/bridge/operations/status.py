@@ -18,13 +18,12 @@ from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.operations.reach import in_words, reach
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.errors import DeploymentError
-from mongo_celery.mongo.opening import ANSWER_SECONDS
+from mongo_celery.mongo.opening import ANSWER_SECONDS, translated
 from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class Facts:
         lease: the lease with its verdict `live`, or None before the first start.
         subscriptions: all stored ones, registered or not.
         images: the partitions of the layout in force.
-        letters: number of dead letters by subscription.
+        dead_letters: number of dead letters by subscription.
         now: the cluster's latest operation time.
         oplog_window: seconds that the oplog reaches back; None without the right to read it.
     """
@@ -54,7 +53,7 @@ class Facts:
     lease: Mapping[str, Any] | None
     subscriptions: Sequence[Mapping[str, Any]]
     images: Sequence[Image]
-    letters: Mapping[str, int]
+    dead_letters: Mapping[str, int]
     now: Timestamp
     oplog_window: int | None
 
@@ -80,11 +79,11 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
         ServerUnavailableError: MongoDB did not answer.
         DeploymentError: it cannot serve a bridge, or a right is missing.
     """
-    client = reach(wiring)
+    client = wiring.reach()
     try:
         return shape(_read(client, wiring))
     except PyMongoError as error:
-        raise in_words(error, state_concern(wiring.options)) from error
+        raise translated(error, wiring.state_concern) from error
 
 
 def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
@@ -93,7 +92,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
     lease = store.leases.read()
     layout = layout_of(lease) if lease else None
     subscriptions = store.subscriptions.read_all()
-    names = [_name(document) for document in subscriptions]
+    names = [name_in(document) for document in subscriptions]
     images = store.partitions.of(names, layout.generation) if layout and names else []
     return Facts(
         options=options,
@@ -101,7 +100,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         lease=lease,
         subscriptions=subscriptions,
         images=images,
-        letters=store.dead_letters.count(),
+        dead_letters=store.dead_letters.count(),
         now=operation_time(client),
         oplog_window=_oplog_window(client),
     )
@@ -119,7 +118,7 @@ def shape(facts: Facts) -> dict[str, Any]:
     """The status from facts."""
     lease = facts.lease or {}
     live = bool(lease.get("live")) and lease.get("listenerId") is not None
-    report = _report(lease) if live else {}
+    report = (live and lease.get("report")) or {}  # of the term that leads: an acquisition clears its predecessor's
     subscriptions = _subscriptions(facts, report)
     lags = [each["lag_seconds"] for each in subscriptions if each["state"] != "unregistered"]
     under_way = sum(image.live or image.handled is not None for image in facts.images)
@@ -139,7 +138,7 @@ def shape(facts: Facts) -> dict[str, Any]:
         "buffered_bytes": report.get("bufferedBytes", None if live else 0),
         "caught_up": report.get("caughtUp", False),
         "broker_down": report.get("brokerDown", False),
-        "dead_letters": sum(facts.letters.values()),
+        "dead_letters": sum(facts.dead_letters.values()),
         "gaps": [_gap(gap) for gap in lease.get("gaps", ())],
         "generation": lease.get("generation", 0),
         "subscriptions": subscriptions,
@@ -163,11 +162,6 @@ def _state(lease: Mapping[str, Any], *, live: bool) -> str:
     return str(lease["state"]) if lease.get("state") in _FAILURES else "idle"
 
 
-def _report(lease: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The report of the term that leads; an acquisition clears its predecessor's."""
-    return lease.get("report") or {}
-
-
 def _listener(lease: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": lease["listenerId"],
@@ -179,7 +173,7 @@ def _listener(lease: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    documents = {_name(document): document for document in facts.subscriptions}
+    documents = {name_in(document): document for document in facts.subscriptions}
     idle = bool(report.get("caughtUp")) and not report.get("buffered") and not report.get("outstanding")
     version = (facts.lease or {}).get("version")
     shaped = []
@@ -195,7 +189,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
                 "watermark": _data(document.get("resumeToken")),
                 "watermark_at": _iso(document.get("clusterTime")),
                 "lag_seconds": 0 if done else _lag(document, facts.now),
-                "dead_letters": facts.letters.get(name, 0),
+                "dead_letters": facts.dead_letters.get(name, 0),
             },
         )
     return shaped
@@ -267,10 +261,6 @@ def _head(image: Image) -> dict[str, Any] | None:
 
 def _gap(gap: Mapping[str, Any]) -> dict[str, Any]:
     return {"until": _iso(gap.get("until")), "policy": gap.get("policy"), "error": gap.get("error")}
-
-
-def _name(document: Mapping[str, Any]) -> str:
-    return str(document["_id"]).partition("/")[2]
 
 
 def _data(token: Mapping[str, Any] | None) -> str | None:

@@ -77,10 +77,12 @@ class Claim:
 class Claims:
     """Claims and outcomes of one bridge's partitions. Thread-safe."""
 
-    def __init__(self, collection: Collection[dict[str, Any]], letters: Collection[dict[str, Any]], ttl: float) -> None:
+    def __init__(
+        self, collection: Collection[dict[str, Any]], dead_letters: Collection[dict[str, Any]], ttl: float
+    ) -> None:
         self._table = Table(collection, call_timeout(ttl))
         self._acknowledged = Table(collection.with_options(write_concern=WriteConcern(w=1)), call_timeout(ttl))
-        self._letters = letters
+        self._dead_letters = dead_letters
         self._ttl = ttl
 
     def take(
@@ -243,11 +245,11 @@ class Claims:
         """Pass over the claim's first change: the execution writes the position itself."""
         return self._write(claim, {"$set": _passed(claim, token)})
 
-    def set_aside(self, claim: Claim, token: Mapping[str, Any], letter: Mapping[str, Any]) -> bool:
+    def set_aside(self, claim: Claim, token: Mapping[str, Any], dead_letter: Mapping[str, Any]) -> bool:
         """
         Pass over the claim's first change and store its dead letter, both or neither.
 
-        The letter replaces one with the same `_id`, so that a rewound change can be set aside again.
+        The dead letter replaces one with the same `_id`, so that a rewound change can be set aside again.
         """
 
         def both(session: ClientSession) -> bool:
@@ -255,13 +257,13 @@ class Claims:
             if self._table.collection.update_one(_own(claim), change, session=session).matched_count == 0:
                 session.abort_transaction()
                 return False
-            self._letters.replace_one({"_id": letter["_id"]}, dict(letter), upsert=True, session=session)
-            self._letters.update_one({"_id": letter["_id"]}, {"$currentDate": {"at": True}}, session=session)
+            self._dead_letters.replace_one({"_id": dead_letter["_id"]}, dict(dead_letter), upsert=True, session=session)
+            self._dead_letters.update_one({"_id": dead_letter["_id"]}, {"$currentDate": {"at": True}}, session=session)
             return True
 
         with (
             pymongo.timeout(max(self._table.timeout, _TRANSACTION_SECONDS)),
-            self._letters.database.client.start_session() as session,
+            self._dead_letters.database.client.start_session() as session,
         ):
             return session.with_transaction(both, write_concern=WriteConcern("majority"))
 

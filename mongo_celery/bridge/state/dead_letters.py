@@ -1,7 +1,7 @@
 """
 Dead letters: changes that were set aside with their error, for a person to look at.
 
-A letter is written together with the position that passes over its change (see `claims.set_aside`);
+A dead letter is written together with the position that passes over its change (see `claims.set_aside`);
 it is never lost and never there twice, since its `_id` is made of bridge, subscription and token.
 """
 
@@ -24,7 +24,7 @@ class DeadLetters:
         self._bridge = bridge
 
     def count(self) -> dict[str, int]:
-        """How many letters there are, by subscription."""
+        """How many there are, by subscription."""
         stages: list[dict[str, Any]] = [
             {"$match": {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}},
             {"$group": {"_id": "$subscription", "count": {"$sum": 1}}},
@@ -32,7 +32,7 @@ class DeadLetters:
         return {row["_id"]: row["count"] for row in self._table.aggregate(stages)}
 
 
-def letter(
+def dead_letter(
     *,
     bridge: str,
     subscription: str,

@@ -116,3 +116,8 @@ class Subscriptions:
 
     def _id(self, name: str) -> str:
         return f"{self._bridge}/{name}"
+
+
+def name_in(document: Mapping[str, Any]) -> str:
+    """The subscription's name, without its bridge's, in a stored document."""
+    return str(document["_id"]).partition("/")[2]

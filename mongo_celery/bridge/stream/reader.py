@@ -32,9 +32,10 @@ from mongo_celery.mongo.repeating import Pauses
 logger = logging.getLogger("mongo_celery.stream")
 
 _MAX_AWAIT_SECONDS = 1.0
-_FIRST_PATIENCE = 5.0
-_LONGEST_PATIENCE = 86_400.0
+_FIRST_TIMEOUT = 5.0
+_LONGEST_TIMEOUT = 86_400.0
 _PAUSES = Pauses(first=0.1, longest=10.0, jitter=0.5)
+_UNIT_SHIFT = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ChangeEvent:
     """A change event: its place, the document to match on, of which only the top is decoded, and its bytes."""
 
     mark: Mark
@@ -61,7 +62,7 @@ class Failed:
     error: MongoCeleryError
 
 
-Item = Event | Mark | Failed
+Item = ChangeEvent | Mark | Failed
 ClientFactory = Callable[[float], MongoClient[RawBSONDocument]]
 
 
@@ -157,8 +158,8 @@ class StreamReader:
 
     def _read_one_stream(self, progress: _Progress) -> None:
         """Open, and read until the stream ends (an invalidate) or fails. Ends quietly when stopped."""
-        # A first read may have to scan much of the oplog: each time-out without progress doubles the patience.
-        timeout = min(_FIRST_PATIENCE * 2**self._timeouts, _LONGEST_PATIENCE)
+        # A first read may have to scan much of the oplog: each time-out without progress doubles the socket timeout.
+        timeout = min(_FIRST_TIMEOUT * 2**self._timeouts, _LONGEST_TIMEOUT)
         with self._make_client(timeout) as client, self._open(client) as stream:
             progress.opened = True
             while not self._stopping.is_set() and stream.alive:
@@ -178,7 +179,7 @@ class StreamReader:
             options["start_after"] = token
         elif self._position.time is not None:
             options["start_at_operation_time"] = self._position.time
-        stream: ChangeStream[RawBSONDocument] = self._target(client).watch(
+        stream: ChangeStream[RawBSONDocument] = self._scope.opened_on(client).watch(
             list(self._scope.pipeline),
             max_await_time_ms=int(_MAX_AWAIT_SECONDS * 1000),
             batch_size=self._batch_size,
@@ -187,23 +188,17 @@ class StreamReader:
         )
         return stream
 
-    def _target(self, client: MongoClient[RawBSONDocument]) -> Any:
-        if self._scope.database is None:
-            return client  # made with RawBSONDocument as its document class
-        database = client.get_database(self._scope.database)
-        return database if self._scope.collection is None else database[self._scope.collection]
-
     def _take(self, document: Any) -> None:
         token = dict(document["_id"])
         time = document.get("clusterTime") or time_of_token(token, self._position.time)
-        self._arrived(Event(Mark(token, token["_data"], time), document, document.raw))
+        self._arrived(ChangeEvent(Mark(token, token["_data"], time), document, document.raw))
 
     def _pass_marker(self, token: Mapping[str, Any]) -> None:
         if self._position.token is not None and token["_data"] <= self._position.token["_data"]:
             return
         self._arrived(Mark(dict(token), str(token["_data"]), time_of_token(token, self._position.time)))
 
-    def _arrived(self, item: Event | Mark) -> None:
+    def _arrived(self, item: ChangeEvent | Mark) -> None:
         """Hand over, then remember: what is remembered has been handed over."""
         mark = item if isinstance(item, Mark) else item.mark
         if self._hand_over(item):
@@ -233,7 +228,4 @@ def _units(item: Item) -> int:
     """Large events take more room, so that reading ahead is bounded in bytes too; a failure takes none."""
     if isinstance(item, Failed):
         return 0
-    return 1 + (len(item.raw) >> _UNIT_SHIFT) if isinstance(item, Event) else 1
-
-
-_UNIT_SHIFT = 15
+    return 1 + (len(item.raw) >> _UNIT_SHIFT) if isinstance(item, ChangeEvent) else 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bson import json_util
 
@@ -22,6 +22,9 @@ from mongo_celery.arguments import check_known
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.fenced import TOMBSTONES
 from mongo_celery.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from pymongo import MongoClient
 
 DOCUMENT_OPERATIONS = frozenset({"insert", "update", "replace", "delete"})
 OPERATIONS = DOCUMENT_OPERATIONS | {"drop", "rename", "dropDatabase", "invalidate"}
@@ -150,14 +153,14 @@ def _are_names(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Interest:
-    """What one subscription wants: sources and filter."""
+class Selector:
+    """Which events belong to one subscription: its sources and its filter."""
 
     name: str
     sources: tuple[Source, ...]
     filter: Filter
 
-    def wants(self, event: Mapping[str, Any]) -> bool:
+    def selects(self, event: Mapping[str, Any]) -> bool:
         """
         Whether an event belongs to this subscription.
 
@@ -227,6 +230,13 @@ class Scope:
     pipeline: tuple[Mapping[str, Any], ...]
     options: Mapping[str, str]
 
+    def opened_on(self, client: MongoClient[Any]) -> Any:
+        """The client, database or collection to `watch`."""
+        if self.database is None:
+            return client
+        database = client.get_database(self.database)
+        return database if self.collection is None else database[self.collection]
+
     @property
     def fingerprint(self) -> str:
         """Names this stream: a token may be given back only to a stream with the fingerprint it came from."""
@@ -241,7 +251,7 @@ class Scope:
 
 
 def scope_of(
-    interests: Sequence[Interest],
+    selectors: Sequence[Selector],
     *,
     state_database: str,
     pipeline: Sequence[Mapping[str, Any]] = (),
@@ -249,12 +259,12 @@ def scope_of(
     before_change: str | None = None,
 ) -> Scope:
     """
-    The narrowest stream that serves all interests.
+    The narrowest stream that serves all subscriptions.
 
     Raises:
         ConfigurationError: when a source lies in the bridge's own state database.
     """
-    sources = sorted({source for interest in interests for source in interest.sources}, key=str)
+    sources = sorted({source for selector in selectors for source in selector.sources}, key=str)
     for source in sources:
         if source.database == state_database:
             raise ConfigurationError(
@@ -264,7 +274,7 @@ def scope_of(
     databases = {source.database for source in sources}
     database = databases.pop() if len(databases) == 1 else None
     collection = sources[0].collection if len(sources) == 1 else None
-    stages = [_match(sources, interests, database, collection, state_database), *_flags(interests), *pipeline]
+    stages = [_match(sources, selectors, database, collection, state_database), *_flags(selectors), *pipeline]
     options = {}
     if full_document not in (None, "default"):
         options["full_document"] = str(full_document)
@@ -275,7 +285,7 @@ def scope_of(
 
 def _match(
     sources: Sequence[Source],
-    interests: Sequence[Interest],
+    selectors: Sequence[Selector],
     database: str | None,
     collection: str | None,
     state_database: str,
@@ -286,7 +296,7 @@ def _match(
         wanted += [_namespaces(sources)] if all(source.database for source in sources) else []
     if database is None:
         wanted.append({"ns.db": {"$ne": state_database}})
-    operations = frozenset().union(*(interest.filter.operations for interest in interests))
+    operations = frozenset().union(*(selector.filter.operations for selector in selectors))
     wanted.append({"operationType": {"$in": sorted(operations)}})
     return {"$match": {"$or": [{"operationType": "invalidate"}, {"$and": wanted}]}}
 
@@ -302,11 +312,11 @@ def _namespaces(sources: Sequence[Source]) -> dict[str, Any]:
     return {"$or": clauses}
 
 
-def _flags(interests: Sequence[Interest]) -> list[dict[str, Any]]:
+def _flags(selectors: Sequence[Selector]) -> list[dict[str, Any]]:
     flags = {
-        interest.name: {"$cond": [interest.filter.match, True, False]}
-        for interest in interests
-        if interest.filter.match is not None
+        selector.name: {"$cond": [selector.filter.match, True, False]}
+        for selector in selectors
+        if selector.filter.match is not None
     }
     return [{"$addFields": {FLAGS: flags}}] if flags else []
 

@@ -36,15 +36,14 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_make_aware
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import Change, describe
+from mongo_celery.bridge.change import Change, decoded, describe
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.claims import Claim
-from mongo_celery.bridge.state.concern import state_concern
-from mongo_celery.bridge.state.dead_letters import letter
+from mongo_celery.bridge.state.dead_letters import dead_letter
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.envelope import Run
-from mongo_celery.bridge.worker.side import WorkerSide
+from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, StaleFencingTokenError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
@@ -61,7 +60,7 @@ logger = logging.getLogger("mongo_celery.worker")
 _ANSWER_SECONDS = 30.0
 _PAUSES = Pauses(first=0.05, longest=1.0)
 _ERROR_CHARS = 2000
-_LETTER_BYTES = 15 << 20
+_DEAD_LETTER_BYTES = 15 << 20
 
 current: contextvars.ContextVar[Execution | None] = contextvars.ContextVar("mongo_celery_execution", default=None)
 """The execution whose handler runs in this context."""
@@ -78,7 +77,9 @@ def persisted(write: Callable[[], bool], what: str) -> bool:
         write,
         deadline=time.monotonic() + _ANSWER_SECONDS,
         pauses=_PAUSES,
-        note=lambda error: logger.warning("writing %s failed, trying again: %s", what, error),
+        note=lambda error: logger.warning(
+            "writing %s failed, trying again: %s", what, error, extra={"event": "outcome_failed"}
+        ),
     )
 
 
@@ -121,7 +122,7 @@ class Execution:
         claim = self.claim = self._take_claim(started)
         if claim.crashes > self._wiring.options.max_crashes:
             self._fail(claim, self._crashed(claim), self._run.changes[0])
-        beats = self._wiring.of_process(WorkerSide).heartbeats
+        beats = self._wiring.of_process(WorkerRuntime).heartbeats
         beat = None if self._handler.transactional else beats.begin(claim, started)
         token = current.set(self)
         try:
@@ -155,7 +156,8 @@ class Execution:
 
     def _try_claim(self, started: float) -> Claim:
         run, owner = self._run, secrets.token_hex(8)
-        ttl = self._claim_ttl()
+        options = self._wiring.options
+        ttl = options.claim_ttl + (options.transaction_seconds if self._handler.transactional else 0)
         try:
             claim = self._store.claims.take(
                 run.partition_id,
@@ -167,7 +169,7 @@ class Execution:
                 ttl=ttl,
             )
         except PyMongoError as error:
-            said = explained(error, state_concern(self._wiring.options)) or short(error)
+            said = explained(error, self._wiring.state_concern) or short(error)
             logger.warning("claim of %s failed: %s", run.partition_id, said, extra={"event": "claim_failed"})
             self._relinquish(owner)
             raise
@@ -180,15 +182,15 @@ class Execution:
             raise Ignore
         return claim
 
-    def _claim_ttl(self) -> float:
-        options = self._wiring.options
-        return options.claim_ttl + (options.transaction_seconds if self._handler.transactional else 0)
-
     def _relinquish(self, owner: str) -> None:
         try:
             self._store.claims.relinquish(self._run.partition_id, owner)
         except PyMongoError:
-            logger.warning("could not end the claim of %s; it will lapse", self._run.partition_id)
+            logger.warning(
+                "could not end the claim of %s; it will lapse",
+                self._run.partition_id,
+                extra={"event": "claim_not_ended"},
+            )
 
     def _run_changes(
         self,
@@ -230,7 +232,9 @@ class Execution:
         except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
             if offset == 0:
                 self._first_failed(claim, raw, error)
-            logger.info("%s will be the head of its own run: %r", self._describe(raw), error)
+            logger.info(
+                "%s will be the head of its own run: %r", self._describe(raw), error, extra={"event": "run_cut"}
+            )
             return None
         except BaseException as error:
             self._record_crash(claim, done, error)
@@ -268,7 +272,7 @@ class Execution:
         elif policy == "skip":
             accepted = self._persist(lambda: self._store.claims.skip(claim, token))
         else:
-            document = self._letter(claim, token, raw, error)
+            document = self._dead_letter(claim, token, raw, error)
             accepted = self._persist(lambda: self._store.claims.set_aside(claim, token, document))
         if not accepted:
             self._refused(claim, policy)
@@ -281,12 +285,12 @@ class Execution:
         )
         raise error
 
-    def _letter(self, claim: Claim, token: Mapping[str, Any], raw: bytes, error: Exception) -> dict[str, Any]:
-        if len(raw) > _LETTER_BYTES:  # the letter must fit into a document: keep what names the change
+    def _dead_letter(self, claim: Claim, token: Mapping[str, Any], raw: bytes, error: Exception) -> dict[str, Any]:
+        if len(raw) > _DEAD_LETTER_BYTES:  # it must fit into a document: keep what names the change
             event = bson.decode(raw)
             kept = ("_id", "operationType", "clusterTime", "ns", "documentKey")
             raw = bson.encode({name: event[name] for name in kept if name in event})
-        return letter(
+        return dead_letter(
             bridge=self._run.bridge,
             subscription=self._run.subscription,
             partition=self._run.index,
@@ -314,7 +318,11 @@ class Execution:
             else:
                 self._store.claims.crash(claim, _text(error))
         except PyMongoError:
-            logger.warning("could not record the crash of %s; its claim will lapse", claim.partition_id)
+            logger.warning(
+                "could not record the crash of %s; its claim will lapse",
+                claim.partition_id,
+                extra={"event": "crash_not_recorded"},
+            )
 
     def _refused(self, claim: Claim, outcome: str) -> None:
         logger.warning(
@@ -355,15 +363,9 @@ class Execution:
 
     def _describe(self, raw: bytes) -> str:
         try:
-            return describe(bson.decode(raw, _LENIENT))
+            return describe(decoded(raw))
         except BSONError:
             return f"an undecodable event of {self._run.partition_id}"
-
-
-_LENIENT: bson.CodecOptions[Any] = bson.CodecOptions(
-    unicode_decode_error_handler="replace",
-    datetime_conversion=bson.codec_options.DatetimeConversion.DATETIME_AUTO,
-)
 
 
 def _token_of(raw: bytes) -> Mapping[str, Any]:

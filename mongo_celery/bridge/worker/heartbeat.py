@@ -24,7 +24,7 @@ _IDLE_SECONDS = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class Beat:
+class Heartbeat:
     """
     The heartbeat of one claim.
 
@@ -43,11 +43,11 @@ class Heartbeats:
     def __init__(self, claims: Claims, ttl: float) -> None:
         self._claims = claims
         self._period = ttl / 3
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def begin(self, claim: Claim, started: float) -> Beat:
+    def begin(self, claim: Claim, started: float) -> Heartbeat:
         """
         Keep a claim alive from now on.
 
@@ -55,7 +55,7 @@ class Heartbeats:
             claim: what to renew.
             started: monotonic time at which the claim call began.
         """
-        beat = Beat(claim, started + self._period)
+        beat = Heartbeat(claim, started + self._period)
         with self._changed:
             self._beats[id(beat)] = beat
             if self._thread is None:
@@ -63,7 +63,7 @@ class Heartbeats:
                 self._thread.start()
         return beat
 
-    def end(self, beat: Beat) -> None:
+    def end(self, beat: Heartbeat) -> None:
         """Renew it no more; a renewal may still be under way, and changes nothing once the claim has ended."""
         with self._changed:
             self._beats.pop(id(beat), None)
@@ -84,10 +84,12 @@ class Heartbeats:
                 try:
                     self._beat(beat)
                 except Exception:  # an end of this thread would let every claim of the process lapse
-                    logger.exception("heartbeat of %s failed", beat.claim.partition_id)
+                    logger.exception(
+                        "heartbeat of %s failed", beat.claim.partition_id, extra={"event": "heartbeat_crashed"}
+                    )
                     beat.due = time.monotonic() + self._period / 4
 
-    def _beat(self, beat: Beat) -> None:
+    def _beat(self, beat: Heartbeat) -> None:
         started = time.monotonic()
         try:
             alive = self._claims.extend(beat.claim)
@@ -111,7 +113,7 @@ class Heartbeats:
                 extra={"event": "claim_lost"},
             )
 
-    def _is_watched(self, beat: Beat) -> bool:
+    def _is_watched(self, beat: Heartbeat) -> bool:
         """An execution that has just ended clears its own claim; that is no loss."""
         with self._changed:
             return id(beat) in self._beats

@@ -35,7 +35,7 @@ from mongo_celery.bridge.worker.execution import (
     persisted,
     refuse_new_arguments,
 )
-from mongo_celery.bridge.worker.side import WorkerSide
+from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ChangeTask:
             raise HandlerUsageError(
                 f"{self.name} takes a Change; in a unit test make one with Change.build('insert', ns=...).",
             )
-        run = self.wiring.of_process(WorkerSide).open("run", args[0] if args else None, self.handler.name)
+        run = self.wiring.of_process(WorkerRuntime).open("run", args[0] if args else None, self.handler.name)
         if run is None:
             raise Ignore
         Execution(self.wiring, self.handler, run).execute(self._call_with)
@@ -233,7 +233,7 @@ def register_commit(app: Celery) -> None:
                 "dropped a commit message that names no bridge of this app", extra={"event": "envelope_refused"}
             )
             raise Ignore
-        run = wiring.of_process(WorkerSide).open("commit", envelope, None)
+        run = wiring.of_process(WorkerRuntime).open("commit", envelope, None)
         if run is None:
             raise Ignore
         claims = wiring.store.claims

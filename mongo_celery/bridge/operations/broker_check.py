@@ -9,7 +9,7 @@ from celery import Celery
 from kombu import Connection
 
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
-from mongo_celery.broker.connection import bounded_connection
+from mongo_celery.broker.connection import bounded_connection, demand_answer
 from mongo_celery.mongo.redaction import short
 
 BROKER_SECONDS = 3
@@ -35,7 +35,7 @@ def check_broker(app: Celery) -> Iterator[Finding]:
 def _check_connection(connection: Connection) -> Iterator[Finding]:
     where = connection.as_uri()  # masks the password
     try:
-        connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=BROKER_SECONDS)
+        demand_answer(connection, BROKER_SECONDS)
     except Exception as failure:  # noqa: BLE001 - every transport raises its own
         yield error(
             "broker",

@@ -16,11 +16,10 @@ from kombu.exceptions import OperationalError
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.leader import Leader, Relayout
-from mongo_celery.bridge.listener.term import Renewal
-from mongo_celery.bridge.state.concern import state_concern
+from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.state.leases import Leases, Term
-from mongo_celery.bridge.stream.source import Interest, Scope, scope_of
-from mongo_celery.broker.connection import bounded_connection
+from mongo_celery.bridge.stream.source import Scope, Selector
+from mongo_celery.broker.connection import reach_broker
 from mongo_celery.errors import (
     ConfigurationError,
     HistoryLostError,
@@ -31,13 +30,14 @@ from mongo_celery.errors import (
 from mongo_celery.mongo.oplog import check_topology
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import explained, is_transient
+from mongo_celery.mongo.verdicts import explained, is_transient, raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
 
+_PROTOCOL = 2
 _STANDBY_PAUSES = Pauses(first=0.4, longest=0.4, jitter=0.5)  # spreads standbys
 _SUSPICION_SECONDS = 2.0
 _SERVER_PAUSE = 1.0
@@ -82,13 +82,13 @@ class Listener:
             StreamError: the stream cannot go on; also HistoryLostError.
         """
         self._check_app()
-        interests, scope = self._plan()
+        selectors, scope = self._plan()
         self._wait_for_servers()
         leases = self._wiring.store.leases
         while not self._stopping.is_set():
             term = self._stand_by(leases)
             if term is not None:
-                self._lead(leases, term, interests, scope)
+                self._lead(leases, term, selectors, scope)
                 self._pause()  # whatever ended the term may end the next one as soon: no hot loop
 
     def _check_app(self) -> None:
@@ -98,22 +98,13 @@ class Listener:
         if conf.task_protocol != _PROTOCOL:
             raise ConfigurationError("task_protocol=1 cannot carry chains; use Celery's default, 2.")
 
-    def _plan(self) -> tuple[list[Interest], Scope]:
-        handlers = self._wiring.handlers
-        if not handlers:
+    def _plan(self) -> tuple[list[Selector], Scope]:
+        if not self._wiring.handlers:
             raise ConfigurationError(
                 f"bridge {self._options.name} has no handlers: import the module with the @bridge.on_change functions, "
                 "for example with include=[...] of the Celery app.",
             )
-        interests = [handler.interest(self._wiring.default_database) for handler in handlers]
-        scope = scope_of(
-            interests,
-            state_database=self._options.database,
-            pipeline=self._options.pipeline,
-            full_document=self._options.full_document,
-            before_change=self._options.full_document_before_change,
-        )
-        return interests, scope
+        return self._wiring.stream()
 
     def _wait_for_servers(self) -> None:
         """Both servers must answer once, within `start_timeout`; later absences are waited out."""
@@ -132,22 +123,17 @@ class Listener:
             self._stopping.wait(_SERVER_PAUSE)
 
     def _missing_server(self) -> tuple[str, str] | None:
+        # By default the driver would look for a server for longer than a short `start_timeout`.
+        bound = min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS)
         try:
-            # By default the driver would look for a server for longer than a short `start_timeout`.
-            with pymongo.timeout(min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS)):
+            with pymongo.timeout(bound):
                 check_topology(self._wiring.client)
             self._wiring.store.leases.ensure()
         except PyMongoError as error:
-            final = explained(error, state_concern(self._options))
-            if final is not None:
-                raise final from error
-            if not is_transient(error):
-                raise
+            raise_if_final(error, self._wiring.state_concern)
             return "MongoDB", short(error)
         try:
-            bound = int(min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS))
-            with bounded_connection(self._wiring.app, bound) as connection:
-                connection.ensure_connection(max_retries=1, interval_start=0, timeout=bound)
+            reach_broker(self._wiring.app, int(bound))
         except (OperationalError, OSError) as error:
             return "the broker", short(error)
         return None
@@ -161,7 +147,10 @@ class Listener:
                 leases.ensure()
                 impossible = leases.suspicious()
                 if impossible is not None:
-                    logger.error("the lease's expiry is impossible; taking it over as seen")
+                    logger.error(
+                        "the lease's expiry is impossible; taking it over as seen",
+                        extra={"event": "lease_expiry_impossible"},
+                    )
                     term = leases.acquire(observed=impossible)
             if term is not None:
                 self._stands_by = False
@@ -170,17 +159,17 @@ class Listener:
                 self._stands_by = True
                 logger.info("standing by: another listener leads", extra={"event": "standing_by"})
         except PyMongoError as error:
-            final = explained(error, state_concern(self._options))
+            final = explained(error, self._wiring.state_concern)
             if final is not None:
                 raise final from error
-            logger.warning("standing by; MongoDB does not answer: %s", error)
+            logger.warning("standing by; MongoDB does not answer: %s", error, extra={"event": "server_awaited"})
         self._pause()
         return None
 
     def _pause(self) -> None:
         self._stopping.wait(_STANDBY_PAUSES.nth())
 
-    def _lead(self, leases: Leases, term: Term, interests: list[Interest], scope: Scope) -> None:
+    def _lead(self, leases: Leases, term: Term, selectors: list[Selector], scope: Scope) -> None:
         """One term, from its acquisition to its end."""
         logger.info(
             "leading bridge %s with version %d",
@@ -192,11 +181,11 @@ class Listener:
         renewal.start()
         error: MongoCeleryError | None = None
         try:
-            self._lead_until_done(renewal, interests, scope)
+            self._lead_until_done(renewal, selectors, scope)
         except LeaseLostError:
             logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
         except PyMongoError as failure:
-            error = explained(failure, state_concern(self._options))
+            error = explained(failure, self._wiring.state_concern)
             if error is not None:
                 raise error from failure
             if not is_transient(failure):
@@ -210,12 +199,12 @@ class Listener:
             renewal.stop()
             self._release(leases, renewal, error)
 
-    def _lead_until_done(self, renewal: Renewal, interests: list[Interest], scope: Scope) -> None:
+    def _lead_until_done(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:
         while True:
             self._leader = Leader(
                 self._wiring,
                 renewal,
-                interests,
+                selectors,
                 scope,
                 self._stopping,
                 self._on_history_lost or self._options.on_history_lost,
@@ -236,11 +225,12 @@ class Listener:
             if leases.release(renewal.term, state, str(error) if error else None):
                 logger.info("lease released", extra={"event": "lease_released"})
         except PyMongoError as failure:
-            logger.warning("could not release the lease; it expires by itself: %s", failure)
+            logger.warning(
+                "could not release the lease; it expires by itself: %s",
+                failure,
+                extra={"event": "lease_not_released"},
+            )
 
     def _report(self) -> dict[str, object]:
         leader = self._leader
         return leader.report() if leader is not None else {}
-
-
-_PROTOCOL = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.operations.broker import BROKER_SECONDS
+from mongo_celery.bridge.operations.broker_check import BROKER_SECONDS
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.connection import bounded_connection

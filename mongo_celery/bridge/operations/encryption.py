@@ -16,7 +16,7 @@ _PLAIN_BROKERS = {"redis", "amqp", "pyamqp", "librabbitmq", "sentinel"}
 _TRUE = {"true", "1"}
 
 
-def check_exposure(wiring: Wiring) -> Iterator[Finding]:
+def check_encryption(wiring: Wiring) -> Iterator[Finding]:
     """Whether documents and passwords leave this machine unencrypted."""
     yield judge_hosts("mongodb_tls", "MongoDB", plain_mongodb_hosts(wiring.url), "add tls=true to its URL")
     conf = wiring.app.conf

@@ -1,4 +1,4 @@
-"""What one worker process holds of a bridge beside its wiring: its heartbeats, the key of its envelopes."""
+"""A bridge's runtime in one worker process: the heartbeats of its claims, the key of its envelopes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.state.concern import state_concern
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.envelope import Run, unseal
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
@@ -21,9 +20,9 @@ logger = logging.getLogger("mongo_celery.worker")
 _KEY_SECONDS = 5.0
 
 
-class WorkerSide:
+class WorkerRuntime:
     """
-    A bridge inside one worker process, used by all threads of the process: `wiring.of_process(WorkerSide)`.
+    A bridge inside one worker process, used by all threads of the process: `wiring.of_process(WorkerRuntime)`.
 
     Args:
         wiring: of the bridge.
@@ -31,7 +30,7 @@ class WorkerSide:
 
     def __init__(self, wiring: Wiring) -> None:
         self.heartbeats = Heartbeats(wiring.store.claims, wiring.options.claim_ttl)
-        self._options = wiring.options
+        self._wiring = wiring
         self._leases = wiring.store.leases
         self._key: bytes | None = None
         self._key_read = 0.0
@@ -50,16 +49,25 @@ class WorkerSide:
             logger.warning(
                 "dropped a %s message for bridge %s that is forged, damaged or from another installation",
                 kind,
-                self._options.name,
+                self._wiring.name,
                 extra={"event": "envelope_refused"},
             )
             return None
         except PyMongoError as error:
-            said = explained(error, state_concern(self._options)) or short(error)
-            logger.warning("cannot verify a message for bridge %s: %s", self._options.name, said)
+            said = explained(error, self._wiring.state_concern) or short(error)
+            logger.warning(
+                "cannot verify a message for bridge %s: %s",
+                self._wiring.name,
+                said,
+                extra={"event": "envelope_unverified"},
+            )
             return None
-        if run.bridge != self._options.name or (subscription is not None and run.subscription != subscription):
-            logger.warning("dropped a message of %s that was sent to another handler", run.partition_id)
+        if run.bridge != self._wiring.name or (subscription is not None and run.subscription != subscription):
+            logger.warning(
+                "dropped a message of %s that was sent to another handler",
+                run.partition_id,
+                extra={"event": "envelope_misdirected"},
+            )
             return None
         return run
 
