@@ -84,6 +84,7 @@ class Backing:
         self.counters = Counters()
         self._source = source
         self._options = options
+        self._indexed = False
         self._circuit_open_until = 0.0
 
     @per_process
@@ -106,10 +107,17 @@ class Backing:
         """Writes changes and entries."""
         return Writer(self.collection, max_pending=self._options.max_pending, claim_ttl=self._options.claim_ttl)
 
-    @per_process
+    @property
     def relay(self) -> Relay:
         """Delivers documents; the index exists afterwards."""
-        index.ensure(self.collection)
+        relay = self._relay
+        if not self._indexed:
+            index.ensure(self.collection)
+            self._indexed = True
+        return relay
+
+    @per_process
+    def _relay(self) -> Relay:
         return Relay(
             self.plain,
             self.publisher,

@@ -127,7 +127,8 @@ def concern_of(outbox: Outbox) -> Concern:
     documents, dead_letters = outbox.collection.full_name, outbox.dead_letters.full_name
     return Concern(
         f"the outbox's collection {documents} or its dead letters, {dead_letters}",
-        f"find, insert, update and createIndex on {documents}, and find, insert, update and remove on {dead_letters}",
+        f"find, insert, update, remove and createIndex on {documents}, and find, insert, update and remove on "
+        f"{dead_letters}",
     )
 
 

@@ -33,7 +33,6 @@ from pymongo.errors import DuplicateKeyError, PyMongoError
 
 from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.forking import per_process
 from mongo_celery.locking import transactional
 from mongo_celery.mongo.expressions import after, created, literal
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
@@ -66,8 +65,7 @@ def once(
     of a chain gets its argument, a chord its part.
 
     Args:
-        collection: where ids are remembered, or a callable that returns it, asked once in each process; all users
-            of it share the ids.
+        collection: where ids are remembered, or a callable that returns it; all users of it share the ids.
         keep: seconds or `timedelta` for which a finished id is remembered. A duplicate that comes later runs.
         claim_ttl: without `session`: how long a run keeps duplicates away; longer than the function takes. After a
             crash the duplicate runs when it is over.
@@ -128,13 +126,16 @@ class Marks:
         self._source = source
         self._keep = keep
         self._claim_ttl = claim_ttl
+        self._indexed = False
 
-    @per_process
+    @property
     def collection(self) -> Collection[dict[str, Any]]:
         """With majority writes; its TTL index exists afterwards."""
         given = collection_of(self._source)
         opened = strict(given, plain_types(given))
-        opened.create_index([("expiresAt", 1)], name=_INDEX, expireAfterSeconds=0)
+        if not self._indexed:
+            opened.create_index([("expiresAt", 1)], name=_INDEX, expireAfterSeconds=0)
+            self._indexed = True
         return opened
 
     def claim(self, identity: Any) -> MarkClaim:
