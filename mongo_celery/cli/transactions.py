@@ -77,13 +77,13 @@ def show(ctx: click.Context, id: str, name: str | None) -> None:  # noqa: A002
 
 @transactions.command()
 @AGE
-@click.option("--all", "anybodys", is_flag=True, help="Also those of other applications.")
+@click.option("--all", "any_application", is_flag=True, help="Also those of other applications.")
 @click.option("--limit", type=click.IntRange(min=1), default=_RECOVER_LIMIT, show_default=True, help="At most so many.")
 @NAME
 @JSON
 @click.pass_context
 def recover(
-    ctx: click.Context, older_than: float | None, anybodys: bool, limit: int, name: str | None, as_json: bool
+    ctx: click.Context, older_than: float | None, any_application: bool, limit: int, name: str | None, as_json: bool
 ) -> None:
     """
     Finish what was left pending, applied or canceling.
@@ -92,7 +92,7 @@ def recover(
     """
     chosen = _chosen(ctx, name)
     with one_sentence_errors(lambda: chosen.log.concern):
-        report = chosen.recover(older_than, all=anybodys, limit=limit)
+        report = chosen.recover(older_than, all=any_application, limit=limit)
     for each in report:
         if as_json:
             click.echo(_json({"id": each.id, "before": each.before, "after": each.after, "error": each.error}))
@@ -105,7 +105,7 @@ def recover(
 
 @transactions.command()
 @click.argument("id", metavar="ID")
-@click.option("--all", "anybodys", is_flag=True, help="Also one of another application.")
+@click.option("--all", "any_application", is_flag=True, help="Also one of another application.")
 @click.option("--reason", default="canceled on the command line", show_default=True, help="Kept with the transaction.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @NAME
@@ -114,7 +114,7 @@ def recover(
 def cancel(
     ctx: click.Context,
     id: str,  # noqa: A002
-    anybodys: bool,
+    any_application: bool,
     reason: str,
     yes: bool,
     name: str | None,
@@ -128,7 +128,7 @@ def cancel(
         click.echo(_json(document), err=True)
         click.confirm("Roll this transaction back?", abort=True, err=True)
     with one_sentence_errors(lambda: chosen.log.concern):
-        after = chosen.cancel(document["_id"], reason, all=anybodys)
+        after = chosen.cancel(document["_id"], reason, all=any_application)
     plain = {"id": after.id, "state": str(after.state), "reason": after.reason}
     click.echo(_json(plain) if as_json else f"{_text(after.id)}: {after.state}")
 

@@ -80,7 +80,11 @@ class OutboxCollector(Collector):
             _add(families, "dispatched", name, counters.dispatched)
             _add(families, "failures", name, counters.failures)
             if status is not None:
-                _gauges_of(families, name, status)
+                _add(families, "documents", name, status.documents)
+                _add(families, "pending", name, status.pending)
+                _add(families, "failing_documents", name, status.failing)
+                _add(families, "oldest_age_seconds", name, status.oldest_seconds or 0.0)
+                _add(families, "dead_letters", name, status.dead_letters)
         yield from families.values()
 
     def _status(self, outbox: Outbox) -> OutboxStatus | None:
@@ -119,14 +123,6 @@ def _families() -> _Families:
         **{name: GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS) for name, text in gauges.items()},
         **{name: CounterMetricFamily(_PREFIX + name, text, labels=_LABELS) for name, text in counters.items()},
     }
-
-
-def _gauges_of(families: _Families, name: str, status: OutboxStatus) -> None:
-    _add(families, "documents", name, status.documents)
-    _add(families, "pending", name, status.pending)
-    _add(families, "failing_documents", name, status.failing)
-    _add(families, "oldest_age_seconds", name, status.oldest_seconds or 0.0)
-    _add(families, "dead_letters", name, status.dead_letters)
 
 
 def _add(families: _Families, metric: str, name: str, value: float) -> None:

@@ -67,7 +67,7 @@ class Completion:
                 raise stuck(current, error) from error
         return transaction
 
-    def persist(
+    def until_answered(
         self,
         attempt: Callable[[], Result],
         deadline: float | None = None,
@@ -89,9 +89,9 @@ class Completion:
         """
         deadline = time.monotonic() + self._timeout if deadline is None else deadline
         try:
-            return until_answered(attempt, deadline=deadline, pauses=_PAUSES, repeatable=_passes)
+            return until_answered(attempt, deadline=deadline, pauses=_PAUSES, repeatable=_is_repeatable)
         except (PyMongoError, BusyError) as error:
-            if not _passes(error):
+            if not _is_repeatable(error):
                 raise
             raise TransactionTimeoutError(
                 f"MongoDB did not let it get on in time ({short(error)}); {hint}.",
@@ -105,9 +105,9 @@ class Completion:
         """A step; if an answer was lost and the step had been done after all, go on from there."""
         hint = NOT_BEGUN if seen.state is State.INITIAL else FINISHED_BY_RECOVERY
         try:
-            return self.persist(lambda: step(seen), deadline, hint=hint, id=seen.id)
+            return self.until_answered(lambda: step(seen), deadline, hint=hint, id=seen.id)
         except OvertakenError:
-            now = self.persist(lambda: self._log.get(seen.id), deadline, id=seen.id)
+            now = self.until_answered(lambda: self._log.get(seen.id), deadline, id=seen.id)
             if now.driver != coordinator.identity:
                 raise
             return now
@@ -115,7 +115,7 @@ class Completion:
     def _awaited(self, transaction_id: Any, deadline: float) -> Transaction:
         count = 0
         while True:
-            now = self.persist(lambda: self._log.get(transaction_id), deadline, id=transaction_id)
+            now = self.until_answered(lambda: self._log.get(transaction_id), deadline, id=transaction_id)
             if now.state.is_final:
                 return now
             if time.monotonic() >= deadline:
@@ -129,7 +129,7 @@ class Completion:
             count += 1
 
 
-def _passes(error: Exception) -> bool:
+def _is_repeatable(error: Exception) -> bool:
     return isinstance(error, BusyError) or is_transient(error)
 
 

@@ -87,13 +87,18 @@ class TransactionLog:
         """Understand a document; errors as of `states.read_transaction`."""
         return read_transaction(document, self._accounts)
 
-    def claim(self, seen: Transaction, coordinator: ObjectId, *, anybodys: bool = False) -> Transaction | None:
+    def claim(self, seen: Transaction, coordinator: ObjectId, *, any_application: bool = False) -> Transaction | None:
         """Take a transaction nobody has begun: initial becomes pending. None if somebody was faster."""
-        guard = {"_id": {"$eq": seen.id}, "state": str(State.INITIAL), **({} if anybodys else self._ours())}
+        guard = {"_id": {"$eq": seen.id}, "state": str(State.INITIAL), **({} if any_application else self._ours())}
         return self._update(guard, {"state": str(State.PENDING), **self._marks(coordinator)}, version=True)
 
     def take_over(
-        self, seen: Transaction, coordinator: ObjectId, *, older_than: float | None = None, anybodys: bool = False
+        self,
+        seen: Transaction,
+        coordinator: ObjectId,
+        *,
+        older_than: float | None = None,
+        any_application: bool = False,
     ) -> Transaction | None:
         """
         Become the coordinator of an unfinished transaction, in the state and version that were seen.
@@ -102,10 +107,10 @@ class TransactionLog:
             seen: as it was read.
             coordinator: who takes it.
             older_than: only if its last step was so many seconds ago, by the server's clock.
-            anybodys: whether it may belong to another application.
+            any_application: whether it may belong to another application.
         """
         guard: Document = dict(seen.guard)
-        if not anybodys:
+        if not any_application:
             guard.update(self._ours())
         if older_than is not None:
             guard["$expr"] = _older_than(older_than)
@@ -142,18 +147,18 @@ class TransactionLog:
         return bool(self.collection.update_one(guard, change).matched_count)
 
     def abandoned(
-        self, older_than: float, *, anybodys: bool, limit: int, without: Sequence[Any] = ()
+        self, older_than: float, *, any_application: bool, limit: int, without: Sequence[Any] = ()
     ) -> list[Document]:
         """
         Documents that were left unfinished, the oldest step first: what recovery takes over.
 
         Args:
             older_than: seconds since the last step, by the server's clock.
-            anybodys: also those of other applications.
+            any_application: also those of other applications.
             limit: how many at most.
             without: ids that were looked at already.
         """
-        whose: Document = {} if anybodys else self._ours()
+        whose: Document = {} if any_application else self._ours()
         left = {"state": {"$in": [str(state) for state in UNFINISHED]}}
         queued = {"state": str(State.INITIAL), "queuedAt": {"$exists": True}}
         condition = {**whose, "$or": [left, queued], "$expr": _older_than(older_than), "_id": {"$nin": list(without)}}

@@ -35,7 +35,9 @@ class Recovery:
     error: str | None = None
 
 
-def recover(log: TransactionLog, completion: Completion, age: float, *, anybodys: bool, limit: int) -> list[Recovery]:
+def recover(
+    log: TransactionLog, completion: Completion, age: float, *, any_application: bool, limit: int
+) -> list[Recovery]:
     """
     Finish what was left: pending and applied go forward, canceling goes back.
 
@@ -43,7 +45,7 @@ def recover(log: TransactionLog, completion: Completion, age: float, *, anybodys
         log: of the transactions.
         completion: of transactions of this log.
         age: seconds since the last step, by the server's clock.
-        anybodys: also those of other applications.
+        any_application: also those of other applications.
         limit: how many are taken over at most. What cannot be read does not count: it stays the oldest for ever,
             and would keep all others from their turn.
     """
@@ -52,13 +54,13 @@ def recover(log: TransactionLog, completion: Completion, age: float, *, anybodys
     left = limit
     while left > 0:
         wanted = left
-        found = completion.persist(
-            lambda wanted=wanted: log.abandoned(age, anybodys=anybodys, limit=wanted, without=seen),  # type: ignore[misc]
+        found = completion.until_answered(
+            lambda wanted=wanted: log.abandoned(age, any_application=any_application, limit=wanted, without=seen),  # type: ignore[misc]
             hint="recover again",
         )
         for document in found:
             seen.append(document["_id"])
-            taken, became = _recover_one(log, completion, document, age, anybodys=anybodys)
+            taken, became = _recover_one(log, completion, document, age, any_application=any_application)
             left -= taken
             if became is not None:
                 report.append(became)
@@ -68,7 +70,7 @@ def recover(log: TransactionLog, completion: Completion, age: float, *, anybodys
 
 
 def _recover_one(
-    log: TransactionLog, completion: Completion, document: Mapping[str, Any], age: float, *, anybodys: bool
+    log: TransactionLog, completion: Completion, document: Mapping[str, Any], age: float, *, any_application: bool
 ) -> tuple[bool, Recovery | None]:
     """Whether it was taken over, and what to report; nothing if another was faster."""
     identity, before = document["_id"], str(document["state"])
@@ -76,9 +78,9 @@ def _recover_one(
     try:
         read, coordinator = log.read(document), completion.new_coordinator()
         if read.state is State.INITIAL:
-            taken = log.claim(read, coordinator.identity, anybodys=anybodys)
+            taken = log.claim(read, coordinator.identity, any_application=any_application)
         else:
-            taken = log.take_over(read, coordinator.identity, older_than=age, anybodys=anybodys)
+            taken = log.take_over(read, coordinator.identity, older_than=age, any_application=any_application)
         if taken is None:
             return False, None
         after = str(completion.to_the_end(taken).state)

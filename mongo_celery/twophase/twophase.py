@@ -213,7 +213,7 @@ class TwoPhaseCommit:
             TransactionTimeoutError: MongoDB did not answer in time. Recovery will finish it if it was begun; the
                 message says when that is not known, and `run` may be called again in any case.
         """
-        ended = self._completion.to_the_end(self._taken(id))
+        ended = self._completion.to_the_end(self._taken_over(id))
         if ended.state is State.CANCELED:
             raise TransactionCanceledError(
                 f"transaction {ended.id!r} was rolled back: {ended.reason or 'canceled'}.",
@@ -298,11 +298,13 @@ class TwoPhaseCommit:
                     state=seen.state,
                 )
             if seen.state is State.CANCELING:
-                return still_mine(self.log.take_over(seen, self._completion.new_coordinator().identity, anybodys=all))
+                return still_mine(
+                    self.log.take_over(seen, self._completion.new_coordinator().identity, any_application=all)
+                )
             return seen
 
         hint = "whether it is being canceled is not known: cancel it again"
-        return self._completion.to_the_end(self._completion.persist(attempt, hint=hint, id=id))
+        return self._completion.to_the_end(self._completion.until_answered(attempt, hint=hint, id=id))
 
     def compensate(self, id: Any) -> Any:  # noqa: A002
         """
@@ -355,7 +357,7 @@ class TwoPhaseCommit:
             What became of each; one that fails does not stop the others.
         """
         age = self.older_than if older_than is None else not_negative(older_than, "older_than")
-        return recover(self.log, self._completion, age, anybodys=all, limit=limit)
+        return recover(self.log, self._completion, age, any_application=all, limit=limit)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -379,10 +381,10 @@ class TwoPhaseCommit:
         hint = (
             f"whether transaction {identity!r} was stored is not known, but nothing was changed: run it, or begin anew"
         )
-        self._completion.persist(attempt, hint=hint, id=identity)
+        self._completion.until_answered(attempt, hint=hint, id=identity)
         return identity
 
-    def _taken(self, id: Any) -> Transaction:  # noqa: A002
+    def _taken_over(self, id: Any) -> Transaction:  # noqa: A002
         """An initial transaction as it is, an unfinished one under a new version."""
 
         def attempt() -> Transaction:
@@ -392,7 +394,7 @@ class TwoPhaseCommit:
                 return seen
             return still_mine(self.log.take_over(seen, self._completion.new_coordinator().identity))
 
-        return self._completion.persist(attempt, hint=NOT_BEGUN, id=id)
+        return self._completion.until_answered(attempt, hint=NOT_BEGUN, id=id)
 
     def _refuse_foreign(self, seen: Transaction, *, allowed: bool) -> None:
         if not allowed and seen.application not in {None, self.application}:

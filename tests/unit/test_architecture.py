@@ -266,8 +266,7 @@ def ambiguous(meanings: dict[str, list[str]]) -> dict[str, list[str]]:
 
 def test_no_module_or_class_name_has_two_meanings() -> None:
     """One word for one thing: of a class in the whole package, of a module inside its feature; nobody is excepted."""
-    found = ambiguous(meanings_of_classes(trees())) | ambiguous(meanings_of_modules(trees()))
-    assert found == {}
+    assert ambiguous(meanings_of_classes(trees())) | ambiguous(meanings_of_modules(trees())) == {}
 
 
 def test_the_search_for_ambiguous_names_finds_them() -> None:
