@@ -1,4 +1,4 @@
-"""The fenced view of a PyMongo collection: writes that an older execution cannot undo (see `fencing`)."""
+"""The fenced view of a PyMongo collection: writes that an older execution cannot undo (see `fence`)."""
 
 from mongo_celery.bridge.fenced.collection import TOMBSTONE_TTL, FencedCollection
 from mongo_celery.bridge.fenced.tombstones import SUFFIX as TOMBSTONES
