@@ -18,7 +18,8 @@ class PerProcess(Generic[T]):
     Any thread may ask; those that ask at once get the same value. What the parent has made is left to the parent.
 
     Args:
-        make: makes the value. What it raises goes to who asked, and the next one tries again.
+        make: makes the value. What it raises goes to who asked, and the next one tries again. It must not wait for a
+            server: others would wait behind it, one after the other.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:

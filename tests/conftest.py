@@ -30,4 +30,4 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """What `-n auto` means; tests that are named one by one stay in this process, where a debugger reaches them."""
     if all("::" in argument for argument in config.args):
         return 0
-    return min(_PROCESSES_PER_CORE * len(os.sched_getaffinity(0)), _PROCESSES_MAX)
+    return min(_PROCESSES_PER_CORE * (os.cpu_count() or 1), _PROCESSES_MAX)

@@ -77,7 +77,7 @@ def run(transfer: Callable[[int, int, int], object], count: int) -> float:
 
 
 def recover(bank: TwoPhaseCommit, database: Any) -> bool:
-    """A transaction over three collections whose driver has died after the first change."""
+    """A transaction over three collections whose coordinator has died after the first change."""
     database["stock"].insert_one({"_id": "lamp", "left": 5})
     database["orders"].insert_one({"_id": 1, "state": "new"})
     sold = bank.begin(

@@ -229,8 +229,8 @@ class Bridge:
         handler = self.wiring.judged(make)
         self.wiring.add(handler)
         if bound is not None:
-            return make_task(self.wiring, bound, handler, dict(task_options))
-        self._waiting.append(lambda app: make_task(self.wiring, app, handler, dict(task_options)))
+            return make_task(self.wiring, bound, handler, {"bridge": self, **task_options})
+        self._waiting.append(lambda app: make_task(self.wiring, app, handler, {"bridge": self, **task_options}))
         return Proxy(lambda: self.app.tasks[handler.task_name])
 
 

@@ -13,9 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from celery.app.task import Task
-from celery.local import Proxy
-
 from mongo_celery.arguments import check_choice, check_name, nearest
 from mongo_celery.bridge.options import FAILURE_POLICIES, UNAVAILABLE, BridgeOptions, PartitionKey
 from mongo_celery.bridge.partitioning import Partitioner, partitioner
@@ -166,9 +163,11 @@ def refuse_function_as_source(sources: Iterable[object]) -> None:
     A decorator without parentheses takes the function for a source, and would register nothing.
 
     Judged by the type alone: a collection has every attribute, and a task's proxy may not be ready to be asked.
+    A model is a class, and PyMongo's collections are callable only to say that they are not.
     """
     for source in sources:
-        if issubclass(type(source), (Proxy, Task)) or inspect.isroutine(source):
+        kind = type(source)
+        if callable(source) and not issubclass(kind, type) and not kind.__module__.startswith("pymongo."):
             raise ConfigurationError(
                 'on_change was given a function, and needs a source: write @bridge.on_change("db.collection") above '
                 "the function.",

@@ -38,3 +38,9 @@ def bounded_connection(app: Celery, seconds: int, *, confirm: bool = False) -> C
 def demand_answer(connection: Connection, seconds: int) -> None:
     """Have the broker answer, with one attempt more where the first fails; raises what its transport raises."""
     connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=seconds)
+
+
+def reach_broker(app: Celery, seconds: int) -> None:
+    """Have the broker take a new connection, within a bound; raises what its transport raises."""
+    with bounded_connection(app, seconds) as connection:
+        demand_answer(connection, seconds)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,13 @@ from mongo_celery.cli.apps import all_of, console_of, json_option, one_sentence_
 
 if TYPE_CHECKING:
     from mongo_celery.outbox import Outbox
-    from mongo_celery.outbox.replay import Letter
+    from mongo_celery.outbox.replay import DeadLetter
 
-_LETTERS = 50
+_LIMIT = 50
 _DOCUMENTS = 1000
 
 NAME = click.option("--name", metavar="NAME", help="The outbox, where the app has several.")
-JSON = json_option("outbox or letter")
+JSON = json_option("outbox or dead letter")
 IDS = click.argument("ids", metavar="ID...", nargs=-1)
 
 
@@ -84,12 +85,11 @@ def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | 
     As the sweep that beat starts; both may run at once. Ends with status 1 if something could not be
     delivered.
     """
-    from mongo_celery.outbox.health import concern_of, reach
+    from mongo_celery.mongo.redaction import without_credentials
 
     failed = False
     for each in _outboxes(ctx, name):
-        with one_sentence_errors(partial(concern_of, each)):
-            reach(each)
+        with _reached(each):
             delivery = each.sweep(older_than=older_than, limit=limit)
         failed = failed or delivery.error is not None
         if as_json:
@@ -97,7 +97,7 @@ def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | 
 
             click.echo(json.dumps({"outbox": each.name, **asdict(delivery)}))
         else:
-            error = "" if delivery.error is None else f", {delivery.left} left: {_clean(delivery.error)}"
+            error = "" if delivery.error is None else f", {delivery.left} left: {without_credentials(delivery.error)}"
             click.echo(f"{each.name}: {delivery.dispatched} dispatched, {delivery.dead} became dead letters{error}")
     ctx.exit(1 if failed else 0)
 
@@ -111,26 +111,24 @@ def dead_letters() -> None:
 
 
 @dead_letters.command("list")
-@click.option("--limit", type=click.IntRange(min=1), default=_LETTERS, show_default=True, help="Letters of an outbox.")
+@click.option("--limit", type=click.IntRange(min=1), default=_LIMIT, show_default=True, help="Of each outbox.")
 @NAME
 @JSON
 @click.pass_context
-def list_letters(ctx: click.Context, limit: int, name: str | None, as_json: bool) -> None:
+def list_dead_letters(ctx: click.Context, limit: int, name: str | None, as_json: bool) -> None:
     """List dead letters, the oldest first."""
-    from mongo_celery.outbox.health import concern_of, reach
-    from mongo_celery.outbox.replay import letters
+    from mongo_celery.outbox import replay as commands
 
     for each in _outboxes(ctx, name):
-        with one_sentence_errors(partial(concern_of, each)):
-            reach(each)
-            found, count = letters(each, limit), each.dead_letters.count()
+        with _reached(each):
+            found, count = commands.dead_letters(each, limit), each.dead_letters.count()
         if as_json:
-            plain = [letter.plain(payload=False) for letter in found]
+            plain = [dead_letter.plain(payload=False) for dead_letter in found]
             click.echo(json.dumps({"outbox": each.name, "count": count, "letters": plain}))
         else:
-            from mongo_celery.cli.outbox_view import letters_view
+            from mongo_celery.cli.outbox_view import dead_letters_view
 
-            console_of(ctx).print(letters_view(each.name, found, count))
+            console_of(ctx).print(dead_letters_view(each.name, found, count))
 
 
 @dead_letters.command()
@@ -141,13 +139,13 @@ def list_letters(ctx: click.Context, limit: int, name: str | None, as_json: bool
 @click.pass_context
 def show(ctx: click.Context, id: str, payload: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
     """Show one dead letter with its traceback."""
-    chosen, letter = _find(_outboxes(ctx, name), id)
+    chosen, found = _find(_outboxes(ctx, name), id)
     if as_json:
-        click.echo(json.dumps({"outbox": chosen.name, **letter.plain(payload=payload)}))
+        click.echo(json.dumps({"outbox": chosen.name, **found.plain(payload=payload)}))
         return
-    from mongo_celery.cli.outbox_view import letter_view
+    from mongo_celery.cli.outbox_view import dead_letter_view
 
-    console_of(ctx).print(letter_view(chosen.name, letter, payload=payload), soft_wrap=True)
+    console_of(ctx).print(dead_letter_view(chosen.name, found, payload=payload), soft_wrap=True)
 
 
 @dead_letters.command()
@@ -162,35 +160,35 @@ def replay(ctx: click.Context, /, ids: Sequence[str], everything: bool, **given:
     Put dead letters back into their documents.
 
     They come last there, with no attempts counted, and are delivered by the next sweep. Cure what they
-    failed of first. Where a document is gone its letter stays, and the command ends with status 1.
+    failed of first. Where a document is gone its dead letter stays, and the command ends with status 1.
     """
     if bool(ids) == everything:
         raise click.UsageError("name dead letters by their ids, or all of them with --all.")
     failed = False
     outboxes = _outboxes(ctx, given["name"])
-    pairs = _all_letters(outboxes) if everything else [(_find(outboxes, each)[0], each) for each in ids]
-    for chosen, letter_id in pairs:
-        failed = not _replay(chosen, letter_id, given["without_document"], given["as_json"]) or failed
+    pairs = _all_dead_letters(outboxes) if everything else [(_find(outboxes, each)[0], each) for each in ids]
+    for chosen, entry_id in pairs:
+        failed = not _replay(chosen, entry_id, given["without_document"], given["as_json"]) or failed
     if not pairs:
         click.echo("There are no dead letters.", err=True)
     ctx.exit(1 if failed else 0)
 
 
-def _replay(chosen: Outbox, letter_id: str, without_document: bool, as_json: bool) -> bool:
-    """Replay one letter; a refusal is shown, and does not keep the others."""
+def _replay(chosen: Outbox, entry_id: str, without_document: bool, as_json: bool) -> bool:
+    """Replay one dead letter; a refusal is shown, and does not keep the others."""
     from dataclasses import asdict
 
     from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
-    from mongo_celery.outbox import replay as letters
+    from mongo_celery.outbox import replay as commands
     from mongo_celery.outbox.health import concern_of
 
     with one_sentence_errors(partial(concern_of, chosen)):
         try:
-            done = letters.replay(chosen, letter_id, without_document=without_document)
+            done = commands.replay(chosen, entry_id, without_document=without_document)
         except (CommandRefusedError, OutboxRefusedError) as error:
             sentence = sentence_for(error)
             if as_json:
-                answer = {"outbox": chosen.name, "id": letter_id, "result": "refused", "error": sentence}
+                answer = {"outbox": chosen.name, "id": entry_id, "result": "refused", "error": sentence}
                 click.echo(json.dumps(answer))
             else:
                 click.echo(f"Error: {sentence}", err=True)
@@ -198,9 +196,9 @@ def _replay(chosen: Outbox, letter_id: str, without_document: bool, as_json: boo
     if as_json:
         click.echo(json.dumps({"outbox": chosen.name, **asdict(done)}))
     elif done.result == "pending":
-        click.echo(f"{letter_id}: pending again as {done.entry}; the next sweep delivers it.")
+        click.echo(f"{entry_id}: pending again as {done.entry}; the next sweep delivers it.")
     else:
-        click.echo(f"{letter_id}: published without its document.")
+        click.echo(f"{entry_id}: published without its document.")
     return True
 
 
@@ -212,18 +210,18 @@ def _replay(chosen: Outbox, letter_id: str, without_document: bool, as_json: boo
 @click.pass_context
 def discard(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
     """Throw one dead letter away. Its task or event will never be published."""
-    from mongo_celery.outbox import replay as letters
+    from mongo_celery.outbox import replay as commands
     from mongo_celery.outbox.health import concern_of
 
-    chosen, letter = _find(_outboxes(ctx, name), id)
+    chosen, found = _find(_outboxes(ctx, name), id)
     # It goes to standard error: it may be the only trace of the task.
-    click.echo(f"{id}: {letter.entry.get('name')} {letter.entry.get('argsrepr', '')}", err=True)
-    click.echo(f"  of document {letter.document!r} in {chosen.name}", err=True)
-    click.echo(f"  failed with {letter.error}", err=True)
+    click.echo(f"{id}: {found.entry.get('name')} {found.entry.get('argsrepr', '')}", err=True)
+    click.echo(f"  of document {found.document!r} in {chosen.name}", err=True)
+    click.echo(f"  failed with {found.error}", err=True)
     if not yes:
         click.confirm("Throw this dead letter away?", abort=True, err=True)
     with one_sentence_errors(partial(concern_of, chosen)):
-        gone = letters.discard(chosen, id)
+        gone = commands.discard(chosen, id)
     if as_json:
         click.echo(json.dumps({"outbox": chosen.name, "id": id, "discarded": gone}))
     else:
@@ -239,34 +237,34 @@ def _outboxes(ctx: click.Context, name: str | None) -> list[Outbox]:
     return all_of(ctx, OUTBOXES, name)
 
 
-def _find(outboxes: Sequence[Outbox], id: str) -> tuple[Outbox, Letter]:  # noqa: A002
-    """A letter and its outbox."""
+@contextmanager
+def _reached(outbox: Outbox) -> Iterator[None]:
+    """Inside, the primary has answered once, and errors are one sentence that names what the outbox needs."""
     from mongo_celery.outbox.health import concern_of, reach
-    from mongo_celery.outbox.replay import letter
+
+    with one_sentence_errors(partial(concern_of, outbox)):
+        reach(outbox)
+        yield
+
+
+def _find(outboxes: Sequence[Outbox], id: str) -> tuple[Outbox, DeadLetter]:  # noqa: A002
+    """A dead letter and its outbox."""
+    from mongo_celery.outbox.replay import dead_letter
 
     for each in outboxes:
-        with one_sentence_errors(partial(concern_of, each)):
-            reach(each)
-            found = letter(each, id)
+        with _reached(each):
+            found = dead_letter(each, id)
         if found is not None:
             return each, found
     names = ", ".join(each.name for each in outboxes)
     raise click.ClickException(f"there is no dead letter {id!r} in {names}; see `outbox dead-letters list`.")
 
 
-def _all_letters(outboxes: Sequence[Outbox]) -> list[tuple[Outbox, str]]:
-    from mongo_celery.outbox.health import concern_of, reach
-    from mongo_celery.outbox.replay import letters
+def _all_dead_letters(outboxes: Sequence[Outbox]) -> list[tuple[Outbox, str]]:
+    from mongo_celery.outbox import replay as commands
 
     found = []
     for each in outboxes:
-        with one_sentence_errors(partial(concern_of, each)):
-            reach(each)
-            found += [(each, letter.id) for letter in letters(each, 0)]
+        with _reached(each):
+            found += [(each, dead_letter.id) for dead_letter in commands.dead_letters(each, 0)]
     return found
-
-
-def _clean(text: str) -> str:
-    from mongo_celery.mongo.redaction import without_credentials
-
-    return without_credentials(text)

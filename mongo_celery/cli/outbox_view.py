@@ -14,7 +14,7 @@ from mongo_celery.cli.status_view import duration
 
 if TYPE_CHECKING:
     from mongo_celery.outbox.health import Health
-    from mongo_celery.outbox.replay import Letter
+    from mongo_celery.outbox.replay import DeadLetter
 
 _ERROR_CHARACTERS = 100
 
@@ -65,43 +65,43 @@ def plain_health(health: Health) -> dict[str, Any]:
     }
 
 
-def letters_view(outbox: str, found: Sequence[Letter], count: int) -> RenderableType:
-    """A table of letters, and how many are not in it."""
+def dead_letters_view(outbox: str, found: Sequence[DeadLetter], count: int) -> RenderableType:
+    """A table of dead letters, and how many are not in it."""
     title = Text.assemble((outbox, "bold"), f": {count} dead {'letter' if count == 1 else 'letters'}")
     if not found:
         return title
     table = _table("id", "since", "name", "document", "error")
-    for letter in found:
+    for each in found:
         table.add_row(
-            Text(letter.id),
-            Text(_moment(letter)),
-            Text(str(letter.entry.get("name", "?"))),
-            Text(repr(letter.document)),
-            Text(_cut(letter.error)),
+            Text(each.id),
+            Text(_moment(each)),
+            Text(str(each.entry.get("name", "?"))),
+            Text(repr(each.document)),
+            Text(_cut(each.error)),
         )
     rest = [Text(f"  and {count - len(found)} more: --limit")] if count > len(found) else []
     return Group(title, Padding(table, (0, 0, 0, 2), expand=False), *rest)
 
 
-def letter_view(outbox: str, letter: Letter, *, payload: bool) -> RenderableType:
-    """One letter with everything that is known."""
-    entry = letter.entry
+def dead_letter_view(outbox: str, found: DeadLetter, *, payload: bool) -> RenderableType:
+    """One dead letter with everything that is known."""
+    entry = found.entry
     facts = {
-        "id": letter.id,
+        "id": found.id,
         "outbox": outbox,
-        "document": repr(letter.document),
+        "document": repr(found.document),
         "kind": entry.get("kind", "?"),
         "name": entry.get("name", "?"),
         "arguments": entry.get("argsrepr", ""),
         "written": entry.get("at", "?"),
-        "set aside": _moment(letter),
+        "set aside": _moment(found),
         "failed before": f"{entry.get('attempts', 0)} times",
-        "error": letter.error,
+        "error": found.error,
         **({"payload": entry.get("payload")} if payload else {}),
     }
     width = max(map(len, facts)) + 2
     lines = [Text.assemble((f"{name}:".ljust(width), "dim"), str(value)) for name, value in facts.items()]
-    return Group(*lines, Text(letter.traceback.rstrip()))
+    return Group(*lines, Text(found.traceback.rstrip()))
 
 
 def _table(*columns: str) -> Table:
@@ -111,8 +111,8 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _moment(letter: Letter) -> str:
-    return "-" if letter.at is None else f"{letter.at:%Y-%m-%d %H:%M:%S} UTC"
+def _moment(found: DeadLetter) -> str:
+    return "-" if found.at is None else f"{found.at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _cut(text: str) -> str:

@@ -48,7 +48,7 @@ def list_transactions(
 ) -> None:
     """List transactions, the one with the oldest step first. Without --state: all that are not final."""
     wanted = list(states) or ["initial", "pending", "applied", "canceling"]
-    chosen = _coordinator(ctx, name)
+    chosen = _chosen(ctx, name)
     with one_sentence_errors(lambda: chosen.log.concern):
         found = list(chosen.log.find(wanted, older_than, limit))
     if as_json:
@@ -70,7 +70,7 @@ def list_transactions(
 @click.pass_context
 def show(ctx: click.Context, id: str, name: str | None) -> None:  # noqa: A002
     """Show one transaction as it is stored, in Extended JSON."""
-    chosen = _coordinator(ctx, name)
+    chosen = _chosen(ctx, name)
     with one_sentence_errors(lambda: chosen.log.concern):
         click.echo(_json(_find(chosen, id), indent=2))
 
@@ -90,7 +90,7 @@ def recover(
 
     As the recovery that beat starts; any number may run at once. Ends with status 1 if one could not be finished.
     """
-    chosen = _coordinator(ctx, name)
+    chosen = _chosen(ctx, name)
     with one_sentence_errors(lambda: chosen.log.concern):
         report = chosen.recover(older_than, all=anybodys, limit=limit)
     for each in report:
@@ -121,7 +121,7 @@ def cancel(
     as_json: bool,
 ) -> None:
     """Roll a transaction back that is not applied yet."""
-    chosen = _coordinator(ctx, name)
+    chosen = _chosen(ctx, name)
     with one_sentence_errors(lambda: chosen.log.concern):
         document = _find(chosen, id)
     if not yes:
@@ -133,10 +133,10 @@ def cancel(
     click.echo(_json(plain) if as_json else f"{_text(after.id)}: {after.state}")
 
 
-def _coordinator(ctx: click.Context, name: str | None) -> TwoPhaseCommit:
-    from mongo_celery.twophase.twophase import COORDINATORS
+def _chosen(ctx: click.Context, name: str | None) -> TwoPhaseCommit:
+    from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
 
-    return one_of(ctx, COORDINATORS, name)
+    return one_of(ctx, TWO_PHASE_COMMITS, name)
 
 
 def _find(chosen: TwoPhaseCommit, text: str) -> Mapping[str, Any]:

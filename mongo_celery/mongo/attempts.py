@@ -113,7 +113,9 @@ class Attempts:
             try:
                 callback()
             except Exception:
-                logger.exception("a callback after a commit failed; the transaction is committed")
+                logger.exception(
+                    "a callback after a commit failed; the transaction is committed", extra={"event": "callback_failed"}
+                )
 
 
 _of_session: WeakKeyDictionary[ClientSession, Attempts] = WeakKeyDictionary()

@@ -42,3 +42,9 @@ def millis(seconds: float) -> Int64:
 def literal(value: object) -> dict[str, Any]:
     """A value that is not read as an expression."""
     return {"$literal": value}
+
+
+def created(document: object) -> list[dict[str, Any]]:
+    """The update of an upsert by `_id` alone: a new document becomes this expression, one that is there stays."""
+    is_new = {"$eq": [{"$size": {"$objectToArray": "$$ROOT"}}, 1]}  # it has nothing but its _id
+    return [{"$replaceWith": {"$cond": [is_new, document, "$$ROOT"]}}]

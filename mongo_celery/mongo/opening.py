@@ -26,6 +26,9 @@ ANSWER_SECONDS = 4.0
 Source = Collection[Any] | Callable[[], Collection[Any]]
 """A collection, or what returns it: prefork workers make their clients after the fork."""
 
+Client = MongoClient[Any] | Callable[[], MongoClient[Any]]
+"""A client, or what returns it, for the same reason."""
+
 Opened = TypeVar("Opened", Collection[Any], Database[Any])
 
 
@@ -33,6 +36,11 @@ def collection_of(source: Source) -> Collection[Any]:
     """The collection itself, or what the callable returns now; ask through `PerProcess` to ask once a process."""
     # A Collection is callable, only to say that it is not.
     return source if isinstance(source, Collection) else source()
+
+
+def client_of(given: Client) -> MongoClient[Any]:
+    """The client itself, or what the callable returns now."""
+    return given if isinstance(given, MongoClient) else given()
 
 
 def strict(target: Opened, types: CodecOptions[Any] | None = None) -> Opened:

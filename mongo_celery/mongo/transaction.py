@@ -39,10 +39,10 @@ from pymongo.read_concern import ReadConcern
 from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.mongo.attempts import Attempts, attempts_of, remembered
+from mongo_celery.mongo.opening import Client, client_of
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Code, refuse_standalone, standalone_refused
 
-Client = MongoClient[Any] | Callable[[], MongoClient[Any]]
 Result = TypeVar("Result")
 
 TIMEOUT = 120.0
@@ -56,6 +56,19 @@ _ROUND_TRIP = 0.25
 
 _COMMIT_MARGIN = 0.01
 """Seconds, beside a round trip, that must be left for a commit: PyMongo sends none for which there is no time."""
+
+
+class _HasSignature(Protocol):
+    __signature__: inspect.Signature
+    __wrapped__: object
+
+
+def hide_session(call: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Give a wrapper the signature of its function without `session`: Celery checks a task's arguments against it."""
+    shown = cast("_HasSignature", call)
+    visible = [each for name, each in signature.parameters.items() if name != "session"]
+    shown.__signature__ = signature.replace(parameters=visible)
+    del shown.__wrapped__
 
 
 def after_commit(session: ClientSession, callback: Callable[[], object]) -> bool:
@@ -157,12 +170,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 return function(*args, session=given, **kwargs)
             return self.run(lambda session: function(*args, session=session, **kwargs), session=given)
 
-        # Celery checks a task's arguments against the signature, where the session has no place.
-        signature = inspect.signature(function)
-        visible = [each for name, each in signature.parameters.items() if name != "session"]
-        shown = cast("_HasSignature", call)
-        shown.__signature__ = signature.replace(parameters=visible)
-        del shown.__wrapped__
+        hide_session(call, inspect.signature(function))
         return call
 
     def run(self, body: Callable[[ClientSession], Result], *, session: ClientSession | None = None) -> Result:
@@ -178,7 +186,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         """
         with ExitStack() as stack:
             if session is None:
-                session = stack.enter_context(self._open().start_session())
+                session = stack.enter_context(client_of(self._client).start_session())
             attempts = self._begin(stack, session)
             result = self._repeat(session, attempts, body)
         attempts.run_callbacks()
@@ -186,7 +194,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
     def __enter__(self) -> ClientSession:
         with ExitStack() as stack:
-            session = stack.enter_context(self._open().start_session())
+            session = stack.enter_context(client_of(self._client).start_session())
             attempts = self._begin(stack, session)
             session.start_transaction(**self._options)
             entered = self._entered.__dict__.setdefault("stack", [])
@@ -208,9 +216,6 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 attempts.callbacks.clear()
         attempts.run_callbacks()
 
-    def _open(self) -> MongoClient[Any]:
-        return self._client if isinstance(self._client, MongoClient) else self._client()
-
     def _begin(self, stack: ExitStack, session: ClientSession) -> Attempts:
         attempts = Attempts(time.monotonic() + self._timeout)
         stack.enter_context(remembered(session, attempts))
@@ -228,7 +233,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 _abort(session)
                 _raise_locked(attempts, error)
                 if not _has_label(error, _TRANSIENT):
-                    if _hit_the_deadline(error, attempts):
+                    if isinstance(error, PyMongoError) and error.timeout and attempts.remaining < _ROUND_TRIP:
                         raise _timed_out(attempts, error, "aborted") from error
                     raise
                 _pause(attempts, error, "aborted")
@@ -245,11 +250,6 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 _pause(attempts, error, "aborted")
                 continue
             return result
-
-
-class _HasSignature(Protocol):
-    __signature__: inspect.Signature
-    __wrapped__: object
 
 
 def _raise_locked(attempts: Attempts, error: BaseException) -> None:
@@ -315,10 +315,6 @@ def _has_label(error: BaseException, label: str) -> bool:
     if isinstance(error, ClientBulkWriteException) and isinstance(error.error, PyMongoError):
         error = error.error
     return isinstance(error, PyMongoError) and error.has_error_label(label)
-
-
-def _hit_the_deadline(error: BaseException, attempts: Attempts) -> bool:
-    return isinstance(error, PyMongoError) and error.timeout and attempts.remaining < _ROUND_TRIP
 
 
 def _timed_out(attempts: Attempts, error: BaseException | None, outcome: str) -> TransactionTimeoutError:

@@ -144,7 +144,7 @@ def verdict_on(error: BaseException | None) -> Verdict:
     """
     Classify an error of PyMongo.
 
-    A code that we know counts more than a label: the labels are for what a newer server names first.
+    A code that we know says more than a label: the labels are for what a newer server names first.
     """
     if is_unanswered(error):
         return Verdict.TRANSIENT
@@ -155,15 +155,15 @@ def verdict_on(error: BaseException | None) -> Verdict:
     verdict = _VERDICTS.get(error.code or 0, Verdict.UNKNOWN)
     if verdict is Verdict.UNKNOWN and any(map(error.has_error_label, _REPEAT_LABELS)):
         return Verdict.TRANSIENT
-    if error.code == Code.AtlasError and _lacks_a_right(error):
+    if error.code == Code.AtlasError and not _is_about_the_login(error):
         return Verdict.ACCESS
     return verdict
 
 
-def _lacks_a_right(error: OperationFailure) -> bool:
-    """Atlas gives one code to what servers of one's own tell apart as 13 and 18."""
-    text = str(error)
-    return "not allowed to do action" in text or "not authorized" in text
+def _is_about_the_login(error: OperationFailure) -> bool:
+    """Atlas gives one code to what servers of one's own tell apart as 13 and 18, and to its own limits."""
+    text = str(error).lower()
+    return "bad auth" in text or "authentication failed" in text
 
 
 def is_unanswered(error: BaseException | None) -> bool:
@@ -172,8 +172,9 @@ def is_unanswered(error: BaseException | None) -> bool:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a call may succeed when it is made again."""
-    return verdict_on(error) is Verdict.TRANSIENT
+    """Whether a call may succeed when it is made again; a label by which the server says so counts most."""
+    labelled = isinstance(error, PyMongoError) and any(map(error.has_error_label, _REPEAT_LABELS))
+    return labelled or verdict_on(error) is Verdict.TRANSIENT
 
 
 def is_too_large(error: BaseException | None) -> bool:

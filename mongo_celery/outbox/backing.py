@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from celery import Celery
@@ -11,7 +12,6 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import per_process
 from mongo_celery.locking import after_commit
@@ -19,19 +19,46 @@ from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import index
-from mongo_celery.outbox.change import Written
-from mongo_celery.outbox.dead_letters import COLLECTION, DeadLetters
-from mongo_celery.outbox.metrics import Counters, OutboxStatus
+from mongo_celery.outbox.dead_letters import COLLECTION, OutboxDeadLetters
+from mongo_celery.outbox.document_write import Written
+from mongo_celery.outbox.options import OutboxOptions
 from mongo_celery.outbox.publisher import Publisher
-from mongo_celery.outbox.relay import Relay
+from mongo_celery.outbox.relay import Counters, Relay
 from mongo_celery.outbox.writes import Writer
 
 logger = logging.getLogger("mongo_celery.outbox")
 
-_SECONDS_MAX = 3600.0
-_CLAIM_SECONDS_MIN = 0.1
 _SLOW_SECONDS = 1.0
-_REST_SECONDS = 5.0
+"""A dispatch that fails after so long has kept a writer waiting: its broker does not answer."""
+
+_OPEN_SECONDS = 5.0
+"""For so long the circuit breaker then keeps other writers from waiting for that broker in turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxStatus:
+    """
+    One outbox at one moment.
+
+    Attributes:
+        outbox: namespace of the collection.
+        documents: how many have something pending.
+        pending: how many entries wait.
+        oldest_seconds: age of the oldest by the server's clock; None when nothing waits.
+        failing: how many documents hold an entry that has failed through its own fault.
+        dead_letters: how many were set aside.
+        dispatched: by this process since it started.
+        failures: of this process since it started.
+    """
+
+    outbox: str
+    documents: int
+    pending: int
+    oldest_seconds: float | None
+    failing: int
+    dead_letters: int
+    dispatched: int
+    failures: int
 
 
 class Backing:
@@ -42,28 +69,10 @@ class Backing:
         app: the Celery app.
         source: the user's collection, or a callable that returns it.
         publisher: to the broker.
-        database: of the dead letters.
-        at_once: whether a write is dispatched right away.
-        claim_ttl: seconds for which a document belongs to one relay.
-        max_pending: how many entries a document may hold.
-        max_attempts: how often an entry may fail through its own fault.
+        options: of the outbox.
     """
 
-    def __init__(
-        self,
-        app: Celery,
-        source: Source,
-        publisher: Publisher,
-        *,
-        database: str,
-        at_once: bool,
-        claim_ttl: Duration,
-        max_pending: int,
-        max_attempts: int,
-    ) -> None:
-        for name, value in (("max_pending", max_pending), ("max_attempts", max_attempts)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
+    def __init__(self, app: Celery, source: Source, publisher: Publisher, options: OutboxOptions) -> None:
         if not isinstance(source, Collection) and (isinstance(source, type) or not callable(source)):
             raise ConfigurationError(
                 f"{source!r} is no PyMongo collection and no callable that returns one; pass client.db.collection, or "
@@ -71,16 +80,12 @@ class Backing:
             )
         self.app = app
         self.publisher = publisher
-        self.at_once = at_once
+        self.at_once = options.at_once
         self.counters = Counters()
         self._source = source
-        self._database = database
-        self._claim_ttl = bounded(claim_ttl, "claim_ttl")
-        if self._claim_ttl < _CLAIM_SECONDS_MIN:
-            raise ConfigurationError(f"claim_ttl={claim_ttl!r} leaves no time to publish in; give it seconds.")
-        self._max_pending = max_pending
-        self._max_attempts = max_attempts
-        self._tired_until = 0.0
+        self._options = options
+        self._indexed = False
+        self._circuit_open_until = 0.0
 
     @per_process
     def collection(self) -> Collection[Any]:
@@ -100,35 +105,42 @@ class Backing:
     @per_process
     def writer(self) -> Writer:
         """Writes changes and entries."""
-        return Writer(self.collection, max_pending=self._max_pending, claim_ttl=self._claim_ttl)
+        return Writer(self.collection, max_pending=self._options.max_pending, claim_ttl=self._options.claim_ttl)
 
-    @per_process
+    @property
     def relay(self) -> Relay:
         """Delivers documents; the index exists afterwards."""
-        index.ensure(self.collection)
+        relay = self._relay
+        if not self._indexed:
+            index.ensure(self.collection)
+            self._indexed = True
+        return relay
+
+    @per_process
+    def _relay(self) -> Relay:
         return Relay(
             self.plain,
             self.publisher,
             lambda: self.dead_letters,
-            claim_ttl=self._claim_ttl,
-            max_attempts=self._max_attempts,
+            claim_ttl=self._options.claim_ttl,
+            max_attempts=self._options.max_attempts,
             counters=self.counters,
         )
 
     @property
-    def dead_letters(self) -> DeadLetters:
+    def dead_letters(self) -> OutboxDeadLetters:
         """What could not be published."""
-        store = self.plain.database.client[self._database][COLLECTION]
-        return DeadLetters(strict(store, self.plain.codec_options), self.collection.full_name)
+        store = self.plain.database.client[self._options.database][COLLECTION]
+        return OutboxDeadLetters(strict(store, self.plain.codec_options), self.collection.full_name)
 
     def may_claim(self, session: ClientSession | None) -> bool:
         """Whether a write may claim its document in order to dispatch at once."""
-        return self.at_once and not self._is_tired and not (session is not None and session.in_transaction)
+        return self.at_once and not self._is_circuit_open and not (session is not None and session.in_transaction)
 
     @property
-    def _is_tired(self) -> bool:
+    def _is_circuit_open(self) -> bool:
         """Whether a broker has kept a writer waiting a moment ago: not every write shall wait for it in turn."""
-        return time.monotonic() < self._tired_until
+        return time.monotonic() < self._circuit_open_until
 
     def dispatch_at_once(self, written: Written, session: ClientSession | None) -> None:
         """The fast path: whatever goes wrong, the entries are in the document, and the sweep finds them."""
@@ -138,7 +150,7 @@ class Backing:
         if session is not None and session.in_transaction:
             after_commit(session, lambda: self.dispatch_at_once(Written(document_id, matched=True), None))
             return
-        if self._is_tired and written.owner is None:
+        if self._is_circuit_open and written.owner is None:
             return
         started = time.monotonic()
         try:
@@ -149,9 +161,14 @@ class Backing:
                     document_id, written.events, written.owner, written.claimed_at, judge=False
                 )
             if delivery.error is not None and time.monotonic() - started > _SLOW_SECONDS:
-                self._tired_until = time.monotonic() + _REST_SECONDS
+                self._circuit_open_until = time.monotonic() + _OPEN_SECONDS
         except Exception as error:  # noqa: BLE001 - the write is acknowledged: nothing that comes after it may say otherwise
-            logger.warning("outbox: document %r is left to the sweep: %s", document_id, short(error))
+            logger.warning(
+                "outbox: document %r is left to the sweep: %s",
+                document_id,
+                short(error),
+                extra={"event": "left_to_sweep"},
+            )
 
     def status(self) -> OutboxStatus:
         """Counts and ages of what is pending; reads only documents in the index."""
@@ -166,16 +183,3 @@ class Backing:
             dispatched=self.counters.dispatched,
             failures=self.counters.failures,
         )
-
-
-def bounded(value: Duration, name: str) -> float:
-    """
-    A duration in seconds.
-
-    Raises:
-        ConfigurationError: not more than 0, or more than an hour.
-    """
-    found = seconds(value, name)
-    if not 0 < found <= _SECONDS_MAX:
-        raise ConfigurationError(f"{name}={value!r} must be more than 0 seconds and at most an hour.")
-    return found

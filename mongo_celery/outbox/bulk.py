@@ -14,7 +14,7 @@ from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
 from mongo_celery.mongo.writes import BulkRequest
 from mongo_celery.outbox import pending
-from mongo_celery.outbox.change import refuse_replacement
+from mongo_celery.outbox.document_write import refuse_replacement
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.writes import Writer

@@ -129,7 +129,7 @@ def _linked(signature: Any) -> Iterator[Any]:
         found = signature.options.get(option) or ()
         for link in [found] if isinstance(found, Mapping) else found:
             if isinstance(link, Mapping):
-                yield link if isinstance(link, Signature) else Signature.from_dict(dict(link))
+                yield _signature(link)
 
 
 def _refuse_shape(app: Celery, signature: Any, *, top: bool) -> None:

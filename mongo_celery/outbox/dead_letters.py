@@ -19,7 +19,7 @@ COLLECTION = "outbox_dead_letters"
 _TRACEBACK_CHARS = 8000
 
 
-class DeadLetters:
+class OutboxDeadLetters:
     """
     The dead letters of one outbox.
 
@@ -40,7 +40,7 @@ class DeadLetters:
     def add(self, document_id: object, entry: Entry | Mapping[str, Any], error: BaseException) -> None:
         """Store an entry by its id; a second time changes nothing, so that it may be repeated after a crash."""
         stored = entry.to_document() if isinstance(entry, Entry) else dict(entry)
-        letter = {
+        dead_letter = {
             "_id": f"{self._outbox}/{stored.get('id') or _name_of(stored)}",
             "outbox": self._outbox,
             "document": document_id,
@@ -49,17 +49,18 @@ class DeadLetters:
             "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:],
         }
         try:
-            self._add(letter)
+            self._add(dead_letter)
         except (DocumentTooLarge, OperationFailure) as refusal:
             if not is_too_large(refusal):
                 raise
-            # An entry that fills its document leaves a letter no room for more than itself.
-            self._add(letter | {"error": type(error).__name__, "traceback": ""})
+            # An entry that fills its document leaves a dead letter no room for more than itself.
+            self._add(dead_letter | {"error": type(error).__name__, "traceback": ""})
 
-    def _add(self, letter: dict[str, Any]) -> None:
-        change = {"$setOnInsert": {name: value for name, value in letter.items() if name != "_id"}}
+    def _add(self, dead_letter: dict[str, Any]) -> None:
+        stored = {name: value for name, value in dead_letter.items() if name != "_id"}
+        change = {"$setOnInsert": stored, "$currentDate": {"at": True}}
         with suppress(DuplicateKeyError):  # two relays at once; the other's is the same
-            self._collection.update_one({"_id": letter["_id"]}, change | {"$currentDate": {"at": True}}, upsert=True)
+            self._collection.update_one({"_id": dead_letter["_id"]}, change, upsert=True)
 
     def count(self) -> int:
         """How many there are."""
@@ -69,13 +70,13 @@ class DeadLetters:
         """The oldest first."""
         return list(self._collection.find({"outbox": self._outbox}).sort("at", 1).limit(limit))
 
-    def get(self, letter_id: str) -> dict[str, Any] | None:
+    def get(self, entry_id: str) -> dict[str, Any] | None:
         """One by the id of its entry."""
-        return self._collection.find_one({"_id": f"{self._outbox}/{letter_id}"})
+        return self._collection.find_one({"_id": f"{self._outbox}/{entry_id}"})
 
-    def remove(self, letter_id: str) -> bool:
+    def remove(self, entry_id: str) -> bool:
         """Forget one; False if there is none."""
-        return bool(self._collection.delete_one({"_id": f"{self._outbox}/{letter_id}"}).deleted_count)
+        return bool(self._collection.delete_one({"_id": f"{self._outbox}/{entry_id}"}).deleted_count)
 
 
 def _name_of(stored: Mapping[str, Any]) -> str:

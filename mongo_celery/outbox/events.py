@@ -17,6 +17,7 @@ from mongo_celery.mongo.redaction import short
 
 CONTENT_TYPE = "application/json"
 _KEY_BYTES_MAX = 255  # AMQP's short string
+_OWN = ("specversion", "id", "source", "type", "time", "subject", "datacontenttype", "data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,6 @@ def cloud_event(event: Event, *, id: str, source: str, time: datetime, subject: 
         return json.dumps(document, default=_plain, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise OutboxRefusedError(f"event {key!r} cannot be encoded as JSON: {short(error)}.") from error
-
-
-_OWN = ("specversion", "id", "source", "type", "time", "subject", "datacontenttype", "data")
 
 
 def _plain(value: object) -> str:

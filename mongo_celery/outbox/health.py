@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.broker.connection import bounded_connection
+from mongo_celery.broker.connection import reach_broker
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import Concern, explained
 from mongo_celery.outbox import index
-from mongo_celery.outbox.metrics import OutboxStatus
+from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.sweep import SWEEP_TASK
 
 if TYPE_CHECKING:
@@ -124,10 +124,11 @@ def read_health(app: Celery, outboxes: Sequence[Outbox]) -> list[Health]:
 
 def concern_of(outbox: Outbox) -> Concern:
     """Whom an error of MongoDB concerns that an outbox meets, and what the outbox needs."""
-    documents, letters = outbox.collection.full_name, outbox.dead_letters.full_name
+    documents, dead_letters = outbox.collection.full_name, outbox.dead_letters.full_name
     return Concern(
-        f"the outbox's collection {documents} or its dead letters, {letters}",
-        f"find, insert, update and createIndex on {documents}, and find, insert, update and remove on {letters}",
+        f"the outbox's collection {documents} or its dead letters, {dead_letters}",
+        f"find, insert, update, remove and createIndex on {documents}, and find, insert, update and remove on "
+        f"{dead_letters}",
     )
 
 
@@ -152,15 +153,11 @@ def _read(outbox: Outbox, app: Celery, broker_error: str | None) -> Health:
 def ask_broker(app: Celery) -> str | None:
     """Why the broker does not answer within some seconds, without credentials; None when it does."""
     try:
-        with bounded_connection(app, BROKER_SECONDS) as connection:
-            connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=BROKER_SECONDS)
+        reach_broker(app, BROKER_SECONDS)
     except (KeyError, ImportError, ValueError) as error:
         return f"its URL is not usable ({short(error)})"
     except Exception as error:  # noqa: BLE001 - every transport raises its own
-        return f"no answer from {_where(app)} within {BROKER_SECONDS} s ({short(error)})"
+        with app.connection_for_write() as connection:
+            where = without_credentials(connection.as_uri())
+        return f"no answer from {where} within {BROKER_SECONDS} s ({short(error)})"
     return None
-
-
-def _where(app: Celery) -> str:
-    with app.connection_for_write() as connection:
-        return without_credentials(connection.as_uri())

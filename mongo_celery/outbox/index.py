@@ -18,8 +18,6 @@ logger = logging.getLogger("mongo_celery.outbox")
 
 NAME = "pending-events"
 COUNT = f"{FIELD}.count"
-WAITING: dict[str, Any] = {COUNT: {"$gt": 0}}
-"""What the partial index holds; a query needs this condition to use it."""
 
 
 def ensure(collection: Collection[Any]) -> None:
@@ -30,12 +28,13 @@ def ensure(collection: Collection[Any]) -> None:
     somebody creates it.
     """
     try:
-        collection.create_index([(COUNT, 1)], name=NAME, partialFilterExpression=WAITING)
+        collection.create_index([(COUNT, 1)], name=NAME, partialFilterExpression=pending.WITH_ENTRIES)
     except OperationFailure as error:
         logger.warning(
             "outbox: the index %s on %s cannot be created (%s); create it by hand, or each sweep reads the whole "
             "collection",
             NAME, collection.full_name, short(error),
+            extra={"event": "index_refused"},
         )  # fmt: skip
 
 
@@ -50,14 +49,14 @@ def exists(collection: Collection[Any]) -> bool | None:
 def due_documents(collection: Collection[dict[str, Any]], older_than: float, limit: int) -> list[Any]:
     """The `_id`s of documents whose oldest entry has waited so many seconds and that nobody holds."""
     conditions = [pending.FREE, pending.DUE, pending.older_than(older_than)]
-    found = collection.find({**WAITING, "$expr": {"$and": conditions}}, {"_id": 1}, limit=limit)
+    found = collection.find({**pending.WITH_ENTRIES, "$expr": {"$and": conditions}}, {"_id": 1}, limit=limit)
     return [document["_id"] for document in found]
 
 
 def waiting(collection: Collection[dict[str, Any]]) -> dict[str, Any]:
     """Documents, entries, age of the oldest in seconds, and documents with a failed entry; by the server's clock."""
     pipeline: list[dict[str, Any]] = [
-        {"$match": WAITING},
+        {"$match": pending.WITH_ENTRIES},
         {
             "$group": {
                 "_id": None,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn
 
 from bson import ObjectId
 from celery import current_app, current_task
@@ -33,16 +33,17 @@ from pymongo.errors import DuplicateKeyError, PyMongoError
 
 from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.forking import per_process
 from mongo_celery.locking import transactional
-from mongo_celery.mongo.expressions import after, literal
+from mongo_celery.mongo.expressions import after, created, literal
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.transaction import hide_session
 
 logger = logging.getLogger("mongo_celery.outbox")
 
 _INDEX = "expires-at"
 _RESULT_SIZE_MAX = 2**20
+_WAIT_SECONDS = 10.0
 
 
 def once(
@@ -64,8 +65,7 @@ def once(
     of a chain gets its argument, a chord its part.
 
     Args:
-        collection: where ids are remembered, or a callable that returns it, asked once in each process; all users
-            of it share the ids.
+        collection: where ids are remembered, or a callable that returns it; all users of it share the ids.
         keep: seconds or `timedelta` for which a finished id is remembered. A duplicate that comes later runs.
         claim_ttl: without `session`: how long a run keeps duplicates away; longer than the function takes. After a
             crash the duplicate runs when it is over.
@@ -97,7 +97,7 @@ def once(
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class MarkClaim:
     """
     What came of asking for an id.
 
@@ -126,35 +126,38 @@ class Marks:
         self._source = source
         self._keep = keep
         self._claim_ttl = claim_ttl
+        self._indexed = False
 
-    @per_process
+    @property
     def collection(self) -> Collection[dict[str, Any]]:
         """With majority writes; its TTL index exists afterwards."""
         given = collection_of(self._source)
         opened = strict(given, plain_types(given))
-        opened.create_index([("expiresAt", 1)], name=_INDEX, expireAfterSeconds=0)
+        if not self._indexed:
+            opened.create_index([("expiresAt", 1)], name=_INDEX, expireAfterSeconds=0)
+            self._indexed = True
         return opened
 
-    def claim(self, identity: Any) -> Claim:
+    def claim(self, identity: Any) -> MarkClaim:
         """Claim an id to run."""
         owner, collection = ObjectId(), self.collection
         free = {"_id": identity, "state": "running", "$expr": {"$lte": ["$until", "$$NOW"]}}
         running = {"state": "running", "owner": literal(owner), "until": after(self._claim_ttl)}
-        change = [{"$set": {**running, "expiresAt": after(self._claim_ttl + self._keep)}}]
-        if collection.find_one_and_update(free, change) is not None:
-            return Claim(owner)
+        claimed = {**running, "expiresAt": after(self._claim_ttl + self._keep)}
+        if collection.find_one_and_update(free, [{"$set": claimed}]) is not None:
+            return MarkClaim(owner)
         with suppress(DuplicateKeyError):
             found: Any = collection.find_one_and_update(
                 {"_id": identity},
-                [{"$replaceWith": {"$cond": [_IS_NEW, {"_id": "$_id", **change[0]["$set"]}, "$$ROOT"]}}],
+                created({"_id": "$_id", **claimed}),
                 upsert=True,
                 return_document=ReturnDocument.AFTER,
             )
             if found["owner"] == owner:
-                return Claim(owner)
+                return MarkClaim(owner)
             if found["state"] == "done":
-                return Claim(result=found.get("result", {}))
-        return Claim(wait=min(self._claim_ttl, _WAIT_SECONDS))
+                return MarkClaim(result=found.get("result", {}))
+        return MarkClaim(wait=min(self._claim_ttl, _WAIT_SECONDS))
 
     def done(self, identity: Any, owner: ObjectId, result: Mapping[str, Any]) -> None:
         """Remember that an id has run, and with which result."""
@@ -174,17 +177,7 @@ class Marks:
         """
         found = self.collection.find_one_and_update(
             {"_id": identity},
-            [
-                {
-                    "$replaceWith": {
-                        "$cond": [
-                            _IS_NEW,
-                            {"_id": "$_id", "state": "done", "expiresAt": after(self._keep), "owner": None},
-                            "$$ROOT",
-                        ],
-                    },
-                },
-            ],
+            created({"_id": "$_id", "state": "done", "expiresAt": after(self._keep), "owner": None}),
             upsert=True,
             return_document=ReturnDocument.BEFORE,
             session=session,
@@ -194,16 +187,6 @@ class Marks:
     def note(self, identity: Any, result: Mapping[str, Any], session: ClientSession) -> None:
         """Add the result to a mark of the same transaction."""
         self.collection.update_one({"_id": identity}, {"$set": {"result": result}}, session=session)
-
-
-_WAIT_SECONDS = 10.0
-_IS_NEW = {"$eq": [{"$size": {"$objectToArray": "$$ROOT"}}, 1]}
-"""An upsert starts from `_id` alone."""
-
-
-class _HasSignature(Protocol):
-    __signature__: inspect.Signature
-    __wrapped__: object
 
 
 def _in_transaction(
@@ -226,10 +209,7 @@ def _in_transaction(
 
         return transactional(client).run(body)
 
-    shown = cast("_HasSignature", call)
-    visible = [each for name, each in signature.parameters.items() if name != "session"]
-    shown.__signature__ = signature.replace(parameters=visible)
-    del shown.__wrapped__
+    hide_session(call, signature)
     return call
 
 
@@ -291,8 +271,13 @@ def _decoded(identity: Any, result: Mapping[str, Any]) -> Any:
         try:
             return loads(result["payload"], result["contentType"], result["contentEncoding"], accept=_accepted(app))
         except Exception as error:  # noqa: BLE001 - a serializer that was given up since: no reason to fail a duplicate
-            logger.warning("%r has run, and its result cannot be read: %s", identity, short(error))
-    logger.info("%r has run, and its result is not remembered", identity)
+            logger.warning(
+                "%r has run, and its result cannot be read: %s",
+                identity,
+                short(error),
+                extra={"event": "result_unreadable"},
+            )
+    logger.info("%r has run, and its result is not remembered", identity, extra={"event": "result_not_remembered"})
     if _is_run_by_a_worker():
         raise Ignore(f"{identity!r} has run, and its result is not remembered")
     return None

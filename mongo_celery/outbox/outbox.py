@@ -22,13 +22,13 @@ from mongo_celery.mongo.identity import NO_ID, demanded_id
 from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
 from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox import pending
-from mongo_celery.outbox.backing import Backing, bounded
+from mongo_celery.outbox.backing import Backing, OutboxStatus
 from mongo_celery.outbox.bulk import Write, write_in_bulk
-from mongo_celery.outbox.change import Change, Written, refuse_replacement
-from mongo_celery.outbox.dead_letters import DeadLetters
+from mongo_celery.outbox.dead_letters import OutboxDeadLetters
+from mongo_celery.outbox.document_write import DocumentWrite, Written, refuse_replacement
 from mongo_celery.outbox.entries import FIELD, Entry, event_entry, task_entry
 from mongo_celery.outbox.events import Event
-from mongo_celery.outbox.metrics import OutboxStatus
+from mongo_celery.outbox.options import OutboxOptions, bounded
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import SWEEP_TASK, Backlog, sweep_all, sweep_one
@@ -92,26 +92,29 @@ class Outbox:
         source: str | None = None,
         foreign_tasks: bool = False,
     ) -> None:
-        self.app = app
-        self.sweep_after = bounded(sweep_after, "sweep_after")
-        self.publisher = Publisher(app, exchange, foreign_tasks=foreign_tasks)
-        self.backing = Backing(
-            app,
-            collection,
-            self.publisher,
-            database=database,
+        options = OutboxOptions(
+            name=name,
+            sweep_after=bounded(sweep_after, "sweep_after"),
+            sweep_every=None if sweep_every is None else bounded(sweep_every, "sweep_every"),
             at_once=at_once,
-            claim_ttl=claim_ttl,
+            claim_ttl=bounded(claim_ttl, "claim_ttl"),
             max_pending=max_pending,
             max_attempts=max_attempts,
+            database=database,
+            exchange=exchange,
+            source=source,
+            foreign_tasks=foreign_tasks,
         )
-        self._name = name or (collection.full_name if isinstance(collection, Collection) else None)
-        self._source = source
-        every = None if sweep_every is None else bounded(sweep_every, "sweep_every")
+        self.app = app
+        self.sweep_after = options.sweep_after
+        self.publisher = Publisher(app, options.exchange, foreign_tasks=options.foreign_tasks)
+        self.backing = Backing(app, collection, self.publisher, options)
+        self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
+        self._source = options.source
         OUTBOXES.add(app, self, self._name)
         add_task(app, SWEEP_TASK, _sweep_of(app), acks_late=False)
-        if every is not None:
-            schedule(app, SWEEP_TASK, every)
+        if options.sweep_every is not None:
+            schedule(app, SWEEP_TASK, options.sweep_every)
 
     def __repr__(self) -> str:
         return f"<Outbox {self._name or '(not opened yet)'}>"
@@ -127,7 +130,7 @@ class Outbox:
         return self.backing.collection
 
     @property
-    def dead_letters(self) -> DeadLetters:
+    def dead_letters(self) -> OutboxDeadLetters:
         """Entries that could not be published."""
         return self.backing.dead_letters
 
@@ -197,9 +200,8 @@ class Outbox:
             pending.refuse_own_field(update)
             return self.collection.update_one(filter, update, upsert=upsert, session=session, **options)
         sort = options.pop("sort", None)
-        return self._write(
-            Change(filter=filter, update=update, upsert=upsert, sort=sort, options=options), entries, session
-        ).result()
+        write = DocumentWrite(filter=filter, update=update, upsert=upsert, sort=sort, options=options)
+        return self._write(write, entries, session).result()
 
     def replace_one(
         self,
@@ -223,8 +225,8 @@ class Outbox:
             pending.refuse_in_filter(filter)
         entries = self._entries(tasks, events, demanded_id(filter))
         sort = options.pop("sort", None)
-        change = Change(filter=filter, replacement=replacement, upsert=upsert, sort=sort, options=options)
-        return self._write(change, entries, session).result()
+        write = DocumentWrite(filter=filter, replacement=replacement, upsert=upsert, sort=sort, options=options)
+        return self._write(write, entries, session).result()
 
     def find_one_and_update(
         self,
@@ -253,8 +255,8 @@ class Outbox:
         if not entries:
             pending.refuse_own_field(update)
             return self.collection.find_one_and_update(filter, update, session=session, **given, **options)
-        change = Change(filter=filter, update=update, options=options, **given)
-        return self._write(change, entries, session).document
+        write = DocumentWrite(filter=filter, update=update, options=options, **given)
+        return self._write(write, entries, session).document
 
     def bulk_write(
         self,
@@ -350,8 +352,8 @@ class Outbox:
         if isinstance(document_id, Mapping) and "_id" in document_id:
             document_id = document_id["_id"]
         entry = task_entry(self.app, task.s(*args, **kwargs), datetime.now(UTC))
-        change = Change(filter={"_id": document_id}, update={}, options={})
-        written = self._write(change, [entry], None)
+        write = DocumentWrite(filter={"_id": document_id}, update={}, options={})
+        written = self._write(write, [entry], None)
         if not written.matched:
             raise OutboxRefusedError(f"there is no document {document_id!r} in {self.collection.full_name}.")
         return self.app.AsyncResult(entry.id)
@@ -412,9 +414,9 @@ class Outbox:
         found = [task_entry(self.app, task, now) for task in tasks]
         return [*found, *(event_entry(event, now, source=source, subject=subject) for event in events)]
 
-    def _write(self, change: Change, entries: Sequence[Entry], session: ClientSession | None) -> Written:
-        claim = bool(entries) and change.return_document is None and self.backing.may_claim(session)
-        written = self.backing.writer.change(change, entries, session=session, claim=claim)
+    def _write(self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None) -> Written:
+        claim = bool(entries) and write.return_document is None and self.backing.may_claim(session)
+        written = self.backing.writer.write(write, entries, session=session, claim=claim)
         if entries:
             self.backing.dispatch_at_once(written, session)
         return written

@@ -183,7 +183,7 @@ FREE: Document = {
 """No claim, a lapsed one, or one whose time cannot be right."""
 
 WITH_ENTRIES: Document = {f"{FIELD}.count": {"$gt": 0}}
-"""Something is pending."""
+"""Something is pending; what the partial index holds, so that a query needs this condition to use it."""
 
 DUE: Document = {"$lte": [f"${FIELD}.notBefore", "$$NOW"]}
 """Not held back after a failure."""

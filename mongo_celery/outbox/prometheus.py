@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from prometheus_client import Metric
 
-    from mongo_celery.outbox.metrics import OutboxStatus
+    from mongo_celery.outbox.backing import OutboxStatus
 
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -88,7 +88,9 @@ class OutboxCollector(Collector):
             with pymongo.timeout(self._answer_seconds):
                 return outbox.status()
         except PyMongoError as error:
-            logger.warning("outbox %s has no metrics now: %s", outbox.name, short(error))
+            logger.warning(
+                "outbox %s has no metrics now: %s", outbox.name, short(error), extra={"event": "metrics_missing"}
+            )
             return None
 
 
@@ -96,7 +98,7 @@ def _name(outbox: Outbox) -> str | None:
     try:
         return outbox.name
     except (PyMongoError, ValueError) as error:  # a URL that is none; without a name there is nothing to label
-        logger.warning("%r has no metrics: %s", outbox, short(error))
+        logger.warning("%r has no metrics: %s", outbox, short(error), extra={"event": "metrics_missing"})
         return None
 
 

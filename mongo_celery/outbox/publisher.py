@@ -14,7 +14,7 @@ from kombu.exceptions import OperationalError
 from kombu.pools import ProducerPool
 from kombu.serialization import loads, prepare_accept_content
 
-from mongo_celery.broker.connection import bounded_connection
+from mongo_celery.broker.connection import bounded_connection, reach_broker
 from mongo_celery.forking import PerProcess
 from mongo_celery.outbox.canvas import heads, leaves
 from mongo_celery.outbox.entries import Entry
@@ -23,7 +23,6 @@ _BROKER_SECONDS = 5
 _PRODUCERS_MAX = 16
 _ONCE_AGAIN = {"max_retries": 1, "interval_start": 0, "interval_step": 0, "interval_max": 0}
 """A connection that the broker has closed while it was idle costs one repetition."""
-
 
 _ABOUT_THE_ENTRY = {403, 406}
 """AMQP's numbers for an exchange or queue that is not allowed, or of another kind."""
@@ -161,8 +160,7 @@ class Publisher:
     def _answers(self) -> bool:
         """Whether the broker takes a new connection."""
         try:
-            with bounded_connection(self.app, _BROKER_SECONDS) as connection:
-                connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=_BROKER_SECONDS)
+            reach_broker(self.app, _BROKER_SECONDS)
         except Exception:  # noqa: BLE001 - whatever a transport raises
             return False
         return True

@@ -28,9 +28,8 @@ from pymongo.collection import Collection
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox import pending
-from mongo_celery.outbox.dead_letters import DeadLetters
+from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.entries import FIELD, Entry, entries_of
-from mongo_celery.outbox.metrics import Counters
 from mongo_celery.outbox.publisher import BrokerUnavailableError, Publisher
 
 logger = logging.getLogger("mongo_celery.outbox")
@@ -41,6 +40,22 @@ _BATCH = 50
 _BROKER_PAUSE_SECONDS = 1.0
 _REFUSED_PAUSE_SECONDS = 30.0
 _PAUSES = Pauses(first=1.0, longest=300.0)
+
+
+@dataclass(slots=True)
+class Counters:
+    """
+    Counts of one process since it started; racing threads may lose a count.
+
+    Attributes:
+        dispatched: entries published and removed.
+        failures: publishes that failed, broker outages included.
+        dead: entries set aside as dead letters.
+    """
+
+    dispatched: int = 0
+    failures: int = 0
+    dead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +95,7 @@ class Relay:
         self,
         collection: Collection[dict[str, Any]],
         publisher: Publisher,
-        dead_letters: Callable[[], DeadLetters],
+        dead_letters: Callable[[], OutboxDeadLetters],
         *,
         claim_ttl: float,
         max_attempts: int,
@@ -125,7 +140,12 @@ class Relay:
             return Delivery()
         events = document[FIELD].get("events")
         if not isinstance(events, list) or not events:
-            logger.error("document %r: %s says that entries wait, and there are none; put right", document_id, FIELD)
+            logger.error(
+                "document %r: %s says that entries wait, and there are none; put right",
+                document_id,
+                FIELD,
+                extra={"event": "count_repaired"},
+            )
             self._removed(document_id, [], owner)
             return Delivery()
         return self.deliver_claimed(document_id, events, owner, claimed_at, judge=judge)
@@ -159,7 +179,10 @@ class Relay:
                     self._publisher.publish(entry)
                     published.append(entry.id)
             except Exception as error:  # noqa: BLE001 - whatever a serializer, a canvas or a broker raises
-                dispatched += self._remove(document_id, published, owner)
+                if published:
+                    dispatched += len(published)
+                    self._counters.dispatched += len(published)
+                    self._removed(document_id, published, owner)
                 failed = batch[len(published)]
                 if not self._set_aside(document_id, failed, error, owner, judge=judge):
                     left = len(events) - len(published)
@@ -180,12 +203,6 @@ class Relay:
             claimed_at, events = self._removed(document_id, published, owner)
         return Delivery(dispatched, dead)
 
-    def _remove(self, document_id: object, ids: Sequence[str], owner: ObjectId) -> int:
-        if ids:
-            self._counters.dispatched += len(ids)
-            self._removed(document_id, ids, owner)
-        return len(ids)
-
     def _removed(self, document_id: object, ids: Sequence[str], owner: ObjectId) -> tuple[float, Sequence[Any]]:
         """Remove entries; what is left, if the claim is still mine, and since when."""
         now = time.monotonic()
@@ -196,7 +213,11 @@ class Relay:
             return_document=ReturnDocument.AFTER,
         )
         if document is None:
-            logger.warning("document %r was deleted or replaced while its entries were delivered", document_id)
+            logger.warning(
+                "document %r was deleted or replaced while its entries were delivered",
+                document_id,
+                extra={"event": "document_replaced"},
+            )
             return now, []
         field = document[FIELD]
         if not field["events"] or field["claim"]["owner"] != owner:
@@ -220,7 +241,11 @@ class Relay:
         """Judge a failure; True if the entry is a dead letter now, else the document is let go for a while."""
         self._counters.failures += 1
         if isinstance(error, BrokerUnavailableError):
-            logger.warning("outbox: the broker took no message (%s); entries wait in MongoDB", short(error))
+            logger.warning(
+                "outbox: the broker took no message (%s); entries wait in MongoDB",
+                short(error),
+                extra={"event": "broker_refused"},
+            )
             self._release(document_id, owner, _REFUSED_PAUSE_SECONDS if error.answers else _BROKER_PAUSE_SECONDS)
             return False
         if not judge:
@@ -231,16 +256,17 @@ class Relay:
             logger.warning(
                 "outbox: entry %s of document %r failed (attempt %d of %d): %s",
                 _id_of(entry), document_id, attempts, self._max_attempts, short(error),
+                extra={"event": "entry_failed"},
             )  # fmt: skip
             self._release(document_id, owner, _PAUSES.nth(attempts), _id_of(entry))
             return False
         logger.error(
             "outbox: entry %s of document %r is a dead letter after %d attempts: %s",
             _id_of(entry), document_id, attempts, short(error),
+            extra={"event": "entry_dead"},
         )  # fmt: skip
-        self._dead_letters().add(
-            document_id, entry, error
-        )  # before it is removed: a crash repeats it, and loses nothing
+        # Before it is removed: a crash repeats it, and loses nothing.
+        self._dead_letters().add(document_id, entry, error)
         self._counters.dead += 1
         return True
 

@@ -1,7 +1,7 @@
 """
 What a person does with dead letters: look at them, put them back, throw them away.
 
-A letter that is put back gets a new id as an entry (`<id>~1`, then `~2`); its tasks and its event keep theirs, by
+A dead letter that is put back gets a new id as an entry (`<id>~1`, then `~2`); its tasks and its event keep theirs, by
 which consumers deduplicate. The new id is what makes it safe: entries are removed by name, and a relay that was
 paused between setting an entry aside and removing it may wake up at any time. It then removes the old name only.
 """
@@ -19,7 +19,7 @@ from bson.binary import UuidRepresentation
 
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.change import Change
+from mongo_celery.outbox.document_write import DocumentWrite
 from mongo_celery.outbox.entries import FIELD, Entry
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 
@@ -32,7 +32,7 @@ _JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Letter:
+class DeadLetter:
     """
     One dead letter.
 
@@ -64,10 +64,10 @@ class Letter:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """
-    What became of a letter.
+    What became of a dead letter.
 
     Attributes:
-        id: of the letter.
+        id: of the dead letter.
         result: `pending` where it is back in its document, `published` where it went straight to the broker.
         entry: its id as an entry from now on; None where it is none any more.
     """
@@ -77,37 +77,37 @@ class Replay:
     entry: str | None
 
 
-def letters(outbox: Outbox, limit: int) -> list[Letter]:
+def dead_letters(outbox: Outbox, limit: int) -> list[DeadLetter]:
     """The dead letters of an outbox, the oldest first."""
-    return [_letter(outbox, stored) for stored in outbox.dead_letters.find(limit)]
+    return [_dead_letter(outbox, stored) for stored in outbox.dead_letters.find(limit)]
 
 
-def letter(outbox: Outbox, id: str) -> Letter | None:  # noqa: A002
-    """One letter by the id of its entry."""
+def dead_letter(outbox: Outbox, id: str) -> DeadLetter | None:  # noqa: A002
+    """One dead letter by the id of its entry."""
     stored = outbox.dead_letters.get(id)
-    return None if stored is None else _letter(outbox, stored)
+    return None if stored is None else _dead_letter(outbox, stored)
 
 
 def replay(outbox: Outbox, id: str, *, without_document: bool = False) -> Replay:  # noqa: A002
     """
-    Put a letter back at the end of what is pending in its document, with its attempts at zero.
+    Put a dead letter back at the end of what is pending in its document, with its attempts at zero.
 
     Relays deliver it like any entry. Repeating this is harmless: while the entry waits it is not added twice.
-    Where the process ends between adding the entry and removing the letter, the letter stays, and replaying it
+    Where the process ends between adding the entry and removing the dead letter, it stays, and replaying it
     once more can publish the task a second time, under the same id.
 
     Args:
-        outbox: the letter's.
-        id: of the letter.
+        outbox: the dead letter's.
+        id: of the dead letter.
         without_document: publish it now if its document is gone. Nothing stands behind that: whoever needs the
             document will not find it.
 
     Raises:
-        CommandRefusedError: there is no such letter, its document is gone, its entry is still in it, or it cannot
-            be read; the letter is still there.
-        OutboxRefusedError: the document is full; the letter is still there.
+        CommandRefusedError: there is no such dead letter, its document is gone, its entry is still in it, or it cannot
+            be read; the dead letter is still there.
+        OutboxRefusedError: the document is full; the dead letter is still there.
     """
-    found = letter(outbox, id)
+    found = dead_letter(outbox, id)
     if found is None:
         raise CommandRefusedError(f"Outbox {outbox.name} has no dead letter {id}.")
     entry = _entry(found)
@@ -132,12 +132,12 @@ def replay(outbox: Outbox, id: str, *, without_document: bool = False) -> Replay
 
 
 def discard(outbox: Outbox, id: str) -> bool:  # noqa: A002
-    """Throw a letter away: its task or event will never be published. False if there is none."""
+    """Throw a dead letter away: its task or event will never be published. False if there is none."""
     return outbox.dead_letters.remove(id)
 
 
 def next_id(id: str) -> str:  # noqa: A002
-    """The id under which a letter's entry is put back; always the same, so that a repetition finds it."""
+    """The id under which a dead letter's entry is put back; always the same, so that a repetition finds it."""
     base, mark, number = id.rpartition("~")
     return f"{base}~{int(number) + 1}" if mark and number.isdecimal() else f"{id}~1"
 
@@ -145,8 +145,8 @@ def next_id(id: str) -> str:  # noqa: A002
 def _append(outbox: Outbox, document_id: Any, id: str, again: Entry) -> bool:  # noqa: A002
     """Add the entry, by one update; False where the document is gone or holds it under either id."""
     guard = {"_id": document_id, f"{FIELD}.events.id": {"$nin": [id, again.id]}}
-    change = Change(filter=guard, update={}, options={})
-    return outbox.backing.writer.change(change, [again], session=None, claim=False).matched
+    write = DocumentWrite(filter=guard, update={}, options={})
+    return outbox.backing.writer.write(write, [again], session=None, claim=False).matched
 
 
 def _ids_in(outbox: Outbox, document_id: Any) -> list[Any] | None:
@@ -157,7 +157,7 @@ def _ids_in(outbox: Outbox, document_id: Any) -> list[Any] | None:
     return [entry.get("id") for entry in document.get(FIELD, {}).get("events", []) if isinstance(entry, Mapping)]
 
 
-def _replay_without_document(outbox: Outbox, found: Letter, entry: Entry, *, allowed: bool) -> Replay:
+def _replay_without_document(outbox: Outbox, found: DeadLetter, entry: Entry, *, allowed: bool) -> Replay:
     if not allowed:
         raise CommandRefusedError(
             f"Document {found.document!r} of dead letter {found.id} is gone, so there is nothing to put it back into. "
@@ -175,7 +175,7 @@ def _replay_without_document(outbox: Outbox, found: Letter, entry: Entry, *, all
     return Replay(id=found.id, result="published", entry=None)
 
 
-def _entry(found: Letter) -> Entry:
+def _entry(found: DeadLetter) -> Entry:
     try:
         return Entry.from_document(found.entry)
     except (KeyError, TypeError, ValueError) as error:
@@ -185,8 +185,8 @@ def _entry(found: Letter) -> Entry:
         ) from error
 
 
-def _letter(outbox: Outbox, stored: Mapping[str, Any]) -> Letter:
-    return Letter(
+def _dead_letter(outbox: Outbox, stored: Mapping[str, Any]) -> DeadLetter:
+    return DeadLetter(
         id=str(stored["_id"]).removeprefix(f"{outbox.collection.full_name}/"),
         document=stored.get("document"),
         at=stored.get("at"),

@@ -64,7 +64,13 @@ def sweep_one(backlog: Backlog, older_than: float, limit: int) -> Delivery:
         except ConnectionFailure:
             raise
         except Exception as error:  # noqa: BLE001 - one document that nobody can make sense of stops no other
-            logger.error("outbox %s: document %r cannot be delivered: %s", backlog.name(), document_id, short(error))
+            logger.error(
+                "outbox %s: document %r cannot be delivered: %s",
+                backlog.name(),
+                document_id,
+                short(error),
+                extra={"event": "document_undeliverable"},
+            )
             delivery = Delivery(left=1, error=short(error))
         total = _sum(total, delivery)
         refusals = refusals + 1 if delivery.broker_down else 0
@@ -89,7 +95,9 @@ def sweep_all(backlogs: Iterable[Backlog]) -> dict[str, Any]:
             try:
                 delivery = sweep_one(backlog, backlog.age, _TURN)
             except PyMongoError as error:  # MongoDB does not answer, or refuses the query
-                logger.warning("outbox %s was not swept: %s", backlog.name(), short(error))
+                logger.warning(
+                    "outbox %s was not swept: %s", backlog.name(), short(error), extra={"event": "sweep_failed"}
+                )
                 delivery = Delivery(error=short(error))
             name = backlog.name()
             totals[name] = _sum(totals.get(name, Delivery()), delivery)

@@ -1,5 +1,5 @@
 """
-The document's change and its entries as one atomic write.
+What the user writes to a document, and its entries, as one atomic write.
 
 Where the document's `_id` is known the write also claims the document, if no relay holds it: then the writer
 publishes what it has just written without asking again. A filter on other fields finds its document by itself, as
@@ -10,7 +10,8 @@ PyMongo's does; with `sort` or `upsert` it is resolved to an `_id` first, becaus
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,12 +25,11 @@ from pymongo.read_concern import ReadConcern
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, id_key
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import is_duplicate_id
+from mongo_celery.mongo.verdicts import is_duplicate_id, is_too_large
 from mongo_celery.mongo.writes import narrowed
 from mongo_celery.outbox import pending
-from mongo_celery.outbox.change import Change, Written, names_id
+from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id
 from mongo_celery.outbox.entries import FIELD, Entry
-from mongo_celery.outbox.sizes import size_errors
 
 Document = dict[str, Any]
 
@@ -38,6 +38,7 @@ _SECONDS = 10.0
 
 _PAUSES = Pauses(first=0.02, longest=0.02, jitter=1.0)
 _FINDING = ("collation", "hint", "let")
+"""Options of a write that also say which document it means."""
 
 
 class Writer:
@@ -57,14 +58,14 @@ class Writer:
         self._max_pending = max_pending
         self._claim_ttl = claim_ttl
 
-    def change(
-        self, change: Change, entries: Sequence[Entry], *, session: ClientSession | None, claim: bool
+    def write(
+        self, write: DocumentWrite, entries: Sequence[Entry], *, session: ClientSession | None, claim: bool
     ) -> Written:
         """
-        Write a change and its entries to the one document that the filter finds.
+        Write to the one document that the filter finds.
 
         Args:
-            change: what to do.
+            write: what to do.
             entries: at least one.
             session: of the user; inside a transaction nothing is claimed.
             claim: whether to claim the document for delivery.
@@ -74,19 +75,19 @@ class Writer:
         """
         self._refuse_more_than_ever(entries)
         deadline, upserts = time.monotonic() + _SECONDS, 0
-        with size_errors(self.collection.full_name):
+        with _size_errors(self.collection.full_name):
             while time.monotonic() < deadline:
-                if change.pinned is NO_ID and not change.upsert and change.sort is None and change.shows_id:
-                    written = self._update_any(change, entries, session)
+                if write.pinned is NO_ID and not write.upsert and write.sort is None and write.shows_id:
+                    written = self._update_any(write, entries, session)
                 else:
-                    document_id = self._find(change, session)
+                    document_id = self._find(write, session)
                     if document_id is not NO_ID:
-                        written = self._update(change, document_id, entries, session=session, claim=claim)
-                    elif not change.upsert:
+                        written = self._update(write, document_id, entries, session=session, claim=claim)
+                    elif not write.upsert:
                         return Written()
                     else:
                         upserts += 1
-                        written = self._upsert_unless_there(change, entries, session, again=upserts == 1)
+                        written = self._upsert_unless_there(write, entries, session, again=upserts == 1)
                 if written is not None:
                     return written
                 time.sleep(_PAUSES.nth())
@@ -95,22 +96,22 @@ class Writer:
             "being written; use a filter on _id, or repeat the write.",
         )
 
-    def _find(self, change: Change, session: ClientSession | None) -> object:
+    def _find(self, write: DocumentWrite, session: ClientSession | None) -> object:
         """The `_id` of the document that the filter means; from the filter itself where it says so."""
-        if change.pinned is not NO_ID and not change.upsert:
-            return change.pinned
+        if write.pinned is not NO_ID and not write.upsert:
+            return write.pinned
         found = self._latest.find_one(
-            change.filter,
+            write.filter,
             {"_id": 1},
-            sort=change.sort,
+            sort=write.sort,
             session=session,
-            **{name: change.options[name] for name in _FINDING if name in change.options},
+            **{name: write.options[name] for name in _FINDING if name in write.options},
         )
         return NO_ID if found is None else found["_id"]
 
     def _update(
         self,
-        change: Change,
+        write: DocumentWrite,
         document_id: object,
         entries: Sequence[Entry],
         *,
@@ -122,95 +123,97 @@ class Writer:
         if claim:
             owner, now = ObjectId(), time.monotonic()
             free = [room, {"$expr": {"$and": [pending.FREE, pending.DUE]}}]
-            document = self._write(change, document_id, entries, free, (owner, self._claim_ttl), session)
+            document = self._update_by_id(write, document_id, entries, free, (owner, self._claim_ttl), session)
             if document is not None:
                 return Written(document["_id"], True, False, document[FIELD]["events"], owner, now)
-        document = self._write(change, document_id, entries, [room], None, session)
+        document = self._update_by_id(write, document_id, entries, [room], None, session)
         if document is not None:
             return Written(document_id, matched=True, document=document)
-        pinned = change.pinned is not NO_ID and not change.upsert  # an upsert looks again, and then creates it
-        if pinned and self._matching(change, session) is NO_ID:
+        pinned = write.pinned is not NO_ID and not write.upsert  # an upsert looks again, and then creates it
+        if pinned and self._matching(write, session) is NO_ID:
             return Written()
         self._refuse_full(document_id, entries, session)
         return None
 
-    def _update_any(self, change: Change, entries: Sequence[Entry], session: ClientSession | None) -> Written | None:
+    def _update_any(
+        self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None
+    ) -> Written | None:
         """Update whichever document the filter finds; a full one is passed over for another."""
         room = pending.room_for(entries, self._max_pending)
-        asked = change.return_document is not None
+        asked = write.return_document is not None
         document = self.collection.find_one_and_update(
-            {**change.filter, "$and": [*change.filter.get("$and", ()), room]},
-            change.with_entries(entries, None, ObjectId()),
-            projection=change.projection if asked else {"_id": 1},
-            return_document=bool(change.return_document) if asked else ReturnDocument.AFTER,
+            {**write.filter, "$and": [*write.filter.get("$and", ()), room]},
+            write.with_entries(entries, None, ObjectId()),
+            projection=write.projection if asked else {"_id": 1},
+            return_document=bool(write.return_document) if asked else ReturnDocument.AFTER,
             session=session,
-            **change.options,
+            **write.options,
         )
         if document is not None:
             return Written(document["_id"], matched=True, document=document)
-        document_id = self._matching(change, session)
+        document_id = self._matching(write, session)
         if document_id is NO_ID:
             return Written()
         self._refuse_full(document_id, entries, session)
         return None
 
-    def _write(
+    def _update_by_id(
         self,
-        change: Change,
+        write: DocumentWrite,
         document_id: object,
         entries: Sequence[Entry],
         conditions: Sequence[Document],
         claim: tuple[ObjectId, float] | None,
         session: ClientSession | None,
     ) -> Any:
-        asked = change.return_document is not None
+        asked = write.return_document is not None
         return self.collection.find_one_and_update(
-            narrowed(change.filter, document_id).where(*conditions),
-            change.with_entries(entries, claim, document_id),
-            projection=change.projection if asked else {FIELD: 1},
-            return_document=bool(change.return_document) if asked else ReturnDocument.AFTER,
+            narrowed(write.filter, document_id).where(*conditions),
+            write.with_entries(entries, claim, document_id),
+            projection=write.projection if asked else {FIELD: 1},
+            return_document=bool(write.return_document) if asked else ReturnDocument.AFTER,
             session=session,
-            **change.options,
+            **write.options,
         )
 
     def _upsert_unless_there(
-        self, change: Change, entries: Sequence[Entry], session: ClientSession | None, *, again: bool
+        self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None, *, again: bool
     ) -> Written | None:
         """Create the document; None if somebody else has created it meanwhile, and it may be looked for again."""
         try:
-            return self._upsert(change, entries, session)
+            return self._upsert(write, entries, session)
         except DuplicateKeyError as error:
             # Twice: it is there, and the filter does not match it. PyMongo says no more than this either.
             if not again or not is_duplicate_id(error) or (session is not None and session.in_transaction):
                 raise
             return None
 
-    def _upsert(self, change: Change, entries: Sequence[Entry], session: ClientSession | None) -> Written:
+    def _upsert(self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None) -> Written:
         """Create the document; if another writer is faster, this is an update like any other."""
         new_id = ObjectId()
-        update = change.with_entries(entries, None, new_id)
-        known = change.pinned
-        if known is NO_ID and change.replacement is None and not names_id(change):
+        update = write.with_entries(entries, None, new_id)
+        known = write.pinned
+        if known is NO_ID and write.replacement is None and not names_id(write):
             known = new_id
             if isinstance(update, dict):
                 update.setdefault("$setOnInsert", {})["_id"] = new_id
             else:
                 update = [*update, {"$set": {"_id": {"$ifNull": ["$_id", {"$literal": new_id}]}}}]
-        if change.return_document is None:
-            result = self.collection.update_one(change.filter, update, upsert=True, session=session, **change.options)
+        if write.return_document is None:
+            result = self.collection.update_one(write.filter, update, upsert=True, session=session, **write.options)
             if "upserted" in (result.raw_result or {}):
                 return Written(result.upserted_id, upserted=True)
-            return Written(change.pinned, matched=True)
+            return Written(write.pinned, matched=True)
         document = self.collection.find_one_and_update(
-            change.filter,
+            write.filter,
             update,
-            projection=change.projection,
+            projection=write.projection,
             upsert=True,
             session=session,
-            return_document=bool(change.return_document),
-            **change.options,
+            return_document=bool(write.return_document),
+            **write.options,
         )
-        document_id = known if document is None or not change.shows_id else document["_id"]
+        document_id = known if document is None or not write.shows_id else document["_id"]
         return Written(document_id, upserted=True, document=document)
 
     def insert(
@@ -222,9 +225,9 @@ class Writer:
         claim: bool,
         **options: Any,
     ) -> Written:
-        """Insert a new document with its entries; errors as of `change`."""
+        """Insert a new document with its entries; errors as of `write`."""
         whole, written = self.insertion(document, entries, claim=claim)
-        with size_errors(self.collection.full_name):
+        with _size_errors(self.collection.full_name):
             self.collection.insert_one(whole, session=session, **options)
         return written
 
@@ -272,9 +275,9 @@ class Writer:
         for key, (document_id, count) in there.items():
             self._refuse_beyond(document_id, count, sums.get(key, 0))
 
-    def _matching(self, change: Change, session: ClientSession | None) -> object:
-        alike = {name: change.options[name] for name in _FINDING if name in change.options}
-        found = self._latest.find_one(change.filter, {"_id": 1}, session=session, **alike)
+    def _matching(self, write: DocumentWrite, session: ClientSession | None) -> object:
+        alike = {name: write.options[name] for name in _FINDING if name in write.options}
+        found = self._latest.find_one(write.filter, {"_id": 1}, session=session, **alike)
         return NO_ID if found is None else found["_id"]
 
     def _refuse_more_than_ever(self, entries: Sequence[Entry]) -> None:
@@ -301,3 +304,17 @@ class Writer:
 def _count(document: Mapping[str, Any]) -> int:
     field = document.get(FIELD)
     return int(field.get("count", 0)) if isinstance(field, Mapping) else 0
+
+
+@contextmanager
+def _size_errors(namespace: str) -> Iterator[None]:
+    """Say in our words that a document would be larger than 16 MB."""
+    try:
+        yield
+    except Exception as error:
+        if not is_too_large(error):
+            raise
+        raise OutboxRefusedError(
+            f"the document with its entries would be larger than 16 MB; nothing was written to {namespace}. "
+            "Pass ids instead of values to the tasks, or keep less in the document.",
+        ) from error

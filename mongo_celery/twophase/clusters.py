@@ -12,8 +12,8 @@ from pymongo.collection import Collection
 
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess
-from mongo_celery.mongo.opening import plain_types, strict
-from mongo_celery.twophase.participants import Client, Part
+from mongo_celery.mongo.opening import Client, client_of, plain_types, strict
+from mongo_celery.twophase.participants import Part
 
 
 class Clusters:
@@ -27,7 +27,7 @@ class Clusters:
 
     def __init__(self, own: Callable[[], Collection[Any]], others: Mapping[str, Client]) -> None:
         self._own = own
-        self._others = {alias: PerProcess(partial(_client, given)) for alias, given in others.items()}
+        self._others = {alias: PerProcess(partial(client_of, given)) for alias, given in others.items()}
 
     def open(self, part: Part) -> Collection[dict[str, Any]]:
         """
@@ -85,7 +85,3 @@ def opened(collection: Collection[Any]) -> Collection[dict[str, Any]]:
     A time that Python cannot hold is read all the same, so that one document does not hide others.
     """
     return strict(collection, plain_types(collection, datetime_conversion=DatetimeConversion.DATETIME_AUTO))
-
-
-def _client(given: Client) -> MongoClient[Any]:
-    return given if isinstance(given, MongoClient) else given()

@@ -1,4 +1,4 @@
-"""Driving a transaction to its end: patience with MongoDB, and with other drivers."""
+"""Completing a transaction: step by step to its end, past errors that pass and past other coordinators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.verdicts import is_transient
-from mongo_celery.twophase.coordinator import BusyError, Driver, Open, OvertakenError, StuckError
+from mongo_celery.twophase.coordinator import BusyError, Coordinator, Open, OvertakenError, StuckError
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.states import State, Transaction
 
@@ -27,14 +27,14 @@ _PAUSES = Pauses(first=0.01, longest=0.5, jitter=1.0)
 _LOOKS = Pauses(first=0.01, longest=0.5)
 
 
-class Driving:
+class Completion:
     """
-    Drives transactions of one log.
+    Completes transactions of one log.
 
     Args:
         log: of the transactions.
         open_part: gives a participant's collection.
-        timeout: seconds for which transient errors are repeated, and another driver is waited for.
+        timeout: seconds for which transient errors are repeated, and another coordinator is waited for.
     """
 
     def __init__(self, log: TransactionLog, open_part: Open, timeout: float) -> None:
@@ -42,25 +42,25 @@ class Driving:
         self._open = open_part
         self._timeout = timeout
 
-    def new_driver(self, identity: ObjectId | None = None) -> Driver:
-        """A driver with an identity of its own, or the given one."""
-        return Driver(self._log, self._open, identity or ObjectId())
+    def new_coordinator(self, identity: ObjectId | None = None) -> Coordinator:
+        """A coordinator with an identity of its own, or the given one."""
+        return Coordinator(self._log, self._open, identity or ObjectId())
 
     def to_the_end(self, transaction: Transaction) -> Transaction:
         """
-        Step by step until the state is final. If another driver takes over, wait for it.
+        Step by step until the state is final. If another coordinator takes over, wait for it.
 
         Raises:
             TransactionStateError: a participant refuses to be undone, or two of them are one document.
             TransactionTimeoutError: the time is used up.
         """
         deadline = time.monotonic() + self._timeout
-        driver = self.new_driver(transaction.driver)
+        coordinator = self.new_coordinator(transaction.driver)
         while not transaction.state.is_final:
             current = transaction
-            step = driver.begin_and_apply if current.state is State.INITIAL else driver.step
+            step = coordinator.begin_and_apply if current.state is State.INITIAL else coordinator.step
             try:
-                transaction = self._once_more(step, current, driver, deadline)
+                transaction = self._once_more(step, current, coordinator, deadline)
             except OvertakenError:
                 return self._awaited(transaction.id, deadline)
             except StuckError as error:
@@ -100,7 +100,7 @@ class Driving:
             ) from error
 
     def _once_more(
-        self, step: Callable[[Transaction], Transaction], seen: Transaction, driver: Driver, deadline: float
+        self, step: Callable[[Transaction], Transaction], seen: Transaction, coordinator: Coordinator, deadline: float
     ) -> Transaction:
         """A step; if an answer was lost and the step had been done after all, go on from there."""
         hint = NOT_BEGUN if seen.state is State.INITIAL else FINISHED_BY_RECOVERY
@@ -108,7 +108,7 @@ class Driving:
             return self.persist(lambda: step(seen), deadline, hint=hint, id=seen.id)
         except OvertakenError:
             now = self.persist(lambda: self._log.get(seen.id), deadline, id=seen.id)
-            if now.driver != driver.identity:
+            if now.driver != coordinator.identity:
                 raise
             return now
 
@@ -120,7 +120,7 @@ class Driving:
                 return now
             if time.monotonic() >= deadline:
                 raise TransactionTimeoutError(
-                    f"transaction {now.id!r} is {now.state}, in the hands of another driver; if that one does not "
+                    f"transaction {now.id!r} is {now.state}, in the hands of another coordinator; if that one does not "
                     "finish it, recovery will.",
                     id=now.id,
                     outcome="unknown",
@@ -134,7 +134,7 @@ def _passes(error: Exception) -> bool:
 
 
 def stuck(transaction: Transaction, error: StuckError) -> TransactionStateError:
-    """What to say of a transaction that no driver gets any further."""
+    """What to say of a transaction that no coordinator gets any further."""
     return TransactionStateError(
         f"transaction {transaction.id!r} stays {transaction.state}: {error}. Put it right, then recover.",
         id=transaction.id,

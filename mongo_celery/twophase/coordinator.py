@@ -1,8 +1,8 @@
 """
-Driving one transaction: one step after the other, each of which may be repeated by anybody.
+Advancing one transaction: one step after the other, each of which may be repeated by anybody.
 
-A driver that is overtaken (another has raised the version) stops at its next write on the transaction. Whatever
-it still sends to a participant is refused by the fence there: see `documents`.
+A coordinator that is overtaken (another has raised the transaction's version) stops at its next write on the
+transaction. Whatever it still sends to a participant is refused by the participant's version: see `documents`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mongo_celery.twophase import documents
 from mongo_celery.twophase.clusters import is_one_server
 from mongo_celery.twophase.documents import Undone, View
 from mongo_celery.twophase.log import TransactionLog
-from mongo_celery.twophase.participants import FENCE, MARKERS, Part
+from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION, Part
 from mongo_celery.twophase.states import State, Transaction
 
 logger = logging.getLogger("mongo_celery.twophase")
@@ -32,31 +32,31 @@ logger = logging.getLogger("mongo_celery.twophase")
 Open = Callable[[Part], Collection[dict[str, Any]]]
 
 _ROUNDS = 50
-"""How often a fence may have been moved by other transactions before the attempt is given up for now."""
+"""How often other transactions may have changed a participant's version before the attempt is given up for now."""
 
 _PAUSES = Pauses(first=0.05, longest=0.05, jitter=1.0)
 
 
 class OvertakenError(Exception):
-    """Another driver has the transaction, or it is no longer in the state in which this one left it."""
+    """Another coordinator has the transaction, or it is no longer in the state in which this one left it."""
 
 
 class BusyError(Exception):
-    """Other transactions kept moving a participant's fence; try again."""
+    """Other transactions kept changing a participant's version; try again."""
 
 
 class StuckError(Exception):
-    """A participant can be neither changed nor undone by a driver; the transaction stays in its state."""
+    """A participant can be neither changed nor undone; the transaction stays in its state."""
 
 
-class Driver:
+class Coordinator:
     """
     Performs steps. Holds nothing of a transaction between two of them.
 
     Args:
         log: of the transactions.
         open_part: gives a participant's collection, with majority writes and reads.
-        identity: of this driver.
+        identity: of this coordinator.
     """
 
     def __init__(self, log: TransactionLog, open_part: Open, identity: ObjectId) -> None:
@@ -141,14 +141,11 @@ class Driver:
 
     def _apply_one(self, transaction: Transaction, part: Part, view: View) -> tuple[bool, str | None]:
         """Whether it is applied now; if not, the reason to cancel, or None to look again."""
-        if view.marked:
-            return True, None
-        if not view.exists:
-            return False, f"participant {part} does not exist"
-        if view.refusal is not None:
-            return False, view.refusal
+        known = _known(part, view)
+        if known is not None:
+            return known
         try:
-            if documents.apply(self._open(part), part, transaction.id, view.fence):
+            if documents.apply(self._open(part), part, transaction.id, view.participant_version):
                 return True, None
         except WriteError as error:
             if is_transient(error):
@@ -159,18 +156,17 @@ class Driver:
     def _why_not(self, transaction: Transaction, part: Part, view: View) -> tuple[bool, str | None]:
         """What an apply that matched nothing has met."""
         now = self._look(transaction, part)
-        if now.marked:
-            return True, None
-        if not now.exists:
-            return False, f"participant {part} does not exist"
-        if now.refusal is not None:
-            return False, now.refusal
-        if view.fence is None or now.fence != view.fence:
+        known = _known(part, now)
+        if known is not None:
+            return known
+        if view.participant_version is None or now.participant_version != view.participant_version:
             return False, None
         return False, f"participant {part} does not meet {dict(part.require)!r}"
 
     def _cancel(self, transaction: Transaction, reason: str) -> Transaction:
-        logger.warning("transaction %r is canceled: %s", transaction.id, reason)
+        logger.warning(
+            "transaction %r is canceled: %s", transaction.id, reason, extra={"event": "transaction_canceled"}
+        )
         return self._mine(self._log.cancel(transaction, self.identity, reason))
 
     def _settle(self, transaction: Transaction) -> Transaction:
@@ -190,7 +186,12 @@ class Driver:
                 rule = dict(part.revert_require)
                 raise StuckError(f"participant {part} cannot be undone: it does not meet {rule!r}")
             if outcome is Undone.GONE:
-                logger.warning("transaction %r: participant %s is gone; nothing to undo there", transaction.id, part)
+                logger.warning(
+                    "transaction %r: participant %s is gone; nothing to undo there",
+                    transaction.id,
+                    part,
+                    extra={"event": "participant_gone"},
+                )
         return self._mine(self._log.advance(transaction, State.CANCELED))
 
     def _look(self, transaction: Transaction, part: Part) -> View:
@@ -200,13 +201,22 @@ class Driver:
             if is_transient(error):
                 raise
             refusal = (
-                f"participant {part} refuses the field {FENCE!r} ({short(error)}): allow it, and {MARKERS!r}, in the "
-                "collection's validator"
+                f"participant {part} refuses the field {PARTICIPANT_VERSION!r} ({short(error)}): allow it, and "
+                f"{MARKERS!r}, in the collection's validator"
             )
-            return View(exists=True, marked=False, fence=None, refusal=refusal)
+            return View(exists=True, marked=False, participant_version=None, refusal=refusal)
 
     @staticmethod
     def _mine(transaction: Transaction | None) -> Transaction:
         if transaction is None:
             raise OvertakenError
         return transaction
+
+
+def _known(part: Part, view: View) -> tuple[bool, str | None] | None:
+    """What a look alone decides: it is applied already, or why to cancel; None if only trying can tell."""
+    if view.marked:
+        return True, None
+    if not view.exists:
+        return False, f"participant {part} does not exist"
+    return None if view.refusal is None else (False, view.refusal)

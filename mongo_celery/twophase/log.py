@@ -12,7 +12,7 @@ from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.errors import TransactionStateError
-from mongo_celery.mongo.expressions import millis
+from mongo_celery.mongo.expressions import created, literal, millis
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.twophase.states import State, Transaction, read_transaction
 
@@ -53,27 +53,12 @@ class TransactionLog:
         Raises:
             TransactionStateError: there is one of this id.
         """
+        begun = {"state": str(State.INITIAL), "lastModified": "$$NOW"}
         try:
             # An upsert, since only an update can set the server's time.
             found = self.collection.find_one_and_update(
                 {"_id": {"$eq": transaction_id}},
-                [
-                    {
-                        "$replaceWith": {
-                            "$cond": [
-                                {"$gt": [{"$size": {"$objectToArray": "$$ROOT"}}, 1]},
-                                "$$ROOT",
-                                {
-                                    "$mergeObjects": [
-                                        {"_id": "$_id"},
-                                        {"$literal": dict(fields)},
-                                        {"state": str(State.INITIAL), "lastModified": "$$NOW"},
-                                    ],
-                                },
-                            ],
-                        },
-                    },
-                ],
+                created({"$mergeObjects": [{"_id": "$_id"}, literal(dict(fields)), begun]}),
                 projection={"_id": 1},
                 upsert=True,
                 return_document=ReturnDocument.BEFORE,
@@ -102,20 +87,20 @@ class TransactionLog:
         """Understand a document; errors as of `states.read_transaction`."""
         return read_transaction(document, self._accounts)
 
-    def claim(self, seen: Transaction, driver: ObjectId, *, anybodys: bool = False) -> Transaction | None:
+    def claim(self, seen: Transaction, coordinator: ObjectId, *, anybodys: bool = False) -> Transaction | None:
         """Take a transaction nobody has begun: initial becomes pending. None if somebody was faster."""
         guard = {"_id": {"$eq": seen.id}, "state": str(State.INITIAL), **({} if anybodys else self._ours())}
-        return self._update(guard, {"state": str(State.PENDING), **self._marks(driver)}, version=True)
+        return self._update(guard, {"state": str(State.PENDING), **self._marks(coordinator)}, version=True)
 
     def take_over(
-        self, seen: Transaction, driver: ObjectId, *, older_than: float | None = None, anybodys: bool = False
+        self, seen: Transaction, coordinator: ObjectId, *, older_than: float | None = None, anybodys: bool = False
     ) -> Transaction | None:
         """
-        Become the driver of an unfinished transaction, in the state and version that were seen.
+        Become the coordinator of an unfinished transaction, in the state and version that were seen.
 
         Args:
             seen: as it was read.
-            driver: who takes it.
+            coordinator: who takes it.
             older_than: only if its last step was so many seconds ago, by the server's clock.
             anybodys: whether it may belong to another application.
         """
@@ -124,7 +109,7 @@ class TransactionLog:
             guard.update(self._ours())
         if older_than is not None:
             guard["$expr"] = _older_than(older_than)
-        return self._update(guard, self._marks(driver), version=True)
+        return self._update(guard, self._marks(coordinator), version=True)
 
     def touch(self, mine: Transaction) -> bool:
         """Prove by a majority write that a transaction is still in this state and mine."""
@@ -134,9 +119,9 @@ class TransactionLog:
         """The next state; None if I have been overtaken."""
         return self._update(mine.guard, {"state": str(state), **fields}, version=False)
 
-    def cancel(self, seen: Transaction, driver: ObjectId, reason: str) -> Transaction | None:
-        """From pending to canceling, by a new driver; None if it is no longer as it was seen."""
-        fields = {"state": str(State.CANCELING), "reason": reason, **self._marks(driver)}
+    def cancel(self, seen: Transaction, coordinator: ObjectId, reason: str) -> Transaction | None:
+        """From pending to canceling, by a new coordinator; None if it is no longer as it was seen."""
+        fields = {"state": str(State.CANCELING), "reason": reason, **self._marks(coordinator)}
         return self._update(seen.guard, fields, version=True)
 
     def drop(self, seen: Transaction, reason: str) -> Transaction | None:
@@ -145,10 +130,10 @@ class TransactionLog:
 
     def note_queued(self, transaction_id: Any) -> bool:
         """
-        Note that Celery has been asked to drive a transaction: this application's recovery then begins it too.
+        Note that Celery has been asked to advance a transaction: this application's recovery then begins it too.
 
         Returns:
-            False if nothing is left to drive, or it is another application's.
+            False if nothing is left to do, or it is another application's.
         """
         states = [str(each) for each in (State.INITIAL, *UNFINISHED)]
         guard = {"_id": {"$eq": transaction_id}, "state": {"$in": states}, **self._ours()}
@@ -184,8 +169,8 @@ class TransactionLog:
     def _ours(self) -> Document:
         return {"application": {"$in": [None, self._application]}}
 
-    def _marks(self, driver: ObjectId) -> Document:
-        return {"application": self._application, "driver": driver}
+    def _marks(self, coordinator: ObjectId) -> Document:
+        return {"application": self._application, "driver": coordinator}
 
     def _update(self, guard: Document, fields: Document, *, version: bool) -> Transaction | None:
         change: Document = {"$set": fields, **_NOW}

@@ -20,15 +20,15 @@ from mongo_celery.mongo.identity import same_bson
 from mongo_celery.twophase.values import Codec, from_text, plain_id, storable, storable_rule, to_text
 
 MARKERS = "pendingTransactions"
-FENCE = "transactionFence"
-_OWN = {"_id", MARKERS, FENCE}
+PARTICIPANT_VERSION = "transactionFence"
+"""The field of a participant that holds its version; the name that is stored is older than the word."""
+
+_OWN = {"_id", MARKERS, PARTICIPANT_VERSION}
 
 _KNOWN = {
     *("$set", "$unset", "$inc", "$mul", "$min", "$max", "$rename", "$currentDate", "$bit"),
     *("$push", "$pull", "$pullAll", "$addToSet", "$pop"),
 }
-
-Client = MongoClient[Any] | Callable[[], MongoClient[Any]]
 
 
 @dataclass(frozen=True, slots=True)

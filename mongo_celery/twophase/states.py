@@ -52,8 +52,8 @@ class Transaction:
         id: its `_id`.
         state: where it stands.
         application: whose it is; None before anybody has claimed it, and for code that sets no marker.
-        version: grows with each driver; None before the first of ours.
-        driver: which driver has it.
+        version: grows with each coordinator; None before the first of ours.
+        driver: which coordinator has it, under the name that is stored.
         parts: the participants; none if it has the shape of no transaction of ours and was only listed.
         reason: why it is or was canceled.
         last_modified: the server's time of the last step, if it is a date.
@@ -72,7 +72,7 @@ class Transaction:
 
     @property
     def guard(self) -> dict[str, Any]:
-        """Matches only while this driver has the transaction, in this state."""
+        """Matches only while this coordinator has the transaction, in this state."""
         version = None if self.version is None else Int64(self.version)
         return {"_id": {"$eq": self.id}, "state": str(self.state), "version": version}
 
@@ -122,7 +122,7 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
 
 
 def _version(stored: object) -> int | None:
-    # A driver's guard has it as an integer: what is none would never match, and be passed over for ever.
+    # A coordinator's guard has it as an integer: what is none would never match, and be passed over for ever.
     if stored is None or (isinstance(stored, int) and not isinstance(stored, bool)):
         return None if stored is None else int(stored)
     raise TypeError(f"version {stored!r} is no integer")

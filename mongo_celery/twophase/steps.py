@@ -1,4 +1,4 @@
-"""The Celery tasks that serve coordinators: one step of a transaction, and recovery."""
+"""The Celery tasks that serve a `TwoPhaseCommit`: one step of a transaction, and recovery."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def _publish_next(task: Any, arguments: tuple[str, str, int | None]) -> None:
     except OperationalError as error:
         # The step is done: what is tried again is the next one. If the broker does not take that either, recovery
         # finds the transaction.
-        raise task.retry(args=arguments, exc=error, **_patience(task)) from error
+        raise task.retry(args=arguments, exc=error, **_retry_options(task)) from error
 
 
-def _patience(task: Any) -> dict[str, float]:
+def _retry_options(task: Any) -> dict[str, float]:
     return {"countdown": _PAUSES.nth(task.request.retries), "max_retries": _RETRIES_MAX}
 
 
@@ -50,12 +50,12 @@ def register_tasks(
     recover_of: Callable[[str], Sequence[Recovery]],
 ) -> None:
     """
-    Register the tasks of an app, once for all its coordinators.
+    Register the tasks of an app, once for all its `TwoPhaseCommit`s.
 
     Args:
         app: the Celery app.
-        step_of: has the coordinator of that name do one step of a transaction.
-        recover_of: has the coordinator of that name finish what was left.
+        step_of: has the `TwoPhaseCommit` of that name do one step of a transaction.
+        recover_of: has the `TwoPhaseCommit` of that name finish what was left.
     """
 
     def step(task: Any, name: str, transaction_id: str, version: int | None) -> str | None:
@@ -65,7 +65,7 @@ def register_tasks(
         except (PyMongoError, BusyError) as error:
             if isinstance(error, PyMongoError) and not is_transient(error):
                 raise
-            raise task.retry(exc=error, **_patience(task)) from error
+            raise task.retry(exc=error, **_retry_options(task)) from error
         if after is None:
             return None
         if not after.state.is_final:

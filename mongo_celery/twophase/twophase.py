@@ -1,4 +1,4 @@
-"""Two-phase commit over documents: begin, drive, cancel, recover."""
+"""Two-phase commit over documents: begin, run, cancel, recover."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from mongo_celery.app import Registry, schedule
 from mongo_celery.arguments import Duration, not_negative, positive
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from mongo_celery.forking import per_process
-from mongo_celery.mongo.opening import Source, collection_of
+from mongo_celery.mongo.opening import Client, Source, collection_of
 from mongo_celery.twophase.clusters import Clusters, opened
 from mongo_celery.twophase.compensation import compensation_ids, opposite
-from mongo_celery.twophase.completion import NOT_BEGUN, Driving, still_mine, stuck
+from mongo_celery.twophase.completion import NOT_BEGUN, Completion, still_mine, stuck
 from mongo_celery.twophase.coordinator import OvertakenError, StuckError
 from mongo_celery.twophase.log import TransactionLog
-from mongo_celery.twophase.participants import Client, is_same, part_of
+from mongo_celery.twophase.options import TwoPhaseOptions
+from mongo_celery.twophase.participants import is_same, part_of
 from mongo_celery.twophase.recovery import Recovery, recover
 from mongo_celery.twophase.states import State, Transaction, amount, transfer_parts
 from mongo_celery.twophase.steps import RECOVER_TASK, publish_step, register_tasks
@@ -30,7 +31,7 @@ from mongo_celery.twophase.values import plain, plain_id
 
 _RECOVER_LIMIT = 1000
 
-COORDINATORS: Registry[TwoPhaseCommit] = Registry(
+TWO_PHASE_COMMITS: Registry[TwoPhaseCommit] = Registry(
     "TwoPhaseCommit",
     create="mongo_celery.TwoPhaseCommit(app, transactions) where the app is made",
     rename="give this one name='...'",
@@ -50,7 +51,7 @@ class TwoPhaseCommit:
     keeps a balance from going below a limit.
 
     Args:
-        app: the Celery app; None if nothing is driven by Celery.
+        app: the Celery app; None if Celery advances nothing.
         transactions: the collection of transaction documents, or a callable that returns it; it is asked once in
             each process, since prefork workers make their clients after the fork.
         application: this application's marker: recovery takes over only what carries it, or no marker.
@@ -79,24 +80,28 @@ class TwoPhaseCommit:
         timeout: Duration = 30.0,
         recover_every: Duration | None = None,
     ) -> None:
-        if not isinstance(application, str) or not application:
-            raise ConfigurationError(f"application={application!r} must be a name, such as 'App1'.")
+        options = TwoPhaseOptions(
+            application=application,
+            name=name,
+            older_than=positive(older_than, "older_than"),
+            timeout=positive(timeout, "timeout"),
+            recover_every=None if recover_every is None else positive(recover_every, "recover_every"),
+        )
         for option, source in (("transactions", transactions), ("accounts", accounts)):
             if source is not None and not isinstance(source, Collection) and not callable(source):
                 raise ConfigurationError(f"{option} must be a PyMongo collection, or a callable that returns one.")
         self.app = app
-        self.name = name
-        self.application = application
-        self.older_than = positive(older_than, "older_than")
-        self._timeout = positive(timeout, "timeout")
+        self.name = options.name
+        self.application = options.application
+        self.older_than = options.older_than
+        self._timeout = options.timeout
         self._given = (transactions, accounts)
         self._clusters = Clusters(lambda: self.transactions, clients or {})
         if app is not None:
-            every = None if recover_every is None else positive(recover_every, "recover_every")
-            COORDINATORS.add(app, self, name)
+            TWO_PHASE_COMMITS.add(app, self, name)
             register_tasks(app, partial(_step, app), partial(_recover, app))
-            if every is not None:
-                schedule(app, RECOVER_TASK, every, name)
+            if options.recover_every is not None:
+                schedule(app, RECOVER_TASK, options.recover_every, name)
 
     def __repr__(self) -> str:
         return f"<TwoPhaseCommit {self.name} application={self.application}>"
@@ -118,8 +123,8 @@ class TwoPhaseCommit:
         return TransactionLog(self.transactions, self.application, self.accounts.full_name)
 
     @per_process
-    def _driving(self) -> Driving:
-        return Driving(self.log, self._clusters.open, self._timeout)
+    def _completion(self) -> Completion:
+        return Completion(self.log, self._clusters.open, self._timeout)
 
     # -- beginning ---------------------------------------------------------------------------------
 
@@ -170,7 +175,7 @@ class TwoPhaseCommit:
             id: of the transaction; by default a new ObjectId.
             require: a filter that the source must match; by default a balance of at least `value`. It is stored
                 with the transaction.
-            run: whether to drive it here; else call `run` or `delay` with the returned id.
+            run: whether to run it here; else call `run` or `delay` with the returned id.
 
         Raises:
             ConfigurationError: the value is no amount, an `_id` can be none, or both are the same.
@@ -190,11 +195,11 @@ class TwoPhaseCommit:
             self.run(identity)
         return identity
 
-    # -- driving -----------------------------------------------------------------------------------
+    # -- advancing ---------------------------------------------------------------------------------
 
     def run(self, id: Any) -> Transaction:  # noqa: A002
         """
-        Drive a transaction to its end, here; an unfinished one of this application is taken over at once.
+        Advance a transaction to its end, here; an unfinished one of this application is taken over at once.
 
         Args:
             id: what `begin` or `transfer` returned.
@@ -208,7 +213,7 @@ class TwoPhaseCommit:
             TransactionTimeoutError: MongoDB did not answer in time. Recovery will finish it if it was begun; the
                 message says when that is not known, and `run` may be called again in any case.
         """
-        ended = self._driving.to_the_end(self._taken(id))
+        ended = self._completion.to_the_end(self._taken(id))
         if ended.state is State.CANCELED:
             raise TransactionCanceledError(
                 f"transaction {ended.id!r} was rolled back: {ended.reason or 'canceled'}.",
@@ -219,7 +224,7 @@ class TwoPhaseCommit:
 
     def delay(self, id: Any) -> Any:  # noqa: A002
         """
-        Let Celery drive a transaction, one step a task, each retried.
+        Let Celery advance a transaction, one step a task, each retried.
 
         Afterwards it carries this application's marker, and recovery looks after it too, even if the broker loses
         the message.
@@ -228,7 +233,7 @@ class TwoPhaseCommit:
             The `AsyncResult` of the first step; the outcome is in the transaction, not in a result.
 
         Raises:
-            TransactionStateError: there is no such transaction that could be driven here.
+            TransactionStateError: there is no such transaction that could be advanced here.
             ConfigurationError: there is no Celery app.
         """
         if self.app is None:
@@ -237,12 +242,12 @@ class TwoPhaseCommit:
             seen = self.log.get(id)
             self._refuse_foreign(seen, allowed=False)
             state = seen.state
-            raise TransactionStateError(f"transaction {id!r} is {state}: nothing is left to drive.", id=id, state=state)
+            raise TransactionStateError(f"transaction {id!r} is {state}: nothing is left to do.", id=id, state=state)
         return publish_step(self.app, self.name, plain_id("id", id, self.transactions.codec_options), None)
 
     def step(self, id: Any, version: int | None) -> Transaction | None:  # noqa: A002
         """
-        One step, for the Celery task: None when there is nothing to do for a driver of this version.
+        One step, for the Celery task: None when there is nothing to do for a coordinator of this version.
 
         Raises:
             PyMongoError: repeat it.
@@ -250,15 +255,15 @@ class TwoPhaseCommit:
         transaction = self.log.get(id)
         if transaction.state.is_final:
             return None
-        driver = self._driving.new_driver()
+        coordinator = self._completion.new_coordinator()
         try:
             if version is None:
                 if transaction.state is State.INITIAL:
-                    return driver.begin(transaction)
-                return self.log.take_over(transaction, driver.identity)
+                    return coordinator.begin(transaction)
+                return self.log.take_over(transaction, coordinator.identity)
             if transaction.version != version:
                 return None
-            return driver.step(transaction)
+            return coordinator.step(transaction)
         except OvertakenError:
             return None
 
@@ -284,7 +289,7 @@ class TwoPhaseCommit:
             if seen.state is State.INITIAL:
                 return still_mine(self.log.drop(seen, reason))
             if seen.state is State.PENDING:
-                return still_mine(self.log.cancel(seen, self._driving.new_driver().identity, reason))
+                return still_mine(self.log.cancel(seen, self._completion.new_coordinator().identity, reason))
             if seen.state in {State.APPLIED, State.DONE}:
                 raise TransactionStateError(
                     f"transaction {id!r} is {seen.state}: it can no longer be canceled. compensate({id!r}) begins the "
@@ -293,11 +298,11 @@ class TwoPhaseCommit:
                     state=seen.state,
                 )
             if seen.state is State.CANCELING:
-                return still_mine(self.log.take_over(seen, self._driving.new_driver().identity, anybodys=all))
+                return still_mine(self.log.take_over(seen, self._completion.new_coordinator().identity, anybodys=all))
             return seen
 
         hint = "whether it is being canceled is not known: cancel it again"
-        return self._driving.to_the_end(self._driving.persist(attempt, hint=hint, id=id))
+        return self._completion.to_the_end(self._completion.persist(attempt, hint=hint, id=id))
 
     def compensate(self, id: Any) -> Any:  # noqa: A002
         """
@@ -350,7 +355,7 @@ class TwoPhaseCommit:
             What became of each; one that fails does not stop the others.
         """
         age = self.older_than if older_than is None else not_negative(older_than, "older_than")
-        return recover(self.log, self._driving, age, anybodys=all, limit=limit)
+        return recover(self.log, self._completion, age, anybodys=all, limit=limit)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -374,7 +379,7 @@ class TwoPhaseCommit:
         hint = (
             f"whether transaction {identity!r} was stored is not known, but nothing was changed: run it, or begin anew"
         )
-        self._driving.persist(attempt, hint=hint, id=identity)
+        self._completion.persist(attempt, hint=hint, id=identity)
         return identity
 
     def _taken(self, id: Any) -> Transaction:  # noqa: A002
@@ -385,9 +390,9 @@ class TwoPhaseCommit:
             self._refuse_foreign(seen, allowed=seen.state.is_final)
             if seen.state is State.INITIAL or seen.state.is_final:
                 return seen
-            return still_mine(self.log.take_over(seen, self._driving.new_driver().identity))
+            return still_mine(self.log.take_over(seen, self._completion.new_coordinator().identity))
 
-        return self._driving.persist(attempt, hint=NOT_BEGUN, id=id)
+        return self._completion.persist(attempt, hint=NOT_BEGUN, id=id)
 
     def _refuse_foreign(self, seen: Transaction, *, allowed: bool) -> None:
         if not allowed and seen.application not in {None, self.application}:
@@ -399,18 +404,18 @@ class TwoPhaseCommit:
 
 
 def _named(app: Celery, name: str) -> TwoPhaseCommit:
-    found = COORDINATORS.find(app, name)
+    found = TWO_PHASE_COMMITS.find(app, name)
     if found is None:
         raise ConfigurationError(f"this worker's app has no TwoPhaseCommit named {name!r}.")
     return found
 
 
 def _step(app: Celery, name: str, id: Any, version: int | None) -> Transaction | None:  # noqa: A002
-    coordinator = _named(app, name)
+    named = _named(app, name)
     try:
-        return coordinator.step(id, version)
+        return named.step(id, version)
     except StuckError as error:
-        raise stuck(coordinator.log.get(id), error) from error
+        raise stuck(named.log.get(id), error) from error
 
 
 def _recover(app: Celery, name: str) -> list[Recovery]:

@@ -198,6 +198,13 @@ KINDS: dict[str, Callable[[str], None]] = {
 POINTS_MAX = 30
 
 
+def import_all() -> None:
+    """Import what a first message needs, which is half of Celery: once, and not in each forked process."""
+    app.finalize()
+    with app.connection_for_write() as connection:
+        assert all((app.amqp.queues, app.events, connection.transport))  # each imports when it is asked for
+
+
 # -- programs ----------------------------------------------------------------------------------------
 
 
@@ -338,4 +345,5 @@ PROGRAMS: dict[str, Callable[..., None]] = {
 }
 
 if __name__ == "__main__":
+    import_all()
     PROGRAMS[sys.argv[1]](*sys.argv[2:])

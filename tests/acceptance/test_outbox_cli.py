@@ -28,7 +28,7 @@ class Shop:
         self.names = f"outbox_cli_{uuid4().hex[:10]}"
         self.orders = client[f"{self.names}_data"]["orders"]
         self.parcels = client[f"{self.names}_data"]["parcels"]
-        self.letters = client[f"{self.names}_state"]["outbox_dead_letters"]
+        self.dead_letters = client[f"{self.names}_state"]["outbox_dead_letters"]
         self.app = Celery("writer", broker=broker_url)
         self.outbox = Outbox(self.app, self.orders, at_once=False, sweep_every=None, foreign_tasks=True)
         lacking = Celery("lacking", broker=broker_url)
@@ -68,7 +68,7 @@ class Shop:
         return [(head["task"], head["id"], found) for head, found in zip(heads, arguments, strict=True)]
 
     def make_dead_letter(self, order: int) -> str:
-        """Insert an order with a task that the app lacks, and deliver it; the letter's id."""
+        """Insert an order with a task that the app lacks, and deliver it; the dead letter's id."""
         self.outbox.insert_one({"_id": order}, tasks=[self.task("bill", order)])
         (entry,) = self.entries(order)
         assert self.lacking.dispatch(order).dead == 1
@@ -137,34 +137,34 @@ def test_a_broker_that_is_down_is_said_and_ends_a_sweep_with_status_1(shop: Shop
 
 def test_a_dead_letter_is_shown_and_replayed_after_the_app_was_corrected(shop: Shop) -> None:
     """The whole way of an operator; the task has the id that it was stored with, and stands behind later ones."""
-    letter = shop.make_dead_letter(7)
+    dead_letter = shop.make_dead_letter(7)
     assert shop.entries(7) == []
     listed = shop.run("dead-letters", "list")
-    assert letter in listed.stdout
+    assert dead_letter in listed.stdout
     assert "not registered" in listed.stdout
     assert "parcels: 0 dead letters" in listed.stdout
     (status,) = shop.lines("status", "--name", "orders")
     assert status["dead_letters"] == 1
     assert "dead-letters list" in status["advice"][0]
-    (shown,) = shop.lines("dead-letters", "show", letter)
-    assert (shown["id"], shown["document"], shown["entry"]["name"]) == (letter, 7, f"{APP}.bill")
+    (shown,) = shop.lines("dead-letters", "show", dead_letter)
+    assert (shown["id"], shown["document"], shown["entry"]["name"]) == (dead_letter, 7, f"{APP}.bill")
     assert "payload" not in shown["entry"]
     assert "UnknownTaskError" in shown["traceback"]
     shop.outbox.update_one({"_id": 7}, {"$set": {"paid": True}}, tasks=[shop.task("receipt", 8)])
 
-    (replayed,) = shop.lines("dead-letters", "replay", letter)
+    (replayed,) = shop.lines("dead-letters", "replay", dead_letter)
 
-    assert replayed == {"outbox": "orders", "id": letter, "result": "pending", "entry": f"{letter}~1"}
-    assert shop.letters.count_documents({}) == 0
-    assert [(entry["id"], entry["attempts"]) for entry in shop.entries(7)[1:]] == [(f"{letter}~1", 0)]
+    assert replayed == {"outbox": "orders", "id": dead_letter, "result": "pending", "entry": f"{dead_letter}~1"}
+    assert shop.dead_letters.count_documents({}) == 0
+    assert [(entry["id"], entry["attempts"]) for entry in shop.entries(7)[1:]] == [(f"{dead_letter}~1", 0)]
     shop.lines("sweep", "--older-than", "0", PROJECT_KNOWS="1")
     first, second = shop.published()
     assert (first[0], first[2]) == (f"{APP}.receipt", [8])
-    assert second == (f"{APP}.bill", letter, [7])
+    assert second == (f"{APP}.bill", dead_letter, [7])
 
 
 def test_a_letter_whose_document_is_gone_is_refused_or_published_without_it(shop: Shop) -> None:
-    """The safe way is the default; the other letters of the same command are replayed all the same."""
+    """The safe way is the default; the other dead letters of the same command are replayed all the same."""
     gone, kept = shop.make_dead_letter(7), shop.make_dead_letter(8)
     shop.orders.delete_one({"_id": 7})
 
@@ -176,35 +176,35 @@ def test_a_letter_whose_document_is_gone_is_refused_or_published_without_it(shop
     assert shop.orders.count_documents({"_id": 7}) == 0, "nothing is made anew"
     unknown = shop.run("dead-letters", "replay", gone, "--without-document")
     one_sentence(unknown, "still cannot be published")
-    assert shop.letters.count_documents({}) == 1
+    assert shop.dead_letters.count_documents({}) == 1
     (done,) = shop.lines("dead-letters", "replay", gone, "--without-document", PROJECT_KNOWS="1")
     assert (done["result"], shop.published()) == ("published", [(f"{APP}.bill", gone, [7])])
-    assert shop.letters.count_documents({}) == 0
+    assert shop.dead_letters.count_documents({}) == 0
 
 
 def test_a_letter_is_discarded_only_on_a_yes(shop: Shop) -> None:
     """What is thrown away is said on standard error: it may be the only trace."""
-    letter = shop.make_dead_letter(7)
-    shown = shop.run("dead-letters", "show", letter, "--payload").stdout
+    dead_letter = shop.make_dead_letter(7)
+    shown = shop.run("dead-letters", "show", dead_letter, "--payload").stdout
     assert re.search(rf"document: +7\n(.*\n)*payload: .*{APP}.bill", shown), shown
     assert "UnknownTaskError" in shown
 
-    refused = shop.run("dead-letters", "discard", letter, text="n\n")
+    refused = shop.run("dead-letters", "discard", dead_letter, text="n\n")
     assert refused.returncode == 1
     assert f"{APP}.bill" in refused.stderr
-    assert shop.letters.count_documents({}) == 1
+    assert shop.dead_letters.count_documents({}) == 1
 
-    done = shop.run("dead-letters", "discard", letter, "--yes")
-    assert (done.returncode, done.stdout) == (0, f"{letter}: discarded\n")
-    assert shop.letters.count_documents({}) == 0
-    one_sentence(shop.run("dead-letters", "discard", letter, "--yes"), "no dead letter", letter)
+    done = shop.run("dead-letters", "discard", dead_letter, "--yes")
+    assert (done.returncode, done.stdout) == (0, f"{dead_letter}: discarded\n")
+    assert shop.dead_letters.count_documents({}) == 0
+    one_sentence(shop.run("dead-letters", "discard", dead_letter, "--yes"), "no dead letter", dead_letter)
 
 
 # -- what is wrong with the call -------------------------------------------------------------------
 
 
 def test_wrong_calls_end_in_one_sentence(shop: Shop) -> None:
-    """No app, no outbox, an outbox or a letter that there is not."""
+    """No app, no outbox, an outbox or a dead letter that there is not."""
     one_sentence(run("outbox", "status"), "-A", "outbox status")
     one_sentence(run("-A", BARE_APP, "outbox", "sweep"), "no outbox", "Outbox(app")
     one_sentence(shop.run("status", "--name", "ordres"), "'ordres'", "orders, parcels")

@@ -31,7 +31,7 @@ def bank(processes: Processes, mongo_client: MongoClient[Document], mongo_url: s
 
 @pytest.mark.parametrize("number", [1, 3, 8, 9, 10, 11, 12, 13, 14])
 def test_a_driver_that_is_killed_after_any_write_is_recovered_by_another_process(bank: Bank, number: int) -> None:
-    """The nine points: read, first fence, claim, both changes, applied, both settlements, done."""
+    """The nine points: read, first version, claim, both changes, applied, both settlements, done."""
     bank.coordinator.transfer(0, 1, 30, id="t", run=False)
     assert bank.python("run", "t", "after", number).wait(60) == -signal.SIGKILL
     reached = bank.state("t")
@@ -48,42 +48,42 @@ def test_a_driver_that_is_killed_after_any_write_is_recovered_by_another_process
 def test_eight_drivers_under_random_kills_leave_every_account_right(bank: Bank) -> None:
     """Two hundred transfers over ten accounts, with a kill every few moments and recovery all the time."""
     chance = random.Random(7)
-    drivers = [bank.python("transfers", seed, 25) for seed in range(8)]
+    processes = [bank.python("transfers", seed, 25) for seed in range(8)]
 
     def kill_and_recover() -> bool:
-        running = [driver for driver in drivers if driver.running]
-        if running and chance.random() < 0.2 and len(drivers) < 14:
+        running = [process for process in processes if process.running]
+        if running and chance.random() < 0.2 and len(processes) < 14:
             victim = chance.choice(running)
             victim.kill()
-            drivers.append(bank.python("transfers", 100 + len(drivers), 25))
+            processes.append(bank.python("transfers", 100 + len(processes), 25))
         bank.coordinator.recover(0.5)
         return not running
 
     wait_for(kill_and_recover, 120)
     bank.coordinator.recover(0)
 
-    assert sum(driver.returncode == -signal.SIGKILL for driver in drivers) > 0
+    assert sum(process.returncode == -signal.SIGKILL for process in processes) > 0
     assert bank.database["transactions"].count_documents({}) >= 200
     bank.judge()
 
 
 def test_a_paused_process_that_wakes_up_changes_nothing_again(bank: Bank) -> None:
     """SIGSTOP in the middle of a run of transfers, recovery by another process, SIGCONT."""
-    driver = bank.python("transfers", 1, 60)
+    process = bank.python("transfers", 1, 60)
     wait_for(lambda: bank.database["transactions"].count_documents({}) > 5)
     for _ in range(5):
-        driver.pause()
+        process.pause()
         wait_for(lambda: not bank.coordinator.recover(0) and not bank.unfinished())  # what it sent may still arrive
         before = bank.database["transactions"].count_documents({})
-        driver.resume()
+        process.resume()
         wait_for(
             lambda before=before: (
                 bank.database["transactions"].count_documents({}) > before  # type: ignore[misc]
-                or not driver.running
+                or not process.running
             ),
             40,
         )
-    assert driver.wait() == 0
+    assert process.wait() == 0
     bank.judge()
 
 
@@ -93,10 +93,10 @@ def test_workers_drive_step_by_step_and_beat_recovers(bank: Bank) -> None:
     worker = bank.celery("worker", *QUIET, "-c", "2", "-l", "INFO", **environment)
     bank.celery("beat", "-s", "/dev/null", "--scheduler", "celery.beat:Scheduler", "-l", "INFO", **environment)
     worker.wait_for_output("ready")
-    driving = TwoPhaseCommit(Celery("asking", broker=bank.environment["BANK_BROKER"]), bank.database["transactions"])
+    asking = TwoPhaseCommit(Celery("asking", broker=bank.environment["BANK_BROKER"]), bank.database["transactions"])
     for number in range(20):
-        driving.transfer(number % ACCOUNTS, (number + 1) % ACCOUNTS, 5, id=number, run=False)
-        driving.delay(number)
+        asking.transfer(number % ACCOUNTS, (number + 1) % ACCOUNTS, 5, id=number, run=False)
+        asking.delay(number)
         if number == 10:
             worker.send_child(signal.SIGKILL)
 
@@ -159,15 +159,15 @@ def test_the_command_line_bears_whatever_is_stored(bank: Bank) -> None:
 def test_a_stepdown_in_the_middle_costs_time_only(
     processes: Processes, make_replica_set: MakeReplicaSet, redis_url: str
 ) -> None:
-    """The primary steps down twice while drivers are at work."""
+    """The primary steps down twice while coordinators are at work."""
     replica_set = make_replica_set()
     with MongoClient[Document](replica_set.url) as client:
         bank = Bank(processes, client, replica_set.url, redis_url)
-        drivers = [bank.python("transfers", seed, 15) for seed in range(3)]
+        started = [bank.python("transfers", seed, 15) for seed in range(3)]
         wait_for(lambda: bank.database["transactions"].count_documents({}) > 5)
         for _ in range(2):
             client.admin.command("replSetStepDown", 1, force=True)
             wait_for(lambda: client.admin.command("hello").get("isWritablePrimary"))
-        assert [driver.wait() for driver in drivers] == [0, 0, 0]
+        assert [process.wait() for process in started] == [0, 0, 0]
         bank.coordinator.recover(0)
         bank.judge()

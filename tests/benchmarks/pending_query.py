@@ -14,7 +14,7 @@ from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStart
 
 from mongo_celery import Outbox
 from mongo_celery.bench.stage import Scene, Stage
-from mongo_celery.outbox import index
+from mongo_celery.outbox import index, pending
 from tests.benchmarks.readings import MILLISECONDS, Reading
 
 PENDING = 100
@@ -77,7 +77,7 @@ def measure_pending_query(stage: Stage, documents: int, announce: Callable[[str]
         )
         return PendingQuery(
             documents=documents,
-            pending=plain.count_documents(index.WAITING),
+            pending=plain.count_documents(pending.WITH_ENTRIES),
             index=_index_of(explained["queryPlanner"]["winningPlan"]),
             keys_examined=statistics["totalKeysExamined"],
             documents_examined=statistics["totalDocsExamined"],

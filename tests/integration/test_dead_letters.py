@@ -16,7 +16,7 @@ from pymongo.database import Database
 
 from mongo_celery import Event, Outbox
 from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
-from mongo_celery.outbox.replay import discard, letter, letters, replay
+from mongo_celery.outbox.replay import dead_letter, dead_letters, discard, replay
 
 Document = dict[str, Any]
 
@@ -28,7 +28,7 @@ class Orders:
 
     def __init__(self, database: Database[Document], broker: str, broker_client: Any, **options: Any) -> None:
         self.orders = database["orders"]
-        self.letters = database["outbox_dead_letters"]
+        self.stored = database["outbox_dead_letters"]
         given: Document = {"at_once": False, "sweep_every": None, "database": database.name, **options}
         self.writer = Outbox(Celery("writer", broker=broker), self.orders, foreign_tasks=True, **given)
         self.outbox = Outbox(Celery("lacking", broker=broker), self.orders, max_attempts=1, **given)
@@ -38,11 +38,11 @@ class Orders:
         """The task that the relay lacks."""
         return self.writer.app.signature(TASK, args=(str(order),))
 
-    def make_letter(self, order: object) -> str:
-        """Insert an order with that task and let the relay try it; the letter's id."""
+    def make_dead_letter(self, order: object) -> str:
+        """Insert an order with that task and let the relay try it; the dead letter's id."""
         self.writer.insert_one({"_id": order}, tasks=[self.bill(order)])
         assert self.outbox.dispatch(order).dead == 1
-        (found,) = [each.id for each in letters(self.outbox, 0) if each.document == order]
+        (found,) = [each.id for each in dead_letters(self.outbox, 0) if each.document == order]
         return found
 
     def entries(self, order: object) -> list[Document]:
@@ -78,7 +78,7 @@ def orders(database: Database[Document], redis_url: str, redis_client: Any) -> I
 
 def test_a_replayed_entry_is_last_with_a_new_id_and_its_tasks_own(orders: Orders) -> None:
     """What was written meanwhile goes before it; the task is published under the id that it was stored with."""
-    id_ = orders.make_letter(1)
+    id_ = orders.make_dead_letter(1)
     orders.writer.update_one({"_id": 1}, {"$set": {"paid": True}}, tasks=[orders.bill(2)])
     (other,) = orders.ids(1)
 
@@ -87,14 +87,14 @@ def test_a_replayed_entry_is_last_with_a_new_id_and_its_tasks_own(orders: Orders
     assert (done.result, done.entry) == ("pending", f"{id_}~1")
     assert orders.ids(1) == [other, f"{id_}~1"]
     assert orders.entries(1)[1]["attempts"] == 0
-    assert letters(orders.outbox, 0) == []
+    assert dead_letters(orders.outbox, 0) == []
     assert orders.writer.dispatch(1).dispatched == 2
     assert orders.published() == [other, id_]
 
 
 def test_a_relay_that_wakes_up_late_does_not_take_a_replayed_entry_with_it(orders: Orders) -> None:
     """It set the entry aside, was paused before the removal, and removes by the old name."""
-    id_ = orders.make_letter(1)
+    id_ = orders.make_dead_letter(1)
     replay(orders.outbox, id_)
 
     orders.outbox.backing.relay._removed(1, [id_], ObjectId())
@@ -103,9 +103,9 @@ def test_a_relay_that_wakes_up_late_does_not_take_a_replayed_entry_with_it(order
 
 
 def test_a_letter_whose_entry_is_still_in_the_document_is_kept(orders: Orders) -> None:
-    """A relay may be about to remove that entry: without the letter nothing would be left."""
-    id_ = orders.make_letter(1)
-    found = letter(orders.outbox, id_)
+    """A relay may be about to remove that entry: without the dead letter nothing would be left."""
+    id_ = orders.make_dead_letter(1)
+    found = dead_letter(orders.outbox, id_)
     assert found is not None
     orders.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events": [found.entry], "pendingEvents.count": 1}})
 
@@ -113,30 +113,30 @@ def test_a_letter_whose_entry_is_still_in_the_document_is_kept(orders: Orders) -
         replay(orders.outbox, id_)
 
     assert orders.ids(1) == [id_]
-    assert letter(orders.outbox, id_) == found
+    assert dead_letter(orders.outbox, id_) == found
 
 
 def test_a_replay_that_was_cut_short_adds_nothing_twice(orders: Orders) -> None:
-    """The entry is back and its letter was not removed: the repetition only removes it."""
-    id_ = orders.make_letter(1)
-    stored = orders.letters.find_one()
+    """The entry is back and its dead letter was not removed: the repetition only removes it."""
+    id_ = orders.make_dead_letter(1)
+    stored = orders.stored.find_one()
     assert stored is not None
     replay(orders.outbox, id_)
-    orders.letters.insert_one(stored)
+    orders.stored.insert_one(stored)
 
     assert replay(orders.outbox, id_).entry == f"{id_}~1"
 
     assert orders.ids(1) == [f"{id_}~1"]
-    assert letters(orders.outbox, 0) == []
+    assert dead_letters(orders.outbox, 0) == []
 
 
 def test_an_entry_that_fails_again_becomes_a_letter_of_its_own(orders: Orders) -> None:
     """And can be replayed again, by a name that no earlier relay knows."""
-    id_ = orders.make_letter(1)
+    id_ = orders.make_dead_letter(1)
     replay(orders.outbox, id_)
     assert orders.outbox.dispatch(1).dead == 1
 
-    (again,) = letters(orders.outbox, 0)
+    (again,) = dead_letters(orders.outbox, 0)
 
     assert again.id == f"{id_}~1"
     assert replay(orders.outbox, again.id).entry == f"{id_}~2"
@@ -144,31 +144,31 @@ def test_an_entry_that_fails_again_becomes_a_letter_of_its_own(orders: Orders) -
 
 def test_without_its_document_a_letter_is_kept_or_published_on_request(orders: Orders) -> None:
     """Nothing is made anew in the collection."""
-    id_ = orders.make_letter(1)
+    id_ = orders.make_dead_letter(1)
     orders.orders.delete_one({"_id": 1})
 
     with pytest.raises(CommandRefusedError, match="--without-document"):
         replay(orders.outbox, id_)
     with pytest.raises(CommandRefusedError, match="still cannot be published"):
         replay(orders.outbox, id_, without_document=True)
-    assert letter(orders.outbox, id_) is not None
+    assert dead_letter(orders.outbox, id_) is not None
     done = replay(orders.writer, id_, without_document=True)
 
     assert (done.result, done.entry, orders.published()) == ("published", None, [id_])
     assert orders.orders.count_documents({}) == 0
-    assert letters(orders.outbox, 0) == []
+    assert dead_letters(orders.outbox, 0) == []
 
 
 def test_a_full_document_takes_no_letter_back(database: Database[Document], redis_url: str, redis_client: Any) -> None:
-    """The bound on pending entries holds here too; the letter waits for room."""
+    """The bound on pending entries holds here too; the dead letter waits for room."""
     orders = Orders(database, redis_url, redis_client, max_pending=1)
-    id_ = orders.make_letter(1)
+    id_ = orders.make_dead_letter(1)
     orders.writer.update_one({"_id": 1}, {"$set": {"paid": True}}, tasks=[orders.bill(2)])
 
     with pytest.raises(OutboxRefusedError, match="max_pending=1"):
         replay(orders.outbox, id_)
 
-    assert letter(orders.outbox, id_) is not None
+    assert dead_letter(orders.outbox, id_) is not None
     assert len(orders.ids(1)) == 1
     orders.close()
 
@@ -195,7 +195,7 @@ def test_an_entry_that_cannot_be_read_can_only_be_discarded(orders: Orders) -> N
     with pytest.raises(CommandRefusedError, match="can only be discarded"):
         replay(orders.outbox, "x")
 
-    found = letter(orders.outbox, "x")
+    found = dead_letter(orders.outbox, "x")
     assert found is not None
     assert found.plain()["entry"] == {"id": "x", "at": "noon"}
     assert discard(orders.outbox, "x")
@@ -208,12 +208,12 @@ def test_an_entry_that_cannot_be_read_can_only_be_discarded(orders: Orders) -> N
 def test_documents_are_found_again_whatever_their_id_is(
     database: Database[Document], redis_url: str, redis_client: Any, id_: Any
 ) -> None:
-    """A letter keeps the id as MongoDB has it, and shows it as JSON."""
+    """A dead letter keeps the id as MongoDB has it, and shows it as JSON."""
     options: CodecOptions[Document] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD, tz_aware=True)
     orders = Orders(database.with_options(codec_options=options), redis_url, redis_client)
     orders.writer.insert_one({"_id": id_}, tasks=[orders.bill(1)])
     assert orders.outbox.sweep(older_than=0).dead == 1
-    (found,) = letters(orders.outbox, 0)
+    (found,) = dead_letters(orders.outbox, 0)
 
     replay(orders.outbox, found.id)
 

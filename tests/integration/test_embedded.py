@@ -204,11 +204,11 @@ def test_the_proxy_passes_delays_swallows_holds_and_cuts(
     proxy = make_proxy(redis_server.port)
 
     def client() -> Any:
-        return redis.Redis(port=proxy.port, socket_timeout=0.3, retry=Retry(NoBackoff(), 0))
+        return redis.Redis(port=proxy.port, socket_timeout=1.5, retry=Retry(NoBackoff(), 0))
 
     with client() as passing:
         assert passing.ping()
-        proxy.delay(1.0)
+        proxy.delay(30.0)
         with pytest.raises(redis.TimeoutError):
             passing.ping()
     proxy.pass_through()

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,31 @@ def test_a_stale_bulk_write_is_told_where_only_the_collation_makes_ids_equal(dat
         mine.bulk_write([UpdateOne({"_id": each}, {"$set": {"by": "me"}}) for each in ("B", "A")])
     assert vars(caught.value)["document_id"] == "A"
     assert [d.get("by") for d in target.find(sort=[("_id", 1)])] == [None, "me"]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda mine, **given: mine.update_one({"_id": "A"}, {"$set": {"by": "me"}}, **given),
+        lambda mine, **given: mine.update_many({"_id": "A"}, {"$set": {"by": "me"}}, **given),
+        lambda mine, **given: mine.replace_one({"_id": "A"}, {"by": "me"}, **given),
+        lambda mine, **given: mine.find_one_and_update({"_id": "A"}, {"$set": {"by": "me"}}, **given),
+        lambda mine, **given: mine.delete_one({"_id": "A"}, **given),
+        lambda mine, **given: mine.bulk_write([UpdateOne({"_id": "A"}, {"$set": {"by": "me"}}, **given)]),
+    ],
+    ids=["update_one", "update_many", "replace_one", "find_one_and_update", "delete_one", "bulk_write"],
+)
+def test_a_stale_write_is_told_where_only_its_own_collation_makes_ids_equal(
+    target: Collection[Document], write: Callable[..., object]
+) -> None:
+    """P3: by a collation a filter on `_id` means another `_id` than it says, so the document is looked for first."""
+    target.insert_one({"_id": "a", FENCE: stamp(6)})
+    with pytest.raises(StaleFencingTokenError):
+        write(view(target, 5), collation={"locale": "en", "strength": 2})
+    assert target.find_one() == {"_id": "a", FENCE: stamp(6)}
+    write(view(target, 7), collation={"locale": "en", "strength": 2})
+    left = target.find_one()
+    assert left is None or left[FENCE] == stamp(7)
 
 
 def test_numbers_that_share_a_float_are_two_documents_of_a_bulk_write(target: Collection[Document]) -> None:

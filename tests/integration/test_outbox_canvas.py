@@ -138,8 +138,8 @@ def test_a_serializer_that_the_app_does_not_accept_is_never_loaded(rig: Rig, dat
 
     assert outbox.dispatch(1).dead == 1
     assert rig.drain() == []
-    letter = outbox.dead_letters.find()[0]
-    assert "ontentDisallowed" in letter["error"]
+    dead_letter = outbox.dead_letters.find()[0]
+    assert "ontentDisallowed" in dead_letter["error"]
     database.client["mongo_celery"]["outbox_dead_letters"].delete_many({"outbox": outbox.collection.full_name})
 
 

@@ -174,7 +174,7 @@ def test_what_rabbitmq_says_is_told_apart(rig: Rig, error: Exception, *, waits: 
 
 
 def test_a_poison_entry_that_fills_its_document_becomes_a_dead_letter(rig: Rig, database: Database[Document]) -> None:
-    """A letter with its whole traceback would be larger than 16 MB."""
+    """A dead letter with its whole traceback would be larger than 16 MB."""
     outbox = rig.outbox(at_once=False, max_attempts=1)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s("x" * (16 * 2**20 - 1300), 1)])
     stored = database["orders"].find_one()

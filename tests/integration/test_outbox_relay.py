@@ -138,9 +138,9 @@ def test_a_poison_entry_becomes_a_dead_letter_and_blocks_only_its_own_document_m
 
     assert (delivery.dead, delivery.dispatched) == (1, 1)
     assert rig.sent() == [[1, 1]]
-    (letter,) = outbox.dead_letters.find()
-    assert letter["document"] == 1
-    assert "shop.unknown" in letter["error"]
+    (dead_letter,) = outbox.dead_letters.find()
+    assert dead_letter["document"] == 1
+    assert "shop.unknown" in dead_letter["error"]
     assert outbox.status().dead_letters == 1
 
 

@@ -1,4 +1,4 @@
-"""Two-phase commit on the real server: every shape, refusal and rule, one driver at a time."""
+"""Two-phase commit on the real server: every shape, refusal and rule, one coordinator at a time."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_a_cancel_that_would_take_back_what_was_spent_stays_visible_until_it_can
 def test_recovery_finishes_what_tutorial_code_has_left_at_any_point(
     bank: TwoPhaseCommit, database: Database[Document], reached: int
 ) -> None:
-    """Documents that know nothing of versions and fences, stopped after each step of the tutorial."""
+    """Documents that know nothing of versions, stopped after each step of the tutorial."""
     tutorial = Tutorial(database)
     steps: list[Callable[[], object]] = [
         lambda: tutorial.apply(1, "A", -100),

@@ -222,7 +222,7 @@ def test_a_broker_that_is_away_after_a_step_costs_a_retry(database: Database[Doc
 def test_what_the_tutorials_code_leaves_in_a_document_without_a_fence_is_undone(
     bank: TwoPhaseCommit, database: Database[Document]
 ) -> None:
-    """One participant marked, the other neither marked nor fenced: the first is undone, the second left as it is."""
+    """One participant marked, the other without marker and version: the first is undone, the second left as it is."""
     tutorial = Tutorial(database)
     tutorial.begin(1, "A", "B", 100)
     tutorial.start(1)
@@ -249,7 +249,7 @@ def test_a_server_that_refuses_too_long_leaves_the_transaction_to_recovery(
 ) -> None:
     make_accounts(database, A=1000, B=1001)
     impatient = TwoPhaseCommit(None, database["transactions"], timeout=2)
-    impatient.transfer("B", "A", 1)  # gives both their fences, so that the first update is a change
+    impatient.transfer("B", "A", 1)  # gives both their versions, so that the first update is a change
     database["accounts"].update_one({"_id": "A"}, {"$set": {"balance": 1000}})
     with (
         failpoint(failCommands=["update"], errorCode=112),

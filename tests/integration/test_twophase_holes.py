@@ -1,4 +1,4 @@
-"""Drivers that are paused at any command, overtaken, and wake up: nothing is applied a second time."""
+"""Coordinators that are paused at any command, overtaken, and wake up: nothing is applied a second time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pymongo.database import Database
 from mongo_celery import TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError
 from mongo_celery.twophase import documents
-from mongo_celery.twophase.participants import FENCE, MARKERS
+from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
 from tests.fixtures.process import wait_for
 from tests.integration.twophase_rig import (
     Gate,
     Tutorial,
     balances,
     coordinator,
-    held_driver,
+    held_coordinator,
     make_accounts,
     markers,
 )
@@ -28,10 +28,10 @@ from tests.integration.twophase_rig import (
 Document = dict[str, Any]
 
 COMMANDS = 14
-"""Of one driver: read, look at both and give each a fence, claim, apply both, applied, settle both, done."""
+"""Of one coordinator: read, look at both and give each a version, claim, apply both, applied, settle both, done."""
 
-COMMANDS_WITH_FENCES = 10
-"""The same once the documents have their fences: a look is then a read and nothing else."""
+COMMANDS_WITH_VERSIONS = 10
+"""The same once the documents have their versions: a look is then a read and nothing else."""
 
 CLAIM, FIRST_APPLY, SECOND_APPLY = 8, 9, 10
 
@@ -52,10 +52,10 @@ def test_a_driver_sends_as_many_commands_as_these_tests_hold(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
 ) -> None:
     """Else a hole could open between commands that no test looks at."""
-    for commands in (COMMANDS, COMMANDS_WITH_FENCES):
+    for commands in (COMMANDS, COMMANDS_WITH_VERSIONS):
         gate = Gate()
         identity = rescuer.transfer("A", "B", 100, run=False)
-        with held_driver(mongo_url, accounts.name, identity, gate):
+        with held_coordinator(mongo_url, accounts.name, identity, gate):
             pass
         assert gate.count == commands
 
@@ -83,11 +83,11 @@ def test_the_tutorials_own_driver_applies_twice_when_it_was_overtaken(accounts: 
 def test_a_driver_that_was_overtaken_by_recovery_applies_nothing_again(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, number: int, when: str
 ) -> None:
-    """Paused at every command, before it is sent and after its answer; recovery finishes; the driver wakes up."""
+    """Paused at every command, before it is sent and after its answer; recovery finishes; the coordinator wakes up."""
     gate = Gate(**{f"hold_{when}": number})
     identity = rescuer.transfer("A", "B", 100, run=False)
 
-    with held_driver(mongo_url, accounts.name, identity, gate) as errors:
+    with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
         assert gate.held.wait(60)
         rescuer.recover(0)
 
@@ -102,12 +102,12 @@ def test_a_driver_that_was_overtaken_by_recovery_applies_nothing_again(
 def test_a_driver_whose_transaction_was_canceled_leaves_nothing_half_applied(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, number: int, when: str
 ) -> None:
-    """Canceled means both undone, done means both applied, wherever the driver stood."""
+    """Canceled means both undone, done means both applied, wherever the coordinator stood."""
     gate = Gate(**{f"hold_{when}": number})
     identity = rescuer.transfer("A", "B", 100, run=False)
     refused = None
 
-    with held_driver(mongo_url, accounts.name, identity, gate) as errors:
+    with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
         assert gate.held.wait(60)
         try:
             rescuer.cancel(identity)
@@ -135,7 +135,7 @@ def test_without_the_fence_the_same_schedule_applies_twice(
 ) -> None:
     """The tests above can fail: a change that is guarded by the marker alone goes through."""
 
-    def marker_alone(collection: Any, part: Any, transaction_id: Any, _fence: Any) -> bool:
+    def marker_alone(collection: Any, part: Any, transaction_id: Any, _participant_version: Any) -> bool:
         guard = {"_id": part.id, MARKERS: {"$ne": transaction_id}}
         change = {**part.apply, "$push": {MARKERS: transaction_id}}
         return bool(collection.update_one(guard, change).matched_count)
@@ -144,7 +144,7 @@ def test_without_the_fence_the_same_schedule_applies_twice(
     gate = Gate(hold_before=number)
     identity = rescuer.transfer("A", "B", 100, run=False)
 
-    with held_driver(mongo_url, accounts.name, identity, gate):
+    with held_coordinator(mongo_url, accounts.name, identity, gate):
         assert gate.held.wait(60)
         rescuer.recover(0)
 
@@ -154,7 +154,7 @@ def test_without_the_fence_the_same_schedule_applies_twice(
 def test_an_undo_that_leaves_the_fence_alone_would_let_a_late_driver_apply(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why a fence moves also where nothing is undone: here it does not, and what was canceled is half applied."""
+    """Why a version is renewed also where nothing is undone: here it is not, and what was canceled is half applied."""
 
     def marked_only(collection: Any, part: Any, transaction_id: Any) -> documents.Undone:
         guard = {"_id": part.id, MARKERS: transaction_id}
@@ -165,7 +165,7 @@ def test_an_undo_that_leaves_the_fence_alone_would_let_a_late_driver_apply(
     gate = Gate(hold_before=FIRST_APPLY)
     identity = rescuer.transfer("A", "B", 100, run=False)
 
-    with held_driver(mongo_url, accounts.name, identity, gate):
+    with held_coordinator(mongo_url, accounts.name, identity, gate):
         assert gate.held.wait(60)
         rescuer.cancel(identity)
 
@@ -177,12 +177,12 @@ def test_an_undo_that_leaves_the_fence_alone_would_let_a_late_driver_apply(
 def test_a_participant_that_was_made_anew_does_not_begin_with_an_old_fence(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, how: str
 ) -> None:
-    """What a paused driver has seen in a document's predecessor is nothing that its successor can have."""
+    """What a paused coordinator has seen in a document's predecessor is nothing that its successor can have."""
     gate = Gate(hold_before=FIRST_APPLY)
     identity = rescuer.transfer("A", "B", 100, run=False)
     anew = {"_id": "A", "balance": 900, "pendingTransactions": []}
 
-    with held_driver(mongo_url, accounts.name, identity, gate) as errors:
+    with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
         assert gate.held.wait(60)
         rescuer.recover(0)
         if how == "replaced":
@@ -198,18 +198,18 @@ def test_a_participant_that_was_made_anew_does_not_begin_with_an_old_fence(
 def test_a_fence_that_may_be_missing_would_let_a_late_driver_apply(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why a look gives a document its fence: here the predecessor's missing fence is met again in the successor."""
+    """Why a look gives a document its version: here the predecessor's missing version is met again in the successor."""
 
-    def fence_or_none(collection: Any, part: Any, transaction_id: Any, fence: Any) -> bool:
-        guard = {"_id": part.id, MARKERS: {"$ne": transaction_id}, FENCE: fence}
+    def version_or_none(collection: Any, part: Any, transaction_id: Any, participant_version: Any) -> bool:
+        guard = {"_id": part.id, MARKERS: {"$ne": transaction_id}, PARTICIPANT_VERSION: participant_version}
         return bool(collection.update_one(guard, {**part.apply, "$push": {MARKERS: transaction_id}}).matched_count)
 
     monkeypatch.setattr(documents, "look", documents._seen)
-    monkeypatch.setattr(documents, "apply", fence_or_none)
+    monkeypatch.setattr(documents, "apply", version_or_none)
     gate = Gate(hold_before=5)  # read, look at both, claim
     identity = rescuer.transfer("A", "B", 100, run=False)
 
-    with held_driver(mongo_url, accounts.name, identity, gate):
+    with held_coordinator(mongo_url, accounts.name, identity, gate):
         assert gate.held.wait(60)
         rescuer.recover(0)
         accounts["accounts"].replace_one({"_id": "A"}, {"_id": "A", "balance": 900, "pendingTransactions": []})
@@ -220,17 +220,17 @@ def test_a_fence_that_may_be_missing_would_let_a_late_driver_apply(
 def test_an_integer_that_older_code_has_left_is_a_fence_like_any_other(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
 ) -> None:
-    accounts["accounts"].update_many({}, {"$set": {FENCE: 1}})
+    accounts["accounts"].update_many({}, {"$set": {PARTICIPANT_VERSION: 1}})
     gate = Gate(hold_before=5)
     identity = rescuer.transfer("A", "B", 100, run=False)
 
-    with held_driver(mongo_url, accounts.name, identity, gate) as errors:
+    with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
         assert gate.held.wait(60)
         rescuer.recover(0)
 
     assert errors == []
     assert balances(accounts) == {"A": 900, "B": 1100}
-    assert all(isinstance(each[FENCE], ObjectId) for each in accounts["accounts"].find())
+    assert all(isinstance(each[PARTICIPANT_VERSION], ObjectId) for each in accounts["accounts"].find())
 
 
 def test_a_driver_that_applies_in_the_middle_of_an_undo_is_undone_too(
@@ -243,7 +243,7 @@ def test_a_driver_that_applies_in_the_middle_of_an_undo_is_undone_too(
     identity = rescuer.transfer("A", "B", 100, run=False)
 
     with (
-        held_driver(mongo_url, accounts.name, identity, late),
+        held_coordinator(mongo_url, accounts.name, identity, late),
         MongoClient[Document](mongo_url, event_listeners=[undoing]) as client,
     ):
         assert late.held.wait(60)
@@ -264,11 +264,11 @@ def test_a_driver_that_applies_in_the_middle_of_an_undo_is_undone_too(
 def test_other_transactions_that_move_the_fence_only_make_a_driver_look_again(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
 ) -> None:
-    """A busy account: both its fence and its balance change between the look and the change."""
+    """A busy account: both its version and its balance change between the look and the change."""
     gate = Gate(hold_before=FIRST_APPLY)
     identity = rescuer.transfer("A", "B", 100, run=False)
 
-    with held_driver(mongo_url, accounts.name, identity, gate) as errors:
+    with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
         assert gate.held.wait(60)
         rescuer.transfer("B", "A", 1)
         rescuer.transfer("A", "B", 5)

@@ -1,4 +1,4 @@
-"""Accounts, drivers that can be held at any command, and the tutorial's own code."""
+"""Accounts, coordinators that can be held at any command, and the tutorial's own code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Gate(monitoring.CommandListener):
 
     def _hold(self) -> None:
         self.held.set()
-        assert self.released.wait(_HELD_SECONDS_MAX), "nobody let the held driver go on"
+        assert self.released.wait(_HELD_SECONDS_MAX), "nobody let the held coordinator go on"
 
 
 def make_accounts(database: Database[Document], **balances: int) -> None:
@@ -71,19 +71,19 @@ def coordinator(client: MongoClient[Document], name: str, **options: Any) -> Two
 
 
 @contextmanager
-def held_driver(url: str, name: str, transaction_id: Any, gate: Gate) -> Iterator[list[BaseException]]:
-    """A driver in a thread, waiting at its gate; afterwards it has gone on and ended."""
+def held_coordinator(url: str, name: str, transaction_id: Any, gate: Gate) -> Iterator[list[BaseException]]:
+    """A coordinator in a thread, waiting at its gate; afterwards it has gone on and ended."""
     errors: list[BaseException] = []
     with MongoClient[Document](url, event_listeners=[gate]) as client:
-        driven = coordinator(client, name)
+        held = coordinator(client, name)
 
-        def drive() -> None:
+        def run() -> None:
             try:
-                driven.run(transaction_id)
+                held.run(transaction_id)
             except BaseException as error:  # noqa: BLE001 - the test judges it
                 errors.append(error)
 
-        thread = threading.Thread(target=drive, daemon=True)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         try:
             yield errors
@@ -94,7 +94,7 @@ def held_driver(url: str, name: str, transaction_id: Any, gate: Gate) -> Iterato
 
 
 class Tutorial:
-    """MongoDB's tutorial as it stands, for one application: no version, no fence."""
+    """MongoDB's tutorial as it stands, for one application: no version of a transaction or a participant."""
 
     def __init__(self, database: Database[Document]) -> None:
         self.accounts = database["accounts"]

@@ -1,4 +1,4 @@
-"""Two-phase commit against a model of ten lines: drivers whose acts are interleaved in any way."""
+"""Two-phase commit against a model of ten lines: coordinators whose acts are interleaved in any way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ START = 20
 
 class Banking(RuleBasedStateMachine):
     """
-    Drivers act on what they have seen, however long ago: look, prove, apply, settle, advance, each on its own.
+    Coordinators act on what they have seen, however long ago: look, prove, apply, settle, advance, each on its own.
 
     The model: what is done counts, what is not does not.
     """
@@ -41,7 +41,7 @@ class Banking(RuleBasedStateMachine):
     clients: list[MongoClient[Document]]
     """In a list: Hypothesis asks every attribute of the class whether it is a rule, and a client says yes."""
 
-    drivers = Bundle("drivers")
+    coordinators = Bundle("coordinators")
     held = Bundle("held")
     ids = Bundle("ids")
 
@@ -67,17 +67,17 @@ class Banking(RuleBasedStateMachine):
     def begin(self, sides: list[str], value: int) -> Any:
         return self.begin_between(sides[0], sides[1], value)
 
-    @rule(target=drivers, identity=ids)
+    @rule(target=coordinators, identity=ids)
     def take(self, identity: Any) -> Any:
-        """A driver takes a transaction over, whoever has it, and then waits."""
+        """A coordinator takes a transaction over, whoever has it, and then waits."""
         seen = self.bank.log.get(identity)
         if seen.state is State.INITIAL:
             return self.bank.log.claim(seen, ObjectId())
         return multiple() if seen.state.is_final else self.bank.log.take_over(seen, ObjectId())
 
-    @rule(target=held, seen=drivers, index=st.integers(0, 1))
+    @rule(target=held, seen=coordinators, index=st.integers(0, 1))
     def look_and_prove(self, seen: Transaction, index: int) -> Any:
-        """A driver is about to change a participant, and is paused."""
+        """A coordinator is about to change a participant, and is paused."""
         if seen.state is not State.PENDING:
             return multiple()
         view = documents.look(self.bank.accounts, seen.parts[index], seen.id)
@@ -88,11 +88,11 @@ class Banking(RuleBasedStateMachine):
     def wake(self, paused: tuple[Transaction, int, documents.View]) -> None:
         """It wakes up, whatever has happened since; the network may even deliver its change twice."""
         seen, index, view = paused
-        documents.apply(self.bank.accounts, seen.parts[index], seen.id, view.fence)
+        documents.apply(self.bank.accounts, seen.parts[index], seen.id, view.participant_version)
 
-    @rule(target=drivers, seen=consumes(drivers))
+    @rule(target=coordinators, seen=consumes(coordinators))
     def step(self, seen: Transaction) -> Any:
-        """A whole step of a driver, as far as it still has the transaction."""
+        """A whole step of a coordinator, as far as it still has the transaction."""
         return self.bank.step(seen.id, seen.version) or multiple()
 
     @rule(identity=ids)

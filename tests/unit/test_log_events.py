@@ -29,7 +29,7 @@ def test_every_record_at_info_and_above_has_an_event() -> None:
     without = [
         f"{path.relative_to(ROOT)}:{call.lineno}"
         for path in sorted((ROOT / "mongo_celery").rglob("*.py"))
-        for call in _log_calls(ast.parse(path.read_text()))
+        for call in _log_calls(ast.parse(path.read_text(encoding="utf-8")))
         if _event_of(call) is None
     ]
 

@@ -15,9 +15,9 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Outbox
+from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.health import Health, ask_broker
-from mongo_celery.outbox.metrics import OutboxStatus
 from mongo_celery.outbox.prometheus import OutboxCollector
 from mongo_celery.outbox.replay import next_id
 from tests.fixtures.mongo import MakeClient
@@ -133,7 +133,7 @@ def test_a_broker_that_cannot_be_asked_is_told_without_its_password(url: str) ->
 
 
 def test_the_id_of_a_replayed_entry_counts_on() -> None:
-    """The same letter always gets the same, however often it is asked for."""
+    """The same dead letter always gets the same, however often it is asked for."""
     assert next_id("a-b") == next_id("a-b") == "a-b~1"
     assert next_id("a-b~1") == "a-b~2"
     assert next_id("a~b") == "a~b~1"
@@ -161,9 +161,9 @@ def test_a_scrape_finds_gauges_and_counters_for_each_outbox(database: Database[D
     def note(number: int) -> None:
         """Any task."""
 
-    letters = f"{database.name}_none"
-    orders = Outbox(app, database["orders"], name="orders", sweep_every=None, database=letters)
-    Outbox(app, database["parcels"], name="parcels", sweep_every=None, database=letters)
+    dead_letters = f"{database.name}_none"
+    orders = Outbox(app, database["orders"], name="orders", sweep_every=None, database=dead_letters)
+    Outbox(app, database["parcels"], name="parcels", sweep_every=None, database=dead_letters)
     orders.insert_one({"_id": 1}, tasks=[note.s(1), note.s(2)])
     database["orders"].insert_one(field(3, 40, attempts=1))
 
@@ -183,9 +183,9 @@ def test_a_server_that_does_not_answer_gives_no_stale_numbers(
     """Its gauges are missing, the counters of this process and the other outbox are not."""
     app = quiet_app()
     away = make_client(NOWHERE)
-    letters = f"{database.name}_none"
-    there = Outbox(app, database["orders"], name="orders", sweep_every=None, database=letters)
-    Outbox(app, database["parcels"], name="parcels", sweep_every=None, database=letters)
+    dead_letters = f"{database.name}_none"
+    there = Outbox(app, database["orders"], name="orders", sweep_every=None, database=dead_letters)
+    Outbox(app, database["parcels"], name="parcels", sweep_every=None, database=dead_letters)
     database["orders"].insert_one(field(3, 40))
     assert samples(app)["pending", "orders"] == 3
     there.backing.__dict__.update(collection=away["shop"]["orders"], plain=away["shop"]["orders"])

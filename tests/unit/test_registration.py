@@ -218,7 +218,8 @@ def test_a_decorator_without_parentheses_is_refused_at_once(app: Celery, bridge:
     """P9: the function would be taken for a source, and nothing would be registered."""
     late = Bridge(None, URL, name="late")
     tasks = [app.task(handle), app.task(name="bound", bind=True)(handle_bound), late.on_change("shop.orders")(handle)]
-    for function in (handle, handle_later, lambda change: change, Shop().handle, *tasks):
+    plain = (handle, handle_later, lambda change: change, Shop().handle, functools.partial(handle))
+    for function in (*plain, *tasks):
         with pytest.raises(ConfigurationError, match=r'write @bridge\.on_change\("db\.collection"\)'):
             bridge.on_change(function)
     with pytest.raises(ConfigurationError, match="write @bridge"):

@@ -188,7 +188,7 @@ class FencedCollection:
         """
         self._refuse_fork()
         options = _given(collation=collation, hint=hint, let=let, comment=comment)
-        deleted, known = 0, target_of(filter)
+        deleted, known = 0, _named(filter, options)
         for _ in range(CHOICES):
             target = known or self._resolve(filter, None, options, session)
             deleted = 0 if target is None else self._documents.delete(target, session, **options)
@@ -222,7 +222,7 @@ class FencedCollection:
             _given(collation=collation, array_filters=array_filters, hint=hint),
             _given(bypass_document_validation=bypass_document_validation, let=let, comment=comment),
         )
-        if upsert or target_of(filter) is not None:
+        if upsert or _named(filter, write.options) is not None:
             return self._write(write, filter, upsert, None, session)
         self._refuse_fork()
         tally = bulk.Tally()
@@ -295,7 +295,7 @@ class FencedCollection:
                 f"A fenced bulk write takes no {type(request).__name__}: take ReplaceOne or DeleteOne."
             )
         body = _changing(facts.document) if isinstance(request, UpdateOne) else _replacing(facts.document)
-        write, target = FencedUpdate(body, updated(0, 0), facts.options, command), target_of(facts.filter)
+        write, target = FencedUpdate(body, updated(0, 0), facts.options, command), _named(facts.filter, facts.options)
         self._demand_upsertable(write, target, facts.upsert)
         if target is None or (facts.upsert and target.rest):
             return bulk.alone(place, lambda: self._write(write, facts.filter, facts.upsert, facts.sort, session))
@@ -318,7 +318,7 @@ class FencedCollection:
         session: ClientSession | None,
     ) -> R:
         self._refuse_fork()
-        target = target_of(wanted)
+        target = _named(wanted, write.options)
         self._demand_upsertable(write, target, upsert)
         if target is not None:
             return self._documents.write(write, target, upsert=upsert, session=session)
@@ -333,13 +333,13 @@ class FencedCollection:
         return result
 
     def _demand_upsertable(self, write: FencedWrite[Any], target: Target | None, upsert: bool) -> None:
+        if upsert and "collation" in write.options:
+            raise ConfigurationError("A fenced upsert takes no collation: _id must be the same for every execution.")
         if upsert and target is None:
             raise ConfigurationError(
                 "A fenced upsert needs equality on _id: by another field, a stale execution would "
                 "insert a second document. Put the field's value into _id, or find the _id first."
             )
-        if upsert and "collation" in write.options:
-            raise ConfigurationError("A fenced upsert takes no collation: _id must be the same for every execution.")
 
     def _resolve(
         self,
@@ -373,6 +373,11 @@ class FencedCollection:
         topology = getattr(self._documents.collection.database.client, "_topology", None)
         if getattr(topology, "_pid", None) not in (None, os.getpid()):
             raise ForkedClientError(namespace=self._documents.collection.full_name)
+
+
+def _named(wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Target | None:
+    """The document that a filter names by `_id`; a collation may mean another one than it says, so none then."""
+    return None if "collation" in options else target_of(wanted)
 
 
 def _changing(update: Modifications) -> Body:

@@ -19,7 +19,7 @@ from mongo_celery.bridge.listener.leader import Leader, Relayout
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.bridge.stream.source import Scope, Selector
-from mongo_celery.broker.connection import bounded_connection, demand_answer
+from mongo_celery.broker.connection import reach_broker
 from mongo_celery.errors import (
     ConfigurationError,
     HistoryLostError,
@@ -133,8 +133,7 @@ class Listener:
             raise_if_final(error, self._wiring.state_concern)
             return "MongoDB", short(error)
         try:
-            with bounded_connection(self._wiring.app, int(bound)) as connection:
-                demand_answer(connection, int(bound))
+            reach_broker(self._wiring.app, int(bound))
         except (OperationalError, OSError) as error:
             return "the broker", short(error)
         return None

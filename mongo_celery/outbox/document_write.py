@@ -1,4 +1,4 @@
-"""What is to be done to one document, what came of it, and which document a filter means."""
+"""A write to one document: what is to be done, what came of it, and which document a filter means."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class DocumentWrite:
     """
     What the user wants done to one document.
 
@@ -64,7 +64,7 @@ class Change:
         upsert: whether to create it.
         sort: which one if several match.
         projection: of the document that is returned; only with `return_document`.
-        return_document: whether the user wants it before or after the change; None for neither.
+        return_document: whether the user wants it before or after the write; None for neither.
         options: further options of PyMongo's `find_one_and_update`.
     """
 
@@ -95,7 +95,7 @@ class Change:
             raise TypeError(f"unexpected options {sorted(unknown)}; an outbox's writes take {', '.join(_OPTIONS)}.")
 
     def with_entries(self, entries: Sequence[Entry], claim: tuple[ObjectId, float] | None, new_id: object) -> Any:
-        """The change and the entries as one update."""
+        """The write and the entries as one update."""
         if self.replacement is not None:
             return pending.replacement_with_entries(self.replacement, entries, claim, new_id)
         assert self.update is not None
@@ -109,12 +109,12 @@ def refuse_replacement(replacement: Mapping[str, Any]) -> None:
         raise ValueError("replacement can not include $ operators")  # PyMongo's own words
 
 
-def names_id(change: Change) -> bool:
+def names_id(write: DocumentWrite) -> bool:
     """Whether filter or update say what `_id` a new document gets, or a part of it."""
-    parts = [change.update] if isinstance(change.update, Mapping) else list(change.update or ())
+    parts = [write.update] if isinstance(write.update, Mapping) else list(write.update or ())
     changes = [each for part in parts for each in part.values() if isinstance(each, Mapping)]
     named = [str(name) for each in changes for name in (*each, *each.values()) if isinstance(name, str)]
-    return _mentions_id(change.filter) or any(_is_id(name) for name in named)
+    return _mentions_id(write.filter) or any(_is_id(name) for name in named)
 
 
 def _mentions_id(condition: Mapping[str, Any]) -> bool:

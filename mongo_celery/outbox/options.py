@@ -1,0 +1,54 @@
+"""The options of an outbox: one frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mongo_celery.arguments import Duration, seconds
+from mongo_celery.errors import ConfigurationError
+
+_SECONDS_MAX = 3600.0
+_CLAIM_SECONDS_MIN = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxOptions:
+    """
+    What an outbox was told, durations in seconds; `Outbox` says what each option means.
+
+    Raises:
+        ConfigurationError: a value cannot work; the message names the option.
+    """
+
+    name: str | None
+    sweep_after: float
+    sweep_every: float | None
+    at_once: bool
+    claim_ttl: float
+    max_pending: int
+    max_attempts: int
+    database: str
+    exchange: str
+    source: str | None
+    foreign_tasks: bool
+
+    def __post_init__(self) -> None:
+        for name in ("max_pending", "max_attempts"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
+        if self.claim_ttl < _CLAIM_SECONDS_MIN:
+            raise ConfigurationError(f"claim_ttl={self.claim_ttl!r} leaves no time to publish in; give it seconds.")
+
+
+def bounded(value: Duration, name: str) -> float:
+    """
+    A duration in seconds.
+
+    Raises:
+        ConfigurationError: not more than 0, or more than an hour.
+    """
+    found = seconds(value, name)
+    if not 0 < found <= _SECONDS_MAX:
+        raise ConfigurationError(f"{name}={value!r} must be more than 0 seconds and at most an hour.")
+    return found

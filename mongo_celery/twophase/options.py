@@ -1,0 +1,27 @@
+"""The options of two-phase commit: one frozen value, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mongo_celery.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoPhaseOptions:
+    """
+    What a `TwoPhaseCommit` was told, durations in seconds; it says what each option means.
+
+    Raises:
+        ConfigurationError: a value cannot work; the message names the option.
+    """
+
+    application: str
+    name: str
+    older_than: float
+    timeout: float
+    recover_every: float | None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.application, str) or not self.application:
+            raise ConfigurationError(f"application={self.application!r} must be a name, such as 'App1'.")
