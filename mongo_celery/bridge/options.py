@@ -57,7 +57,7 @@ UNAVAILABLE = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BridgeOptions:
     """
-    What a bridge may be told; docs/configuration.md says what each option means.
+    The options of one bridge; docs/configuration.md says what each option means.
 
     Raises:
         ConfigurationError: when a value or a relation between values cannot work; the message

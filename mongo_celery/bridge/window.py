@@ -15,7 +15,7 @@ costs nothing. Changes that are done behind one that is not fold too, from time 
 that stands still beside busy ones does not make the window grow. A post-batch token is an item too, at its
 place in the stream; read as a variable beside the window it would pass changes that are still under way.
 
-Entries are known by their token, never by a number given at reading: numbers are given at dispatch,
+Changes are known by their token, never by a number given at reading: numbers are given at dispatch,
 against what is committed then.
 """
 

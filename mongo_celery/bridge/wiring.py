@@ -152,7 +152,7 @@ class Wiring:
         """The database that the URL names, if it does."""
         try:
             if self.url.startswith("mongodb+srv"):  # parsing it would ask the name server
-                return _path(self.url)
+                return self.url.partition("://")[2].partition("/")[2].partition("?")[0] or None
             database: str | None = parse_uri(self.url, validate=False)["database"]
             return database
         except (InvalidURI, ClientConfigurationError, ValueError) as error:
@@ -263,8 +263,3 @@ def _url_options(url: str) -> set[str]:
 
 def _client_options(given: set[str]) -> Any:
     return {name: value for name, value in _CLIENT_DEFAULTS.items() if name not in given}
-
-
-def _path(url: str) -> str | None:
-    path = url.partition("://")[2].partition("/")[2].partition("?")[0]
-    return path or None

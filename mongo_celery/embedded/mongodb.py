@@ -166,7 +166,9 @@ class MongoReplicaSet:
     @property
     def pid(self) -> int:
         """The process id of the first member."""
-        return self._first().pid
+        if not self._members:
+            raise EmbeddedServerError("The replica set is not running: call start().")
+        return self._members[0].pid
 
     @property
     def primary(self) -> MongoServer:
@@ -246,11 +248,6 @@ class MongoReplicaSet:
         if self._members:
             with ThreadPoolExecutor(len(self._members)) as pool:
                 list(pool.map(action, self._members))
-
-    def _first(self) -> MongoServer:
-        if not self._members:
-            raise EmbeddedServerError("The replica set is not running: call start().")
-        return self._members[0]
 
     @property
     def _ports_path(self) -> Path:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
@@ -117,7 +118,7 @@ def _remainder(image: Image, position: str) -> str | None:
 
 
 def _data_of(document: Mapping[str, Any]) -> str:
-    return str((document["resumeToken"] or {}).get("_data", ""))
+    return token_data(document["resumeToken"]) if document["resumeToken"] else ""
 
 
 def _is_drained_by_document(takeover: Takeover, name: str) -> bool:

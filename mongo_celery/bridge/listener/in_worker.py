@@ -179,7 +179,7 @@ class ListenerStep(bootsteps.StartStopStep):
 
 
 def _is_ending(worker: Any) -> bool:
-    """Whether a worker shuts down: told by a signal, or already stopping its steps."""
+    """Whether a worker shuts down: by a signal, or already stopping its steps."""
     from celery.worker import state as worker_state  # a web server has no use for all that it imports
 
     signals: tuple[Any, ...] = (worker_state.should_stop, worker_state.should_terminate)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from bson import Timestamp
 from pymongo import MongoClient
 
+from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.options import BridgeOptions
@@ -196,7 +197,7 @@ def _start(document: Mapping[str, Any], version: int) -> Start:
         raise LeaseLostError  # somebody else has taken the epoch meanwhile
     if token is None or (time_ is not None and time_ < start):  # before its start nothing is owed
         return Start(start, None, document["fingerprint"])
-    return Start(start, Mark(token, token["_data"], time_), document["fingerprint"])
+    return Start(start, Mark(token, token_data(token), time_), document["fingerprint"])
 
 
 def _pin(

@@ -114,10 +114,10 @@ def judge_persistence(info: Mapping[str, Any], snapshots: bool | None) -> Findin
 def _judge_visibility(app: Celery) -> Finding:
     options = app.conf.broker_transport_options or {}
     seconds = options.get("visibility_timeout")
-    told = "visibility_timeout is the broker's default" if seconds is None else f"visibility_timeout is {seconds} s"
+    text = "visibility_timeout is the broker's default" if seconds is None else f"visibility_timeout is {seconds} s"
     return ok(
         "visibility_timeout",
-        f"{told}. It does not matter to the bridge: a change that the broker delivers again is refused by its claim in "
+        f"{text}. It does not matter to the bridge: a change that the broker delivers again is refused by its claim in "
         "MongoDB, however long its handler runs.",
     )
 

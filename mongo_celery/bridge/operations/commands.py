@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
+from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.operations.status import state_of
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image, Partitions
@@ -155,7 +156,7 @@ def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
     objection = _not_halted(image)
     if objection or image.head is None:
         raise CommandRefusedError(_sentence(image, objection or "does not know its change: retry it once"))
-    token = image.head["resumeToken"]["_data"]
+    token = token_data(image.head["resumeToken"])
     return Head(image.subscription, image.index, image.head["key"], token, int(image.committed), image.error)
 
 
@@ -279,7 +280,7 @@ def _standing(image: Image) -> str:
 
 def _skipping(token: str) -> _Command:
     def objection(image: Image) -> str | None:
-        if image.state == "halted" and (image.head is None or image.head["resumeToken"]["_data"] != token):
+        if image.state == "halted" and (image.head is None or token_data(image.head["resumeToken"]) != token):
             return "has halted at another change meanwhile: look at it, then repeat the command"
         return _not_halted(image)
 

@@ -42,16 +42,13 @@ def check_mongodb(client: Client, wiring: Wiring) -> Iterator[Finding]:
     except TopologyError as failure:
         yield error("topology", str(failure))
         return
-    yield ok("topology", f"{_kind(client)}, MongoDB {client.server_info()['version']}.")
+    name = client.admin.command("hello").get("setName")
+    kind = f"replica set {name}" if name else "sharded cluster"
+    yield ok("topology", f"{kind}, MongoDB {client.server_info()['version']}.")
     yield from _check_state_rights(client, wiring.options.database)
     yield from _check_stream(client, wiring)
     yield from _check_oplog(client, wiring)
     yield from _check_test_commands(client)
-
-
-def _kind(client: Client) -> str:
-    name = client.admin.command("hello").get("setName")
-    return f"replica set {name}" if name else "sharded cluster"
 
 
 # -- rights on the state database ------------------------------------------------------------------

@@ -18,6 +18,7 @@ from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
@@ -256,7 +257,7 @@ def _retry(image: Image) -> dict[str, Any] | None:
 def _head(image: Image) -> dict[str, Any] | None:
     if image.head is None:
         return None
-    return {"token": image.head["resumeToken"]["_data"], "key": image.head["key"]}
+    return {"token": token_data(image.head["resumeToken"]), "key": image.head["key"]}
 
 
 def _gap(gap: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,7 +265,7 @@ def _gap(gap: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _data(token: Mapping[str, Any] | None) -> str | None:
-    return str(token["_data"]) if token else None
+    return token_data(token) if token else None
 
 
 def _iso(value: datetime | Timestamp | None) -> str | None:

@@ -1,1 +1,1 @@
-"""Opening, reading and reopening a change stream, and deciding where it starts."""
+"""What is listened to; opening, reading and reopening the change stream that serves it."""

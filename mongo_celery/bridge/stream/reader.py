@@ -22,6 +22,7 @@ from pymongo import MongoClient
 from pymongo.change_stream import ChangeStream
 from pymongo.errors import NetworkTimeout
 
+from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.stream.reactions import UNKNOWN_LIMIT, Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Scope
 from mongo_celery.bridge.window import Mark
@@ -151,10 +152,8 @@ class StreamReader:
             self._by_time = True
             return None
         final = reaction not in {Reaction.REOPEN, Reaction.UNKNOWN} or self._unknown > UNKNOWN_LIMIT
-        return final_error(reaction, error, self._scope_name()) if final else None
-
-    def _scope_name(self) -> str:
-        return ".".join(part for part in (self._scope.database, self._scope.collection) if part) or "the cluster"
+        scope = ".".join(part for part in (self._scope.database, self._scope.collection) if part) or "the cluster"
+        return final_error(reaction, error, scope) if final else None
 
     def _read_one_stream(self, progress: _Progress) -> None:
         """Open, and read until the stream ends (an invalidate) or fails. Ends quietly when stopped."""
@@ -191,12 +190,12 @@ class StreamReader:
     def _take(self, document: Any) -> None:
         token = dict(document["_id"])
         time = document.get("clusterTime") or time_of_token(token, self._position.time)
-        self._arrived(ChangeEvent(Mark(token, token["_data"], time), document, document.raw))
+        self._arrived(ChangeEvent(Mark(token, token_data(token), time), document, document.raw))
 
     def _pass_marker(self, token: Mapping[str, Any]) -> None:
-        if self._position.token is not None and token["_data"] <= self._position.token["_data"]:
+        if self._position.token is not None and token_data(token) <= token_data(self._position.token):
             return
-        self._arrived(Mark(dict(token), str(token["_data"]), time_of_token(token, self._position.time)))
+        self._arrived(Mark(dict(token), token_data(token), time_of_token(token, self._position.time)))
 
     def _arrived(self, item: ChangeEvent | Mark) -> None:
         """Hand over, then remember: what is remembered has been handed over."""

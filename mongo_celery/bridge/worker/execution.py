@@ -36,7 +36,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.time import maybe_make_aware
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import Change, decoded, describe
+from mongo_celery.bridge.change import Change, decoded, describe, token_data
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.claims import Claim
@@ -165,7 +165,7 @@ class Execution:
                 version=run.version,
                 first=run.first,
                 last=run.last,
-                token=_token_of(run.changes[0])["_data"],
+                token=token_data(_token_of(run.changes[0])),
                 ttl=ttl,
             )
         except PyMongoError as error:

@@ -135,7 +135,7 @@ def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, 
     register: Any = app.task
     return register(
         name=handler.task_name,
-        base=_base(app, base),
+        base=type("ChangeTask", (ChangeTask, base or app.Task), {"abstract": True}),
         wiring=wiring,
         handler=handler,
         typing=False,
@@ -144,11 +144,6 @@ def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, 
         **PROTOCOL_ATTRIBUTES,
         **options,
     )(function)
-
-
-def _base(app: Celery, base: type[Any] | None) -> type[Any]:
-    parent = base or app.Task
-    return type("ChangeTask", (ChangeTask, parent), {"abstract": True})
 
 
 def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[..., Any]:
