@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -102,7 +103,7 @@ def hold() -> None:
         select_for_update(data["accounts"], {"_id": 0}, session=session)
         held.lap()
         while True:
-            time.sleep(1)
+            signal.pause()
 
     forever()
 
