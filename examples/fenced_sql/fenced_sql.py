@@ -7,7 +7,7 @@ checked and raised in the transaction of the effect, so that a stale execution n
 
 import sqlite3
 
-from mongo_celery.bridge.fenced.fence import Fence
+from mongo_celery import Fence
 from mongo_celery.errors import StaleFencingTokenError
 
 SCHEMA = """
