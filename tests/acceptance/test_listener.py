@@ -186,11 +186,14 @@ def test_a_changed_layout_keeps_the_order_of_each_key_across_a_crash(scene: Scen
     leader = scene.leader(partitions=4)
     with scene.load():
         scene.flows()
+        scene.write("slow")  # it stands at its gate, so the old partitions are not drained before the kill
+        wait_for(lambda: any(start.key == "slow" for start in scene.starts))
         leader.kill()
         drained = scene.listener("drained", partitions=7)
         drained.wait_for_output("leading bridge")
         drained.kill()
         seven = scene.listener("seven", partitions=7)
+        scene.open_gate("slow")
         seven.wait_for_output("partition layout changed: generation 1, 7 partitions")
         scene.flows()
         seven.terminate()
