@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mongo_celery.arguments import check_choice, check_known, check_name, seconds
 from mongo_celery.errors import ConfigurationError
@@ -44,7 +44,6 @@ _DURATIONS = (
     "start_timeout",
 )
 
-FailurePolicy = Literal["halt", "dead_letter", "skip"]
 PartitionKey = str | Callable[[Mapping[str, Any]], Any]
 
 UNAVAILABLE = {
