@@ -48,12 +48,32 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
+class Flaw:
+    """
+    Why an event could not be read as it was asked for.
+
+    Attributes:
+        sentence: what failed and what the server said, for people.
+        only_match: whether nothing but a `match` expression failed on it; then only handlers with one are concerned.
+    """
+
+    sentence: str
+    only_match: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeEvent:
-    """A change event: its place, the document to match on, of which only the top is decoded, and its bytes."""
+    """
+    A change event: its place, the document to match on, of which only the top is decoded, and its bytes.
+
+    One with a flaw was read with less (no look-up, no images, no flags, in the worst case no document at all);
+    it belongs to the failure policy of the handlers it concerns.
+    """
 
     mark: Mark
     document: Mapping[str, Any]
     raw: bytes
+    flaw: Flaw | None = None
 
 
 @dataclass(frozen=True, slots=True)
