@@ -19,6 +19,7 @@ Every error that mongo_celery raises, in one tree.
      +-- StaleFencingTokenError        a newer execution has taken over
      +-- InvalidEnvelopeError          a message is forged, damaged or foreign
      +-- HandlerCrashedError           a change has killed its worker too often
+     +-- RefusedChangeError            a change cannot be given to its handler
      +-- HandlerUsageError             a handler was used in a way it cannot serve
      +-- CommandRefusedError           an operator's command met another state
      +-- OutboxRefusedError            the outbox cannot take or deliver this
@@ -147,6 +148,13 @@ class HandlerCrashedError(MongoCeleryError):
     """
     The worker process ended while handling this change more often than `max_crashes` allows.
     Look for a signal, the out-of-memory killer or a hard time limit in the worker's log.
+    """
+
+
+class RefusedChangeError(MongoCeleryError):
+    """
+    This change was refused before its handler could be called; the message says why. Cure the cause where there
+    is one, restart the listener, then `changes retry`; or pass over the change with `changes skip`.
     """
 
 

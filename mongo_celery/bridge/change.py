@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import bson
 from bson import ObjectId, Timestamp
+from bson.binary import UuidRepresentation
+from bson.codec_options import CodecOptions, DatetimeConversion
+from bson.raw_bson import RawBSONDocument
 
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
@@ -27,10 +30,22 @@ if TYPE_CHECKING:
 FLAGS = "_mongoCelery"
 """Name of the field under which the pipeline carries the verdicts of `match` expressions."""
 
-_KEY_CHARS = 80
-_LENIENT: bson.CodecOptions[Any] = bson.CodecOptions(
+EVENT_TYPES: CodecOptions[RawBSONDocument] = CodecOptions(
+    document_class=RawBSONDocument,
+    uuid_representation=UuidRepresentation.UNSPECIFIED,
     unicode_decode_error_handler="replace",
-    datetime_conversion=bson.codec_options.DatetimeConversion.DATETIME_AUTO,
+    datetime_conversion=DatetimeConversion.DATETIME_MS,
+)
+"""
+How the bridge itself reads events, whatever the URL says: only what is looked at is decoded, and no user's value
+fails. Partitions rest on it: a key must not depend on an option that the next start may have otherwise.
+"""
+
+_KEY_CHARS = 80
+_NAMESPACE_CHARS = 330  # a database's name has at most 63 bytes, a collection's 255
+_LENIENT: CodecOptions[Any] = CodecOptions(
+    unicode_decode_error_handler="replace",
+    datetime_conversion=DatetimeConversion.DATETIME_AUTO,
 )
 
 Fencer = Callable[["Change", "Collection[dict[str, Any]] | str"], "FencedCollection"]
@@ -195,13 +210,27 @@ def decoded(event: bytes | memoryview) -> dict[str, Any]:
     return bson.decode(event, _LENIENT)
 
 
+def event_of(raw: bytes) -> RawBSONDocument:
+    """
+    An event of which only what is looked at is decoded, by `EVENT_TYPES`.
+
+    Raises:
+        BSONError: it is no BSON document, now or when it is looked at.
+    """
+    return RawBSONDocument(raw, EVENT_TYPES)
+
+
+def token_of(raw: bytes) -> Mapping[str, Any]:
+    """The resume token in an event's bytes: what no handler could touch. The rest may be large, and is not decoded."""
+    return dict(event_of(raw)["_id"])
+
+
 def namespace_of(event: Mapping[str, Any]) -> str:
-    """`"db.collection"`, `"db"` or the empty string of an event."""
+    """`"db.collection"`, `"db"` or the empty string of an event; a user's pipeline may have left less of it."""
     ns = event.get("ns")
-    if not ns:
+    if not isinstance(ns, Mapping):
         return ""
-    collection = ns.get("coll")
-    return f"{ns['db']}.{collection}" if collection else str(ns["db"])
+    return ".".join(str(ns[name]) for name in ("db", "coll") if ns.get(name))
 
 
 def token_data(token: Mapping[str, Any]) -> str:
@@ -209,10 +238,34 @@ def token_data(token: Mapping[str, Any]) -> str:
     return str(token["_data"])
 
 
-def describe(event: Mapping[str, Any]) -> str:
-    """Namespace, operation and key of an event, bounded; never the contents of a document."""
-    key = event.get("documentKey")
-    text = repr(key["_id"]) if key and "_id" in key else "-"
-    if len(text) > _KEY_CHARS:
-        text = text[:_KEY_CHARS] + "..."
-    return f"{namespace_of(event)} {event.get('operationType')} {text}"
+def describe(event: Mapping[str, Any] | bytes) -> str:
+    """
+    Namespace, operation and key of an event, bounded; never the contents of a document.
+
+    Whatever the event holds, also where it is no valid BSON, there is an answer that can be logged and stored.
+    """
+    try:
+        found = event_of(event) if isinstance(event, bytes) else event
+        key = found.get("documentKey")
+        text = _brief(key["_id"]) if isinstance(key, Mapping) and "_id" in key else "-"
+        operation = str(found.get("operationType"))[:_KEY_CHARS]
+        return _storable(f"{namespace_of(found)[:_NAMESPACE_CHARS]} {operation} {text}")
+    except Exception:  # noqa: BLE001 - a description must not cost what it describes
+        return "an event that cannot be read"
+
+
+def _brief(value: Any) -> str:
+    """The beginning of a value, as Python writes it."""
+    if isinstance(value, RawBSONDocument):
+        if len(value.raw) > _KEY_CHARS**2:
+            return f"(a document of {len(value.raw)} bytes)"
+        value = decoded(value.raw)
+    if isinstance(value, str | bytes) and len(value) > _KEY_CHARS:
+        value = value[: _KEY_CHARS + 1]  # a long one is not written out, only to be cut
+    text = repr(value)
+    return text[:_KEY_CHARS] + "..." if len(text) > _KEY_CHARS else text
+
+
+def _storable(text: str) -> str:
+    """Without lone surrogates: BSON and streams refuse those."""
+    return text.encode("utf-8", "replace").decode()

@@ -11,6 +11,9 @@ The hash is BLAKE2b over the key's BSON, which is the same everywhere; golden ve
 `tests/unit/test_partitioning.py`. A key that is missing or null hashes like any other value: all such
 changes of a subscription share one partition. Numbers that MongoDB holds equal (1, 1.0, Int64 1) hash
 alike, since `_id: 1` and `_id: 1.0` are the same document.
+
+By document key every event has an index, also one that cannot be decoded. A user's rule may fail; what the listener
+does then stands in `listener/admission.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import bson
+from bson.binary import Binary, UuidRepresentation
+from bson.codec_options import CodecOptions
 from bson.raw_bson import RawBSONDocument
 
 from mongo_celery.bridge.change import decoded
@@ -30,6 +35,8 @@ from mongo_celery.mongo.identity import canonical
 
 HASH_NAME = "blake2b-64"
 _WITH_DOCUMENT = {"insert", "replace"}
+_KEYS: CodecOptions[Any] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
+"""A function's UUID is the same binary value that a document has for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +53,42 @@ class Partitioner:
     key: Callable[[Mapping[str, Any]], Any]
 
     def index(self, event: Mapping[str, Any], count: int) -> int:
-        """Partition index of an event among `count` partitions."""
+        """
+        Partition index of an event among `count` partitions.
+
+        Raises:
+            Exception: of a user's function, or since its value has no BSON; never by document key.
+        """
+        if self.key is document_key:
+            return document_index(event, count)
         return partition_index(self.key(event), count)
 
 
 def partition_index(key: Any, count: int) -> int:
     """Stable hash of a key modulo the number of partitions."""
-    digest = hashlib.blake2b(bson.encode({"": canonical(key)}), digest_size=8).digest()
+    digest = hashlib.blake2b(bson.encode({"": canonical(key)}, codec_options=_KEYS), digest_size=8).digest()
     return int.from_bytes(digest, "big") % count
+
+
+def document_index(event: Mapping[str, Any], count: int) -> int:
+    """
+    Partition index of an event by its document key, of every event whatsoever.
+
+    By namespace and `_id`, as MongoDB compares them; by the key's raw bytes where it cannot be decoded; all events
+    without any key share a partition. Each is the same at every reading of an event.
+    """
+    try:
+        return partition_index(document_key(event), count)
+    except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
+        return partition_index(_raw_key(event), count)
+
+
+def _raw_key(event: Mapping[str, Any]) -> Binary | None:
+    try:
+        found = event.get("documentKey")
+    except Exception:  # noqa: BLE001 - the event itself may be no BSON
+        return None
+    return Binary(found.raw) if isinstance(found, RawBSONDocument) else None
 
 
 def partitioner(

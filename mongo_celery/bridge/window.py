@@ -28,6 +28,8 @@ from typing import Any
 
 from bson import Timestamp
 
+from mongo_celery.bridge.refusal import Refusal
+
 _FOLD_FACTOR = 4
 _FOLD_SLACK = 1000
 
@@ -43,11 +45,12 @@ class Mark:
 
 @dataclass(slots=True, eq=False)
 class PendingChange:
-    """One change of one partition that is not yet committed."""
+    """One change of one partition that is not yet committed; a refused one is not given to its handler."""
 
     mark: Mark
     index: int
     raw: bytes
+    refusal: Refusal | None = None
     done: bool = False
 
 

@@ -19,6 +19,7 @@ from pymongo.errors import InvalidURI, PyMongoError
 from pymongo.uri_parser import parse_uri
 
 from mongo_celery.app import Registry
+from mongo_celery.bridge.change import EVENT_TYPES
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, early, merged
 from mongo_celery.bridge.state.store import Store
@@ -30,6 +31,15 @@ from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
 from mongo_celery.mongo.verdicts import Concern
 
 T = TypeVar("T")
+
+_EVENT_TYPES: dict[str, Any] = {
+    "document_class": RawBSONDocument,
+    "uuidrepresentation": "unspecified",
+    "unicode_decode_error_handler": EVENT_TYPES.unicode_decode_error_handler,
+    "datetime_conversion": "DATETIME_MS",
+    "tz_aware": False,
+}
+"""`EVENT_TYPES` as options of a client."""
 
 _CLIENT_DEFAULTS: dict[str, Any] = {
     "appname": "mongo_celery",
@@ -222,13 +232,17 @@ class Wiring:
         return part.get()
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
-        """A client of its own for one change stream, with a socket timeout in seconds."""
+        """
+        A client of its own for one change stream, with a socket timeout in seconds.
+
+        It reads events by `EVENT_TYPES`, whatever the URL says of types: that is meant for handlers.
+        """
         keep_commands_out_of_logs()
         given = _url_options(self.url)
         options = _client_options(given)
         if "sockettimeoutms" not in given:
             options["sockettimeoutms"] = int(timeout * 1000)
-        return MongoClient(self.url, document_class=RawBSONDocument, **options)
+        return MongoClient(self.url, **{**options, **_EVENT_TYPES})
 
     def collection(self, namespace: str) -> Collection[dict[str, Any]]:
         """A collection of the bridge's cluster by `"db.collection"`, or `"collection"` of the URL's database."""

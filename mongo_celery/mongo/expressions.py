@@ -34,9 +34,21 @@ def after(seconds: float) -> dict[str, Any]:
     return {"$add": ["$$NOW", millis(seconds)]}
 
 
+LONGEST_SECONDS = 100 * 365 * 86_400.0
+"""No time that is stored lies further ahead: a date beyond the year 9999 is one that many cannot read."""
+
+
+def remaining(field: str) -> dict[str, Any]:
+    """Milliseconds until a stored time, by the server's clock, negative when it is over; null without a time."""
+    longest = millis(LONGEST_SECONDS)
+    left = {"$subtract": [f"${field}", "$$NOW"]}
+    # Compared before it is subtracted: the server refuses a difference beyond 64 bits.
+    return {"$cond": [{"$gt": [f"${field}", {"$add": ["$$NOW", longest]}]}, longest, left]}
+
+
 def millis(seconds: float) -> Int64:
-    """Whole milliseconds of a duration."""
-    return Int64(round(seconds * 1000))
+    """Whole milliseconds of a duration, bounded by `LONGEST_SECONDS`."""
+    return Int64(round(min(seconds, LONGEST_SECONDS) * 1000))
 
 
 def literal(value: object) -> dict[str, Any]:

@@ -102,7 +102,8 @@ class Table:
 
     def _run(self, command: Mapping[str, Any]) -> Mapping[str, Any]:
         with self.limit():
-            answer: dict[str, Any] = self.collection.database.command(dict(command))
+            types = self.collection.codec_options  # a command would read its answer by the driver's defaults
+            answer: dict[str, Any] = self.collection.database.command(dict(command), codec_options=types)
         failures = [*answer.get("writeErrors", ()), *filter(None, [answer.get("writeConcernError")])]
         if failures:  # a write concern that failed leaves the outcome open
             raise OperationFailure(failures[0].get("errmsg", "write failed"), failures[0].get("code"), answer)

@@ -16,12 +16,11 @@ from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.subscription import Plan, Subscription
 from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.partitioning import Partitioner
+from mongo_celery.bridge.partitioning import Partitioner, document_index
 from mongo_celery.bridge.state.leases import Layout
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.stream.reader import ChangeEvent
 from mongo_celery.bridge.window import Mark
-from mongo_celery.errors import ConfigurationError
 from tests.fixtures.samples import event, image, mark, token_data
 
 NOW = 1000.0
@@ -225,15 +224,25 @@ def test_a_subscription_is_full_at_its_bound_and_not_before() -> None:
     assert [*full, one.is_full] == [False, True, False]
 
 
-def test_a_partition_rule_that_fails_names_the_handler_and_the_change() -> None:
-    """P9: never skipped, never a bare KeyError."""
+def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
+    """P12: never an error of the listener, never skipped; what stands behind it in its partition waits."""
     one = subscription()
-    bad = change(1)
-    bad = replace(bad, document={**bad.document, "documentKey": {}})
-    with pytest.raises(
-        ConfigurationError, match=r"partition_by of handler handle failed for shop.orders insert - *: KeyError"
-    ):
-        one.take_in(bad)
+    bad = change(1, index=9)  # no such partition: the rule fails
+    one.take_in(bad)
+    index = document_index(bad.document, PARTITIONS)
+    one.take_in(change(2, index=index))
+    one.take_in(change(3, index=(index + 1) % PARTITIONS))
+
+    assert due(one) == []  # nothing before it is noted where the change stands
+    one.notes_of_refused()
+    one.admission.noted()
+
+    refused, other = sorted(due(one), key=lambda run: numbers(run)[0])
+    assert (numbers(refused), refused.run.index, refused.run.token) == ([1], index, bad.mark.token)
+    assert refused.run.refusal is not None
+    assert refused.run.refusal.reason.startswith("partition_by of handler handle failed: AssertionError")
+    assert not refused.run.refusal.halts
+    assert (numbers(other), other.run.refusal) == ([3], None)
 
 
 # Handing out

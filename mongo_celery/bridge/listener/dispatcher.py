@@ -97,7 +97,7 @@ class Dispatcher:
             task_id += f".d{dispatch.attempt}"
         link = {
             "task": COMMIT_TASK,
-            "args": [seal("commit", replace(run, changes=()), self._key)],
+            "args": [seal("commit", replace(run, changes=(), refusal=None, token=None), self._key)],
             "kwargs": {},
             "options": {"queue": queue, "task_id": f"{task_id}.commit", "argsrepr": f"('{run.partition_id}',)"},
             "subtask_type": None,

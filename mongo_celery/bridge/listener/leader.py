@@ -98,7 +98,7 @@ class Leader:
             fingerprint=scope.fingerprint,
         )
         self._caught_up = False
-        self._looked_at = self._swept_at = self._moved_at = 0.0
+        self._looked_at = self._swept_at = self._moved_at = self._noting_at = 0.0
         self._broker_failures = 0
         self._broker_at = 0.0
         self._complained_at = -math.inf
@@ -163,6 +163,7 @@ class Leader:
                 takeover.version,
                 start.time,
                 start.watermark,
+                takeover.documents[handler.name].get("refused"),
             )
             images = takeover.images[handler.name]
             ids = {
@@ -196,6 +197,7 @@ class Leader:
     def _turn(self) -> None:
         now = time.monotonic()
         self._take_in(now)
+        self._note_refused(now)
         try:
             self._look(now)
             self._drain()
@@ -324,6 +326,30 @@ class Leader:
             self._watermarks.store(led, time.monotonic())
             draining.flip(self._store, self._renewal, self._takeover, led)
             raise Relayout
+
+    def _note_refused(self, now: float) -> None:
+        """Store where refused changes stand; a subscription that waits for it dispatches nothing."""
+        if now < self._noting_at:
+            return
+        for subscription in self._subscriptions.values():
+            if subscription.admission.is_noted:
+                continue
+            notes = subscription.notes_of_refused()
+            try:
+                is_mine = self._store.subscriptions.note_refused(subscription.name, subscription.plan.version, notes)
+            except PyMongoError as error:
+                raise_if_final(error, self._wiring.state_concern)
+                logger.warning(
+                    "noting refused changes of handler %s failed, trying again: %s",
+                    subscription.name,
+                    error,
+                    extra={"event": "refusals_unrecorded"},
+                )
+                self._noting_at = now + _SWEEP_SECONDS
+                continue
+            if not is_mine:
+                raise LeaseLostError
+            subscription.admission.noted()
 
     # -- dispatching -------------------------------------------------------------------------------
 

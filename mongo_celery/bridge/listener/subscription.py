@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from bson import Timestamp
-from bson.raw_bson import RawBSONDocument
 
 from mongo_celery.bridge.change import describe
 from mongo_celery.bridge.handlers import Handler
+from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
@@ -21,12 +22,16 @@ from mongo_celery.bridge.stream.reader import ChangeEvent
 from mongo_celery.bridge.stream.source import Selector
 from mongo_celery.bridge.window import Mark, PendingChange, Window
 from mongo_celery.bridge.worker.envelope import Run
-from mongo_celery.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a term fixes for a subscription."""
+    """
+    What a term fixes for a subscription.
+
+    Attributes:
+        refused: what an earlier term has noted of refused changes, as it is stored.
+    """
 
     handler: Handler
     selector: Selector
@@ -35,6 +40,7 @@ class Plan:
     version: int
     start: Timestamp
     watermark: Mark | None
+    refused: Mapping[str, Any] | None = None
 
 
 class Subscription:
@@ -47,6 +53,7 @@ class Subscription:
         trackers: its partitions, by index.
 
     Attributes:
+        admission: what it owes of what was read.
         until: while an old layout is drained, the place up to which this is done.
         left: the first place behind it that was read, and left.
     """
@@ -59,6 +66,7 @@ class Subscription:
         self.until: Mark | None = None
         self.left: str | None = None
         self.stored: Mark | None = plan.watermark
+        self.admission = Admission(plan.selector, plan.partitioner, plan.layout, plan.refused)
         self._options = options
         self._candidates: set[int] = set()
 
@@ -82,30 +90,24 @@ class Subscription:
                 self.left = mark.data
                 self.window.pass_over(self.until)
             return
-        if isinstance(item, Mark) or not self._owes(item):
+        change = None if isinstance(item, Mark) else self._owed(item)
+        if change is None or mark.data <= self.trackers[change.index].image.data:
             self.window.pass_over(mark)
             return
-        index = self._index(item.document)
-        if mark.data <= self.trackers[index].image.data:
-            self.window.pass_over(mark)
-            return
-        self.window.add(PendingChange(mark, index, item.raw))
-        self._candidates.add(index)
+        self.window.add(change)
+        self._candidates.add(change.index)
+        if change.refusal is not None:
+            self.admission.note(change)
 
-    def _owes(self, event: ChangeEvent) -> bool:
+    def _owed(self, event: ChangeEvent) -> PendingChange | None:
         time_ = event.mark.cluster_time
         if time_ is not None and time_ < self.plan.start:
-            return False
-        return self.plan.selector.selects(event.document)
+            return None
+        return self.admission.admit(event)
 
-    def _index(self, document: Mapping[str, object]) -> int:
-        try:
-            return self.plan.partitioner.index(document, self.plan.layout.partitions)
-        except Exception as error:
-            raise ConfigurationError(
-                f"partition_by of handler {self.name} failed for {describe(document)}: {error!r}. "
-                "It must give a key for every event.",
-            ) from error
+    def notes_of_refused(self) -> dict[str, Any]:
+        """What is to be stored with the subscription of its refused changes."""
+        return self.admission.notes({index: tracker.image.data for index, tracker in self.trackers.items()})
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in an image of one of the partitions."""
@@ -118,7 +120,9 @@ class Subscription:
         return step
 
     def due(self, now: float) -> Iterable[tuple[Tracker, Dispatch]]:
-        """Runs that may be dispatched now: numbered against what is committed now."""
+        """Runs that may be dispatched now: numbered against what is committed now. None before refusals are noted."""
+        if not self.admission.is_noted:
+            return
         for index in list(self._candidates):
             tracker = self.trackers[index]
             if tracker.outstanding is not None:
@@ -127,7 +131,7 @@ class Subscription:
             if tracker.ready_at > now:
                 continue
             self.window.complete(index, tracker.image.data)
-            changes = self.window.head(index, self._limit(tracker), self._options.run_bytes)
+            changes = _alike(self.window.head(index, self._limit(tracker), self._options.run_bytes))
             if changes:
                 yield tracker, self._dispatch(tracker, changes)
             else:
@@ -156,6 +160,8 @@ class Subscription:
             first,
             first + len(changes) - 1,
             [change.raw for change in changes],
+            changes[0].refusal,
+            changes[0].mark.token if changes[0].refusal is not None else None,
         )
         return Dispatch(run, self.plan.handler.task_name, tracker.attempt, _label(changes, first))
 
@@ -165,9 +171,15 @@ class Subscription:
         return not self.window.count and not self.outstanding
 
 
+def _alike(changes: list[PendingChange]) -> list[PendingChange]:
+    """A refused change is a run of its own."""
+    refused = next((place for place, change in enumerate(changes) if change.refusal is not None), len(changes))
+    return changes[: max(refused, 1)]
+
+
 def _label(changes: list[PendingChange], first: int) -> str:
     more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
-    return f"({describe(RawBSONDocument(changes[0].raw))} seq={first}{more})"
+    return f"({describe(changes[0].raw)} seq={first}{more})"
 
 
 def make_trackers(

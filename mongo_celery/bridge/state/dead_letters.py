@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import bson
+from bson.binary import Binary
 from bson.raw_bson import RawBSONDocument
 from pymongo.collection import Collection
 
+from mongo_celery.bridge.change import decoded, event_of
 from mongo_celery.mongo.table import Table, call_timeout
+
+_CHANGE_BYTES = 15 << 20
+_NAMING = ("_id", "operationType", "clusterTime", "ns", "documentKey")
 
 
 class DeadLetters:
@@ -44,7 +50,11 @@ def dead_letter(
     traceback: str,
     attempts: int,
 ) -> dict[str, Any]:
-    """The document of a dead letter; `at`, the server's time, is added when it is written."""
+    """
+    The document of a dead letter; `at`, the server's time, is added when it is written.
+
+    Its change is the event as the server sent it, or, where that is no valid BSON, its bytes.
+    """
     return {
         "_id": f"{bridge}/{subscription}/{token['_data']}",
         "bridge": bridge,
@@ -52,8 +62,19 @@ def dead_letter(
         "partition": partition,
         "resumeToken": dict(token),
         "key": key,
-        "change": RawBSONDocument(change),
+        "change": _kept(change),
         "error": error,
         "traceback": traceback,
         "attempts": attempts,
     }
+
+
+def _kept(change: bytes) -> RawBSONDocument | Binary:
+    try:
+        if len(change) > _CHANGE_BYTES:  # it must fit into a document: keep what names the change
+            event = event_of(change)
+            change = bson.encode({name: event[name] for name in _NAMING if name in event})
+        decoded(change)  # to the end: a document can only be stored where all of it is valid
+        return RawBSONDocument(change)
+    except Exception:  # noqa: BLE001 - whatever broken bytes do to a decoder
+        return Binary(change[:_CHANGE_BYTES])

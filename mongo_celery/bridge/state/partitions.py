@@ -23,7 +23,7 @@ from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError
 
 from mongo_celery.bridge.state.claims import COMMIT
-from mongo_celery.mongo.expressions import literal, next_number
+from mongo_celery.mongo.expressions import literal, next_number, remaining
 from mongo_celery.mongo.table import Table, call_timeout
 from mongo_celery.mongo.verdicts import Code
 
@@ -43,7 +43,7 @@ _DEFAULTS: dict[str, Any] = {
 _PROJECTION: dict[str, Any] = {
     **dict.fromkeys(_DEFAULTS, 1),
     "live": {"$gt": ["$claim.until", "$$NOW"]},
-    "due": {"$subtract": ["$retry.notBefore", "$$NOW"]},
+    "due": remaining("retry.notBefore"),
     "ahead": {"$subtract": [{"$subtract": ["$claim.until", "$$NOW"]}, "$claim.ttl"]},
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bson.codec_options import CodecOptions
+from bson.codec_options import CodecOptions, DatetimeConversion
 from pymongo import MongoClient
 
 from mongo_celery.bridge.options import BridgeOptions
@@ -14,6 +14,12 @@ from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.mongo.opening import strict
+
+_TYPES: CodecOptions[dict[str, Any]] = CodecOptions(
+    unicode_decode_error_handler="replace",
+    datetime_conversion=DatetimeConversion.DATETIME_AUTO,
+)
+"""What users can put into the state (times, texts, tokens with their `_id`) must not keep anybody from reading it."""
 
 
 class Store:
@@ -25,7 +31,7 @@ class Store:
     """
 
     def __init__(self, client: MongoClient[dict[str, Any]], options: BridgeOptions) -> None:
-        database = strict(client[options.database], CodecOptions())
+        database = strict(client[options.database], _TYPES)
         bridge = options.name
         self.leases = Leases(database["leases"], bridge, options.lease_ttl)
         self.subscriptions = Subscriptions(database["subscriptions"], bridge, options.lease_ttl)

@@ -110,6 +110,15 @@ class Subscriptions:
         }
         return self._table.update(guard, {"$set": change})
 
+    def note_refused(self, name: str, version: int, notes: Mapping[str, Any]) -> bool:
+        """
+        Store which refused changes stand in which partitions (see `listener/admission.py`).
+
+        Returns:
+            False when the epoch has moved on.
+        """
+        return self._table.update({"_id": self._id(name), "epoch": version}, {"$set": {"refused": dict(notes)}})
+
     def read_all(self) -> list[dict[str, Any]]:
         """All subscriptions of the bridge, also those that no handler serves any more."""
         return self._table.find({"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}})

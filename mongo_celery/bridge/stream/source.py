@@ -168,17 +168,22 @@ class Selector:
             ConfigurationError: the bridge's pipeline has removed what this is judged by. To pass over the
                 event would be a silent loss.
         """
+        if not self.may_select(event):
+            return False
         self._check_is_whole(event)
-        operation = event["operationType"]
-        if operation not in self.filter.operations:
+        return self.filter.match is None or bool(event[FLAGS].get(self.name, False))
+
+    def may_select(self, event: Mapping[str, Any]) -> bool:
+        """Whether nothing that the event has, whole or not, rules out that it belongs to this subscription."""
+        operation = event.get("operationType")
+        if operation is not None and operation not in self.filter.operations:
             return False
         ns = event.get("ns") or {}
         database, collection = ns.get("db"), ns.get("coll")
         if not any(source.covers(database, collection) for source in self.sources):
             return False
-        if self.filter.match is not None and not event.get(FLAGS, {}).get(self.name, False):
-            return False
-        return self.filter.fields is None or operation != "update" or _touches(event, self.filter.fields)
+        fields = self.filter.fields
+        return fields is None or operation != "update" or "updateDescription" not in event or _touches(event, fields)
 
     def _check_is_whole(self, event: Mapping[str, Any]) -> None:
         operation = event.get("operationType")
@@ -192,6 +197,8 @@ class Selector:
         if self.filter.match is not None:
             needed.append(FLAGS)
         missing = [name for name in needed if name not in event]
+        if operation != "invalidate" and "ns" in event and "db" not in event["ns"]:
+            missing.append("ns.db")
         if missing:
             raise ConfigurationError(
                 f"the bridge's pipeline removes {', '.join(missing)} from events, by which handler {self.name} is "

@@ -6,6 +6,10 @@ HMAC-SHA256 under the bridge's signing key, then one BSON document. The kind of 
 the signed part, so that a commit cannot be replayed as a run. Changes travel as the bytes that the
 server sent, so that every BSON type arrives exact, whatever serializer the broker uses.
 
+A refused change travels alone, in a format of its own, with its reason and its token. A worker of an older version
+drops that format as one that it cannot read; it would take the reason away and call the handler. The listener sends
+the run again, and a newer worker applies the failure policy.
+
 Who can only write to the broker can neither invent changes nor commits; who replays a valid message
 meets the claim in MongoDB, which drops it.
 """
@@ -16,7 +20,7 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +29,12 @@ from bson.binary import Binary
 from bson.errors import BSONError
 from bson.int64 import Int64
 
+from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.errors import InvalidEnvelopeError
 
 _SIGNATURE_BYTES = 32
 _FORMAT = 1
+_REFUSED_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,8 @@ class Run:
         changes: the raw BSON of each event; empty in the envelope of a commit.
         first: sequence number of the first change.
         last: sequence number of the last change.
+        refusal: why its one change is not given to the handler; None for all others.
+        token: the resume token of a refused change, whose bytes may be unreadable.
     """
 
     bridge: str
@@ -50,6 +58,8 @@ class Run:
     first: int
     last: int
     changes: Sequence[bytes] = ()
+    refusal: Refusal | None = None
+    token: Mapping[str, Any] | None = None
 
     @property
     def partition_id(self) -> str:
@@ -66,19 +76,21 @@ def seal(kind: str, run: Run, key: bytes) -> str:
         run: what the message is about.
         key: the bridge's signing key.
     """
-    body = bson.encode(
-        {
-            "f": _FORMAT,
-            "k": kind,
-            "b": run.bridge,
-            "s": run.subscription,
-            "g": run.generation,
-            "i": run.index,
-            "v": Int64(run.version),
-            "n": [Int64(run.first), Int64(run.last)],
-            "c": Binary(b"".join(run.changes)),
-        },
-    )
+    document: dict[str, Any] = {
+        "f": _FORMAT,
+        "k": kind,
+        "b": run.bridge,
+        "s": run.subscription,
+        "g": run.generation,
+        "i": run.index,
+        "v": Int64(run.version),
+        "n": [Int64(run.first), Int64(run.last)],
+        "c": Binary(b"".join(run.changes)),
+    }
+    if run.refusal is not None:
+        assert run.token is not None, "a refused change is known by its token"
+        document |= {"f": _REFUSED_FORMAT, "r": run.refusal.reason, "h": run.refusal.halts, "t": dict(run.token)}
+    body = bson.encode(document)
     return base64.b64encode(_sign(key, body) + body).decode("ascii")
 
 
@@ -104,7 +116,8 @@ def unseal(kind: str, envelope: object, key: bytes) -> Run:
     if not hmac.compare_digest(signature, _sign(key, body)):
         raise InvalidEnvelopeError
     document = _decode(body)
-    if document.get("f") != _FORMAT or document["k"] != kind:
+    is_refused = document.get("f") == _REFUSED_FORMAT
+    if not (is_refused or document.get("f") == _FORMAT) or document["k"] != kind:
         raise InvalidEnvelopeError
     first, last = document["n"]
     return Run(
@@ -115,7 +128,9 @@ def unseal(kind: str, envelope: object, key: bytes) -> Run:
         document["v"],
         first,
         last,
-        tuple(_split(document["c"])),
+        (bytes(document["c"]),) if is_refused else tuple(_split(document["c"])),
+        Refusal(document["r"], document["h"]) if is_refused else None,
+        document["t"] if is_refused else None,
     )
 
 

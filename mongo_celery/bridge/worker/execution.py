@@ -26,30 +26,29 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import bson
-from bson.errors import BSONError
-from bson.raw_bson import RawBSONDocument
 from celery.exceptions import Ignore, Reject, Retry
-from celery.utils.time import maybe_make_aware
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import Change, decoded, describe, token_data
+from mongo_celery.bridge.change import Change, describe, token_data, token_of
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import dead_letter
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.envelope import Run
+from mongo_celery.bridge.worker.retry_times import retry_time
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
-from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, StaleFencingTokenError
+from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, RefusedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.verdicts import explained, is_transient
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from pymongo.client_session import ClientSession
 
     from mongo_celery.bridge.handlers import Handler
@@ -60,7 +59,6 @@ logger = logging.getLogger("mongo_celery.worker")
 _ANSWER_SECONDS = 30.0
 _PAUSES = Pauses(first=0.05, longest=1.0)
 _ERROR_CHARS = 2000
-_DEAD_LETTER_BYTES = 15 << 20
 
 current: contextvars.ContextVar[Execution | None] = contextvars.ContextVar("mongo_celery_execution", default=None)
 """The execution whose handler runs in this context."""
@@ -120,6 +118,8 @@ class Execution:
         """
         started = time.monotonic()
         claim = self.claim = self._take_claim(started)
+        if self._run.refusal is not None:
+            self._fail(claim, RefusedChangeError(self._run.refusal.reason), self._run.changes[0])
         if claim.crashes > self._wiring.options.max_crashes:
             self._fail(claim, self._crashed(claim), self._run.changes[0])
         beats = self._wiring.of_process(WorkerRuntime).heartbeats
@@ -135,7 +135,8 @@ class Execution:
     def handle_in(self, session: ClientSession, change: Change) -> None:
         """The last write of a transactional handler's transaction; SupersededError when a newer execution decides."""
         assert self.claim is not None, "a handler runs under a claim"
-        if not self._store.claims.handle(self.claim, change.seq, change.resume_token, session):
+        token = self._token_of(self._run.changes[change.seq - self.claim.first])
+        if not self._store.claims.handle(self.claim, change.seq, token, session):
             raise SupersededError
 
     def transaction_committed(self) -> None:
@@ -165,7 +166,7 @@ class Execution:
                 version=run.version,
                 first=run.first,
                 last=run.last,
-                token=token_data(_token_of(run.changes[0])),
+                token=token_data(self._token_of(run.changes[0])),
                 ttl=ttl,
             )
         except PyMongoError as error:
@@ -243,7 +244,10 @@ class Execution:
     def _first_failed(self, claim: Claim, raw: bytes, error: Exception) -> None:
         """Write the outcome of a failed head; always raises."""
         if isinstance(error, Retry):
-            self._park(claim, error)
+            try:
+                self._park(claim, error, *retry_time(error.when))
+            except HandlerUsageError as unusable:
+                error = unusable
         if isinstance(error, StaleFencingTokenError) and not self._persist(
             lambda: self._store.claims.is_mine(claim),
         ):
@@ -252,11 +256,9 @@ class Execution:
             error = error.args[0]
         self._fail(claim, error, raw)
 
-    def _park(self, claim: Claim, retry: Retry) -> None:
-        when: Any = retry.when
-        not_before = maybe_make_aware(when) if isinstance(when, datetime) else None
-        delay = None if not_before is not None else max(float(when or 0), 0.0)
-        error = _text(retry.exc) if isinstance(retry.exc, BaseException) else _storable(str(retry.message or "retry"))
+    def _park(self, claim: Claim, retry: Retry, not_before: datetime | None, delay: float | None) -> None:
+        message = str(retry.message or "retry")[:_ERROR_CHARS]
+        error = _text(retry.exc) if isinstance(retry.exc, BaseException) else _storable(message)
         accepted = self._persist(
             lambda: self._store.claims.park(claim, delay=delay, not_before=not_before, error=error),
         )
@@ -266,7 +268,9 @@ class Execution:
 
     def _fail(self, claim: Claim, error: Exception, raw: bytes) -> None:
         """Apply the failure policy to the first change under this execution's fence; always raises."""
-        policy, token = self._handler.policy(self._wiring.options), _token_of(raw)
+        policy, token = self._handler.policy(self._wiring.options), self._token_of(raw)
+        if self._run.refusal is not None and self._run.refusal.halts:
+            policy = "halt"
         if policy == "halt":
             accepted = self._persist(lambda: self._store.claims.halt(claim, token, self._describe(raw), _text(error)))
         elif policy == "skip":
@@ -286,10 +290,6 @@ class Execution:
         raise error
 
     def _dead_letter(self, claim: Claim, token: Mapping[str, Any], raw: bytes, error: Exception) -> dict[str, Any]:
-        if len(raw) > _DEAD_LETTER_BYTES:  # it must fit into a document: keep what names the change
-            event = bson.decode(raw)
-            kept = ("_id", "operationType", "clusterTime", "ns", "documentKey")
-            raw = bson.encode({name: event[name] for name in kept if name in event})
         return dead_letter(
             bridge=self._run.bridge,
             subscription=self._run.subscription,
@@ -299,12 +299,13 @@ class Execution:
             change=raw,
             error=_text(error),
             traceback=_storable("".join(traceback.format_exception(error))[-_ERROR_CHARS * 4 :]),
-            # What has crashed too often is not started once more.
-            attempts=claim.retries + claim.crashes + (not isinstance(error, HandlerCrashedError)),
+            # What has crashed too often is not started once more, and what is refused never was.
+            attempts=claim.retries + claim.crashes + (not isinstance(error, HandlerCrashedError | RefusedChangeError)),
         )
 
     def _record_handled(self, claim: Claim, done: Change) -> None:
-        token, after_transaction = dict(done.resume_token), self._handler.transactional
+        token = self._token_of(self._run.changes[done.seq - claim.first])
+        after_transaction = self._handler.transactional
         if not self._persist(
             lambda: self._store.claims.handle(claim, done.seq, token, retryable=after_transaction),
         ):
@@ -314,7 +315,8 @@ class Execution:
         """The process is about to end (a hard time limit, a shutdown): best effort, once."""
         try:
             if done is not None:
-                self._store.claims.handle(claim, done.seq, dict(done.resume_token))
+                token = self._token_of(self._run.changes[done.seq - claim.first])
+                self._store.claims.handle(claim, done.seq, token)
             else:
                 self._store.claims.crash(claim, _text(error))
         except PyMongoError:
@@ -362,14 +364,11 @@ class Execution:
         return HandlerCrashedError(message, crashes=claim.crashes)
 
     def _describe(self, raw: bytes) -> str:
-        try:
-            return describe(decoded(raw))
-        except BSONError:
-            return f"an undecodable event of {self._run.partition_id}"
+        return describe(raw)
 
-
-def _token_of(raw: bytes) -> Mapping[str, Any]:
-    return dict(RawBSONDocument(raw)["_id"])  # the rest of the event may be large
+    def _token_of(self, raw: bytes) -> Mapping[str, Any]:
+        """From the event's bytes: a position must never come from what a handler could change."""
+        return self._run.token if self._run.token is not None else token_of(raw)
 
 
 def _text(error: BaseException | None) -> str:

@@ -1,0 +1,160 @@
+"""
+What a subscription owes of what was read: which events, in which partitions, and which of them are refused.
+
+Nothing a user's value, a user's function or a user's pipeline does comes out of here as an exception: it becomes the
+refusal of one change, in the order of one partition (P12).
+
+| what goes wrong | partition | what happens |
+|---|---|---|
+| the event could not be read as asked for (`ChangeEvent.flaw`) | by document key | failure policy |
+| nothing but a `match` failed on it | by the rule | failure policy |
+| `partition_by` raises, or gives what has no hash | by document key | failure policy |
+| the bridge's pipeline has removed what the event is judged by | by document key | halt |
+
+A pipeline halts under every policy: it is configuration, it mostly spoils all changes alike, and to skip or set them
+aside would lose what a corrected pipeline brings back, since a new one is read again from the watermark.
+
+**A refused change keeps its partition.** When the cause has been cured (a corrected `partition_by` or pipeline, and a
+new term), the same event gets another key; its partition by that key may have committed later changes already, and
+it would count as done there. So refused changes are noted with the subscription, before anything that was read after
+them is dispatched, and an event that was noted goes to the partition where it stands, whatever the rule says by now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mongo_celery.bridge.change import describe
+from mongo_celery.bridge.partitioning import Partitioner, document_index
+from mongo_celery.bridge.refusal import Refusal, words_of
+from mongo_celery.bridge.window import PendingChange
+from mongo_celery.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.state.leases import Layout
+    from mongo_celery.bridge.stream.reader import ChangeEvent
+    from mongo_celery.bridge.stream.source import Selector
+
+logger = logging.getLogger("mongo_celery.listener")
+
+_TIME_CHARS = 18  # of a token's `_data`: its type, and seconds and increment of its cluster time
+_COMPLAINT_SECONDS = 30.0
+
+
+class Admission:
+    """
+    The gate of one subscription in one term.
+
+    Args:
+        selector: which events belong to it.
+        partitioner: its partition rule.
+        layout: the layout in force.
+        noted: what an earlier term has noted of refused changes.
+    """
+
+    def __init__(
+        self,
+        selector: Selector,
+        partitioner: Partitioner,
+        layout: Layout,
+        noted: Mapping[str, Any] | None,
+    ) -> None:
+        self._selector = selector
+        self._partitioner = partitioner
+        self._layout = layout
+        self._noted: dict[str, int] = {}
+        if noted and noted.get("generation") == layout.generation:
+            self._noted = {each["token"]: each["index"] for each in noted["changes"]}
+        self._is_noted = True
+        self._complained_at: float | None = None
+        self._untold = 0
+
+    def admit(self, event: ChangeEvent) -> PendingChange | None:
+        """The change that this event is for the subscription, refused or not; None when it owes none. Never raises."""
+        is_owed, refusal = self._judge(event)
+        if not is_owed:
+            return None
+        index: int | None = None
+        if refusal is None or (event.flaw is not None and event.flaw.only_match):  # else the rule might see too little
+            try:
+                index = self._partitioner.index(event.document, self._layout.partitions)
+            except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
+                refusal = refusal or Refusal.because(
+                    f"partition_by of handler {self._selector.name} failed: {words_of(error)}; it must give a key for "
+                    "every event",
+                )
+        if index is None:
+            index = document_index(event.document, self._layout.partitions)
+        if self._noted:
+            index = self._noted.get(_entry(event.mark.data), index)
+        return PendingChange(event.mark, index, event.raw, refusal)
+
+    def _judge(self, event: ChangeEvent) -> tuple[bool, Refusal | None]:
+        """Whether the event is owed, for all that can be told, and why it is refused if it is."""
+        flaw, selector = event.flaw, self._selector
+        try:
+            if flaw is not None and (not flaw.only_match or selector.filter.match is not None):
+                return selector.may_select(event.document), Refusal.because(flaw.sentence)
+            return selector.selects(event.document), None
+        except ConfigurationError as error:
+            return True, Refusal.because(str(error), halts=True)
+        except Exception as error:  # noqa: BLE001 - whatever a pipeline has made of the event
+            reason = f"it cannot be told whether handler {selector.name} gets it: {words_of(error)}"
+            return True, Refusal.because(reason, halts=True)
+
+    # -- refused changes keep their partition ------------------------------------------------------
+
+    def note(self, change: PendingChange) -> None:
+        """Remember a refused change that was taken in, and say so: the first at once, more of them now and then."""
+        assert change.refusal is not None, "only refused changes are noted"
+        entry = _entry(change.mark.data)
+        if entry not in self._noted:
+            self._noted[entry] = change.index
+            self._is_noted = False
+        now = time.monotonic()
+        if self._complained_at is not None and now - self._complained_at < _COMPLAINT_SECONDS:
+            self._untold += 1
+            return
+        logger.error(
+            "%s is refused before handler %s, in partition %d%s: %s",
+            describe(change.raw),
+            self._selector.name,
+            change.index,
+            f" (and {self._untold} more since the last such line)" if self._untold else "",
+            change.refusal.reason,
+            extra={"event": "change_refused", "partition": change.index},
+        )
+        self._complained_at, self._untold = now, 0
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether all refused changes are noted; until then nothing of the subscription may be dispatched."""
+        return self._is_noted
+
+    def notes(self, positions: Mapping[int, str]) -> dict[str, Any]:
+        """
+        What is to be stored: the refused changes that still stand.
+
+        Args:
+            positions: comparable part of the committed token, by partition; what lies before it is forgotten.
+        """
+        self._noted = {
+            entry: index
+            for entry, index in self._noted.items()
+            if entry[:_TIME_CHARS] >= positions.get(index, "")[:_TIME_CHARS]
+        }
+        changes = [{"token": entry, "index": index} for entry, index in self._noted.items()]
+        return {"generation": self._layout.generation, "changes": changes}
+
+    def noted(self) -> None:
+        """The notes are stored."""
+        self._is_noted = True
+
+
+def _entry(data: str) -> str:
+    """Names a token within bounds (it carries the document's `_id`), and begins as the token does."""
+    return data[:_TIME_CHARS] + hashlib.blake2b(data.encode("utf-8", "replace"), digest_size=16).hexdigest()

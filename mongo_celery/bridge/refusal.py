@@ -1,0 +1,44 @@
+"""
+Why a change is not given to its handler: it was refused before dispatch.
+
+A change is refused by the listener that reads it, for one subscription, when something between stream and dispatch
+fails on it: the event could not be read as asked for, it cannot be told whether the handler gets it, or it has no
+partition key. It keeps its place in the order of a partition, travels with its reason, and a worker applies the
+failure policy to it under a claim of its own, without calling the handler.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_CHARS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """
+    The reason for which one change is refused. Make it with `because`.
+
+    Attributes:
+        reason: a sentence for people, bounded and storable.
+        halts: whether the partition halts under every failure policy, since the cause is the bridge's configuration
+            and not the change: to set aside or to skip would drop every change that the configuration spoils.
+    """
+
+    reason: str
+    halts: bool = False
+
+    @classmethod
+    def because(cls, reason: str, *, halts: bool = False) -> Refusal:
+        """A refusal with as much of a reason as can be stored."""
+        return cls(reason[:_CHARS].encode("utf-8", "replace").decode(), halts)
+
+
+def words_of(error: BaseException) -> str:
+    """Type and words of an error, also of one that cannot say its words."""
+    try:
+        return f"{type(error).__name__}: {error}"[:_CHARS]
+    except Exception:  # noqa: BLE001 - a user's __str__ may raise whatever it likes
+        return type(error).__name__
