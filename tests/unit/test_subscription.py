@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import bson
-import pytest
 from bson import Timestamp
 
 from mongo_celery.bridge.change import Change
