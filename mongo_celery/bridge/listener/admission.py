@@ -18,6 +18,8 @@ aside would lose what a corrected pipeline brings back, since a new one is read 
 new term), the same event gets another key; its partition by that key may have committed later changes already, and
 it would count as done there. So refused changes are noted with the subscription, before anything that was read after
 them is dispatched, and an event that was noted goes to the partition where it stands, whatever the rule says by now.
+Not promised: that a change which was handled before the cause came up, and is read again because of it, is known as
+done; it may then run once more.
 """
 
 from __future__ import annotations

@@ -209,7 +209,9 @@ class StreamReader:
 
     def _take(self, document: Any) -> None:
         token = dict(document["_id"])
-        time = document.get("clusterTime") or time_of_token(token, self._position.time)
+        time = document.get("clusterTime")
+        if not isinstance(time, Timestamp):  # a user's pipeline may have put something else there
+            time = time_of_token(token, self._position.time)
         self._arrived(ChangeEvent(Mark(token, token_data(token), time), document, document.raw))
 
     def _pass_marker(self, token: Mapping[str, Any]) -> None:

@@ -27,9 +27,9 @@ def retry_time(when: Any) -> tuple[datetime | None, float | None]:
     try:
         if isinstance(when, datetime):
             return min(max(maybe_make_aware(when), _EARLIEST), _LATEST), None
-        delay = float(when or 0)
+        delay = float(min(max(when or 0, 0), LONGEST_SECONDS))
         if not math.isnan(delay):
-            return None, min(max(delay, 0.0), LONGEST_SECONDS)
-    except (TypeError, ValueError, OverflowError):
+            return None, delay
+    except (TypeError, ValueError, ArithmeticError):
         pass
     raise HandlerUsageError(f"retry() needs a number of seconds or a datetime; this {type(when).__name__} is neither.")

@@ -1,0 +1,110 @@
+"""What users can put into the state is bounded when it is written, and read whatever it is (I5)."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import bson
+import pytest
+from bson.datetime_ms import DatetimeMS
+from bson.raw_bson import RawBSONDocument
+from celery.utils.time import maybe_make_aware
+from pymongo import MongoClient
+
+from mongo_celery.bridge.worker.retry_times import retry_time
+from mongo_celery.errors import HandlerUsageError
+from mongo_celery.mongo.expressions import LONGEST_SECONDS
+from tests.integration.partition_rig import SUBSCRIPTION, VERSION, Rig, rig_of, token
+
+Document = dict[str, Any]
+
+# ruff: noqa: DTZ001 - users write times without a zone
+
+WEST, EAST = timezone(timedelta(hours=-12)), timezone(timedelta(hours=14))
+
+
+@pytest.fixture
+def rig(mongo_client: MongoClient[Document], state_database: str) -> Rig:
+    """Give one partition that flows and that nobody has claimed."""
+    return rig_of(mongo_client, state_database)
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        1.7e12,
+        math.inf,
+        10**40,
+        datetime(9999, 12, 31),
+        datetime.max.replace(tzinfo=WEST),
+        datetime(9999, 1, 1, tzinfo=EAST),
+    ],
+)
+def test_a_retry_beyond_all_bounds_can_be_read_and_undone(rig: Rig, when: Any) -> None:
+    """Listener and commands go on; `retry` ends the wait."""
+    claim = rig.claim()
+    not_before, delay = retry_time(when)
+    assert rig.claims.park(claim, not_before=not_before, delay=delay, error="as asked")
+    (image,) = rig.partitions.look([rig.where])
+    assert image.parked
+    assert 0.9 * LONGEST_SECONDS < image.due_in <= LONGEST_SECONDS
+    assert rig.document["retry"]["notBefore"].year < 2300
+    assert rig.partitions.retry(image, 0)
+    assert rig.try_claim(owner="again") is not None
+
+
+@pytest.mark.parametrize(
+    "when", [None, 0, -1e300, -math.inf, datetime(1, 1, 1), datetime.min.replace(tzinfo=EAST), datetime(1969, 1, 1)]
+)
+def test_a_retry_before_now_is_due(rig: Rig, when: Any) -> None:
+    """Also one before the epoch."""
+    claim = rig.claim()
+    not_before, delay = retry_time(when)
+    assert rig.claims.park(claim, not_before=not_before, delay=delay, error="as asked")
+    assert not rig.image.parked
+    assert rig.try_claim(owner="again") is not None
+
+
+def test_an_ordinary_retry_is_what_was_asked_for() -> None:
+    """Bounds change nothing within them."""
+    soon = datetime(2031, 2, 3, tzinfo=UTC)
+    assert (retry_time(3), retry_time(2.5), retry_time(soon)) == ((None, 3.0), (None, 2.5), (soon, None))
+    assert retry_time(soon.replace(tzinfo=None)) == (maybe_make_aware(soon.replace(tzinfo=None)), None)
+
+
+@pytest.mark.parametrize("when", [math.nan, "tomorrow", timedelta(days=1), [1], object()], ids=repr)
+def test_what_is_no_time_is_an_error_of_the_handler(when: Any) -> None:
+    """It goes to the failure policy; else the execution would end without an outcome, again and again."""
+    with pytest.raises(HandlerUsageError, match="number of seconds or a datetime"):
+        retry_time(when)
+
+
+@pytest.mark.parametrize("millis", [253_402_300_800_000, (1 << 63) - 1])
+def test_a_date_that_an_older_version_has_stored_ends_nobody(rig: Rig, millis: int) -> None:
+    """The state of the version before this one, with `self.retry(countdown=1.7e12)`."""
+    rig.spoil(retry={"count": 1, "crashes": 0, "notBefore": DatetimeMS(millis), "error": "x"})
+    image = rig.image
+    assert image.due_in == LONGEST_SECONDS
+    assert [each.index for each in rig.partitions.take_over(SUBSCRIPTION, 0, VERSION)] == [0]
+    assert rig.partitions.retry(image, 0)
+    assert rig.try_claim() is not None
+
+
+def test_text_that_is_no_utf8_in_the_state_ends_nobody(rig: Rig) -> None:
+    """Tokens carry the `_id` of documents, and old versions have stored what they were given."""
+    raw = bson.encode({"$set": {"retry": {"error": "bad ????"}, "head": {"resumeToken": token(1), "key": "????"}}})
+    rig.documents.update_one({"_id": rig.where}, RawBSONDocument(raw.replace(b"????", b"\xff\xfe\x80\xff")))
+    assert rig.image.error == "bad ����"
+
+
+def test_where_refused_changes_stand_is_noted_by_the_term_in_force_alone(rig: Rig) -> None:
+    """P3: a listener whose term has ended changes nothing."""
+    subscriptions = rig.store.subscriptions
+    subscriptions.take_over([SUBSCRIPTION], VERSION)
+    notes = {"generation": 0, "changes": [{"token": "82", "index": 3}]}
+    assert subscriptions.note_refused(SUBSCRIPTION, VERSION, notes)
+    assert not subscriptions.note_refused(SUBSCRIPTION, VERSION - 1, {"generation": 0, "changes": []})
+    taken = subscriptions.take_over([SUBSCRIPTION], VERSION + 1)
+    assert taken[SUBSCRIPTION]["refused"] == notes
