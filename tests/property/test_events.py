@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from typing import Any
 
@@ -217,12 +216,3 @@ def test_equal_keys_share_a_partition_also_beside_text_that_is_no_utf8(pair: lis
         indexes = {document_index(event_of(raw.replace(b"????", spoil)), WHOLE) for raw in (one, other)}
         assert len(indexes) == 1
     assert id_key(pair[0], EVENT_TYPES) == id_key(pair[1], EVENT_TYPES)
-
-
-@given(valid, st.sampled_from(["strict", "other"]))
-def test_a_worker_of_an_older_version_refuses_what_was_refused(raw: bytes, reason: str) -> None:
-    """A rolling deploy: it would not see the reason, and call the handler."""
-    refused = seal("run", Run("shop", "s", 0, 0, 1, 1, 1, (raw,), Refusal(reason), TOKEN), KEY)
-    plain = seal("run", Run("shop", "s", 0, 0, 1, 1, 1, (raw,)), KEY)
-    formats = [bson.decode(base64.b64decode(sealed)[32:])["f"] for sealed in (refused, plain)]
-    assert formats == [2, 1]  # it takes 1 alone

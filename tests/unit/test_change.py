@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError
 from datetime import UTC, datetime
 from typing import Any
 
+import bson
 import pytest
 from bson import ObjectId, Timestamp
 from pymongo import MongoClient
@@ -91,11 +92,26 @@ def test_what_logs_show_names_the_document_and_nothing_of_its_contents() -> None
         (event("delete", documentKey={"_id": None}), "shop.orders delete None"),
         (event("delete", documentKey={"region": "eu"}), "shop.orders delete -"),
         (event("delete", documentKey={"_id": "x" * 1000}), f"shop.orders delete '{'x' * 79}..."),
+        (event("delete", documentKey={"_id": b"x" * 1000}), f"shop.orders delete b'{'x' * 78}..."),
+        (event("delete", documentKey={"_id": {"b": 1, "a": 2}}), "shop.orders delete {'b': 1, 'a': 2}"),
+        (event("delete", documentKey=7), "shop.orders delete -"),
+        (event("delete", ns={"coll": "orders"}), "orders delete 1"),
+        (event("delete", ns="orders"), " delete 1"),
+        (event("x" * 1000), f"shop.orders {'x' * 80} -"),
+        ({}, " None -"),
     ],
 )
 def test_a_description_is_bounded_and_never_fails(raw: dict[str, Any], text: str) -> None:
     """A log line of a change with an endless key is still a line."""
-    assert describe(raw) == text
+    assert describe(raw) == describe(bson.encode(raw)) == text
+
+
+def test_a_description_names_the_size_of_a_large_key_and_takes_bytes_that_are_no_event() -> None:
+    """Nothing is written out only to be cut."""
+    assert describe(bson.encode(event(documentKey={"_id": {"a": "x" * 10_000}}))).endswith(
+        "(a document of 10013 bytes)"
+    )
+    assert describe(b"") == describe(b"\xff" * 40) == "an event that cannot be read"
 
 
 def test_the_namespace_of_an_event_may_be_whole_half_or_missing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from typing import Any
 
 import bson
@@ -12,6 +13,7 @@ from bson import Int64
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.worker.envelope import Run, bridge_of, seal, unseal
 from mongo_celery.errors import InvalidEnvelopeError
 from tests.fixtures.samples import BSON_VALUES, event
@@ -59,6 +61,20 @@ def test_what_was_sealed_is_unsealed(run: Run, kind: str, key: bytes) -> None:
     sealed = seal(kind, run, key)
     assert unseal(kind, sealed, key) == run
     assert bridge_of(sealed) == run.bridge
+
+
+@pytest.mark.parametrize("raw", [EVENTS[0], b"", b"\x00", b"\x00" * 4, b"\xff" * 9], ids=repr)
+def test_a_refused_change_travels_alone_with_its_reason_and_its_token(raw: bytes) -> None:
+    """P12: its bytes as they are, also where they are no event."""
+    run = replace(RUN, changes=(raw,), last=41, refusal=Refusal("because", halts=True), token={"_data": "82"})
+    assert unseal("run", seal("run", run, KEY), KEY) == run
+
+
+def test_what_was_refused_is_not_read_by_a_worker_of_an_older_version() -> None:
+    """It knows format 1 alone; without the reason it would call the handler. The listener sends it again."""
+    refused = replace(RUN, changes=EVENTS[:1], last=41, refusal=Refusal("because"), token={"_data": "82"})
+    formats = [bson.decode(base64.b64decode(seal("run", run, KEY))[SIGNATURE_BYTES:])["f"] for run in (RUN, refused)]
+    assert formats == [1, 2]
 
 
 def test_an_envelope_is_text_that_every_serializer_carries() -> None:
@@ -116,7 +132,16 @@ def test_an_envelope_of_another_installation_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"v": Int64(99)}, {"n": [Int64(1), Int64(99)]}, {"i": 8}, {"s": "other"}, {"k": "commit"}, {"c": b""}]
+    "changes",
+    [
+        {"f": 2, "r": "x", "h": False, "t": {}},
+        {"v": Int64(99)},
+        {"n": [Int64(1), Int64(99)]},
+        {"i": 8},
+        {"s": "other"},
+        {"k": "commit"},
+        {"c": b""},
+    ],
 )
 def test_other_contents_under_an_old_signature_are_refused(changes: dict[str, Any]) -> None:
     """P11: who can only write to the broker can neither invent changes nor commits."""

@@ -244,6 +244,23 @@ def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
     assert (numbers(other), other.run.refusal) == ([3], None)
 
 
+def test_a_refused_change_is_a_run_of_its_own() -> None:
+    """Neighbours keep their runs, and the order of the partition."""
+    one = subscription(run_size=10)
+    index = document_index(change(1, index=9).document, PARTITIONS)
+    for number in range(1, 6):
+        one.take_in(change(number, index=9 if number == 3 else index))
+    one.admission.noted()
+    tokens = []
+    for expected in ([1, 2], [3], [4, 5]):
+        (run,) = due(one)
+        assert numbers(run) == expected
+        assert (run.run.refusal is not None) is (expected == [3])
+        tokens.append(run.run.token)
+        one.observe(committed(index, expected[-1], expected[-1]), NOW)
+    assert tokens == [None, mark(3).token, None]
+
+
 # Handing out
 
 
