@@ -103,8 +103,10 @@ def test_where_refused_changes_stand_is_noted_by_the_term_in_force_alone(rig: Ri
     """P3: a listener whose term has ended changes nothing."""
     subscriptions = rig.store.subscriptions
     subscriptions.take_over([SUBSCRIPTION], VERSION)
-    notes = {"generation": 0, "changes": [{"token": "82", "index": 3}]}
-    assert subscriptions.note_refused(SUBSCRIPTION, VERSION, notes)
-    assert not subscriptions.note_refused(SUBSCRIPTION, VERSION - 1, {"generation": 0, "changes": []})
+    one, two, three = ({"token": f"82{number}", "index": number} for number in (1, 2, 3))
+    assert subscriptions.note_refused(SUBSCRIPTION, VERSION, 4, [one], replace=True)
+    assert subscriptions.note_refused(SUBSCRIPTION, VERSION, 4, [two, three], replace=False)
+    for replace in (True, False):
+        assert not subscriptions.note_refused(SUBSCRIPTION, VERSION - 1, 4, [], replace=replace)
     taken = subscriptions.take_over([SUBSCRIPTION], VERSION + 1)
-    assert taken[SUBSCRIPTION]["refused"] == notes
+    assert taken[SUBSCRIPTION]["refused"] == {"generation": 4, "changes": [one, two, three]}

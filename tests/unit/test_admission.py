@@ -159,8 +159,9 @@ def test_a_refused_change_keeps_its_partition_when_the_cause_is_cured() -> None:
         assert change is not None
         before.note(change)
     is_noted = [before.is_noted]
-    notes = bson.decode(bson.encode(before.notes({})))
-    before.noted()
+    found = before.notes({})
+    before.noted(found)
+    notes = {"generation": found.generation, "changes": found.changes}
     assert [*is_noted, before.is_noted] == [False, True]
 
     cured = [admission(Partitioner("r", lambda _event: "one"), notes).admit(each) for each in events]
@@ -171,17 +172,39 @@ def test_a_refused_change_keeps_its_partition_when_the_cause_is_cured() -> None:
     assert elsewhere.index == partition_index("one", PARTITIONS)  # another layout has drained the old one
 
 
-def test_notes_forget_what_is_done_and_have_a_bound_of_their_own() -> None:
-    """I5: a token carries the document's `_id`, which may be long."""
-    one = admission(region)
-    for number in range(1, 10):
+def noting(one: Admission, numbers: range) -> None:
+    for number in numbers:
         change = one.admit(read(number))
         assert change is not None
         one.note(change)
-    assert len(one.notes({})["changes"]) == 9
-    left = one.notes(dict.fromkeys(range(PARTITIONS), mark(7).data))["changes"]
-    assert len(left) == 3
-    assert all(len(each["token"]) == 50 for each in left)
+
+
+def test_notes_forget_what_is_done_and_have_a_bound_of_their_own() -> None:
+    """I5: a token carries the document's `_id`, which may be long."""
+    one = admission(region)
+    noting(one, range(1, 10))
+    positions = dict.fromkeys(range(PARTITIONS), mark(7).data)
+    first = one.notes(positions)
+    assert (first.is_all, len(first.changes)) == (True, 9)
+    one.noted(first)
+    again = admission(region, {"generation": 3, "changes": first.changes})
+    noting(again, range(10, 11))
+    left = again.notes(positions)
+    assert (left.is_all, len(left.changes)) == (True, 4)
+    assert all(len(each["token"]) == 50 for each in left.changes)
+
+
+def test_only_new_notes_are_written_until_most_of_the_old_ones_are_done() -> None:
+    """A partition that stands still beside a stream of poison must not write megabytes for each change."""
+    one = admission(region)
+    sizes = []
+    for number in range(1, 2500):
+        noting(one, range(number, number + 1))
+        notes = one.notes(dict.fromkeys(range(PARTITIONS), mark(number - 1).data))
+        sizes.append(len(notes.changes))
+        one.noted(notes)
+    assert max(sizes) <= 3
+    assert not one.is_full
 
 
 def test_refusals_are_loud_without_a_flood(caplog: pytest.LogCaptureFixture) -> None:

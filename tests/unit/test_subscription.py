@@ -233,8 +233,7 @@ def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
     one.take_in(change(3, index=(index + 1) % PARTITIONS))
 
     assert due(one) == []  # nothing before it is noted where the change stands
-    one.notes_of_refused()
-    one.admission.noted()
+    one.admission.noted(one.notes_of_refused())
 
     refused, other = sorted(due(one), key=lambda run: numbers(run)[0])
     assert (numbers(refused), refused.run.index, refused.run.token) == ([1], index, bad.mark.token)
@@ -250,7 +249,7 @@ def test_a_refused_change_is_a_run_of_its_own() -> None:
     index = document_index(change(1, index=9).document, PARTITIONS)
     for number in range(1, 6):
         one.take_in(change(number, index=9 if number == 3 else index))
-    one.admission.noted()
+    one.admission.noted(one.notes_of_refused())
     tokens = []
     for expected in ([1, 2], [3], [4, 5]):
         (run,) = due(one)

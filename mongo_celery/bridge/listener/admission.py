@@ -27,7 +27,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.change import describe
@@ -45,6 +46,24 @@ logger = logging.getLogger("mongo_celery.listener")
 
 _TIME_CHARS = 18  # of a token's `_data`: its type, and seconds and increment of its cluster time
 _COMPLAINT_SECONDS = 30.0
+_SLACK = 1000
+_MOST = 50_000  # some megabytes: they must fit into a document
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """
+    What is to be stored of refused changes.
+
+    Attributes:
+        generation: of the layout whose partitions they name.
+        changes: a name for the token and the partition of each.
+        is_all: whether they replace what is stored; else they are added to it.
+    """
+
+    generation: int
+    changes: Sequence[Mapping[str, Any]]
+    is_all: bool
 
 
 class Admission:
@@ -71,7 +90,9 @@ class Admission:
         self._noted: dict[str, int] = {}
         if noted and noted.get("generation") == layout.generation:
             self._noted = {each["token"]: each["index"] for each in noted["changes"]}
-        self._is_noted = True
+        self._fresh: dict[str, int] = {}
+        self._stored: int | None = None
+        self._bound = 0
         self._complained_at: float | None = None
         self._untold = 0
 
@@ -115,8 +136,7 @@ class Admission:
         assert change.refusal is not None, "only refused changes are noted"
         entry = _entry(change.mark.data)
         if entry not in self._noted:
-            self._noted[entry] = change.index
-            self._is_noted = False
+            self._noted[entry] = self._fresh[entry] = change.index
         now = time.monotonic()
         if self._complained_at is not None and now - self._complained_at < _COMPLAINT_SECONDS:
             self._untold += 1
@@ -135,26 +155,41 @@ class Admission:
     @property
     def is_noted(self) -> bool:
         """Whether all refused changes are noted; until then nothing of the subscription may be dispatched."""
-        return self._is_noted
+        return not self._fresh
 
-    def notes(self, positions: Mapping[int, str]) -> dict[str, Any]:
+    @property
+    def is_full(self) -> bool:
+        """Whether no more can be noted."""
+        return len(self._noted) >= _MOST
+
+    def notes(self, positions: Mapping[int, str]) -> Notes:
         """
-        What is to be stored: the refused changes that still stand.
+        What is to be stored: the new ones, or, from time to time, all that still stand.
 
         Args:
             positions: comparable part of the committed token, by partition; what lies before it is forgotten.
         """
+        if self._stored is not None and self._stored + len(self._fresh) <= self._bound:
+            return Notes(self._layout.generation, _changes(self._fresh), is_all=False)
         self._noted = {
             entry: index
             for entry, index in self._noted.items()
-            if entry[:_TIME_CHARS] >= positions.get(index, "")[:_TIME_CHARS]
+            if entry in self._fresh or entry[:_TIME_CHARS] >= positions.get(index, "")[:_TIME_CHARS]
         }
-        changes = [{"token": entry, "index": index} for entry, index in self._noted.items()]
-        return {"generation": self._layout.generation, "changes": changes}
+        return Notes(self._layout.generation, _changes(self._noted), is_all=True)
 
-    def noted(self) -> None:
-        """The notes are stored."""
-        self._is_noted = True
+    def noted(self, notes: Notes) -> None:
+        """These notes are stored."""
+        if notes.is_all:
+            self._stored = len(notes.changes)
+            self._bound = 2 * self._stored + _SLACK
+        else:
+            self._stored = (self._stored or 0) + len(notes.changes)
+        self._fresh.clear()
+
+
+def _changes(entries: Mapping[str, int]) -> list[Mapping[str, Any]]:
+    return [{"token": entry, "index": index} for entry, index in entries.items()]
 
 
 def _entry(data: str) -> str:

@@ -336,7 +336,13 @@ class Leader:
                 continue
             notes = subscription.notes_of_refused()
             try:
-                is_mine = self._store.subscriptions.note_refused(subscription.name, subscription.plan.version, notes)
+                is_mine = self._store.subscriptions.note_refused(
+                    subscription.name,
+                    subscription.plan.version,
+                    notes.generation,
+                    notes.changes,
+                    replace=notes.is_all,
+                )
             except PyMongoError as error:
                 raise_if_final(error, self._wiring.state_concern)
                 logger.warning(
@@ -349,7 +355,7 @@ class Leader:
                 continue
             if not is_mine:
                 raise LeaseLostError
-            subscription.admission.noted()
+            subscription.admission.noted(notes)
 
     # -- dispatching -------------------------------------------------------------------------------
 

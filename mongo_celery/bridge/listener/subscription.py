@@ -11,7 +11,7 @@ from bson import Timestamp
 
 from mongo_celery.bridge.change import describe
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.listener.admission import Admission
+from mongo_celery.bridge.listener.admission import Admission, Notes
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
@@ -78,7 +78,7 @@ class Subscription:
     @property
     def is_full(self) -> bool:
         """Whether no more may be read for this subscription."""
-        return self.window.count >= self._options.buffer_changes
+        return self.window.count >= self._options.buffer_changes or self.admission.is_full
 
     def take_in(self, item: ChangeEvent | Mark) -> None:
         """Put what the reader handed over into the window."""
@@ -105,7 +105,7 @@ class Subscription:
             return None
         return self.admission.admit(event)
 
-    def notes_of_refused(self) -> dict[str, Any]:
+    def notes_of_refused(self) -> Notes:
         """What is to be stored with the subscription of its refused changes."""
         return self.admission.notes({index: tracker.image.data for index, tracker in self.trackers.items()})
 
