@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bson.binary import UuidRepresentation
 from celery import Celery, bootsteps
 from celery.worker import state as worker_state
 
 from mongo_celery import Bridge
+from mongo_celery.bridge.change import EVENT_TYPES
 from mongo_celery.bridge.listener.in_worker import _is_ending
 from tests.fixtures.process import Processes
 
@@ -85,6 +87,17 @@ def test_a_client_logs_no_commands_unless_someone_asked_for_them(
     client: Any = bridge.client if which == "client" else bridge.wiring.stream_client(1.0)
     client.close()
     assert loggers[1].level == kept
+
+
+def test_events_are_read_alike_whatever_the_url_says_of_types() -> None:
+    """P1: partition keys must not depend on an option that the next start may have otherwise; handlers get it."""
+    types = "uuidRepresentation=standard&tz_aware=true&datetime_conversion=DATETIME&unicode_decode_error_handler=ignore"
+    url = f"{_URL}&{types}"
+    bridge = Bridge(Celery("typed", broker="memory://", set_as_current=False), url, autodiscover=False)
+    with bridge.wiring.stream_client(1.0) as client:
+        assert client.codec_options == EVENT_TYPES
+    assert bridge.client.codec_options.uuid_representation == UuidRepresentation.STANDARD
+    bridge.client.close()
 
 
 @pytest.mark.parametrize(
