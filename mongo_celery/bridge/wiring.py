@@ -222,12 +222,13 @@ class Wiring:
         return part.get()
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
-        """A client of its own for one change stream, with a socket timeout in seconds."""
+        """A client of its own for one change stream, with a socket timeout in seconds; it repeats no reads."""
         keep_commands_out_of_logs()
         given = _url_options(self.url)
         options = _client_options(given)
         if "sockettimeoutms" not in given:
             options["sockettimeoutms"] = int(timeout * 1000)
+        options["retryreads"] = False  # whoever reads the stream opens it again, and nobody else
         return MongoClient(self.url, document_class=RawBSONDocument, **options)
 
     def collection(self, namespace: str) -> Collection[dict[str, Any]]:
