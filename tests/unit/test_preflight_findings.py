@@ -196,7 +196,7 @@ def test_a_short_error_ends_before_what_the_driver_appends() -> None:
 def state(**changes: Any) -> dict[str, Any]:
     """A status under which all is well."""
     listener = {"host": "one", "pid": 42}
-    calm = {"state": "leading", "error": None, "listener": listener, "dead_letters": 0}
+    calm = {"state": "leading", "error": None, "listener": listener, "dead_letters": 0, "unread_seconds": 0}
     return {**calm, "subscriptions": [{"name": "summarise", "state": "flowing"}], "partitions": [], **changes}
 
 
@@ -236,6 +236,7 @@ def test_many_halted_partitions_are_counted() -> None:
         ({"partitions": [partition(0, "paused")]}, "paused", "warning"),
         ({"dead_letters": 2}, "dead_letters", "warning"),
         ({"subscriptions": [{"name": "gone", "state": "unregistered"}]}, "unregistered", "warning"),
+        ({"unread_seconds": 27, "reading_waits": "HostUnreachable"}, "reading", "error"),
         ({"state": "idle", "listener": None}, "listener", "warning"),
         ({"state": "never_started", "listener": None}, "listener", "ok"),
         ({"state": "failed", "listener": None, "error": "no right"}, "listener", "error"),

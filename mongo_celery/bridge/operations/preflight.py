@@ -44,7 +44,7 @@ def check(wiring: Wiring) -> list[Finding]:
     found = _guarded("celery", lambda: _check_celery(wiring), concern)
     mongodb = _guarded("mongodb", lambda: check_mongodb(wiring.reach(), wiring), concern)
     found += mongodb
-    if not any(finding.name == "mongodb" and finding.level == "error" for finding in mongodb):
+    if not any(finding.name in {"mongodb", "state_rights"} and finding.level == "error" for finding in mongodb):
         found += _guarded("state", lambda: check_state(wiring), concern)
     broker = _guarded("broker", lambda: check_broker(wiring.app), concern)
     found += broker

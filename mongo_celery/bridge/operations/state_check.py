@@ -22,10 +22,15 @@ def check_state(wiring: Wiring) -> Iterator[Finding]:
 def judge_state(status: Mapping[str, Any]) -> Iterator[Finding]:
     """Findings from a status, as `read_status` gives it."""
     yield _leading(status)
+    if status["unread_seconds"]:
+        why = status["reading_waits"] or "the server has not answered"
+        yield error("reading", f"Nothing has been read for {status['unread_seconds']} s: {why}.")
     yield from _standing(status["partitions"])
     letters = status["dead_letters"]
     if letters:
-        yield warning("dead_letters", f"{letters} changes were set aside; look at them, and repair what they stand for.")
+        yield warning(
+            "dead_letters", f"{letters} changes were set aside; look at them, and repair what they say."
+        )
     unserved = [each["name"] for each in status["subscriptions"] if each["state"] == "unregistered"]
     if unserved:
         yield warning(
