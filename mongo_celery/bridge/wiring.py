@@ -233,7 +233,7 @@ class Wiring:
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
         """
-        A client of its own for one change stream, with a socket timeout in seconds.
+        A client of its own for one change stream, with a socket timeout in seconds; it repeats no reads.
 
         It reads events by `EVENT_TYPES`, whatever the URL says of types: that is meant for handlers.
         """
@@ -242,6 +242,7 @@ class Wiring:
         options = _client_options(given)
         if "sockettimeoutms" not in given:
             options["sockettimeoutms"] = int(timeout * 1000)
+        options["retryreads"] = False  # whoever reads the stream opens it again, and nobody else
         return MongoClient(self.url, **{**options, **_EVENT_TYPES})
 
     def collection(self, namespace: str) -> Collection[dict[str, Any]]:

@@ -230,12 +230,29 @@ class Scope:
         collection: None for a whole database.
         pipeline: our stages, then the user's.
         options: `full_document` and `full_document_before_change`, where they are set.
+        given: how many stages at the end of the pipeline are the user's.
     """
 
     database: str | None
     collection: str | None
     pipeline: tuple[Mapping[str, Any], ...]
-    options: Mapping[str, str]
+    options: Mapping[str, Any]
+    given: int = 0
+
+    @property
+    def own_stages(self) -> tuple[Mapping[str, Any], ...]:
+        """What we filter and flag by, without the user's stages."""
+        return self.pipeline[: len(self.pipeline) - self.given]
+
+    @property
+    def given_stages(self) -> tuple[Mapping[str, Any], ...]:
+        """The user's."""
+        return self.pipeline[len(self.pipeline) - self.given :]
+
+    @property
+    def selection(self) -> tuple[Mapping[str, Any], ...]:
+        """Of our stages those that filter: they look at nothing but what the oplog fixes."""
+        return tuple(stage for stage in self.own_stages if not _is_of_flags(stage))
 
     def opened_on(self, client: MongoClient[Any]) -> Any:
         """The client, database or collection to `watch`."""
@@ -287,7 +304,8 @@ def scope_of(
         options["full_document"] = str(full_document)
     if before_change not in (None, "off"):
         options["full_document_before_change"] = str(before_change)
-    return Scope(database, collection, tuple(stage for stage in stages if stage), options)
+    given = sum(1 for stage in pipeline if stage)
+    return Scope(database, collection, tuple(stage for stage in stages if stage), options, given)
 
 
 def _match(
@@ -326,6 +344,10 @@ def _flags(selectors: Sequence[Selector]) -> list[dict[str, Any]]:
         if selector.filter.match is not None
     }
     return [{"$addFields": {FLAGS: flags}}] if flags else []
+
+
+def _is_of_flags(stage: Mapping[str, Any]) -> bool:
+    return FLAGS in stage.get("$addFields", {})
 
 
 def strip_flags(event: dict[str, Any]) -> dict[str, Any]:
