@@ -74,7 +74,7 @@ def test_an_ordinary_retry_is_what_was_asked_for() -> None:
     assert retry_time(soon.replace(tzinfo=None)) == (maybe_make_aware(soon.replace(tzinfo=None)), None)
 
 
-@pytest.mark.parametrize("when", [math.nan, "tomorrow", timedelta(days=1), [1], object()], ids=repr)
+@pytest.mark.parametrize("when", [math.nan, "tomorrow", timedelta(days=1), [1], {"a": 1}], ids=repr)
 def test_what_is_no_time_is_an_error_of_the_handler(when: Any) -> None:
     """It goes to the failure policy; else the execution would end without an outcome, again and again."""
     with pytest.raises(HandlerUsageError, match="number of seconds or a datetime"):

@@ -19,7 +19,7 @@ from mongo_celery.bridge.change import EVENT_TYPES, FLAGS, describe, event_of, n
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import document_index, document_key, partition_index, partitioner
 from mongo_celery.bridge.refusal import Refusal
-from mongo_celery.bridge.state.dead_letters import dead_letter
+from mongo_celery.bridge.state.dead_letters import dead_letter, kept
 from mongo_celery.bridge.state.leases import Layout
 from mongo_celery.bridge.stream.reader import ChangeEvent, Flaw
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
@@ -169,13 +169,13 @@ def test_every_event_can_be_described_sealed_and_set_aside(raw: bytes) -> None:
         partition=7,
         token=TOKEN,
         key=text,
-        change=raw,
+        change=kept(raw),
         error="",
         traceback="",
         attempts=0,
     )
-    kept = bson.decode(bson.encode(letter), CodecOptions(document_class=RawBSONDocument))["change"]
-    assert (kept.raw if isinstance(kept, RawBSONDocument) else bytes(kept)) == raw
+    found = bson.decode(bson.encode(letter), CodecOptions(document_class=RawBSONDocument))["change"]
+    assert (found.raw if isinstance(found, RawBSONDocument) else bytes(found)) == raw
 
 
 @given(values)

@@ -45,16 +45,12 @@ def dead_letter(
     partition: int,
     token: Mapping[str, Any],
     key: str,
-    change: bytes,
+    change: Mapping[str, Any] | Binary,
     error: str,
     traceback: str,
     attempts: int,
 ) -> dict[str, Any]:
-    """
-    The document of a dead letter; `at`, the server's time, is added when it is written.
-
-    Its change is the event as the server sent it, or, where that is no valid BSON, its bytes.
-    """
+    """The document of a dead letter; `at`, the server's time, is added when it is written."""
     return {
         "_id": f"{bridge}/{subscription}/{token['_data']}",
         "bridge": bridge,
@@ -62,14 +58,15 @@ def dead_letter(
         "partition": partition,
         "resumeToken": dict(token),
         "key": key,
-        "change": _kept(change),
+        "change": change,
         "error": error,
         "traceback": traceback,
         "attempts": attempts,
     }
 
 
-def _kept(change: bytes) -> RawBSONDocument | Binary:
+def kept(change: bytes) -> RawBSONDocument | Binary:
+    """What a dead letter holds of an event: all of it, as the server sent it; its bytes where that is no valid BSON."""
     try:
         if len(change) > _CHANGE_BYTES:  # it must fit into a document: keep what names the change
             event = event_of(change)

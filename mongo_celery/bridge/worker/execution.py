@@ -36,7 +36,7 @@ from mongo_celery.bridge.change import Change, describe, token_data, token_of
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.claims import Claim
-from mongo_celery.bridge.state.dead_letters import dead_letter
+from mongo_celery.bridge.state.dead_letters import dead_letter, kept
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.bridge.worker.retry_times import retry_time
@@ -296,7 +296,7 @@ class Execution:
             partition=self._run.index,
             token=token,
             key=self._describe(raw),
-            change=raw,
+            change=kept(raw),
             error=_text(error),
             traceback=_storable("".join(traceback.format_exception(error))[-_ERROR_CHARS * 4 :]),
             # What has crashed too often is not started once more, and what is refused never was.

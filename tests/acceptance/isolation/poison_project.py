@@ -110,7 +110,7 @@ def fielded(change: Change) -> None:
     record("fielded", change)
 
 
-@bridge.on_change(f"{DATA}.matched", name="matched", match={"$eq": ["$fullDocument.good", True]})
+@bridge.on_change(f"{DATA}.matched", name="matched", match={"$eq": [{"$toInt": "$fullDocument.good"}, 1]})
 def matched(change: Change) -> None:
-    """Judged by a flag."""
+    """Judged by a flag; the server cannot tell it of what is no number."""
     record("matched", change)

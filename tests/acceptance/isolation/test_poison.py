@@ -269,6 +269,20 @@ def test_a_handler_that_spoils_its_event_cannot_move_the_position(rig: Rig) -> N
     assert len(token["_data"]) > 60
 
 
+def test_a_match_that_fails_on_one_document_halts_its_partition_alone(rig: Rig) -> None:
+    """I4: the server refuses the whole batch; the handlers without a `match` get the event as always."""
+    bad, good = _key(rig, "matched", 1), _key(rig, "matched", 2)
+    rig.insert("matched", bad, good="no number")
+    rig.insert("matched", good, good="1")
+    rig.insert("odd", "beside")
+    rig.wait_halted("matched", {1})
+    rig.wait_ids("matched", {good})
+    wait_for(lambda: any(each["key"] == bson.encode({"": "beside"}) for each in rig.handled("odd")))
+    assert rig.partitions("matched")[1]["retry"]["error"].startswith("RefusedChangeError: ")
+    rig.command("skip", "matched", "--partition", "1", "--yes")
+    rig.wait_halted("matched", set())
+
+
 def _customer(index: int) -> int:
     """A customer of this partition."""
     return next(number for number in range(100) if partition_index(number, PARTITIONS) == index)
