@@ -36,7 +36,7 @@ from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import LeaseLostError
-from mongo_celery.mongo.oplog import operation_time, read_oplog
+from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -223,17 +223,29 @@ def _pin(
             age,
             extra={"event": "start_pinned", "age_seconds": age},
         )
-    position = lease if lease["resumeToken"] else None
+    position = lease if lease["resumeToken"] else given_position(pinned, options.start_from)
     start = (position or {}).get("clusterTime") or pinned
     for name in fresh:
         store.subscriptions.pin(name, takeover.version, start, position)
-        if position is not None:
+        if position is lease:
             logger.warning(
                 "handler %s is new: it begins where the bridge stands, at %s",
                 name,
                 start.as_datetime().isoformat(),
                 extra={"event": "subscription_added"},
             )
+
+
+def given_position(pinned: Timestamp, start_from: object) -> Mapping[str, Any] | None:
+    """
+    The position that `start_from` gives as a resume token, for a bridge that has none yet.
+
+    Only while the start that is pinned is that of the token: a later option changes nothing, as for other starts. The
+    token may come from any stream, so this one is opened at its cluster time, and what is not behind it is left out.
+    """
+    if not isinstance(start_from, Mapping) or time_of_token(start_from, None) != pinned:
+        return None
+    return {"resumeToken": dict(start_from), "clusterTime": pinned}
 
 
 def open_position(starts: Mapping[str, Start], fingerprint: str) -> Position:
@@ -247,8 +259,12 @@ def open_position(starts: Mapping[str, Start], fingerprint: str) -> Position:
     return Position(mark.token if mark is not None and smallest.fingerprint == fingerprint else None, smallest.place[0])
 
 
-def start_time(client: MongoClient[dict[str, Any]], start_from: str | Timestamp | datetime) -> Timestamp:
+def start_time(
+    client: MongoClient[dict[str, Any]], start_from: str | Timestamp | datetime | Mapping[str, Any]
+) -> Timestamp:
     """The cluster time that an option `start_from` means at this moment."""
+    if isinstance(start_from, Mapping) and (time_ := time_of_token(start_from, None)) is not None:
+        return time_
     if isinstance(start_from, Timestamp):
         return start_from
     if isinstance(start_from, datetime):
