@@ -88,7 +88,7 @@ class BridgeOptions:
     buffer_changes: int = 20_000
     buffer_bytes: int = 64 << 20
     batch_size: int | None = None
-    comment: str | None = None
+    comment: str | Mapping[str, Any] | None = None
     start_timeout: float = 60.0
     autodiscover: bool = True
 

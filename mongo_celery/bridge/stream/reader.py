@@ -108,7 +108,7 @@ class StreamReader:
         deliver: Callable[[Item], None],
         room: int,
         batch_size: int | None = None,
-        comment: str | None = None,
+        comment: str | Mapping[str, Any] | None = None,
     ) -> None:
         self._make_client = make_client
         self._scope = scope

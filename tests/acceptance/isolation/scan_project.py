@@ -49,7 +49,7 @@ for _number in range(QUIET):
 
 if not QUIET:
 
-    @bridge.on_change(f"{DATA}.*", operations="*", partition_by=None)
+    @bridge.on_change(f"{DATA}.*", operations="*")
     def record(change: Change) -> None:
         """Keep what a handler gets of an event."""
         fact: dict[str, Any] = {
@@ -61,4 +61,5 @@ if not QUIET:
             "uuid": change.collection_uuid is not None,
             "key": change.document_key.get("_id"),
         }
-        bridge.client[f"{NAMES}_facts"]["events"].replace_one({"_id": fact["_id"]}, fact, upsert=True)
+        events = bridge.client[f"{NAMES}_facts"]["events"]
+        events.update_one({"_id": fact.pop("_id")}, {"$set": fact, "$inc": {"times": 1}}, upsert=True)

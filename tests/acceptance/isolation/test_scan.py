@@ -185,6 +185,31 @@ def _complete(rig: ScanRig) -> list[Document]:
     return found if wanted <= {each["operation"] for each in found} else []
 
 
+def test_a_stream_of_an_older_version_goes_on_without_a_gap_or_a_repetition(rig: ScanRig) -> None:
+    """P1: its token is not used, since another pipeline may not find it; the stream is opened once at its time."""
+    orders = rig.data["orders"]
+    rig.worker(start_from="now")
+    first = rig.listener(start_from="now")
+    orders.insert_many([{"_id": number} for number in range(3)])
+    wait_for(lambda: rig.facts["events"].count_documents({}) >= 3)
+    rig.wait_passed(operation_time(rig.client), 1)
+    assert first.terminate() == 0
+    stored = rig.state["subscriptions"].find_one()
+    assert stored is not None
+    rig.state["subscriptions"].update_one({"_id": stored["_id"]}, {"$set": {"fingerprint": "of an older version"}})
+    orders.insert_many([{"_id": number} for number in range(3, 6)])
+
+    second = rig.listener(start_from="now")
+
+    wait_for(lambda: rig.facts["events"].count_documents({}) >= 6)
+    rig.wait_passed(operation_time(rig.client), 1)
+    assert second.terminate() == 0
+    assert {each["key"]: each["times"] for each in rig.facts["events"].find()} == dict.fromkeys(range(6), 1)
+    again = rig.state["subscriptions"].find_one()
+    assert again is not None
+    assert again["fingerprint"] == stored["fingerprint"]
+
+
 def test_a_resume_token_is_a_start(rig: ScanRig) -> None:
     """P1: what is behind its change is delivered, and nothing before: not even what happened at the same time."""
     orders = rig.data["orders"]
