@@ -27,8 +27,9 @@ measured in the same rounds.
 `stream` (`stream_suite`):
 
 - *scanned*: oplog entries per second that a stream passes from the first to the last write of a neighbour, with 1,
-  10, 60 and 200 sources: the bridge's stream with its sources in one database, and in one database each; beside one
-  `$in` over the names, and beside one clause for each collection, which shows why there is none.
+  10, 60 and 200 sources: the bridge's stream with its sources in one database, in one database each, and with
+  databases that are watched whole; beside one `$in` over the names, and beside one clause for each collection, which
+  shows why there is none.
 
 `outbox_programs`, `transfer_programs`, `outbox_app` and `watched_app` are what the measured processes run; they leave
 their answers as files (`answers`).

@@ -14,7 +14,8 @@ from pymongo import MongoClient, WriteConcern
 from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.payload import present_time
 from mongo_celery.bench.stage import Scene, Stage
-from mongo_celery.bridge.stream.source import DOCUMENT_OPERATIONS, Filter, Scope, Selector, Source, scope_of
+from mongo_celery.bridge.stream.operation_types import DOCUMENT_OPERATIONS
+from mongo_celery.bridge.stream.source import Filter, Scope, Selector, Source, scope_of
 from mongo_celery.mongo.oplog import time_of_token
 from tests.benchmarks.readings import RATE, Reading, reading
 from tests.benchmarks.sizes import Sizes
@@ -97,6 +98,9 @@ def _scopes(database: str, state_database: str, count: int) -> Mapping[str, Scop
         _REFERENCE: Scope(database, None, ({"$match": {"ns.coll": {"$in": names}}},), {}),
         "bridge": _of_bridge([Source(database, name) for name in names], state_database),
         "bridge_databases": _of_bridge([Source(each, _name(0)) for each in databases], state_database),
+        "bridge_whole": _of_bridge(
+            [Source(database, names[0]), *(Source(each, None) for each in databases[1:])], state_database
+        ),
         "clause_each": Scope(database, None, ({"$match": former},), {}),
     }
 

@@ -85,7 +85,7 @@ def test_the_streams_suite_gives_entries_per_second_for_each_number_of_sources(
     assert found["entries"] == 300
     for count in (1, 10, 60, 200):
         assert found["scanned"][f"plain_in_{count}"]["value"] > 0
-        for name in ("bridge", "bridge_databases", "clause_each"):
+        for name in ("bridge", "bridge_databases", "bridge_whole", "clause_each"):
             assert found["scanned"][f"{name}_{count}"][f"ratio_to_plain_in_{count}"] > 0
     assert not {name for name in mongo_client.list_database_names() if name.startswith("bench-")} - before
     assert not list(redis_client.scan_iter("*bench-*"))

@@ -384,7 +384,8 @@ def test_images_come_as_they_are_asked_for(
         return  # no such mode
     orders.insert_one({"_id": 1})
     orders.database.command("collMod", "orders", changeStreamPreAndPostImages={"enabled": recorded})
-    with Watching(orders, **{image: asked}) as watching:
+    options: dict[str, Any] = {image: asked}
+    with Watching(orders, **options) as watching:
         orders.update_one({"_id": 1}, {"$set": {"x": 1}})
         if asked == "required" and not recorded:
             wait_for(lambda: [item for item in list(watching.items) if _is_refusal(item)])

@@ -7,7 +7,7 @@ of an unfiltered stream must come through the filtered one, at the same place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -78,13 +78,19 @@ class World:
         database, dot, rest = target.partition(".")
         return self.names.get(database, database) + dot + rest
 
-    def read(self, opened: Any, pipeline: Sequence[Mapping[str, Any]], *, expanded: bool) -> list[Mapping[str, Any]]:
-        """Everything from the first write to the last."""
+    def read(
+        self,
+        opened: Any,
+        pipeline: Sequence[Mapping[str, Any]],
+        *,
+        expanded: bool,
+        after: Mapping[str, Any] | None = None,
+    ) -> list[Mapping[str, Any]]:
+        """Everything from the first write, or from behind a token, to the last."""
         options: dict[str, Any] = {"show_expanded_events": True} if expanded else {}
-        found = []
-        with opened.watch(
-            list(pipeline), start_at_operation_time=self.start, max_await_time_ms=1, batch_size=1000, **options
-        ) as stream:
+        options |= {"start_after": after} if after else {"start_at_operation_time": self.start}
+        found: list[Mapping[str, Any]] = []
+        with opened.watch(list(pipeline), max_await_time_ms=1, batch_size=1000, **options) as stream:
             while True:
                 event = stream.try_next()
                 if event is None:
@@ -174,8 +180,39 @@ def _is_own(world: World, event: Mapping[str, Any]) -> bool:
     return bool(event["ns"]["db"] == world.names["STATE"])
 
 
-def _places(events: Iterator[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+def _places(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     return [(token_data(event["_id"]), event["operationType"], str(event["ns"])) for event in events]
+
+
+@pytest.mark.parametrize("kind", ["crossed", "different operations", "a whole database beside another's collection"])
+def test_every_event_that_passes_can_be_resumed_from(world: World, kind: str) -> None:
+    """P1: a token that the filter hides would be refused with 280; behind each, the rest and nothing else."""
+    selectors = [
+        world.selector(*each["targets"], name=f"h{number}", **_conditions(each))
+        for number, each in enumerate(SOURCES[kind])
+    ]
+    scope = scope_of(selectors, state_database=world.names["STATE"])
+    found = world.read(scope.opened_on(world.client), scope.pipeline, expanded=False)
+
+    for place, event in enumerate(found, 1):
+        rest = world.read(scope.opened_on(world.client), scope.pipeline, expanded=False, after=event["_id"])
+        assert _places(rest) == _places(found[place:])
+
+
+def test_changes_that_only_another_handler_wants_of_another_collection_do_not_pass(world: World) -> None:
+    """P12: the inserts of one and the updates of another, and of neither the rest."""
+    selectors = [
+        world.selector("A.orders", name="a", operations={"insert"}),
+        world.selector("A.invoices", name="b", operations={"update"}),
+    ]
+    scope = scope_of(selectors, state_database=world.names["STATE"])
+
+    found = world.read(scope.opened_on(world.client), scope.pipeline, expanded=False)
+
+    assert {(event["ns"]["coll"], event["operationType"]) for event in found} == {
+        ("orders", "insert"),
+        ("invoices", "update"),
+    }
 
 
 def test_the_servers_filter_passes_nothing_of_a_neighbour(world: World) -> None:

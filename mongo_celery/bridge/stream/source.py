@@ -193,29 +193,32 @@ class Selector:
 
     def _covers(self, event: Mapping[str, Any]) -> bool:
         """A rename concerns the collection that it takes away, and the one that it puts in its place."""
-        places = [event.get("ns") or {}, *(to for to in [event.get("to")] if isinstance(to, Mapping))]
+        places = [at for at in (event.get("ns"), event.get("to")) if isinstance(at, Mapping)] or [{}]
         return any(source.covers(at.get("db"), at.get("coll")) for at in places for source in self.sources)
 
     def _check_is_whole(self, event: Mapping[str, Any]) -> None:
         operation = event.get("operationType")
-        needed = ["operationType"]
+        missing = []
+        if not isinstance(operation, str):
+            missing, operation = ["operationType"], ""
         if operation in WITH_NAMESPACE and not self.alone:
-            needed += ["ns"] if "ns" not in event else self._missing_of_namespace(event["ns"] or {}, operation)
-        if operation in DOCUMENT_OPERATIONS:
-            needed.append("documentKey")
+            missing += self._missing_of_namespace(event.get("ns"), operation)
+        needed = ["documentKey"] if operation in DOCUMENT_OPERATIONS else []
         if self.filter.fields is not None and operation == "update":
             needed.append("updateDescription")
         if self.filter.match is not None:
             needed.append(FLAGS)
-        missing = [name for name in needed if name not in event]
+        missing += [name for name in needed if name not in event]
         if missing:
             raise ConfigurationError(
                 f"the bridge's pipeline removes {', '.join(missing)} from events, by which handler {self.name} is "
                 "chosen; keep these fields, or leave out the projection.",
             )
 
-    def _missing_of_namespace(self, ns: Mapping[str, Any], operation: str) -> list[str]:
+    def _missing_of_namespace(self, ns: object, operation: str) -> list[str]:
         """A collection-wide event may lack the collection; no other is judged by less than its source names."""
+        if not isinstance(ns, Mapping):
+            return ["ns"]
         needed = ["db"] if any(source.database for source in self.sources) else []
         if operation in DOCUMENT_OPERATIONS and any(source.collection for source in self.sources):
             needed.append("coll")
@@ -298,8 +301,7 @@ def scope_of(
     databases = {source.database for source in sources}
     database = databases.pop() if len(databases) == 1 else None
     collection = sources[0].collection if len(sources) == 1 else None
-    narrow = Source(database, collection) in sources  # the stream is open on nothing but what is asked for
-    stages = [_match(selectors, () if narrow else sources, state_database), *_flags(selectors), *pipeline]
+    stages = [_match(selectors, Source(database, collection), state_database), *_flags(selectors), *pipeline]
     options: dict[str, str | bool] = {}
     if full_document not in (None, "default"):
         options["full_document"] = str(full_document)
@@ -315,38 +317,49 @@ def placed(selectors: Iterable[Selector], scope: Scope) -> list[Selector]:
     return [replace(selector, alone=scope.collection is not None) for selector in selectors]
 
 
-def _match(selectors: Sequence[Selector], sources: Sequence[Source], state_database: str) -> Mapping[str, Any]:
+def _match(selectors: Sequence[Selector], opened: Source, state_database: str) -> Mapping[str, Any]:
     """
-    What our first stage lets pass.
+    What our first stage lets pass, of a stream that is open on a source.
 
-    Changes of documents come by operation and namespace. What concerns a whole collection is rare, comes by operation
-    alone, and is left to the selectors: its namespace may be a database's, or stand under `to`. An invalidate always
-    passes: the stream reopens after its token.
+    What concerns a whole collection is rare, comes by operation alone, and is left to the selectors: its namespace may
+    be a database's, or stand under `to`. An invalidate always passes: the stream reopens after its token.
     """
     asked = frozenset().union(*(selector.filter.operations for selector in selectors))
     others = sorted((asked | {"invalidate"}) - DOCUMENT_OPERATIONS)
-    passing: list[dict[str, Any]] = [
-        {"operationType": {"$nin": sorted(DOCUMENT_OPERATIONS)} if ALL in asked else {"$in": others}},
-    ]
-    documents = sorted(DOCUMENT_OPERATIONS if ALL in asked else asked & DOCUMENT_OPERATIONS)
-    if documents:
-        passing.append({"operationType": {"$in": documents}, **_namespaces(sources)})
-    everything = {"$or": passing}
+    kinds = {"operationType": {"$nin": sorted(DOCUMENT_OPERATIONS)} if ALL in asked else {"$in": others}}
+    everything = {"$or": [kinds, *_documents(selectors, opened)]}
     is_open_wide = any(source.database is None for selector in selectors for source in selector.sources)
     return {"$match": {"ns.db": {"$ne": state_database}, **everything} if is_open_wide else everything}
 
 
-def _namespaces(sources: Sequence[Source]) -> dict[str, Any]:
+def _documents(selectors: Sequence[Selector], opened: Source) -> list[dict[str, Any]]:
+    """
+    Changes of documents, by operation and namespace: a clause for operations that are wanted of the same sources.
+
+    So there are four at most, and one as a rule. The updates of a collection whose inserts alone are wanted do not pass
+    because another handler wants those of another: for each that passes, the server looks up the document.
+    """
+    wanted: dict[frozenset[Source], list[str]] = {}
+    for operation in sorted(DOCUMENT_OPERATIONS):
+        takers = [selector for selector in selectors if selector.filter.wants(operation)]
+        sources = frozenset(source for selector in takers for source in selector.sources)
+        if sources:
+            wanted.setdefault(sources, []).append(operation)
+    return [
+        {"operationType": {"$in": operations}, **({} if opened in sources else _namespaces(sources))}
+        for sources, operations in wanted.items()
+    ]
+
+
+def _namespaces(sources: Iterable[Source]) -> dict[str, Any]:
     """
     One list for all collections, and one for all databases that are watched whole.
 
     As an expression, since the server translates that to the oplog's own namespace and looks it up in a set. A
     `$match` on `ns.db` and `ns.coll` becomes one regular expression for each name, tried one after the other.
     """
-    if not sources:
-        return {}
-    whole = [source.database for source in sources if source.collection is None]
-    single = [str(source) for source in sources if source.collection is not None and source.database not in whole]
+    whole = sorted(str(source.database) for source in sources if source.collection is None)
+    single = sorted(str(each) for each in sources if each.collection is not None and each.database not in whole)
     among: list[dict[str, Any]] = []
     if single:
         among.append({"$in": [{"$concat": ["$ns.db", ".", "$ns.coll"]}, single]})
