@@ -20,7 +20,7 @@ from mongo_celery.bridge.fenced import TOMBSTONES
 from mongo_celery.bridge.stream.operation_types import ALL, EXPANDED_OPERATIONS
 from mongo_celery.bridge.stream.source import Selector, placed, scope_of
 from mongo_celery.mongo.oplog import operation_time, time_of_token
-from tests.integration.stream_rig import now, selector_of
+from tests.integration.stream_rig import Reading, now, scope_on, selector_of
 
 Document = dict[str, Any]
 Events = Sequence[Mapping[str, Any]]
@@ -239,3 +239,21 @@ def test_the_server_applies_the_filter_to_the_oplog_itself(world: World, count: 
     scan = str(explained["stages"][0]["$cursor"]["queryPlanner"]["parsedQuery"])
     assert scan.count(f"{world.names['A']}.c1'") == 1, "each namespace stands there once, in one list"
     assert scan.count("$indexOfBytes") == scan.replace(f".c{count - 1}'", "").count("$indexOfBytes") <= 4
+
+
+def test_a_dropped_database_of_which_single_collections_are_watched_is_read_on(
+    mongo_url: str, mongo_client: MongoClient[Document], database: Database[Document]
+) -> None:
+    """P1: no handler asks for the drop; the invalidate that follows passes, and the stream is opened behind it."""
+    scope = scope_on(f"{database.name}.orders", f"{database.name}.invoices")
+    assert (scope.database, scope.collection) == (database.name, None)
+    database["orders"].insert_one({"_id": 0})
+    with Reading(mongo_url, scope, now(mongo_client)) as reading:
+        database["invoices"].insert_one({"_id": 1})
+        mongo_client.drop_database(database)
+        database["orders"].insert_one({"_id": 2})
+        database["others"].insert_one({"_id": "not watched"})
+        database["orders"].drop()
+        database["orders"].insert_one({"_id": 3})
+        reading.wait_for_keys(1, 2, 3)
+        assert reading.operations == ["insert", "invalidate", "insert", "insert"]

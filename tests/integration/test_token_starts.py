@@ -11,6 +11,7 @@ from bson import Timestamp
 from pymongo import MongoClient
 
 from mongo_celery.bridge.listener.takeover import Start, find_starts, start_time
+from mongo_celery.errors import ConfigurationError
 from tests.integration.term_rig import TermRig, begin_term, mark_at
 
 Document = dict[str, Any]
@@ -68,3 +69,11 @@ def test_a_token_changes_nothing_for_a_bridge_that_began_elsewhere(
     successor = begin_term(mongo_client, rig.options.database, 2, ("record", "new"))
     starts = found(successor, TOKEN.token)
     assert {start.place for start in starts.values()} == {(Timestamp(1500, 1), "")}
+
+
+def test_a_token_of_another_cluster_is_refused(rig: TermRig) -> None:
+    """P9: opened ahead of this cluster's time, the stream would pass over everything until then, without a word."""
+    ahead = mark_at(Timestamp(2**32 - 1, 1))
+    with pytest.raises(ConfigurationError, match=r"lies ahead of the cluster's time.*another cluster"):
+        found(rig, ahead.token)
+    assert found(rig, TOKEN.token)["record"].watermark == TOKEN, "nothing was pinned"

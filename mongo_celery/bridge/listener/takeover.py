@@ -35,7 +35,7 @@ from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
-from mongo_celery.errors import LeaseLostError
+from mongo_celery.errors import ConfigurationError, LeaseLostError
 from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
 
 if TYPE_CHECKING:
@@ -262,9 +262,15 @@ def open_position(starts: Mapping[str, Start], fingerprint: str) -> Position:
 def start_time(
     client: MongoClient[dict[str, Any]], start_from: str | Timestamp | datetime | Mapping[str, Any]
 ) -> Timestamp:
-    """The cluster time that an option `start_from` means at this moment."""
-    if isinstance(start_from, Mapping) and (time_ := time_of_token(start_from, None)) is not None:
-        return time_
+    """
+    The cluster time that an option `start_from` means at this moment.
+
+    Raises:
+        ConfigurationError: a resume token that no stream of this cluster can have given yet.
+        AccessError: `oldest` was asked for and the oplog may not be read.
+    """
+    if isinstance(start_from, Mapping):
+        return _time_of_given(start_from, operation_time(client))
     if isinstance(start_from, Timestamp):
         return start_from
     if isinstance(start_from, datetime):
@@ -273,3 +279,14 @@ def start_time(
         now = operation_time(client)
         return Timestamp(now.time, now.inc + 1)
     return read_oplog(client).first
+
+
+def _time_of_given(token: Mapping[str, Any], now: Timestamp) -> Timestamp:
+    """A stream that is opened ahead of the cluster's time would wait for it, and pass over everything until then."""
+    time_ = time_of_token(token, None)
+    if time_ is None or time_.time > now.time:
+        raise ConfigurationError(
+            f"start_from={dict(token)!r} lies ahead of the cluster's time: the token is from another cluster. "
+            "Give one of this cluster, or 'oldest', 'now' or a time.",
+        )
+    return time_

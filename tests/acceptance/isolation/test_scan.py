@@ -46,6 +46,12 @@ class ScanRig:
         started.wait_for_output("reading from")
         return started
 
+    def refused(self, **options: Any) -> ProjectProcess:
+        """Start a listener that ends by itself."""
+        started = self._start("listener", 0, options)
+        assert started.wait() != 0
+        return started
+
     def worker(self, **options: Any) -> ProjectProcess:
         """Start a worker, and wait until it consumes."""
         started = self._start("worker", 0, options, "-c", "2", "--without-gossip", "--without-mingle")
@@ -224,3 +230,10 @@ def test_a_resume_token_is_a_start(rig: ScanRig) -> None:
 
     wait_for(lambda: rig.facts["events"].count_documents({}) >= 3)
     assert {each["key"] for each in rig.facts["events"].find()} == {2, 3, "later"}
+
+
+def test_a_resume_token_of_another_cluster_ends_with_one_sentence(rig: ScanRig) -> None:
+    """P9: opened ahead of the cluster's time, the stream would pass over everything until then."""
+    ended = rig.refused(start_from={"_data": "82FFFFFFFF000000012B0229296E04"})
+    assert "lies ahead of the cluster's time: the token is from another cluster" in ended.text
+    assert "Traceback" not in ended.text
