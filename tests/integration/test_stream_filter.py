@@ -215,6 +215,23 @@ def test_changes_that_only_another_handler_wants_of_another_collection_do_not_pa
     }
 
 
+def test_a_match_is_computed_for_the_changes_of_its_own_handler_only(
+    mongo_url: str, mongo_client: MongoClient[Document], database: Database[Document]
+) -> None:
+    """P12: an expression that fails on a document stops the stream; on another handler's documents it is not tried."""
+    match = {"$gt": [{"$add": ["$fullDocument.n", 1]}, 5]}
+    sums = selector_of(f"{database.name}.orders", name="sums", operations={"insert"}, match=match)
+    others = selector_of(f"{database.name}.orders", f"{database.name}.names", name="others")
+    scope = scope_of([sums, others], state_database="none")
+    with Reading(mongo_url, scope, now(mongo_client)) as reading:
+        database["names"].insert_one({"_id": 1, "n": "a text, to which nothing can be added"})
+        database["orders"].insert_one({"_id": 2, "n": 7})
+        database["orders"].update_one({"_id": 2}, {"$set": {"n": "another text"}})
+        database["orders"].insert_one({"_id": 3, "n": 1})
+        reading.wait_for_keys(1, 2, 2, 3)
+    assert [event["documentKey"]["_id"] for event in reading.events if sums.selects(event)] == [2]
+
+
 def test_the_servers_filter_passes_nothing_of_a_neighbour(world: World) -> None:
     """P12: else every write of a neighbour would be decoded here; also with a condition, which is no filter."""
     selectors = [world.selector("A.orders", name="a"), world.selector("B.orders", name="b", match=MATCH)]

@@ -514,7 +514,8 @@ def test_our_stages_come_first_then_the_flags_then_the_users() -> None:
     match = {"$gt": ["$fullDocument.total", 100]}
     stages = [{"$match": {"a": 1}}, {"$project": {"fullDocument.secret": 0}}]
     found = scope(selector("shop.orders", match=match), selector("shop.orders", name="all"), pipeline=stages)
-    assert found.pipeline[1] == {"$addFields": {FLAGS: {"summarise": {"$cond": [match, True, False]}}}}
+    own = {"$in": ["$operationType", DOCUMENTS]}
+    assert found.pipeline[1] == {"$addFields": {FLAGS: {"summarise": {"$cond": [{"$and": [own, match]}, True, False]}}}}
     assert list(found.pipeline[2:]) == stages
 
 

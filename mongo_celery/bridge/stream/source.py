@@ -301,7 +301,8 @@ def scope_of(
     databases = {source.database for source in sources}
     database = databases.pop() if len(databases) == 1 else None
     collection = sources[0].collection if len(sources) == 1 else None
-    stages = [_match(selectors, Source(database, collection), state_database), *_flags(selectors), *pipeline]
+    opened = Source(database, collection)
+    stages = [_match(selectors, opened, state_database), *_flags(selectors, opened), *pipeline]
     options: dict[str, str | bool] = {}
     if full_document not in (None, "default"):
         options["full_document"] = str(full_document)
@@ -368,13 +369,24 @@ def _namespaces(sources: Iterable[Source]) -> dict[str, Any]:
     return {"$expr": among[0] if len(among) == 1 else {"$or": among}}
 
 
-def _flags(selectors: Sequence[Selector]) -> list[dict[str, Any]]:
+def _flags(selectors: Sequence[Selector], opened: Source) -> list[dict[str, Any]]:
     flags = {
-        selector.name: {"$cond": [selector.filter.match, True, False]}
+        selector.name: {"$cond": [{"$and": [*_guards(selector, opened), selector.filter.match]}, True, False]}
         for selector in selectors
         if selector.filter.match is not None
     }
     return [{"$addFields": {FLAGS: flags}}] if flags else []
+
+
+def _guards(selector: Selector, opened: Source) -> list[dict[str, Any]]:
+    """What stands before a `match`: an expression that fails must not do so on a document of somebody else."""
+    guards: list[dict[str, Any]] = []
+    if ALL not in selector.filter.operations:
+        guards.append({"$in": ["$operationType", sorted(selector.filter.operations)]})
+    if opened not in selector.sources:
+        of_a_document = {"$in": ["$operationType", sorted(DOCUMENT_OPERATIONS)]}
+        guards.append({"$or": [{"$not": [of_a_document]}, _namespaces(selector.sources)["$expr"]]})
+    return guards
 
 
 def strip_flags(event: dict[str, Any]) -> dict[str, Any]:
