@@ -29,7 +29,6 @@ Henninger; the version and the server's clock repair what its descendants found.
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -38,11 +37,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bson import ObjectId, Timestamp
-from bson.binary import Binary
 from bson.int64 import Int64
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
+from mongo_celery.bridge.state.signing import EXCHANGE, installation_kept, new_key
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout
@@ -105,7 +104,7 @@ class Leases:
             "generation": 0,
             "partitions": None,
             "keys": {},
-            "signingKey": Binary(secrets.token_bytes(32)),
+            "signingKey": new_key(),
             "renewedAt": None,
             "state": "idle",
         }
@@ -148,8 +147,10 @@ class Leases:
                         "state": "leading",
                         "report": None,
                         "error": None,
+                        "installation": installation_kept(),
                     },
                 },
+                EXCHANGE,
             ],
         )
         if document is None:
@@ -179,7 +180,7 @@ class Leases:
 
     def renew(self, term: Term, report: Mapping[str, Any]) -> Term | None:
         """
-        Extend the lease of this term.
+        Extend the lease of this term, and put an announced key in force when its time has come.
 
         Args:
             term: the term that calls.
@@ -191,7 +192,7 @@ class Leases:
         """
         started = time.monotonic()
         change = {"expiresAt": after(self._ttl), "renewedAt": "$$NOW", "report": literal(dict(report))}
-        document = self._table.find_and_update(self._mine(term), [{"$set": change}])
+        document = self._table.find_and_update(self._mine(term), [{"$set": change}, EXCHANGE])
         if document is None:
             return None
         return Term(term.listener_id, term.version, started + self._ttl * _TRUST, document)
@@ -268,11 +269,6 @@ class Leases:
         live = {"$gt": ["$expiresAt", "$$NOW"]}
         found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$set": {"live": live}}])
         return found[0] if found else None
-
-    def signing_key(self) -> bytes | None:
-        """The key of this bridge's envelopes, or None before the first start of a listener."""
-        document = self._table.find_one({"_id": self._bridge}, {"signingKey": 1})
-        return bytes(document["signingKey"]) if document else None
 
     def _mine(self, term: Term) -> dict[str, Any]:
         return {"_id": self._bridge, "listenerId": term.listener_id, "version": term.version}
