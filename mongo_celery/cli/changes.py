@@ -307,6 +307,28 @@ def rotate_key(ctx: click.Context, overlap: float, bridge: str | None, as_json: 
     )
 
 
+@changes.command()
+@BRIDGE
+@JSON
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.pass_context
+def adopt(ctx: click.Context, bridge: str | None, as_json: bool, yes: bool) -> None:
+    """
+    Let this app lead a bridge that has served another app.
+
+    For an app that got another name, or entirely new handlers: its listeners are refused, as another app's
+    are. Stop all listeners of the bridge first.
+    """
+    from mongo_celery.bridge.operations import lease_commands
+
+    chosen = _one_bridge(ctx, bridge)
+    if not yes:
+        click.confirm(f"Let this app lead bridge {chosen.name} from its present positions?", abort=True, err=True)
+    with one_sentence_errors():
+        lease_commands.adopt(chosen)
+    click.echo(json.dumps({"bridge": chosen.name, "adopted": True}) if as_json else f"{chosen.name}: adopted.")
+
+
 # -- check -----------------------------------------------------------------------------------------
 
 

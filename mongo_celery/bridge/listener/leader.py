@@ -107,7 +107,7 @@ class Leader:
 
     def lead(self) -> None:
         """
-        Lead until told to stop or until the lease is no longer trusted.
+        Lead until told to stop, until newer definitions stand by, or until the lease is no longer trusted.
 
         Raises:
             LeaseLostError: somebody else leads.
@@ -119,6 +119,8 @@ class Leader:
             while not self._stopping.is_set():
                 if not self._renewal.trusted():
                     raise LeaseLostError
+                if self._renewal.overtaken:
+                    return
                 self._renewal.alive()
                 self._turn()
         finally:

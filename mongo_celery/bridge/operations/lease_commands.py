@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.definitions import definitions_of
 from mongo_celery.bridge.state.signing import ANNOUNCED_SECONDS
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import translated
@@ -49,6 +50,32 @@ def rotate_key(wiring: Wiring, overlap: float) -> datetime:
         )
 
     return _asked(wiring, announce)
+
+
+def adopt(wiring: Wiring) -> None:
+    """
+    Let this app lead a bridge that has served another app so far.
+
+    Afterwards listeners of the other app are refused, and those of this one go on where the bridge stands; its
+    handlers that the other one did not have are new.
+
+    Raises:
+        CommandRefusedError: a listener leads, or none ever has.
+    """
+    selectors, _ = wiring.stream()
+    definitions = definitions_of(wiring, selectors)
+
+    def take() -> None:
+        lease = wiring.store.leases.read()
+        if lease is None:
+            raise CommandRefusedError(f"Bridge {wiring.name} has never been led: there is nothing to adopt.")
+        if not wiring.store.leases.adopt(definitions):
+            raise CommandRefusedError(
+                f"Bridge {wiring.name} is led by process {lease.get('pid')} on {lease.get('host')}: stop all its "
+                "listeners, then repeat the command.",
+            )
+
+    _asked(wiring, take)
 
 
 def _asked(wiring: Wiring, ask: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ from mongo_celery.bridge.operations.broker_check import check_broker
 from mongo_celery.bridge.operations.deployment import check_mongodb
 from mongo_celery.bridge.operations.encryption import check_encryption
 from mongo_celery.bridge.operations.findings import Finding, error, ok
+from mongo_celery.bridge.operations.lease_check import check_lease
 from mongo_celery.bridge.operations.worker_check import check_workers
 from mongo_celery.bridge.worker.tasks import overridden_attributes
 from mongo_celery.errors import MongoCeleryError
@@ -42,6 +43,7 @@ def check(wiring: Wiring) -> list[Finding]:
     concern = wiring.state_concern
     found = _guarded("celery", lambda: _check_celery(wiring), concern)
     found += _guarded("mongodb", lambda: check_mongodb(wiring.reach(), wiring), concern)
+    found += _guarded("lease", lambda: check_lease(wiring), concern)
     broker = _guarded("broker", lambda: check_broker(wiring.app), concern)
     found += broker
     if not any(finding.name == "broker" and finding.level == "error" for finding in broker):

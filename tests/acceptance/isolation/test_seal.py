@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]
 
-_TASK = {"task": "mongo_celery.commit", "args": ["x"], "kwargs": {}, "options": {}, "subtask_type": None}
+_TASK: Document = {"task": "mongo_celery.commit", "args": ["x"], "kwargs": {}, "options": {}, "subtask_type": None}
 _HEADERS: dict[str, Mapping[str, Any]] = {
     "a soft time limit": {"timelimit": [None, 0.2]},
     "a hard time limit": {"timelimit": [0.2, None]},
@@ -64,7 +65,8 @@ def test_a_queued_message_that_was_tampered_with_is_refused_and_its_change_is_ha
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, pool: str
 ) -> None:
     """P11: time limits, expiry, ETA, stamps, links: taken from the broker, changed and put back, they have no power."""
-    changes = [(headers, {}) for headers in _HEADERS.values()] + [({}, embedded) for embedded in _EMBEDDED.values()]
+    changes: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [(headers, {}) for headers in _HEADERS.values()]
+    changes += [({}, embedded) for embedded in _EMBEDDED.values()]
     options = {"partitions": len(changes), "dispatch_grace": 4}
     with Chain(mongo_client, mongo_url, tmp_path, handlers=["skipping"], options=options) as chain:
         chain.listener()
@@ -73,8 +75,8 @@ def test_a_queued_message_that_was_tampered_with_is_refused_and_its_change_is_ha
         with chain.broker as broker:
             for index, change in enumerate(changes):
                 queue = f"chain.{index}"
-                wait_for(lambda queue=queue: broker.llen(queue))
-                broker.rpush(queue, _tampered(broker.rpop(queue), *change))
+                message = wait_for(partial(broker.rpop, queue))
+                broker.rpush(queue, _tampered(message, *change))
         worker = chain.worker("-P", pool, concurrency=4)
         chain.wait_done()
         wait_for(lambda: _refused(chain).get("tampered") == len(changes), message=lambda: str(_refused(chain)))
