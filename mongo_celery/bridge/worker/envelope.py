@@ -177,7 +177,7 @@ def _bytes(envelope: object) -> bytes:
 def _decode(body: bytes) -> dict[str, Any]:
     try:
         document = bson.decode(body)
-    except BSONError as error:
+    except (BSONError, RecursionError) as error:
         raise InvalidEnvelopeError from error
     if not isinstance(document.get("b"), str):
         raise InvalidEnvelopeError

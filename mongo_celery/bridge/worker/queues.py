@@ -9,6 +9,7 @@ from typing import Any
 from celery import signals
 
 from mongo_celery.bridge.wiring import BRIDGES
+from mongo_celery.bridge.worker.refusing import named_by_itself
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs
 
@@ -85,7 +86,7 @@ def _name_foreign_tasks(sender: Any = None, message: Any = None, name: str = "",
         queue,
         bridge.name,
         name,
-        (message.headers or {}).get("origin"),
+        named_by_itself((message.headers or {}).get("origin")),
         extra={"event": "foreign_task", "bridge": bridge.name},
     )
 

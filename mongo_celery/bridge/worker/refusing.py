@@ -22,6 +22,11 @@ _COMPLAINT_SECONDS = 30.0
 _SENDER_CHARS = 200
 
 
+def named_by_itself(sender: object) -> str | None:
+    """What a message says of its sender, fit for a log and for the state, whatever it is."""
+    return "".join(filter(str.isprintable, str(sender)[:_SENDER_CHARS])) or None if sender else None
+
+
 class Refuser:
     """
     Says what was refused, and why. Thread-safe.
@@ -74,7 +79,7 @@ class Refuser:
 
     def foreign(self, sender: object) -> None:
         """A message of another installation whose bridge has the same name: its sender loses time by each."""
-        name = str(sender)[:_SENDER_CHARS] if sender else None
+        name = named_by_itself(sender)
         with self._lock:
             complains = time.monotonic() - self._complained_at >= _COMPLAINT_SECONDS
             if complains:

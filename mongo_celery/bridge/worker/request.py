@@ -26,7 +26,8 @@ _CARRIED = frozenset({"id", "task", "root_id", "parent_id", "argsrepr", "kwargsr
 _HARMLESS = frozenset({"ignore_result", "hostname", "delivery_info", "properties", "correlation_id"})
 """Set by the request itself, whatever the message says."""
 
-_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {}, (), [None, None], (None, None))
+_JUDGED = _HONOURED - _CARRIED - _HARMLESS
+_NO_LIMITS = ([None, None], (None, None))
 _EMBEDDED = ("callbacks", "errbacks", "chord")
 _PAYLOAD_PARTS = 3
 
@@ -51,12 +52,12 @@ def _powerless(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strange(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> list[str]:
-    judged = {name: headers[name] for name in _HONOURED - _CARRIED - _HARMLESS if name in headers}
-    return sorted(name for name, value in {**judged, "reply_to": properties.get("reply_to")}.items() if _asks(value))
+    strange = [str(name) for name, value in headers.items() if name in _JUDGED and _asks(value)]
+    return [*strange, "reply_to"] if properties.get("reply_to") else strange
 
 
 def _asks(value: object) -> bool:
-    return not any(type(value) is type(nothing) and value == nothing for nothing in _NOTHING)
+    return bool(value) and value not in _NO_LIMITS
 
 
 def _disarmed(payload: Any) -> tuple[tuple[list[Any], dict[str, Any], dict[str, Any]], list[str]]:
