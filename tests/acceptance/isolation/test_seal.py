@@ -140,14 +140,15 @@ def test_a_key_is_exchanged_under_load_without_a_refusal(
         assert before is not None
         monkeypatch.setattr(signing, "ANNOUNCED_SECONDS", signing.KEY_SECONDS + 1)
         operator = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
-        rotate_key(operator.wiring, overlap=60)
+        rotate_key(operator.wiring, overlap=600)
         with pytest.raises(CommandRefusedError, match="announced already"):
             rotate_key(operator.wiring, overlap=60)
         operator.client.close()
 
         def exchanged() -> bool:
-            n = len(sent) // len(keys) + 1
-            sent.extend(chain.write("plain", key, n) for key in keys)
+            if chain.facts["end"].count_documents({}) > len(sent) - 5 * len(keys):  # a backlog, and no endless one
+                n = len(sent) // len(keys) + 1
+                sent.extend(chain.write("plain", key, n) for key in keys)
             lease = chain.state["leases"].find_one({"_id": "chain"})
             assert lease is not None
             return bool(lease["signingKey"] != before["signingKey"])
