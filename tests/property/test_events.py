@@ -161,7 +161,7 @@ def test_every_event_can_be_described_sealed_and_set_aside(raw: bytes) -> None:
     text = describe(raw)
     assert len(text) <= DESCRIPTION_CHARS
     bson.encode({"key": text})
-    run = Run("shop", "summarise", 2, 7, 5, 41, 41, (raw,), Refusal.because("because", halts=True), TOKEN)
+    run = Run("shop", "summarise", 2, 7, 5, 41, 41, (raw,), None, Refusal.because("because", halts=True), TOKEN)
     assert unseal("run", seal("run", run, KEY), KEY) == run
     letter = dead_letter(
         bridge="shop",

@@ -170,8 +170,8 @@ class Subscription:
             first,
             first + len(changes) - 1,
             [change.raw for change in changes],
-            changes[0].refusal,
-            changes[0].mark.token if changes[0].refusal is not None else None,
+            refusal=changes[0].refusal,
+            token=changes[0].mark.token if changes[0].refusal is not None else None,
         )
         return Dispatch(run, self.plan.handler.task_name, tracker.attempt, _label(changes, first))
 

@@ -48,7 +48,7 @@ def open_cursor(
     start: Start,
     *,
     first_batch: int = 0,
-    comment: str | None = None,
+    comment: str | Mapping[str, Any] | None = None,
 ) -> CommandCursor[RawBSONDocument]:
     """
     Open a stream with one `aggregate`. Closing the cursor ends it on the server too.

@@ -11,7 +11,11 @@ drops that format as one that it cannot read; it would take the reason away and 
 the run again, and a newer worker applies the failure policy.
 
 Who can only write to the broker can neither invent changes nor commits; who replays a valid message
-meets the claim in MongoDB, which drops it.
+meets the claim in MongoDB, which drops it. What a worker honours of the message around an envelope, its id
+and the link behind it, is signed with it (`Carrier`); `worker/request.py` sees to the rest.
+
+The id of the installation can be read before the signature is checked, so that a message of another
+installation is told from a forgery.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +43,28 @@ _REFUSED_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Carrier:
+    """
+    What the message around an envelope must be.
+
+    Attributes:
+        task_id: the message's own.
+        links: digest of the tasks that follow; empty where none do.
+    """
+
+    task_id: str
+    links: str = ""
+
+    @classmethod
+    def of(cls, task_id: str, links: Sequence[Any] | None) -> Carrier:
+        """The carrier of a message with this id and chain."""
+        if not links:
+            return cls(task_id)
+        text = json.dumps(links, sort_keys=True, separators=(",", ":"), default=str)
+        return cls(task_id, hashlib.sha256(text.encode()).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """
     Consecutive changes of one partition, dispatched under one version of the lease.
@@ -46,6 +73,7 @@ class Run:
         changes: the raw BSON of each event; empty in the envelope of a commit.
         first: sequence number of the first change.
         last: sequence number of the last change.
+        carrier: the message in which it travels; None from a listener of an earlier version, which did not sign it.
         refusal: why its one change is not given to the handler; None for all others.
         token: the resume token of a refused change, whose bytes may be unreadable.
     """
@@ -58,6 +86,7 @@ class Run:
     first: int
     last: int
     changes: Sequence[bytes] = ()
+    carrier: Carrier | None = None
     refusal: Refusal | None = None
     token: Mapping[str, Any] | None = None
 
@@ -67,7 +96,7 @@ class Run:
         return f"{self.bridge}/{self.subscription}/{self.generation}/{self.index}"
 
 
-def seal(kind: str, run: Run, key: bytes) -> str:
+def seal(kind: str, run: Run, key: bytes, installation: str = "") -> str:
     """
     The argument of a task.
 
@@ -75,6 +104,7 @@ def seal(kind: str, run: Run, key: bytes) -> str:
         kind: `"run"` or `"commit"`; `unseal` must ask for the same.
         run: what the message is about.
         key: the bridge's signing key.
+        installation: id of the state that the key belongs to.
     """
     document: dict[str, Any] = {
         "f": _FORMAT,
@@ -86,10 +116,13 @@ def seal(kind: str, run: Run, key: bytes) -> str:
         "v": Int64(run.version),
         "n": [Int64(run.first), Int64(run.last)],
         "c": Binary(b"".join(run.changes)),
+        "o": installation,
     }
+    if run.carrier is not None:
+        document |= {"t": run.carrier.task_id, "l": run.carrier.links}
     if run.refusal is not None:
         assert run.token is not None, "a refused change is known by its token"
-        document |= {"f": _REFUSED_FORMAT, "r": run.refusal.reason, "h": run.refusal.halts, "t": dict(run.token)}
+        document |= {"f": _REFUSED_FORMAT, "r": run.refusal.reason, "h": run.refusal.halts, "p": dict(run.token)}
     body = bson.encode(document)
     return base64.b64encode(_sign(key, body) + body).decode("ascii")
 
@@ -102,6 +135,14 @@ def bridge_of(envelope: object) -> str:
         InvalidEnvelopeError: when it is no envelope at all.
     """
     return str(_decode(_bytes(envelope)[_SIGNATURE_BYTES:])["b"])
+
+
+def installation_of(envelope: object) -> str:
+    """The installation that an envelope names, before its signature is checked; empty where it names none."""
+    try:
+        return str(_decode(_bytes(envelope)[_SIGNATURE_BYTES:]).get("o", ""))
+    except InvalidEnvelopeError:
+        return ""
 
 
 def unseal(kind: str, envelope: object, key: bytes) -> Run:
@@ -129,8 +170,9 @@ def unseal(kind: str, envelope: object, key: bytes) -> Run:
         first,
         last,
         (bytes(document["c"]),) if is_refused else tuple(_split(document["c"])),
+        Carrier(document["t"], document["l"]) if "t" in document else None,
         Refusal(document["r"], document["h"]) if is_refused else None,
-        document["t"] if is_refused else None,
+        document["p"] if is_refused else None,
     )
 
 
@@ -150,7 +192,7 @@ def _bytes(envelope: object) -> bytes:
 def _decode(body: bytes) -> dict[str, Any]:
     try:
         document = bson.decode(body)
-    except BSONError as error:
+    except (BSONError, RecursionError) as error:
         raise InvalidEnvelopeError from error
     if not isinstance(document.get("b"), str):
         raise InvalidEnvelopeError
