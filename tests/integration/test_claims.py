@@ -41,7 +41,7 @@ def a_dead_letter(number: int = 1, error: str = "ValueError: no") -> Document:
         partition=0,
         token=token(number),
         key="insert shop.orders 1",
-        change=b"\x05\x00\x00\x00\x00",
+        change={},
         error=error,
         traceback="Traceback",
         attempts=1,

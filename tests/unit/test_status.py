@@ -241,6 +241,7 @@ def test_a_partition_tells_all_that_an_operator_needs() -> None:
         "claim": None,
         "handled": None,
         "retry": {"count": 2, "crashes": 1, "due_seconds": 0.0, "error": "ValueError: no"},
+        "waiting": None,
         "head": {"token": "82CC", "key": "shop.orders insert 1"},
     }
 

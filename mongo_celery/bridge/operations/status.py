@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 _FAILURES = {"failed", "history_lost"}
-_WORST_FIRST = ("halted", "paused", "parked", "flowing")
+_WORST_FIRST = ("halted", "paused", "waiting", "parked", "flowing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `outstanding`, `buffered`: changes under way and waiting, from the listener's report. Without one,
       `outstanding` counts the partitions that are claimed, and `buffered` is 0 where nobody leads and None
       where a new listener has not reported yet.
-    - a subscription's `state` is that of its worst partition (`halted`, `paused`, `parked`, `flowing`), or
+    - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `flowing`), or
       `new` (registered, but no listener has led with it yet), or `unregistered`.
 
     Raises:
@@ -151,8 +151,12 @@ def shape(facts: Facts) -> dict[str, Any]:
 
 
 def state_of(image: Image) -> str:
-    """The state of a partition as people see it: a flowing one whose change waits for its retry is parked."""
-    return "parked" if image.state == "flowing" and image.parked else image.state
+    """The state of a partition as people see it: a flowing one may wait for infrastructure, or for its retry."""
+    if image.state != "flowing":
+        return image.state
+    if image.waiting is not None and not image.live and image.handled is None:
+        return "waiting"
+    return "parked" if image.parked else "flowing"
 
 
 def _state(lease: Mapping[str, Any], *, live: bool) -> str:
@@ -226,6 +230,7 @@ def _partition(image: Image, options: BridgeOptions) -> dict[str, Any]:
         "claim": _claim(image),
         "handled": int(image.handled["last"]) if image.handled else None,
         "retry": _retry(image),
+        "waiting": _waiting(image),
         "head": _head(image),
     }
 
@@ -251,6 +256,17 @@ def _retry(image: Image) -> dict[str, Any] | None:
         "crashes": int(image.crashes),
         "due_seconds": max(image.due_in, 0.0),
         "error": image.error,
+    }
+
+
+def _waiting(image: Image) -> dict[str, Any] | None:
+    if image.waiting is None:
+        return None
+    return {
+        "since": _iso(image.waiting.get("since")),
+        "cause": image.waiting.get("cause"),
+        "count": int(image.waiting.get("count", 0)),
+        "due_seconds": max(image.due_in, 0.0),
     }
 
 
