@@ -70,6 +70,7 @@ ANSWER_SECONDS = 30.0
 _PAUSES = Pauses(first=0.05, longest=1.0)
 _WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
 _TIME_OUTS_MAX = 3
+_TOO_LONG = "the transaction took longer than transaction_seconds"
 _LOST_CLAIM_ANSWERS = 5  # a claim whose answer was lost may still arrive: the server reads what is in its sockets
 _DEAD_LETTER_BYTES = 15 << 20
 _NAMING = ("_id", "operationType", "clusterTime", "ns", "documentKey")
@@ -121,6 +122,7 @@ class Execution:
         self._handled_in_transaction = False
         self._decided: BaseException | None = None
         self._timed_out: BaseException | None = None
+        self._met: str | None = None
 
     def execute(self, call: Callable[[Change, int], None]) -> None:
         """
@@ -159,9 +161,9 @@ class Execution:
         """The mark is there. Not known before: a body may run again and then end otherwise."""
         self._handled_in_transaction = True
 
-    def transaction_timed_out(self, error: BaseException) -> None:
-        """This error says only that the bridge's own limit of the transaction was reached."""
-        self._timed_out = error
+    def transaction_timed_out(self, error: BaseException, met: str | None) -> None:
+        """This error says only that the transaction has reached its limit; `met`: what kept it from its end."""
+        self._timed_out, self._met = error, met
 
     def waits_for(self, error: BaseException, named: Iterable[object]) -> bool:
         """Whether an `autoretry_for` would count what is to wait instead: it took the error without naming it."""
@@ -311,17 +313,18 @@ class Execution:
         """
         What of the infrastructure the change has to wait for; None when the failure is the handler's own.
 
-        A transaction that has only reached its limit may have met a slow server, or have a slow body: it is given the
-        benefit of the doubt for some times in a row.
+        A transaction that has reached its limit, and met nothing else, may have a slow server or a slow body: it is
+        given the benefit of the doubt for some times in a row.
         """
         cause = infrastructure_cause(error)
-        if cause is None and error is self._timed_out and self.claim and self.claim.time_outs < _TIME_OUTS_MAX:
-            return f"the transaction took longer than transaction_seconds ({cause_text(error)})"
+        if cause is None and error is self._timed_out:
+            doubt = self.claim is not None and self.claim.time_outs < _TIME_OUTS_MAX
+            return self._met or (f"{_TOO_LONG} ({cause_text(error)})" if doubt else None)
         return cause
 
     def _wait(self, claim: Claim, cause: str, raw: bytes, error: BaseException) -> None:
         """Park the head until infrastructure may be there again, and count nothing; always raises."""
-        delay, timed_out = _WAITS.nth(claim.waits), infrastructure_cause(error) is None
+        delay, timed_out = _WAITS.nth(claim.waits), cause.startswith(_TOO_LONG)
 
         def wait(said: str) -> bool:
             return self._store.claims.wait(claim, delay=delay, cause=said, timed_out=timed_out)

@@ -29,6 +29,8 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
+from mongo_celery.bridge.worker.attribution import infrastructure_cause
+from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.envelope import bridge_of
 from mongo_celery.bridge.worker.error_text import error_text
 from mongo_celery.bridge.worker.execution import (
@@ -41,7 +43,7 @@ from mongo_celery.bridge.worker.execution import (
 )
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
-from mongo_celery.mongo.verdicts import is_transient
+from mongo_celery.mongo.verdicts import is_transient, is_unanswered
 
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.worker")
 
 COMMIT_TASK = "mongo_celery.commit"
+_ENDING_SECONDS = 5.0
 _LIMIT_REACHED = 0.9  # the driver gives up a little early; an error long before is of a limit of the handler's own
 PROTOCOL_ATTRIBUTES: dict[str, Any] = {
     "acks_late": True,
@@ -196,13 +199,20 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
         if execution is None:  # called directly, in a unit test
             return function(*args)
 
+        met: list[str] = []
+
         def body(session: ClientSession) -> None:
-            function(*before, change.with_session(session))
-            execution.handle_in(session, change)
+            try:
+                function(*before, change.with_session(session))
+                execution.handle_in(session, change)
+            except Exception as error:
+                met.extend(filter(None, [infrastructure_cause(error)]))
+                raise
 
         seconds, started = wiring.options.transaction_seconds, time.monotonic()
+        session = wiring.client.start_session()
         try:
-            with pymongo.timeout(seconds), wiring.client.start_session() as session:
+            with pymongo.timeout(seconds):
                 session.with_transaction(
                     body,
                     read_concern=ReadConcern("snapshot"),
@@ -210,12 +220,38 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
                 )
         except PyMongoError as error:
             if error.timeout and time.monotonic() - started >= seconds * _LIMIT_REACHED:
-                execution.transaction_timed_out(error)
+                execution.transaction_timed_out(error, met[-1] if met else None)
+            if is_unanswered(error):
+                _end_later(wiring, session)
+                raise
+            session.end_session()
             raise
+        except BaseException:
+            session.end_session()
+            raise
+        session.end_session()
         execution.transaction_committed()
         return None
 
     return run
+
+
+def _end_later(wiring: Wiring, session: ClientSession) -> None:
+    """
+    End what a lost answer may have left open on the server, as soon as it answers.
+
+    Else the documents of that transaction stay locked for `transactionLifetimeLimitSeconds`. A newer transaction of
+    the same session ends it, also where its last command has not even arrived.
+    """
+    partitions = wiring.client[wiring.options.database]["partitions"]
+
+    def end() -> bool:
+        with pymongo.timeout(_ENDING_SECONDS), session.start_transaction(ReadConcern("local")):
+            partitions.find_one({"_id": None}, session=session)
+        session.end_session()
+        return True
+
+    wiring.of_process(DeferredWrites).add("the end of a transaction", end)
 
 
 class CommitTask:

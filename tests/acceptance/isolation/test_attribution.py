@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,10 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
+from mongo_celery.bridge.operations.status import state_of
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.store import Store
 from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
 from tests.fixtures.failpoint import Failpoint
@@ -24,6 +27,9 @@ HANDLERS = "tests.acceptance.isolation.outage_handlers"
 POLICIES = ("halt", "dead_letter", "skip")
 KINDS = ("plain", "fenced", "retrying", "transactional")
 MATRIX = [f"{kind}_{policy}" for kind in KINDS for policy in POLICIES]
+
+LONG_CLAIM = {"claim_ttl": 30, "dispatch_grace": 20}
+"""Nothing may lapse meanwhile: what is judged is what the worker itself says."""
 
 
 @pytest.fixture
@@ -128,7 +134,7 @@ def test_a_frozen_mongodb_is_charged_to_no_change(
 
 def test_a_worker_that_is_cut_off_charges_no_change(make_chain: MakeChain, failpoint: Failpoint) -> None:
     """The listener sees claims lapse while only the worker cannot reach MongoDB."""
-    chain = make_chain("plain_halt", "fenced_skip", "retrying_dead_letter", options={"claim_ttl": 30})
+    chain = make_chain("plain_halt", "fenced_skip", "retrying_dead_letter", options=LONG_CLAIM)
     chain.listener()
     chain.worker("-P", "threads", concurrency=4)
     items = _together(chain, ["plain_halt", "fenced_skip", "retrying_dead_letter"])
@@ -141,7 +147,7 @@ def test_a_worker_that_is_cut_off_charges_no_change(make_chain: MakeChain, failp
 
 def test_an_outcome_that_mongodb_keeps_waiting_is_written_later(make_chain: MakeChain, failpoint: Failpoint) -> None:
     """A success whose record got no answer for longer than the worker waits counts all the same: it runs once."""
-    chain = make_chain("fenced_halt", options={"claim_ttl": 30})
+    chain = make_chain("fenced_halt", options=LONG_CLAIM)
     chain.both()
     item = chain.write("fenced_halt", "key", 1, late_gate="open")
     chain.wait_started(item)
@@ -170,16 +176,15 @@ def test_status_shows_what_a_change_waits_for(make_chain: MakeChain, failpoint: 
         assert waiting["cause"].startswith("NotPrimaryError: ")
         assert (stored["retry"]["count"], stored["retry"]["crashes"]) == (0, 0)
 
-        def shown() -> Document | None:
-            report = chain.run("changes", "status", "--json", name="status")
-            assert report.wait() == 0, report.text
-            (status,) = json.loads(report.text[report.text.index("[") :])
-            (partition,) = status["partitions"]
-            return partition if partition["state"] == "waiting" else None
+        store = Store(chain.client, BridgeOptions(name="chain", database=chain.state.name))
 
-        partition = wait_for(shown)
-        assert partition["waiting"]["cause"] == waiting["cause"]
-        assert partition["waiting"]["since"] is not None
+        def shown() -> Image | None:
+            (image,) = store.partitions.look([stored["_id"]])
+            return image if state_of(image) == "waiting" else None
+
+        image = wait_for(shown)
+        assert image.waiting is not None
+        assert (image.waiting["cause"], image.waiting["since"]) == (waiting["cause"], waiting["since"])
     _nothing_is_charged(chain, [item])
     assert chain.of(item)["retry"] is None, "a real outcome clears it"
 
@@ -222,6 +227,7 @@ def test_a_handler_that_cannot_start_a_task_waits_for_the_broker(make_chain: Mak
     assert "OperationalError" in stored["retry"]["waiting"]["cause"]
     assert (stored["retry"]["count"], stored["retry"]["crashes"]) == (0, 0)
     chain.redis.restart()
+    chain.worker(name="restarted")
     chain.give_up(item)
     chain.wait_done()
     assert chain.letters("starting") == []
