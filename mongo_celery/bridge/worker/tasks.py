@@ -53,6 +53,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.worker")
 
 COMMIT_TASK = "mongo_celery.commit"
+_LINK_RETRIES = {
+    "max_retries": 1,
+    "interval_start": 0,
+}  # for a connection that has gone stale; more would hold the slot
 _ENDING_SECONDS = 5.0
 _LIMIT_REACHED = 0.9  # the driver gives up a little early; an error long before is of a limit of the handler's own
 PROTOCOL_ATTRIBUTES: dict[str, Any] = {
@@ -296,7 +300,15 @@ class CommitTask:
             create_sent_event=self.app.conf.task_send_sent_event,
         )
         with self.app.producer_or_acquire(options.get("producer")) as producer:
-            amqp.send_task_message(producer, self.name, message, queue=queue, serializer="json", declare=[])
+            amqp.send_task_message(
+                producer,
+                self.name,
+                message,
+                queue=queue,
+                serializer="json",
+                declare=[],
+                retry_policy=_LINK_RETRIES,
+            )
 
 
 def register_commit(app: Celery) -> None:
