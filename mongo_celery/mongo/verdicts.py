@@ -146,7 +146,7 @@ CODES: dict[Verdict, frozenset[Code]] = {
 _VERDICTS: dict[int, Verdict] = {code: verdict for verdict, codes in CODES.items() for code in codes}
 _ENDED_ALONE = frozenset({
     Code.CursorNotFound, Code.MaxTimeMSExpired, Code.QueryPlanKilled, Code.RetryChangeStream, Code.CursorKilled,
-    Code.ProducerConsumerQueueEndClosed, Code.ChangeStreamInvalidated, Code.Interrupted,
+    Code.ProducerConsumerQueueEndClosed, Code.ChangeStreamInvalidated,
 })  # fmt: skip
 """Of the transient codes, those by which a server that is well ends one operation."""
 
@@ -195,8 +195,8 @@ def is_outage(error: BaseException) -> bool:
     """
     Whether a call failed through servers or the network, whatever it asked for.
 
-    Less than `is_transient`: a cursor that was not used for too long, an operation that was killed and a time-out
-    of the caller's own choice are no outage, though the call may be made again.
+    Less than `is_transient`: a cursor that was not used for too long and a time-out of the caller's own choice are no
+    outage, though the call may be made again.
     """
     if isinstance(error, BulkWriteError):
         return _is_bulk_of_outages(error)

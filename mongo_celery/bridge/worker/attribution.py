@@ -40,7 +40,7 @@ def infrastructure_cause(error: BaseException) -> str | None:
     for each in _causes(error):
         if _is_infrastructure(each):
             return cause_text(each)
-        if isinstance(each, PyMongoError) and not each.timeout:
+        if isinstance(each, PyMongoError) and not isinstance(each, EncryptionError) and not each.timeout:
             return None  # MongoDB has answered: what came before has no part in it
     return None
 

@@ -24,7 +24,7 @@ KINDS = ("plain", "fenced", "retrying", "transactional")
 _CHOSEN = set(filter(None, os.environ.get("CHAIN_HANDLERS", "").split(",")))
 
 if "OUTAGE_PATIENCE" in os.environ:
-    tasks.ANSWER_SECONDS = float(os.environ["OUTAGE_PATIENCE"])
+    vars(tasks)["ANSWER_SECONDS"] = float(os.environ["OUTAGE_PATIENCE"])
 
 
 class TranslatedError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -210,6 +211,33 @@ def test_a_transaction_that_takes_too_long_counts_only_when_it_always_does(make_
     (letter,) = chain.letters("transactional_dead_letter")
     assert len(chain.starts(item)) == 4
     assert letter["attempts"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [16, 60])
+@pytest.mark.parametrize("fault", ["killed", "frozen"])
+def test_the_outage_table(
+    make_chain: MakeChain,
+    make_replica_set: MakeReplicaSet,
+    make_client: MakeClient,
+    fault: str,
+    seconds: int,
+) -> None:
+    """An election of 16 s and an outage of 60 s, with the bounds as they are: README's example, and the matrix."""
+    own = make_replica_set()
+    options = {"lease_ttl": 10, "claim_ttl": 10, "dispatch_grace": None, "commit_grace": 3, "transaction_seconds": 30}
+    chain = make_chain(
+        "readme", *MATRIX, client=make_client(own.url), url=own.url, options=options, OUTAGE_PATIENCE="30"
+    )
+    chain.listener()
+    chain.worker("-P", "threads", concurrency=14)
+    items = _together(chain, ["readme", *MATRIX])
+    until = time.monotonic() + seconds
+    (own.kill if fault == "killed" else own.pause)()
+    chain.open_gate("open")
+    wait_for(lambda: time.monotonic() > until)
+    (own.restart if fault == "killed" else own.resume)()
+    _nothing_is_charged(chain, items)
 
 
 # -- the broker is away ------------------------------------------------------------------------------
