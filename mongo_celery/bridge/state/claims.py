@@ -35,6 +35,7 @@ from datetime import datetime
 from typing import Any
 
 import pymongo
+from bson.binary import Binary
 from bson.int64 import Int64
 from pymongo import WriteConcern
 from pymongo.client_session import ClientSession
@@ -100,6 +101,7 @@ class Claims:
         last: int,
         token: str,
         ttl: float | None = None,
+        session: Binary | None = None,
     ) -> Claim | None:
         """
         Claim a run.
@@ -109,6 +111,7 @@ class Claims:
             version: the lease version in the message.
             token: comparable part of the first change's resume token.
             ttl: seconds; the bridge's `claim_ttl` by default.
+            session: of the server, in which a transactional handler will write.
 
         Returns:
             The claim, or None: the message is a duplicate, stale or early, and is dropped.
@@ -120,6 +123,7 @@ class Claims:
             "last": Int64(last),
             "ttl": millis(ttl or self._ttl),
             "until": after(ttl or self._ttl),
+            "session": session,
         }
         retry = {
             "count": {"$ifNull": ["$retry.count", 0]},
@@ -161,6 +165,23 @@ class Claims:
             waits=waiting.get("count", 0),
             time_outs=waiting.get("timeOuts", 0),
         )
+
+    def end_transaction(self, partition_id: str) -> bool:
+        """
+        End what a transactional handler has left open whose claim has lapsed; whether there was such a claim.
+
+        Its process is dead, or frozen, and will be refused. Until then its documents are locked: else the server ends
+        it after `transactionLifetimeLimitSeconds`. A transaction that is over is not touched by this.
+        """
+        lapsed = {"$lte": ["$claim.until", "$$NOW"]}
+        guard = {"_id": partition_id, "claim.session": {"$ne": None}, "handled": None, "$expr": lapsed}
+        found = self._table.find_one(guard, {"claim.session": 1})
+        session = ((found or {}).get("claim") or {}).get("session")
+        if session is None:
+            return False
+        with self._table.limit():
+            self._table.collection.database.command({"killSessions": [{"id": session}]})
+        return True
 
     def relinquish(self, partition_id: str, owner: str) -> bool:
         """End a claim whose answer was lost or came too late; False when there is none. It counts as no attempt."""

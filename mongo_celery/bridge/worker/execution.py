@@ -119,6 +119,7 @@ class Execution:
         self._store = wiring.store
         self._codec = wiring.client.codec_options
         self.claim: Claim | None = None
+        self.session: ClientSession | None = None
         self._handled_in_transaction = False
         self._decided: BaseException | None = None
         self._timed_out: BaseException | None = None
@@ -136,6 +137,14 @@ class Execution:
             Retry: the first change is parked.
             Exception: the first change failed for good, and the failure policy has been applied.
         """
+        if self._handler.transactional:
+            self.session = self._wiring.client.start_session()
+        try:
+            self._execute(call)
+        finally:
+            self._return_session()
+
+    def _execute(self, call: Callable[[Change, int], None]) -> None:
         started = time.monotonic()
         claim = self.claim = self._take_claim(started)
         if claim.crashes > self._wiring.options.max_crashes:
@@ -156,6 +165,17 @@ class Execution:
         token = _token_of(self._run.changes[change.seq - self.claim.first])
         if not self._store.claims.handle(self.claim, change.seq, token, session):
             raise SupersededError
+
+    def give_session(self) -> ClientSession:
+        """The session of the handler's transactions, for whoever ends it from now on."""
+        session, self.session = self.session, None
+        assert session is not None, "a transactional handler has a session until its outcome is written"
+        return session
+
+    def _return_session(self) -> None:
+        """Before an outcome: the driver takes the same one for it, and that ends what a lost answer has left open."""
+        if self.session is not None:
+            self.give_session().end_session()
 
     def transaction_committed(self) -> None:
         """The mark is there. Not known before: a body may run again and then end otherwise."""
@@ -189,7 +209,14 @@ class Execution:
         run, owner = self._run, secrets.token_hex(8)
         options = self._wiring.options
         ttl = options.claim_ttl + (options.transaction_seconds if self._handler.transactional else 0)
+        session = None if self.session is None else self.session.session_id["id"]
         try:
+            if session is not None and self._store.claims.end_transaction(run.partition_id):
+                logger.warning(
+                    "ended the transaction that a lapsed claim of %s has left open",
+                    run.partition_id,
+                    extra={"event": "transaction_ended"},
+                )
             claim = self._store.claims.take(
                 run.partition_id,
                 owner=owner,
@@ -198,6 +225,7 @@ class Execution:
                 last=run.last,
                 token=token_data(_token_of(run.changes[0])),
                 ttl=ttl,
+                session=session,
             )
         except SoftTimeLimitExceeded as error:
             self._relinquish(owner)
@@ -414,6 +442,7 @@ class Execution:
             Ignore: a newer execution decides; or MongoDB does not answer, and the process writes it later.
             Exception: no way can be stored. The claim lapses, and that is counted.
         """
+        self._return_session()
         *_, last = ways
         for outcome, write in ways.items():
             try:

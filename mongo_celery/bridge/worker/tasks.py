@@ -214,7 +214,8 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
                 raise
 
         seconds, started = wiring.options.transaction_seconds, time.monotonic()
-        session = wiring.client.start_session()
+        session = execution.session
+        assert session is not None, "the handler is transactional"
         try:
             with pymongo.timeout(seconds):
                 session.with_transaction(
@@ -226,14 +227,8 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
             if error.timeout and time.monotonic() - started >= seconds * _LIMIT_REACHED:
                 execution.transaction_timed_out(error, met[-1] if met else None)
             if is_unanswered(error):
-                _end_later(wiring, session)
-                raise
-            session.end_session()
+                _end_later(wiring, execution.give_session())
             raise
-        except BaseException:
-            session.end_session()
-            raise
-        session.end_session()
         execution.transaction_committed()
         return None
 

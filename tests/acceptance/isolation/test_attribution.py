@@ -58,6 +58,7 @@ def make_chain(
                 tmp_path,
                 handlers=handlers,
                 options={"partitions": 1, **(options or {})},
+                transport={"visibility_timeout": 3600},  # Celery's own: no message is delivered twice meanwhile
                 conf={"include": [HANDLERS]},
                 environment={"CHAIN_FACTS": mongo_url, "OUTAGE_PATIENCE": "1", **environment},
             )
