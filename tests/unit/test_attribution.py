@@ -63,7 +63,7 @@ def _raise_beside() -> None:
     try:
         raise driver.AutoReconnect("away")
     except driver.AutoReconnect:
-        [].remove("a mistake")
+        int("a mistake")
 
 
 def _raise_answered() -> None:

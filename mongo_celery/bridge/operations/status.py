@@ -30,6 +30,7 @@ from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
+_READ_SECONDS = 10.0
 _FAILURES = {"failed", "history_lost"}
 _WORST_FIRST = ("halted", "paused", "waiting", "parked", "flowing")
 
@@ -82,7 +83,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     """
     client = wiring.reach()
     try:
-        return shape(_read(client, wiring))
+        with pymongo.timeout(_READ_SECONDS):  # also where the primary goes away between two reads
+            return shape(_read(client, wiring))
     except PyMongoError as error:
         raise translated(error, wiring.state_concern) from error
 

@@ -94,6 +94,18 @@ def test_a_dead_letter_that_is_too_deep_keeps_its_change_as_bytes(make_chain: Ma
     assert len(chain.starts(item)) == 1
 
 
+def test_a_handler_that_changes_its_event_moves_no_position(make_chain: MakeChain) -> None:
+    """The position is that of the bytes that were read: a larger token would pass over changes."""
+    chain = make_chain("letter_words")
+    first = _write(chain, "letter_words", "first", tampers=True)
+    second = _write(chain, "letter_words", "second", tampers=True, ends="oddly")
+    third = _write(chain, "letter_words", "third")
+    state = chain.wait_state(third, lambda state: state["committed"] == 3)
+    letter = _letter(chain, second)
+    assert letter["resumeToken"]["_data"] < state["resumeToken"]["_data"] < "F" * 32
+    assert [len(chain.starts(item)) for item in (first, second, third)] == [1, 1, 1]
+
+
 def test_a_retry_without_a_time_halts_with_a_plain_text(make_chain: MakeChain) -> None:
     """What cannot be parked stands still, and says so."""
     chain = make_chain("skipping_words")
