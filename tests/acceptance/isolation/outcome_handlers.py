@@ -112,7 +112,7 @@ def _handler(name: str, **options: Any) -> None:
         start = starts_of(name, document["_id"], document["n"])
         perform(task, document, start, after=False)
         if document.get("tampers"):
-            change.raw["_id"]["_data"] = "F" * 32  # type: ignore[index]
+            change.raw["_id"]["_data"] = "F" * 32
         if document.get("ends"):
             _ENDS[document["ends"]](task)
         perform(task, document, start, after=True)
