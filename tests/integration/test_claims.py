@@ -21,6 +21,7 @@ from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import dead_letter
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
+from tests.fixtures.rights import STATE, UrlOf
 from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, rig_of, token
 
 Document = dict[str, Any]
@@ -208,6 +209,21 @@ def test_only_the_transaction_of_a_lapsed_claim_is_ended(rig: Rig, mongo_client:
     assert rig.document["claim"]["session"] is None
     rig.lapse()
     assert not rig.claims.end_transaction(rig.where)
+
+
+def test_a_bridges_rights_are_enough_to_end_its_own_transactions(guarded_url: UrlOf, make_client: MakeClient) -> None:
+    """The dead worker was another client of the same user."""
+    dead, successor = (make_client(guarded_url("bridge")) for _ in range(2))
+    rig = rig_of(successor, STATE)
+    locked = dead[STATE]["locked"]
+    locked.insert_one({"_id": 1})
+    with dead.start_session() as session:
+        rig.claim(session=session.session_id["id"])
+        session.start_transaction()
+        locked.update_one({"_id": 1}, {"$set": {"n": 1}}, session=session)
+        rig.lapse()
+        assert rig.claims.end_transaction(rig.where)
+        assert successor[STATE]["locked"].update_one({"_id": 1}, {"$set": {"n": 2}}).modified_count == 1
 
 
 def test_a_claim_replaces_the_whole_of_an_older_one(rig: Rig) -> None:

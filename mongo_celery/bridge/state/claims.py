@@ -40,6 +40,7 @@ from bson.int64 import Int64
 from pymongo import WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
+from pymongo.errors import OperationFailure
 
 from mongo_celery.mongo.expressions import after, literal, millis, next_number
 from mongo_celery.mongo.table import ACKNOWLEDGED, Table, call_timeout
@@ -179,8 +180,11 @@ class Claims:
         session = ((found or {}).get("claim") or {}).get("session")
         if session is None:
             return False
-        with self._table.limit():
-            self._table.collection.database.command({"killSessions": [{"id": session}]})
+        try:
+            with self._table.limit():
+                self._table.collection.database.command({"killSessions": [{"id": session}]})
+        except OperationFailure:
+            return False  # then the server's own limit ends it
         return True
 
     def relinquish(self, partition_id: str, owner: str) -> bool:
