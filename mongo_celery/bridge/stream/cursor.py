@@ -29,23 +29,17 @@ Stages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Where a cursor begins: after a token, else at a cluster time, else now."""
+class Position:
+    """Where a stream is opened: after a token of its own, or at a cluster time."""
 
-    token: Mapping[str, Any] | None = None
-    time: Timestamp | None = None
-
-    def options(self) -> dict[str, Any]:
-        """The part of the `$changeStream` stage that says so."""
-        if self.token is not None:  # unlike `resumeAfter`, this may be the token of an invalidate
-            return {"startAfter": dict(self.token)}
-        return {} if self.time is None else {"startAtOperationTime": self.time}
+    token: Mapping[str, Any] | None
+    time: Timestamp | None
 
 
 def open_cursor(
     client: MongoClient[RawBSONDocument],
     scope: Scope,
-    start: Start,
+    start: Position,
     *,
     first_batch: int = 0,
     comment: str | None = None,
@@ -59,11 +53,11 @@ def open_cursor(
     Args:
         client: gives documents as RawBSONDocument.
         scope: where, with which stages and options.
-        start: from where.
+        start: from where; a token counts more than a time, and without both the stream begins now.
         first_batch: how many events the `aggregate` itself may return.
         comment: of the command and its `getMore`s.
     """
-    stage = {_server_name(name): value for name, value in scope.options.items()} | start.options()
+    stage = {_server_name(name): value for name, value in scope.options.items()} | _beginning(start)
     target = scope.opened_on(client)
     if scope.database is None:
         target, stage = client.admin, {"allChangesForCluster": True} | stage
@@ -95,6 +89,12 @@ def token_of(event: Mapping[str, Any]) -> dict[str, Any]:
     if token is None:
         raise InvalidOperation("The event has no resume token: the pipeline has removed its _id.")
     return dict(token)
+
+
+def _beginning(start: Position) -> dict[str, Any]:
+    if start.token is not None:  # unlike `resumeAfter`, this may be the token of an invalidate
+        return {"startAfter": dict(start.token)}
+    return {} if start.time is None else {"startAtOperationTime": start.time}
 
 
 def _server_name(option: str) -> str:
