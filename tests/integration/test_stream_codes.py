@@ -28,7 +28,9 @@ Document = dict[str, Any]
 Failpoint = Callable[..., AbstractContextManager[None]]
 
 RESUMABLE = "ResumableChangeStreamError"
-TRANSIENT = sorted(CODES[Verdict.TRANSIENT])
+TRANSIENT = sorted(CODES[Verdict.TRANSIENT] - {Code.ChangeStreamInvalidated, Code.StaleConfig})
+"""Those left out carry facts with them, without which no failpoint can make them."""
+
 FINAL = sorted(set().union(*CODES.values()) - CODES[Verdict.TRANSIENT] - CODES[Verdict.DUPLICATE_KEY])
 NO_PAUSES = Pauses(first=0.01, longest=60.0, growth=1.0)
 """So that many errors one after the other are one row and cost no time."""
@@ -233,7 +235,7 @@ def test_a_token_that_is_found_later_loses_nothing(
             wait_for(lambda: 3 in reading.keys)
         items.insert_one({"_id": 4})
         wait_for(lambda: 4 in reading.keys)
-        assert [key for key in reading.keys if key > 2] == [3, 4]
+        assert list(dict.fromkeys(reading.keys)) == [0, 1, 2, 3, 4]
         assert reading.failure is None
 
 

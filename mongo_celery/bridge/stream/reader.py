@@ -41,7 +41,7 @@ from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import named, said
+from mongo_celery.mongo.verdicts import code_of, named, said
 
 if TYPE_CHECKING:
     from pymongo.command_cursor import CommandCursor
@@ -278,7 +278,7 @@ class StreamReader:
             extra={
                 "event": "stream_reopening",
                 "pause": pause,
-                "code": getattr(error, "code", None),
+                "code": code_of(error),
                 "error": named(error),
                 "failures": self._failures,
             },
