@@ -99,7 +99,7 @@ def test_a_transient_error_is_resumed(
             hits = {"failCommands": [command], "errorCode": code, "errorLabels": labels}
             with failpoint(**hits, appName=APP_NAME, mode={"times": 1}):
                 if command == "aggregate":
-                    _break(reading, items.database.client)
+                    _kill_cursor(items.database.client)
                 items.insert_one({"_id": number})
                 wait_for(lambda: code in [record.code for record in reopenings(caplog)], message=f"{code!r}")  # noqa: B023
             wait_for(lambda: number in reading.keys, message=f"{code!r}: {number} in {reading.keys}")  # noqa: B023
@@ -111,7 +111,7 @@ def test_a_transient_error_is_resumed(
     assert reading.reader.status.reopenings == len(records)
 
 
-def _break(reading: Reading, client: Any) -> None:
+def _kill_cursor(client: Any) -> None:
     """Kill the reader's cursor, so that it opens the stream again."""
     own = [{"$currentOp": {"idleCursors": True}}, {"$match": {"appName": APP_NAME, "cursor.cursorId": {"$exists": 1}}}]
     running = wait_for(lambda: [each for each in client.admin.aggregate(own) if each["ns"].endswith(".items")])
@@ -139,7 +139,7 @@ def test_a_getmore_error_is_resumed(
     caplog: pytest.LogCaptureFixture,
     data: Document,
 ) -> None:
-    """P15: while it lasts there is one opening a record and a pause before each but the first; then nothing is missing."""
+    """P15: while it lasts there is one opening a record, and a pause before each but the first; nothing is lost."""
     with read() as reading:
         items.insert_one({"_id": 1})
         reading.wait_for_keys(1)
@@ -205,7 +205,6 @@ def test_an_aggregate_error_is_named_when_nobody_knows_it(
 def test_a_token_that_is_never_found_is_tried_once_by_its_time(
     read: Callable[..., Reading],
     items: Collection[Document],
-    commands: Commands,
     failpoint: Failpoint,
     caplog: pytest.LogCaptureFixture,
     command: str,
@@ -216,7 +215,7 @@ def test_a_token_that_is_never_found_is_tried_once_by_its_time(
         reading.wait_for_keys(1)
         with failpoint(failCommands=[command], appName=APP_NAME, errorCode=Code.ChangeStreamFatalError):
             if command == "aggregate":
-                _break(reading, items.database.client)
+                _kill_cursor(items.database.client)
             error: MongoCeleryError = reading.wait_for_failure()
     assert isinstance(error, HistoryLostError)
     assert len([record for record in reopenings(caplog) if record.code == Code.ChangeStreamFatalError]) == 1
@@ -242,9 +241,7 @@ def test_a_token_that_is_found_later_loses_nothing(
 # -- what others may look at -------------------------------------------------------------------------
 
 
-def test_a_reader_without_room_says_so(
-    read: Callable[..., Reading], items: Collection[Document], mongo_url: str
-) -> None:
+def test_a_reader_without_room_says_so(items: Collection[Document], mongo_url: str) -> None:
     """P16: why nothing is read."""
     with Reading(mongo_url, scope_on(items.full_name), now(items.database.client), room=1) as reading:
         wait_for(lambda: reading.reader.status.last_read is not None)

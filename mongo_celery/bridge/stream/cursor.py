@@ -54,7 +54,7 @@ def open_cursor(
         client: gives documents as RawBSONDocument.
         scope: where, with which stages and options.
         start: from where; a token counts more than a time, and without both the stream begins now.
-        first_batch: how many events the `aggregate` itself may return.
+        first_batch: how many events the `aggregate` itself may return; who wants some does not wait for them.
         comment: of the command and its `getMore`s.
     """
     stage = {_server_name(name): value for name, value in scope.options.items()} | _beginning(start)
@@ -65,7 +65,7 @@ def open_cursor(
     cursor: CommandCursor[RawBSONDocument] = target.aggregate(
         [{"$changeStream": stage}, *scope.pipeline],
         batchSize=first_batch,
-        maxAwaitTimeMS=int(AWAIT_SECONDS * 1000),
+        maxAwaitTimeMS=1 if first_batch else int(AWAIT_SECONDS * 1000),
         **options,
     )
     return cursor
