@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
+from bson.codec_options import DatetimeConversion
 from pymongo.errors import InvalidOperation
 
 from mongo_celery.bridge.stream.source import Scope
@@ -42,7 +43,7 @@ def open_cursor(
     start: Position,
     *,
     first_batch: int = 0,
-    comment: str | None = None,
+    comment: str | Mapping[str, Any] | None = None,
 ) -> CommandCursor[RawBSONDocument]:
     """
     Open a stream with one `aggregate`. Closing the cursor ends it on the server too.
@@ -61,8 +62,12 @@ def open_cursor(
     target = scope.opened_on(client)
     if scope.database is None:
         target, stage = client.admin, {"allChangesForCluster": True} | stage
+    # No text or time in an event may stop those behind it.
+    types = client.codec_options.with_options(
+        unicode_decode_error_handler="replace", datetime_conversion=DatetimeConversion.DATETIME_AUTO
+    )
     options = {} if comment is None else {"comment": comment}
-    cursor: CommandCursor[RawBSONDocument] = target.aggregate(
+    cursor: CommandCursor[RawBSONDocument] = target.with_options(codec_options=types).aggregate(
         [{"$changeStream": stage}, *scope.pipeline],
         batchSize=first_batch,
         maxAwaitTimeMS=1 if first_batch else int(AWAIT_SECONDS * 1000),

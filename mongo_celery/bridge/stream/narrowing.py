@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pymongo.errors import PyMongoError
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import FLAGS, token_data
 from mongo_celery.bridge.stream.cursor import Position, token_of
@@ -95,7 +95,7 @@ class Narrowing:
             return self._with_less(candidate, error)
 
     def _with_less(self, candidate: RawBSONDocument, error: PyMongoError) -> Reread:
-        if verdict_on(error) is Verdict.TOO_LARGE and can_split(self._version()):
+        if verdict_on(error) is Verdict.TOO_LARGE and self._splits():
             fragments = self._attempt(candidate, self._scope, in_fragments=True)
             if fragments is not None:
                 return Reread(fragments)
@@ -137,6 +137,12 @@ class Narrowing:
         if document is not None:
             token_of(document)
         return document
+
+    def _splits(self) -> bool:
+        try:
+            return can_split(self._version())
+        except OperationFailure:  # a server, or an API version, that does not tell
+            return False
 
     # -- flags -------------------------------------------------------------------------------------
 

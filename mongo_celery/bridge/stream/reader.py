@@ -169,7 +169,7 @@ class StreamReader:
         deliver: Callable[[Item], None],
         room: int,
         batch_size: int | None = None,
-        comment: str | None = None,
+        comment: str | Mapping[str, Any] | None = None,
         pauses: Pauses = PAUSES,
     ) -> None:
         self.status = StreamStatus()
