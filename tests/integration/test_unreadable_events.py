@@ -188,7 +188,7 @@ def test_an_event_that_the_pipeline_leaves_out_is_not_taken_for_the_one_that_fai
     read: Read, items: Collection[Document]
 ) -> None:
     """P12: what a filter of the user's keeps back stays back, also right before an event that cannot be read."""
-    pipeline = [
+    pipeline: list[Document] = [
         {"$match": {"fullDocument.wanted": True}},
         {"$addFields": {"half": {"$divide": [1, "$fullDocument.n"]}}},
     ]

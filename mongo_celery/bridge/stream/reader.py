@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.stream")
 
-PAUSES = Pauses(first=1.25, longest=10.0, growth=1.6, jitter=0.2)
+PAUSES = Pauses(first=1.25, longest=5.0, growth=1.6, jitter=0.2)
 """Before an opening, after the first: never less than a second, whatever chance takes away."""
 
 _FIRST_TIMEOUT = 5.0
