@@ -22,7 +22,7 @@ from mongo_celery.app import Registry
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, early, merged
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.stream.source import Scope, Selector, scope_of
+from mongo_celery.bridge.stream.source import Scope, Selector, placed, scope_of
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.mongo.opening import ping, translated
@@ -173,8 +173,9 @@ class Wiring:
             pipeline=options.pipeline,
             full_document=options.full_document,
             before_change=options.full_document_before_change,
+            expanded=options.show_expanded_events,
         )
-        return selectors, scope
+        return placed(selectors, scope), scope
 
     # -- what this process has ---------------------------------------------------------------------
 
