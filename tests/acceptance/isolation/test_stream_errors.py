@@ -39,7 +39,7 @@ def _reopenings(listener: ProjectProcess) -> list[float]:
     return [float(each[3]) for each in REOPENING.findall(listener.text)]
 
 
-@pytest.mark.parametrize("name", LASTING)
+@pytest.mark.parametrize("name", ["ExceededTimeLimit", pytest.param("CursorKilled", marks=pytest.mark.slow)])
 def test_an_error_that_lasts_is_said_and_paced_and_loses_nothing(
     chain: Chain, mongo_client: MongoClient[Document], failpoint: Failpoint, name: str
 ) -> None:
