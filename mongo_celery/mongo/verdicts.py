@@ -7,10 +7,11 @@ has reactions of its own (`bridge.stream.reactions`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import Any
 
 from pymongo.errors import (
     BulkWriteError,
@@ -286,13 +287,24 @@ def login_refused(error: BaseException) -> str:
     )
 
 
+def code_of(error: BaseException) -> int | None:
+    """The server's code, also where the driver has made an error without a code of it (`NotPrimaryError`)."""
+    code = getattr(error, "code", None) or _details_of(error).get("code")
+    return None if code is None else int(code)
+
+
 def named(error: BaseException) -> str:
     """An error's name and number: `CursorNotFound, code 43`, or the driver's class where no server has answered."""
-    code = getattr(error, "code", None)
+    code = code_of(error)
     if code is None:
         return type(error).__name__
-    given = (getattr(error, "details", None) or {}).get("codeName")
-    return f"{given or _NAMES.get(code, 'of no name')}, code {code}"
+    # Ours first: a server may call one that it no longer uses by another name.
+    return f"{_NAMES.get(code) or _details_of(error).get('codeName', 'of no name')}, code {code}"
+
+
+def _details_of(error: BaseException) -> Mapping[str, Any]:
+    details = getattr(error, "details", None)
+    return details if isinstance(details, Mapping) else {}
 
 
 def said(error: BaseException) -> str:
