@@ -16,8 +16,8 @@ from pymongo import MongoClient
 
 from mongo_celery.bridge.listener import history
 from mongo_celery.bridge.listener.history import LostHistory
+from mongo_celery.bridge.listener.starts import find_starts
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.listener.takeover import find_starts
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark

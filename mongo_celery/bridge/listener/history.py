@@ -21,8 +21,8 @@ from bson import Timestamp
 from pymongo import MongoClient
 
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.starts import Start, open_position, read_starts, start_time
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.listener.takeover import Start, open_position, read_starts, start_time
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.errors import DeploymentError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo.oplog import read_oplog

@@ -22,8 +22,9 @@ from mongo_celery.bridge.listener import draining
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.starts import find_starts, open_position
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
-from mongo_celery.bridge.listener.takeover import Takeover, find_starts, open_position, take_over
+from mongo_celery.bridge.listener.takeover import Takeover, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
