@@ -14,7 +14,7 @@ import pytest
 from bson import Timestamp
 from pymongo import MongoClient
 
-from mongo_celery.bridge.listener import history
+from mongo_celery.bridge.listener import history, starts
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.starts import find_starts
 from mongo_celery.bridge.listener.subscription import Subscription
@@ -28,6 +28,7 @@ from tests.integration.term_rig import TermRig, begin_term, mark_at
 Document = dict[str, Any]
 
 ROLLED = mark_at(Timestamp(5, 1))
+ROLLED_LATER = mark_at(Timestamp(6, 1))
 PINNED = Timestamp(1, 1)
 STREAM = "the fingerprint"
 FUTURE = Timestamp(4_000_000_000, 1)
@@ -52,7 +53,7 @@ class Bridge:
             fingerprint=STREAM,
         )
 
-    def go_on(self, decision: str) -> Position:
+    def go_on(self, decision: str) -> Position | None:
         return self.history(decision).go_on(HistoryLostError(), self.led, self.watermarks)
 
     def document(self, name: str) -> Document:
@@ -175,13 +176,14 @@ def test_without_the_right_to_read_the_oplog_the_smallest_position_is_moved(
 ) -> None:
     """P9: said in the log; the next failure moves the next one, until the stream opens."""
     caplog.set_level(logging.ERROR, "mongo_celery.listener")
-    bridge = make(record=ROLLED, audit=mark_at(Timestamp(6, 1)), third=tip)
+    bridge = make(record=ROLLED, audit=ROLLED_LATER, third=tip)
 
     def refuse(_client: object) -> None:
         raise AccessError
 
     monkeypatch.setattr(history, "read_oplog", refuse)
-    assert bridge.go_on("now").time == Timestamp(6, 1)
+    monkeypatch.setattr(starts, "read_oplog", refuse)
+    assert bridge.go_on("now") == Position(ROLLED_LATER.token, ROLLED_LATER.cluster_time)
     assert "['record'] (the oplog cannot be read here" in caplog.text
     assert bridge.go_on("now") == Position(tip.token, tip.cluster_time)
     with pytest.raises(AccessError):
@@ -196,17 +198,24 @@ def test_a_token_that_is_refused_within_the_oplog_is_replaced_by_its_time_once(m
     bridge.watermarks.store(bridge.led.values(), 0.0)
     assert bridge.document("record")["resumeToken"] is None, "the refused token does not come back"
     assert bridge.document("audit")["resumeToken"] == later.token
-    with pytest.raises(HistoryLostError):
-        bridge.go_on("oldest")
+    assert bridge.go_on("oldest") == Position(later.token, later.cluster_time)
+    assert bridge.led["record"].lost, "it stands, and the other one goes on"
+    assert bridge.document("record")["lost"]["at"] == tip.cluster_time
 
 
 def test_nothing_is_moved_until_somebody_has_decided(make: Make, tip: Mark) -> None:
-    """P1, P9: the listener stops, and its state says where."""
+    """P1, P9, P12: who lost it stands still, and its state says where; the others go on."""
     bridge = make(record=ROLLED, audit=tip)
-    with pytest.raises(HistoryLostError):
-        bridge.go_on("halt")
-    assert bridge.document("record")["resumeToken"] == ROLLED.token
+    assert bridge.go_on("halt") == Position(tip.token, tip.cluster_time)
+    stored = bridge.document("record")
+    assert stored["resumeToken"] == ROLLED.token
+    assert (stored["lost"]["at"], stored["lost"]["oldest"]) == (ROLLED.cluster_time, bridge.oldest)
     assert "gaps" not in bridge.lease
+    assert [led.lost for led in bridge.led.values()] == [True, False]
+    bridge.led["record"].take_in(tip)
+    bridge.watermarks.store(bridge.led.values(), 0.0)
+    assert bridge.document("record")["resumeToken"] == ROLLED.token, "nothing is read for it, and its watermark stands"
+    assert bridge.lease["clusterTime"] == tip.cluster_time, "who is added later begins where the others stand"
 
 
 def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_a_few_times(make: Make) -> None:
@@ -217,8 +226,8 @@ def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_a_few_times
         assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) == Position(None, bridge.oldest)
         rolled = {"startAtOperationTime": PINNED, "clusterTime": None}
         bridge.rig.database["subscriptions"].update_one({}, {"$set": rolled})
-    with pytest.raises(HistoryLostError):
-        lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks)
+    assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) is None
+    assert bridge.led["record"].lost
 
 
 def test_a_term_that_has_ended_moves_nothing(make: Make, tip: Mark) -> None:

@@ -21,8 +21,9 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.listener import draining
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
 from mongo_celery.bridge.listener.history import LostHistory
+from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.renewal import Renewal
-from mongo_celery.bridge.listener.starts import find_starts, open_position
+from mongo_celery.bridge.listener.starts import find_starts
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
 from mongo_celery.bridge.listener.takeover import Takeover, take_over
 from mongo_celery.bridge.listener.tracker import Step
@@ -98,6 +99,7 @@ class Leader:
             decision=on_history_lost,
             fingerprint=scope.fingerprint,
         )
+        self._horizon = Horizon(wiring)
         self._caught_up = False
         self._looked_at = self._swept_at = self._moved_at = 0.0
         self._broker_failures = 0
@@ -118,6 +120,7 @@ class Leader:
             MongoCeleryError: something that waiting cannot cure.
         """
         self._begin()
+        self._horizon.start()
         try:
             while not self._stopping.is_set():
                 if not self._renewal.trusted():
@@ -127,6 +130,7 @@ class Leader:
         finally:
             if self._reader is not None:
                 self._reader.stop()
+            self._horizon.stop()
             self._watermarks.store(self._subscriptions.values(), time.monotonic())
             self._dispatcher.close()
 
@@ -143,6 +147,7 @@ class Leader:
             "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
             "caughtUp": self._caught_up,
             "brokerDown": self._broker_failures > 0,
+            "atRisk": [risk.report() for risk in self._horizon.risks],
         }
 
     # -- beginning ---------------------------------------------------------------------------------
@@ -173,7 +178,21 @@ class Leader:
             trackers = make_trackers(images, ids, takeover.version, self._options)
             subscriptions[handler.name] = Subscription(self._options, plan, trackers)
         self._subscriptions = subscriptions  # at once: the renewal thread reports from it
-        self._read_from(open_position(starts, self._scope.fingerprint))
+        position = self._history.begin(subscriptions, starts, self._watermarks)
+        if takeover.layout is not takeover.wanted:
+            draining.check_can_read(self._options, takeover, subscriptions.values())
+        self._read_on(position)
+
+    def _read_on(self, position: Position | None) -> None:
+        """Read from there, and nothing more of what was read before; or not at all, where nobody can be read."""
+        if self._reader is not None:
+            self._reader.stop()
+        # A place that the reader before hands over at this very moment must not be taken for the new one's.
+        self._inbox = SimpleQueue()
+        self._held = None
+        self._caught_up = False
+        if position is not None:
+            self._read_from(position)
 
     def _read_from(self, position: Position) -> None:
         logger.info(
@@ -199,6 +218,7 @@ class Leader:
         self._take_in(now)
         try:
             self._look(now)
+            self._look_at_history(now)
             self._drain()
         except PyMongoError as error:
             raise_if_final(error, self._wiring.state_concern)
@@ -359,7 +379,14 @@ class Leader:
     def _failed(self, error: MongoCeleryError) -> None:
         if not isinstance(error, HistoryLostError):
             raise error
-        self._read_from(self._history.go_on(error, self._subscriptions, self._watermarks))
+        self._read_on(self._history.go_on(error, self._subscriptions, self._watermarks))
+
+    def _look_at_history(self, now: float) -> None:
+        """Warn of histories that are about to be lost, and go on where somebody has decided about a lost one."""
+        self._horizon.judge(self._subscriptions.values())
+        position = self._history.look(self._subscriptions, self._watermarks, now)
+        if position is not None:
+            self._read_on(position)
 
     # -- waiting -----------------------------------------------------------------------------------
 

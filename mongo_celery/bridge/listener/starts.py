@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import LeaseLostError
@@ -36,11 +37,19 @@ logger = logging.getLogger("mongo_celery.listener")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a subscription stands when a term begins."""
+    """
+    Where a subscription stands.
+
+    Attributes:
+        is_first: whether it is the time that was pinned by `start_from`, and no place was ever stored.
+        lost: what is recorded of its lost history, if it is lost there.
+    """
 
     time: Timestamp
     watermark: Mark | None
     fingerprint: str | None
+    is_first: bool = False
+    lost: Mapping[str, Any] | None = None
 
     @property
     def place(self) -> tuple[Timestamp, str]:
@@ -82,13 +91,24 @@ def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, S
     return {name: _start(document, version) for name, document in documents.items()}
 
 
+def starts_now(store: Store, names: Collection[str], version: int) -> dict[str, Start]:
+    """As `read_starts`, without writing anything."""
+    documents = {name_in(document): document for document in store.subscriptions.read_all()}
+    if not documents.keys() >= set(names):
+        raise LeaseLostError
+    return {name: _start(documents[name], version) for name in names}
+
+
 def _start(document: Mapping[str, Any], version: int) -> Start:
     start, token, time_ = document["startAtOperationTime"], document["resumeToken"], document["clusterTime"]
     if start is None or document["epoch"] != version:
         raise LeaseLostError  # somebody else has taken the epoch meanwhile
     if token is None or (time_ is not None and time_ < start):  # before its start nothing is owed
-        return Start(start, None, document["fingerprint"])
-    return Start(start, Mark(token, token_data(token), time_), document["fingerprint"])
+        found = Start(start, None, document["fingerprint"], is_first=token is None and time_ is None)
+    else:
+        found = Start(start, Mark(token, token_data(token), time_), document["fingerprint"])
+    lost = document.get("lost")
+    return replace(found, lost=lost) if lost and lost.get("at") == found.place[0] else found
 
 
 def _pin(

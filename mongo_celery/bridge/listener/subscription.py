@@ -49,6 +49,8 @@ class Subscription:
     Attributes:
         until: while an old layout is drained, the place up to which this is done.
         left: the first place behind it that was read, and left.
+        lost: whether its history is lost: nothing more is read for it, and its watermark stands. What is buffered
+            runs, since it was read before.
     """
 
     def __init__(self, options: BridgeOptions, plan: Plan, trackers: Mapping[int, Tracker]) -> None:
@@ -58,6 +60,7 @@ class Subscription:
         self.window = Window(plan.watermark)
         self.until: Mark | None = None
         self.left: str | None = None
+        self.lost = False
         self.stored: Mark | None = plan.watermark
         self._options = options
         self._candidates: set[int] = set()
@@ -70,12 +73,12 @@ class Subscription:
     @property
     def is_full(self) -> bool:
         """Whether no more may be read for this subscription."""
-        return self.window.count >= self._options.buffer_changes
+        return self.window.count >= self._options.buffer_changes and not self.lost
 
     def take_in(self, item: ChangeEvent | Mark) -> None:
         """Put what the reader handed over into the window."""
         mark = item if isinstance(item, Mark) else item.mark
-        if not self.window.is_new(mark.data):
+        if self.lost or not self.window.is_new(mark.data):
             return
         if self.until is not None and mark.data > self.until.data:
             if self.left is None:  # up to here old partitions are drained; all behind it is left for the new layout
