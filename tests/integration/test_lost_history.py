@@ -7,22 +7,23 @@ The set's own oplog decides: it holds this moment, and nothing of 1970. P1 to P1
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from bson import Timestamp
 from pymongo import MongoClient
 
-from mongo_celery.bridge.listener import history, starts
+from mongo_celery.bridge.listener import draining, history, starts
 from mongo_celery.bridge.listener.history import LostHistory
-from mongo_celery.bridge.listener.starts import find_starts
+from mongo_celery.bridge.listener.starts import find_starts, read_starts
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.reader import Position
-from mongo_celery.bridge.window import Mark
-from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
-from mongo_celery.mongo.oplog import operation_time, read_oplog
+from mongo_celery.bridge.window import Mark, PendingChange
+from mongo_celery.errors import AccessError, HistoryLostError, LayoutError, LeaseLostError
+from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
 from tests.integration.term_rig import TermRig, begin_term, mark_at
 
 Document = dict[str, Any]
@@ -55,6 +56,17 @@ class Bridge:
 
     def go_on(self, decision: str) -> Position | None:
         return self.history(decision).go_on(HistoryLostError(), self.led, self.watermarks)
+
+    def begin(self, decision: str = "halt") -> Position | None:
+        starts_ = read_starts(self.rig.store, list(self.led), self.rig.version)
+        return self.history(decision).begin(self.led, starts_, self.watermarks)
+
+    def look(self, decision: str = "halt") -> Position | None:
+        return self.history(decision).look(self.led, self.watermarks, time.monotonic())
+
+    def decide(self, name: str, policy: str) -> None:
+        seen = self.document(name)["lost"]
+        assert self.rig.store.subscriptions.decide(name, seen, policy, operation_time(self.client))
 
     def document(self, name: str) -> Document:
         found = self.rig.database["subscriptions"].find_one({"_id": f"shop/{name}"})
@@ -228,6 +240,150 @@ def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_a_few_times
         bridge.rig.database["subscriptions"].update_one({}, {"$set": rolled})
     assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) is None
     assert bridge.led["record"].lost
+
+
+@pytest.fixture
+def rolling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the set's oplog, which is whole, count as one that has removed its oldest entries."""
+
+    def read(client: MongoClient[Document]) -> Oplog:
+        return replace(read_oplog(client), is_whole=False)
+
+    monkeypatch.setattr(history, "read_oplog", read)
+
+
+def test_a_start_before_the_beginning_of_a_whole_oplog_is_not_lost(make: Make) -> None:
+    """P1, P12: nothing was ever removed from it, and the server reads from there."""
+    bridge = make(record=None)
+    assert read_oplog(bridge.client).is_whole
+    assert bridge.begin() == Position(None, PINNED)
+    assert not bridge.led["record"].lost
+
+
+@pytest.mark.usefixtures("rolling")
+def test_who_stands_before_the_oplog_is_left_out_before_the_stream_is_opened(make: Make, tip: Mark) -> None:
+    """P12: no other one is opened at a place that cannot be read."""
+    bridge = make(record=ROLLED, audit=tip)
+    assert bridge.begin() == Position(tip.token, tip.cluster_time)
+    since = bridge.document("record")["lost"]["since"]
+    assert bridge.begin() == Position(tip.token, tip.cluster_time)
+    assert bridge.document("record")["lost"]["since"] == since, "it stands since then, whoever leads"
+
+
+@pytest.mark.usefixtures("rolling")
+def test_what_can_be_read_after_all_is_no_longer_lost(make: Make) -> None:
+    """P16: the oplog of another member reaches further back."""
+    bridge = make(record=mark_at(Timestamp(FUTURE.time, 1)))
+    place = Timestamp(FUTURE.time, 1)
+    assert bridge.rig.store.subscriptions.mark_lost("record", bridge.rig.version, place, Timestamp(FUTURE.time, 9), "")
+    assert bridge.begin() == Position(mark_at(place).token, place)
+    assert bridge.document("record")["lost"] is None
+
+
+@pytest.mark.usefixtures("rolling")
+@pytest.mark.parametrize("touched", [False, True])
+def test_a_first_start_is_chosen_again_only_where_nothing_was_ever_claimed(make: Make, *, touched: bool) -> None:
+    """P1, I1: a halted first change stores no watermark, and must not be given up."""
+    bridge = make(record=None)
+    if touched:
+        head = {"resumeToken": {"_data": "82"}, "key": "k"}
+        bridge.rig.partitions.update_one({"_id": "shop/record/0/1"}, {"$set": {"state": "halted", "head": head}})
+    position = bridge.begin()
+    assert bridge.led["record"].lost is touched
+    assert position == (None if touched else Position(None, bridge.oldest))
+    assert ("gaps" in bridge.lease) is not touched
+    if not touched:
+        assert bridge.document("record")["clusterTime"] is None, "should it roll away again, it is chosen again"
+
+
+@pytest.mark.usefixtures("rolling")
+@pytest.mark.parametrize("policy", ["oldest", "now"])
+def test_a_decision_moves_one_subscription_while_the_listener_runs(make: Make, tip: Mark, policy: str) -> None:
+    """P12: what it gave up is kept, with the bridge and with itself; the other one is not touched."""
+    bridge = make(record=ROLLED, audit=tip)
+    bridge.begin()
+    assert bridge.look() is None
+    before = bridge.document("audit")
+    bridge.decide("record", policy)
+    position = bridge.look()
+    moved = bridge.document("record")
+    start = moved["startAtOperationTime"]
+    assert (start == bridge.oldest) is (policy == "oldest")
+    assert position == (Position(None, start) if policy == "oldest" else Position(tip.token, tip.cluster_time))
+    assert (moved["lost"], bridge.led["record"].lost) == (None, False)
+    (gap,) = moved["gaps"]
+    assert (gap["from"], gap["until"], gap["policy"]) == (ROLLED.cluster_time, start, policy)
+    assert [each["subscriptions"] for each in bridge.lease["gaps"]] == [["record"]]
+    assert bridge.document("audit") == before
+
+
+@pytest.mark.usefixtures("rolling")
+def test_a_decision_that_nobody_saw_is_acted_upon_by_the_next_term(make: Make, tip: Mark) -> None:
+    """P12: the listener may have been down; `now` is when somebody said it."""
+    bridge = make(record=ROLLED, audit=tip)
+    bridge.begin()
+    bridge.decide("record", "now")
+    said = bridge.document("record")["lost"]["goOn"]["time"]
+    bridge.led["record"].lost = False  # a new process
+    assert bridge.begin() == Position(tip.token, tip.cluster_time)
+    assert bridge.document("record")["startAtOperationTime"] == said
+
+
+@pytest.mark.usefixtures("rolling")
+def test_a_decision_that_cannot_be_carried_out_stops_nobody_else(
+    make: Make, tip: Mark, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12: it is taken back, and said; an endless repetition would be neither."""
+    bridge = make(record=ROLLED, audit=tip)
+    bridge.begin()
+    bridge.decide("record", "oldest")
+
+    def refuse(_client: object) -> None:
+        raise AccessError
+
+    monkeypatch.setattr(history, "read_oplog", refuse)
+    monkeypatch.setattr(starts, "read_oplog", refuse)
+    assert bridge.look() == Position(tip.token, tip.cluster_time)
+    assert bridge.document("record")["lost"]["goOn"] is None
+    assert bridge.look() is None
+
+
+def test_who_was_read_further_in_this_term_is_judged_by_that(make: Make) -> None:
+    """P13: a halted change holds the watermark; what came behind it is in the buffer, and is not lost yet."""
+    bridge = make(record=ROLLED, audit=ROLLED)
+    now = operation_time(bridge.client)
+    led = bridge.led["audit"]
+    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"))
+    led.window.pass_over(mark_at(now))
+    assert bridge.go_on("halt") == Position(None, now)
+    assert [each.lost for each in bridge.led.values()] == [True, False]
+    assert led.window.depth(0) == 1
+
+
+def test_the_listener_ends_once_nothing_is_left_to_lead(make: Make) -> None:
+    """P9, P13: with the sentence; but not while it has something that only it has."""
+    bridge = make(record=ROLLED)
+    led = bridge.led["record"]
+    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"))
+    assert bridge.go_on("halt") is None
+    assert bridge.look() is None
+    led.window.complete(0, ROLLED_LATER.data)
+    with pytest.raises(HistoryLostError, match="no longer reaches back"):
+        bridge.look()
+
+
+@pytest.mark.usefixtures("rolling")
+def test_a_new_layout_does_not_wait_for_what_cannot_be_read(make: Make, tip: Mark) -> None:
+    """P9, P12: the partitions of a lost handler are ahead of its watermark, and reading will never get there."""
+    bridge = make(record=ROLLED, audit=tip)
+    bridge.begin()
+    found = bridge.rig.take_over()
+    draining.check_can_read(bridge.rig.options, found, bridge.led.values())
+    ahead = {"$set": {"resumeToken": ROLLED_LATER.token, "committed": 1}}
+    bridge.rig.partitions.update_one({"_id": "shop/record/0/1"}, ahead)
+    found = bridge.rig.take_over()
+    with pytest.raises(LayoutError, match="go-on record"):
+        draining.check_can_read(bridge.rig.options, found, bridge.led.values())
 
 
 def test_a_term_that_has_ended_moves_nothing(make: Make, tip: Mark) -> None:

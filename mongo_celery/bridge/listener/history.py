@@ -259,14 +259,11 @@ class LostHistory:
 
     def _stand(self, subscription: Subscription, start: Start, oplog: Oplog | None, error: HistoryLostError) -> None:
         name, place = subscription.name, start.place[0]
-        oldest, reason = None, "the oplog cannot be read here"
-        if oplog is not None:
-            oldest, reason = oplog.first, f"the oplog begins at {oplog.first.as_datetime().isoformat()}"
-            if place >= oldest:
-                reason = "the server refuses that place"
+        oldest = oplog.first if oplog is not None else None
+        reason = _reason(place, oldest, error)
         # What stands there undecided is left as it is: somebody may decide at this very moment.
         if (start.lost is None or start.lost.get("goOn")) and not self._store.subscriptions.mark_lost(
-            name, self._renewal.term.version, place, oldest, str(error)
+            name, self._renewal.term.version, place, oldest, reason
         ):
             raise LeaseLostError
         subscription.lost = True
@@ -326,6 +323,15 @@ class LostHistory:
                 return read_oplog(self._client)
         except (DeploymentError, PyMongoError):
             return None
+
+
+def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError) -> str:
+    """Why a place cannot be read, as part of a sentence; what the server has said about it, where it was asked."""
+    reason = "the server refuses that place"
+    if oldest is not None and place < oldest:
+        reason = f"the oplog begins at {oldest.as_datetime().isoformat()}"
+    _, _, words = str(error).partition("The server said: ")
+    return f"{reason} ({words})" if words else reason
 
 
 def _was_rolled_over(lost: Mapping[str, Any]) -> bool:

@@ -130,19 +130,20 @@ class Horizon:
             logger.warning("%s", _sentence(risk), extra={"event": "history_at_risk", **extra})
 
     def _run(self) -> None:
-        while True:
-            oplog = None
-            try:
-                with pymongo.timeout(ANSWER_SECONDS):
-                    oplog = read_oplog(self._wiring.client)
-                    self._read = oplog if oplog.removes(oplog_fill(self._wiring.client)) else None
-            except DeploymentError as error:
-                self._say_unseen(error)
-                return
-            except PyMongoError:
-                pass  # asked again soon; that MongoDB does not answer is said by those who need it
-            if self._stopping.wait(_pause(oplog)):
-                return
+        try:
+            while not self._stopping.wait(_pause(self._look())):
+                pass
+        except DeploymentError as error:  # no right to read it, or a mongos, which has none
+            self._say_unseen(error)
+
+    def _look(self) -> Oplog | None:
+        try:
+            with pymongo.timeout(ANSWER_SECONDS):
+                oplog = read_oplog(self._wiring.client)
+                self._read = oplog if oplog.removes(oplog_fill(self._wiring.client)) else None
+        except PyMongoError:  # asked again soon; that MongoDB does not answer is said by those who need it
+            return None
+        return oplog
 
     def _say_unseen(self, error: DeploymentError) -> None:
         said = self._wiring.of_process(_Said)

@@ -23,7 +23,7 @@ from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.subscriptions import name_in
+from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import LeaseLostError
@@ -107,8 +107,7 @@ def _start(document: Mapping[str, Any], version: int) -> Start:
         found = Start(start, None, document["fingerprint"], is_first=token is None and time_ is None)
     else:
         found = Start(start, Mark(token, token_data(token), time_), document["fingerprint"])
-    lost = document.get("lost")
-    return replace(found, lost=lost) if lost and lost.get("at") == found.place[0] else found
+    return replace(found, lost=lost_in(document))
 
 
 def _pin(

@@ -18,7 +18,7 @@ from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
 from mongo_celery.bridge.operations.status import state_of
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.state.subscriptions import name_in
+from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
@@ -259,7 +259,7 @@ def _histories(wiring: Wiring, lease: Mapping[str, Any]) -> list[History]:
         place = documents[name].get("clusterTime") or documents[name].get("startAtOperationTime")
         if place is not None:
             holder = _holder(reported.get(name), [image for image in images if image.subscription == name])
-            found.append(History(name, place, bool(documents[name].get("lost")), *holder))
+            found.append(History(name, place, lost_in(documents[name]) is not None, *holder))
     return found
 
 
@@ -289,8 +289,8 @@ def judge_histories(histories: Iterable[History], oplog: Oplog, *, rolls: bool) 
             yield (error if share >= SERIOUS else warning)(
                 "history_at_risk",
                 f"{share:.0%} of the oplog's window lie behind handler {history.name}, which stands at "
-                f"{history.place.as_datetime().isoformat()}; from 100% on changes are lost once its listener ends. "
-                f"{_sentence_on(history)}.",
+                f"{history.place.as_datetime().isoformat()}; from 100% on changes are lost, but for what a running "
+                f"listener has buffered. {_sentence_on(history)}.",
             )
     if well:
         yield ok("history", "The oplog reaches back to where each handler stands.")

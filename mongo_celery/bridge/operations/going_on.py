@@ -15,7 +15,7 @@ from bson import Timestamp
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
-from mongo_celery.bridge.state.subscriptions import name_in
+from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import operation_time, read_oplog
@@ -60,10 +60,10 @@ def read_lost(wiring: Wiring, subscription: str) -> LostPlace:
         raise translated(error, wiring.state_concern) from error
     if subscription not in documents:
         raise CommandRefusedError(
-            f"Bridge {wiring.name} has no subscription {subscription!r}{nearest(subscription, documents)}; "
+            f"Bridge {wiring.name} has no subscription {subscription!r}{nearest(subscription, list(documents))}; "
             f"it has {', '.join(sorted(documents)) or 'none yet'}.",
         )
-    lost = documents[subscription].get("lost")
+    lost = lost_in(documents[subscription])
     if not lost:
         raise CommandRefusedError(
             f"Subscription {subscription} has not lost its history, as far as a listener has seen: nothing to decide.",

@@ -22,7 +22,7 @@ from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.state.subscriptions import name_in
+from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.opening import ANSWER_SECONDS, translated
 from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, read_oplog, time_of_token
@@ -189,7 +189,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
         document = documents.get(name, {})
         images = [image for image in facts.images if image.subscription == name]
         # A report speaks for the subscriptions of its own term; an epoch shows which these are.
-        lost = document.get("lost")
+        lost = lost_in(document)
         done = idle and name in facts.registered and document.get("epoch") == version and not lost
         lag = 0 if done else _lag(document, facts.now)
         shaped.append(
@@ -213,7 +213,7 @@ def _subscription_state(facts: Facts, name: str, document: Mapping[str, Any], im
         return "unregistered"
     if not document:
         return "new"
-    if document.get("lost"):
+    if lost_in(document):
         return "history_lost"
     states = {state_of(image) for image in images}
     return next((state for state in _WORST_FIRST if state in states), "flowing")

@@ -178,6 +178,14 @@ def _with_gap(start: Timestamp, policy: str) -> dict[str, Any]:
     return {"$slice": [{"$concatArrays": [{"$ifNull": ["$gaps", []]}, [gap]]}, -_GAPS_KEPT]}
 
 
+def lost_in(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a stored document says of its lost history; None where it stands elsewhere by now, or has lost none."""
+    lost, start = document.get("lost"), document.get("startAtOperationTime")
+    if not lost or start is None:
+        return None
+    return lost if lost.get("at") == max(start, document.get("clusterTime") or start) else None
+
+
 def name_in(document: Mapping[str, Any]) -> str:
     """The subscription's name, without its bridge's, in a stored document."""
     return str(document["_id"]).partition("/")[2]

@@ -33,7 +33,7 @@ class Rolling(Chain):
 
         def rolled() -> bool:
             self.client["elsewhere"]["padding"].insert_many([{"padding": PADDING} for _ in range(20)])
-            return self.oldest > written
+            return bool(self.oldest > written)
 
         wait_for(rolled, message="the oplog has rolled over all that was written")
 
