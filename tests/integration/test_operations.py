@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from bson import ObjectId
+from bson import ObjectId, Timestamp
 from celery import Celery
 from pymongo import MongoClient
 from pymongo.database import Database
@@ -26,6 +26,7 @@ from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.integration.guarded import GuardedMongo
+from tests.integration.term_rig import mark_at
 
 Document = dict[str, Any]
 MakeBridge = Callable[..., Bridge]
@@ -312,6 +313,26 @@ def test_a_retry_of_all_leaves_out_what_nothing_would_run(led: Led, make_bridge:
     assert "no handler in this app" in outcomes[3].reason
     assert "no handler in this app" in outcomes[4].reason
     assert "nothing to retry" in outcomes[5].reason
+
+
+def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: Led) -> None:
+    """P16: it would flow on as if nothing were lost; unless the listener says that the change is in its buffer."""
+    led.halt()
+    place, later = Timestamp(5, 1), Timestamp(9, 1)
+    head = {"$set": {"head.resumeToken": mark_at(Timestamp(6, 1)).token}}
+    partition = led.store.partitions.partition_id("summarise", 0, 0)
+    led.bridge.client[led.bridge.options.database]["partitions"].update_one({"_id": partition}, head)
+    assert led.store.subscriptions.pin("summarise", led.version, place, None)
+    assert led.store.subscriptions.mark_lost("summarise", led.version, place, later, "rolled over")
+    with pytest.raises(CommandRefusedError, match="can no longer be read"):
+        commands.retry(led.bridge.wiring, "summarise", 0)
+    assert led.store.subscriptions.move_start("summarise", led.version, later, "oldest")
+    with pytest.raises(CommandRefusedError, match="then skip it"):
+        commands.retry(led.bridge.wiring, "summarise", 0)
+    assert led.partition()["state"] == "halted"
+    assert led.store.leases.renew(led.term, {"held": [{"subscription": "summarise", "partition": 0}]})
+    commands.retry(led.bridge.wiring, "summarise", 0)
+    assert led.partition()["state"] == "flowing"
 
 
 def test_a_skip_passes_over_the_change_that_was_seen(led: Led) -> None:

@@ -266,7 +266,7 @@ class LostHistory:
             name, self._renewal.term.version, place, oldest, reason
         ):
             raise LeaseLostError
-        subscription.lost = True
+        subscription.lost = subscription.has_gap = True
         self._error = error
         logger.error(
             "handler %s has lost its history: it stands at %s, and %s. It stands still until somebody decides; others "
@@ -363,5 +363,5 @@ def _move(subscription: Subscription, start: Timestamp, watermarks: Watermarks) 
     """What is buffered stays and is handled; nothing between it and the new start is owed."""
     subscription.plan = replace(subscription.plan, start=start, watermark=None)
     subscription.stored = None
-    subscription.lost = False
+    subscription.lost, subscription.has_gap = False, True
     watermarks.floors[subscription.name] = start

@@ -148,6 +148,7 @@ class Leader:
             "caughtUp": self._caught_up,
             "brokerDown": self._broker_failures > 0,
             "atRisk": [risk.report() for risk in self._horizon.risks],
+            "held": [place for each in subscriptions if each.has_gap for place in each.held()],
         }
 
     # -- beginning ---------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from bson.int64 import Int64
 from pymongo.collection import Collection
 
 from mongo_celery.mongo.expressions import literal
+from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import Table, call_timeout
 
 _DEFAULTS: dict[str, Any] = {
@@ -184,6 +185,14 @@ def lost_in(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if not lost or start is None:
         return None
     return lost if lost.get("at") == max(start, document.get("clusterTime") or start) else None
+
+
+def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bool:
+    """Whether a change of this subscription can no longer be read: it lies in history that was lost, or given up."""
+    start, time_ = document.get("startAtOperationTime"), time_of_token(token, None)
+    if start is None or time_ is None:
+        return False
+    return time_ < max(start, (lost_in(document) or {}).get("oldest") or start)
 
 
 def name_in(document: Mapping[str, Any]) -> str:

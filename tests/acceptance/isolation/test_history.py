@@ -164,6 +164,12 @@ def test_those_who_lost_their_history_stand_still_and_the_others_go_on(make_roll
     assert chain.of(bad)["state"] == "halted", "its partitions stay as they are"
     assert [(gap["policy"], gap["subscriptions"]) for gap in chain.lease["gaps"]] == [("oldest", ["halting"])]
     assert chain.shown("halting")["gaps"][0]["policy"] == "oldest"
+    where = ("halting", "--partition", str(chain.partition_of("halting", bad.key)))
+    gone = chain.changes("retry", *where)
+    assert (gone.returncode, "can no longer be read" in gone.text) == (1, True), gone.text
+    assert chain.of(bad)["state"] == "halted", "a retry of nothing would hide what is lost"
+    assert chain.changes("skip", *where, "--yes").returncode == 0
+    assert chain.of(bad)["state"] == "flowing"
     assert again.running
     chain.judge()
 
