@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from mongo_celery.bridge.listener.starts import find_starts, read_starts
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.reader import Position
-from mongo_celery.bridge.window import Mark, PendingChange
+from mongo_celery.bridge.window import Mark, PendingChange, Window
 from mongo_celery.errors import AccessError, HistoryLostError, LayoutError, LeaseLostError
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
 from tests.integration.term_rig import TermRig, begin_term, mark_at
@@ -315,6 +316,38 @@ def test_a_decision_moves_one_subscription_while_the_listener_runs(make: Make, t
     assert (gap["from"], gap["until"], gap["policy"]) == (ROLLED.cluster_time, start, policy)
     assert [each["subscriptions"] for each in bridge.lease["gaps"]] == [["record"]]
     assert bridge.document("audit") == before
+
+
+@pytest.mark.usefixtures("rolling")
+def test_attempts_at_a_change_that_is_given_up_are_not_charged_to_the_next_one(make: Make, tip: Mark) -> None:
+    """P14: a parked change is gone with its history; a halted one stays as the record of what is lost."""
+    bridge = make(record=ROLLED, audit=tip)
+    parked = {"count": 2, "crashes": 1, "notBefore": datetime(2100, 1, 1, tzinfo=UTC), "error": "later"}
+    halted = {"state": "halted", "retry": {"count": 3}, "head": {"resumeToken": ROLLED_LATER.token, "key": "k"}}
+    for name in ("record", "audit"):
+        bridge.rig.partitions.update_one({"_id": f"shop/{name}/0/0"}, {"$set": {"retry": parked}})
+        bridge.rig.partitions.update_one({"_id": f"shop/{name}/0/1"}, {"$set": halted})
+    before = bridge.rig.documents()
+    bridge.begin("oldest")
+    after = bridge.rig.documents()
+    changed = {name for name, document in after.items() if document != before[name]}
+    assert changed == {"shop/record/0/0"}
+    assert after["shop/record/0/0"]["retry"] is None
+
+
+def test_an_oldest_entry_that_rolls_away_before_it_is_read_is_chosen_again_a_few_times(make: Make, tip: Mark) -> None:
+    """P12: a fast oplog must not ask its operator again and again for the same decision."""
+    bridge = make(record=ROLLED, audit=tip)
+    bridge.go_on("halt")
+    bridge.decide("record", "oldest")
+    lost = bridge.history("halt")
+    assert lost.look(bridge.led, bridge.watermarks, time.monotonic()) == Position(None, bridge.oldest)
+    for again in range(3):
+        rolled = {"startAtOperationTime": PINNED, "clusterTime": PINNED}
+        bridge.rig.database["subscriptions"].update_one({"_id": "shop/record"}, {"$set": rolled})
+        bridge.led["record"].window = Window(ROLLED)
+        lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks)
+        assert bridge.led["record"].lost is (again == 2)
 
 
 @pytest.mark.usefixtures("rolling")

@@ -15,7 +15,7 @@ from pymongo.database import Database
 from mongo_celery import AccessError, Bridge, CommandRefusedError, ServerUnavailableError, TopologyError
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
-from mongo_celery.bridge.operations import commands, worker_check
+from mongo_celery.bridge.operations import commands, going_on, worker_check
 from mongo_celery.bridge.operations.findings import Finding
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.status import read_status
@@ -333,6 +333,24 @@ def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: Led) -> No
     assert led.store.leases.renew(led.term, {"held": [{"subscription": "summarise", "partition": 0}]})
     commands.retry(led.bridge.wiring, "summarise", 0)
     assert led.partition()["state"] == "flowing"
+
+
+def test_a_decision_on_lost_history_is_refused_where_there_is_nothing_to_decide(led: Led) -> None:
+    """P12: one sentence; and two operators do not decide the same thing twice."""
+    wiring = led.bridge.wiring
+    with pytest.raises(CommandRefusedError, match="did you mean 'summarise'"):
+        going_on.read_lost(wiring, "summarize")
+    with pytest.raises(CommandRefusedError, match="has not lost its history"):
+        going_on.read_lost(wiring, "summarise")
+    assert led.store.subscriptions.pin("summarise", led.version, Timestamp(5, 1), None)
+    assert led.store.subscriptions.mark_lost("summarise", led.version, Timestamp(5, 1), Timestamp(9, 1), "why")
+    seen = going_on.read_lost(wiring, "summarise")
+    assert (seen.at, seen.oldest, seen.decided) == (Timestamp(5, 1), Timestamp(9, 1), None)
+    going_on.go_on(wiring, seen, "now")
+    assert going_on.read_lost(wiring, "summarise").decided == "now"
+    assert read_status(wiring)["subscriptions"][0]["lost"]["decided"] == "now"
+    with pytest.raises(CommandRefusedError, match="has changed meanwhile"):
+        going_on.go_on(wiring, seen, "oldest")
 
 
 def test_a_skip_passes_over_the_change_that_was_seen(led: Led) -> None:

@@ -214,6 +214,7 @@ class LostHistory:
             if choice is None or start is None or not self._moves(name, choice, start, before[name]):
                 self._stand(subscriptions[name], before[name], oplog, error)
             else:
+                self._forget_attempts(subscriptions[name])
                 moved.setdefault((choice.policy, start), []).append(name)
         after = read_starts(self._store, list(subscriptions), self._renewal.term.version)
         for name in (name for names in moved.values() for name in names):
@@ -256,6 +257,14 @@ class LostHistory:
         start = max(start, before.place[0])
         moved = choice.is_first and subscriptions.pin_again(name, version, start, choice.policy)
         return moved or subscriptions.move_start(name, version, start, choice.policy)
+
+    def _forget_attempts(self, subscription: Subscription) -> None:
+        """What is counted of a change that is given up must not be charged to the one that comes next."""
+        generation, partitions = subscription.plan.layout.generation, self._store.partitions
+        for image in partitions.of([subscription.name], generation):
+            counted = image.retries or image.crashes or image.claim is not None
+            if counted and image.state == "flowing" and not image.live and image.handled is None:
+                partitions.retry(image, generation)
 
     def _stand(self, subscription: Subscription, start: Start, oplog: Oplog | None, error: HistoryLostError) -> None:
         name, place = subscription.name, start.place[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -271,9 +271,9 @@ def _holder(reported: Mapping[str, Any] | None, images: Iterable[Image]) -> tupl
     return next(((standing[state], state) for state in _STANDING if state in standing), (None, None))
 
 
-def judge_histories(histories: Iterable[History], oplog: Oplog, *, rolls: bool) -> Iterator[Finding]:
+def judge_histories(histories: Sequence[History], oplog: Oplog, *, rolls: bool) -> Iterator[Finding]:
     """Who has lost its history, and who is about to: each with the command that helps."""
-    well = True
+    well = bool(histories)
     for history in histories:
         share = oplog.share_behind(history.place) if rolls else 0.0
         if history.is_lost:

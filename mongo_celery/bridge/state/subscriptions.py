@@ -192,7 +192,7 @@ def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bo
     start, time_ = document.get("startAtOperationTime"), time_of_token(token, None)
     if start is None or time_ is None:
         return False
-    return time_ < max(start, (lost_in(document) or {}).get("oldest") or start)
+    return bool(time_ < max(start, (lost_in(document) or {}).get("oldest") or start))
 
 
 def name_in(document: Mapping[str, Any]) -> str:
