@@ -450,6 +450,15 @@ def test_a_check_of_a_sound_deployment_leaves_nothing_behind(
     assert state_database not in make_client(own.url).list_database_names()
 
 
+def test_a_check_names_who_has_lost_its_history(led: Led) -> None:
+    """P16: an error with the command that decides, as long as nobody has."""
+    assert led.store.subscriptions.pin("summarise", led.version, Timestamp(5, 1), None)
+    assert by_name(check(led.bridge.wiring))["history"].level == "ok"
+    assert led.store.subscriptions.mark_lost("summarise", led.version, Timestamp(5, 1), Timestamp(9, 1), "why")
+    lost = by_name(check(led.bridge.wiring))["history"]
+    assert (lost.level, "changes go-on summarise --from oldest" in lost.message) == ("error", True)
+
+
 def test_a_check_on_a_standalone_names_the_cure(standalone_url: str, make_bridge: MakeBridge) -> None:
     """And looks at the rest all the same."""
     found = by_name(check(make_bridge(standalone_url).wiring))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,19 @@ _ROOMY_MB = 990.0
 class Rolling(Chain):
     """A bridge on a set whose oplog is rolled over when the test says so."""
 
-    def roll(self) -> None:
-        """Roll the oplog over all that was written."""
+    def roll(self, beside: str | None = None) -> None:
+        """
+        Roll the oplog over all that was written.
+
+        Beside a handler that flows no faster than it is read: on a busy machine the stream itself would be overtaken.
+        """
         written = self.client.admin.command("ping")["operationTime"]
 
         def rolled() -> bool:
             self.client["elsewhere"]["padding"].insert_many([{"padding": PADDING} for _ in range(20)])
+            if beside is not None:
+                self.write(beside, "beside", len(self.written))
+                self.wait_done(handlers=[beside])
             return bool(self.oldest > written)
 
         wait_for(rolled, message="the oplog has rolled over all that was written")
@@ -43,11 +49,11 @@ class Rolling(Chain):
 
     def roll_past(self, flowing: str) -> None:
         """Roll it over all but a handler that flows, whose watermark is in the oplog then."""
-        self.roll()
+        self.roll(beside=flowing)
         self.keep()
         self.write(flowing, "meanwhile", 1)
         self.wait_done(handlers=[flowing])
-        wait_for(lambda: self.subscription(flowing)["clusterTime"] > self.oldest, message="a watermark in the oplog")
+        wait_for(lambda: self.watermark(flowing) > self.oldest, message="a watermark in the oplog")
 
     @property
     def oldest(self) -> Timestamp:
@@ -61,6 +67,10 @@ class Rolling(Chain):
         """The stored document of a subscription."""
         return self.state["subscriptions"].find_one({"_id": f"chain/{name}"}) or {}
 
+    def watermark(self, name: str) -> Timestamp:
+        """Time of the stored watermark of a subscription; the beginning of time before the first."""
+        return self.subscription(name)["clusterTime"] or Timestamp(0, 0)
+
     @property
     def lease(self) -> Document:
         """The stored lease."""
@@ -71,6 +81,11 @@ class Rolling(Chain):
         item = self.stand(self.write("halting", key, 1, act="raise", **{"times": 99, **do}))
         self.wait_state(item, lambda state: state["state"] == "halted")
         return item
+
+    def key_beside(self, item: Due) -> str:
+        """Give a key of another partition."""
+        partition = (self.partition_of(item.handler, item.key) + 1) % self.partitions
+        return next(self.keys(item.handler, partition))
 
     def changes(self, *arguments: str) -> ProjectProcess:
         """Run one of the commands on changes to its end."""
@@ -84,10 +99,10 @@ class Rolling(Chain):
         process.wait()
         return process
 
-    def shown(self, name: str) -> Document:
-        """What `status` shows of a subscription."""
+    def shown(self) -> dict[str, str]:
+        """What `status` shows of each subscription."""
         status = json.loads(self.changes("status", "--json").text)
-        return next(each for each in status["subscriptions"] if each["name"] == name)
+        return {each["name"]: each["state"] for each in status["subscriptions"]}
 
 
 @pytest.fixture
@@ -113,10 +128,7 @@ def test_a_halted_change_is_not_given_up_because_no_watermark_was_ever_stored(
     """I1: `start_from="oldest"` says where to begin, and not what may be lost once something was committed."""
     chain = make_rolling("halting")
     bad = chain.stand(chain.write("halting", "bad", 1, act="raise", times=99))
-    elsewhere = next(
-        key for key in map(str, range(99)) if chain.partition_of("halting", key) != chain.partition_of(*_of(bad))
-    )
-    good = chain.write("halting", elsewhere, 1)
+    good = chain.write("halting", chain.key_beside(bad), 1)
     listener, _ = chain.both()
     chain.wait_state(bad, lambda state: state["state"] == "halted")
     chain.wait_state(good, lambda state: state["committed"] == 1)
@@ -133,10 +145,6 @@ def test_a_halted_change_is_not_given_up_because_no_watermark_was_ever_stored(
     assert "gaps" not in chain.lease
 
 
-def _of(item: Due) -> tuple[str, str]:
-    return item.handler, item.key
-
-
 def test_those_who_lost_their_history_stand_still_and_the_others_go_on(make_rolling: Callable[..., Rolling]) -> None:
     """I2, P12: until somebody decides, and for that one alone; the decision needs no restart."""
     chain = make_rolling("plain", "halting")
@@ -148,14 +156,10 @@ def test_those_who_lost_their_history_stand_still_and_the_others_go_on(make_roll
     again = chain.listener("again")
     chain.write("plain", "two", 1)
     chain.wait_done(handlers=["plain"])
-    unread = chain.give_up(chain.stand(chain.write("halting", "read after the decision only", 1)))
+    unread = chain.write("halting", chain.key_beside(bad), 1)
 
     again.wait_for_output("handler halting has lost its history.* go-on halting --from oldest")
-    shown = chain.shown("halting")
-    assert shown["state"] == "history_lost"
-    assert shown["lost"]["decided"] is None
-    assert chain.shown("plain")["state"] == "flowing"
-    assert re.search(r"go-on\s+halting", chain.changes("check").text)
+    assert chain.shown() == {"halting": "history_lost", "plain": "flowing"}
     assert chain.starts(unread) == []
 
     done = chain.changes("go-on", "halting", "--from", "oldest", "--yes")
@@ -163,13 +167,10 @@ def test_those_who_lost_their_history_stand_still_and_the_others_go_on(make_roll
     chain.wait_started(unread)
     assert chain.of(bad)["state"] == "halted", "its partitions stay as they are"
     assert [(gap["policy"], gap["subscriptions"]) for gap in chain.lease["gaps"]] == [("oldest", ["halting"])]
-    assert chain.shown("halting")["gaps"][0]["policy"] == "oldest"
     where = ("halting", "--partition", str(chain.partition_of("halting", bad.key)))
     gone = chain.changes("retry", *where)
     assert (gone.returncode, "can no longer be read" in gone.text) == (1, True), gone.text
     assert chain.of(bad)["state"] == "halted", "a retry of nothing would hide what is lost"
-    assert chain.changes("skip", *where, "--yes").returncode == 0
-    assert chain.of(bad)["state"] == "flowing"
     assert again.running
     chain.judge()
 
@@ -207,7 +208,7 @@ def test_what_is_buffered_outlives_the_oplog_and_a_listener_warns_before(make_ro
     chain.wait_state(bad, lambda state: state["state"] == "halted")
     behind = chain.write("halting", next(keys), 1)
     chain.wait_read(2)
-    chain.roll()
+    chain.roll(beside="plain")
 
     listener.wait_for_output(r"handler halting .*partition 0.*halted.*changes retry halting --partition 0")
     assert chain.changes("retry", "halting", "--partition", "0").returncode == 0
