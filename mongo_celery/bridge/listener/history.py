@@ -296,16 +296,16 @@ class LostHistory:
         reached: Mapping[str, Start],
         oplog: Oplog | None,
     ) -> None:
+        unseen = "" if oplog is not None else " (the oplog cannot be read here; they had the smallest position)"
+        said = _said(error)
         logger.error(
             "history was lost; going on from %s (%s), as was decided, with handlers %s%s; others go on where they "
-            "stand: %s",
+            "stand%s",
             start.as_datetime().isoformat(),
             policy,
             list(names),
-            ""
-            if oplog is not None
-            else " (the oplog cannot be read here, so these are the ones with the smallest position)",
-            error,
+            unseen,
+            f": {said}" if said else "",
             extra={"event": "history_lost", "subscriptions": list(names)},
         )
         smallest = min(reached.values(), key=lambda each: each.place)
@@ -339,8 +339,13 @@ def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError)
     reason = "the server refuses that place"
     if oldest is not None and place < oldest:
         reason = f"the oplog begins at {oldest.as_datetime().isoformat()}"
-    _, _, words = str(error).partition("The server said: ")
-    return f"{reason} ({words})" if words else reason
+    said = _said(error)
+    return f"{reason} ({said})" if said else reason
+
+
+def _said(error: HistoryLostError) -> str:
+    """The server's own words; empty where it was not asked."""
+    return str(error).partition("The server said: ")[2]
 
 
 def _was_rolled_over(lost: Mapping[str, Any]) -> bool:
