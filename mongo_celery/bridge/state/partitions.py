@@ -40,6 +40,9 @@ _DEFAULTS: dict[str, Any] = {
     "state": "flowing",
 }
 
+_TRACES = ("resumeToken", "claim", "handled", "retry", "single", "head")
+"""Fields that are null in a partition at which nobody has ever worked."""
+
 _PROJECTION: dict[str, Any] = {
     **dict.fromkeys(_DEFAULTS, 1),
     "live": {"$gt": ["$claim.until", "$$NOW"]},
@@ -170,6 +173,13 @@ class Partitions:
         return self._images(
             {"$or": [_under(f"{self._bridge}/{name}/{generation}/") for name in subscriptions]},
         )
+
+    def are_touched(self, subscription: str) -> bool:
+        """Whether anything has ever been claimed, decided or stored in a subscription's partitions, of any layout."""
+        marks: list[dict[str, Any]] = [{name: {"$ne": None}} for name in _TRACES]
+        traces = [{"committed": {"$gt": 0}}, {"state": {"$nin": ["flowing", "closed"]}}, *marks]
+        found = self._table.find_one({**_under(f"{self._bridge}/{subscription}/"), "$or": traces}, {"_id": 1})
+        return found is not None
 
     def clear_impossible_claim(self, partition_id: str, fence: int, until: Any) -> bool:
         """
