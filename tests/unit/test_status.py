@@ -11,7 +11,7 @@ import pytest
 from bson import Timestamp
 from bson.int64 import Int64
 
-from mongo_celery.bridge.operations.status import Facts, shape
+from mongo_celery.bridge.operations.status import Facts, shape, state_of
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import Image
 
@@ -241,6 +241,7 @@ def test_a_partition_tells_all_that_an_operator_needs() -> None:
         "claim": None,
         "handled": None,
         "retry": {"count": 2, "crashes": 1, "due_seconds": 0.0, "error": "ValueError: no"},
+        "waiting": None,
         "head": {"token": "82CC", "key": "shop.orders insert 1"},
     }
 
@@ -255,3 +256,51 @@ def test_a_status_is_plain_json() -> None:
     assert status["partitions"][0]["claim"]["until"] == "2030-01-01T12:00:00+00:00"
     assert status["gaps"][0]["until"] == "2030-01-01T12:00:00+00:00"
     assert all(type(each["version"]) is int for each in (status,))
+
+
+def test_a_change_that_waits_for_infrastructure_is_told_from_a_parked_one() -> None:
+    """P16: since when it waits, and for what; while it runs once more, its partition flows."""
+    waiting = {"since": NOON, "cause": "AutoReconnect: away", "count": Int64(3)}
+    status = shape(facts(images=[image(0, waiting=waiting, due_in=2.5), image(1)]))
+    shown = status["partitions"][0]
+    assert (shown["state"], status["subscriptions"][0]["state"]) == ("waiting", "waiting")
+    assert shown["waiting"] == {
+        "since": "2030-01-01T12:00:00+00:00",
+        "cause": "AutoReconnect: away",
+        "count": 3,
+        "due_seconds": 2.5,
+    }
+    assert state_of(image(0, waiting=waiting, live=True)) == "flowing"
+    assert state_of(image(0, waiting=waiting, state="paused")) == "paused"
+    assert state_of(image(0, due_in=2.5)) == "parked"
+
+
+LOST = {"since": NOON, "at": Timestamp(SECOND, 1), "oldest": Timestamp(SECOND + 5, 1), "error": "why", "goOn": None}
+
+
+def test_a_subscription_that_has_lost_its_history_says_so_and_what_was_decided() -> None:
+    """P16: also beside a listener that has read everything that it can; and only as long as it stands there."""
+    for go_on, decided in ((None, None), ({"policy": "now", "time": Timestamp(SECOND, 1)}, "now")):
+        stored = subscription(lost={**LOST, "goOn": go_on})
+        (shown,) = shape(facts(subscriptions=[stored]))["subscriptions"]
+        assert (shown["state"], shown["lag_seconds"]) == ("history_lost", 10)
+        assert shown["lost"]["decided"] == decided
+        assert shown["lost"]["oldest"] > shown["lost"]["at"]
+    (elsewhere,) = shape(facts(subscriptions=[subscription(lost={**LOST, "at": Timestamp(1, 1)})]))["subscriptions"]
+    assert (elsewhere["state"], elsewhere["lost"]) == ("flowing", None)
+
+
+@pytest.mark.parametrize(("rolls", "window", "share"), [(True, 40, 0.25), (False, 40, None), (True, None, None)])
+def test_the_share_of_the_oplog_that_lies_behind_a_subscription(
+    *, rolls: bool, window: int | None, share: float | None
+) -> None:
+    """P16: unknown where the oplog cannot be read, and none where it removes nothing."""
+    stands = shape(facts(lease=lease(report={}), oplog_window=window, oplog_rolls=rolls))
+    assert stands["subscriptions"][0]["oplog_share"] == share
+
+
+def test_what_a_subscription_gave_up_is_shown_with_it() -> None:
+    """P9: for as long as the record is kept."""
+    gap = {"from": Timestamp(SECOND - 9, 1), "until": Timestamp(SECOND, 1), "policy": "oldest", "at": NOON}
+    (shown,) = shape(facts(subscriptions=[subscription(gaps=[gap])]))["subscriptions"]
+    assert [(each["policy"], each["from"] < each["until"]) for each in shown["gaps"]] == [("oldest", True)]

@@ -231,9 +231,7 @@ class Listener:
                 continue
             return
 
-    def _release(
-        self, leases: Leases, renewal: Renewal, ended_by: Exception | None, definitions: Definitions
-    ) -> None:
+    def _release(self, leases: Leases, renewal: Renewal, ended_by: Exception | None, definitions: Definitions) -> None:
         state = "idle" if ended_by is None else ("history_lost" if isinstance(ended_by, HistoryLostError) else "failed")
         try:
             if leases.release(renewal.term, state, _sentence(ended_by), definitions):

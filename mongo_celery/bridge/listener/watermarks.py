@@ -72,7 +72,12 @@ class Watermarks:
 
     def _advance(self, subscription: Subscription) -> None:
         mark = subscription.window.watermark
-        if mark is None or mark is subscription.stored or self._below_floor(subscription.name, mark):
+        if (
+            subscription.lost
+            or mark is None
+            or mark is subscription.stored
+            or self._below_floor(subscription.name, mark)
+        ):
             return
         self._store.subscriptions.advance(
             subscription.name, subscription.plan.version, mark.token, mark.cluster_time, self._fingerprint
@@ -80,7 +85,8 @@ class Watermarks:
         subscription.stored = mark
 
     def _record_smallest(self, subscriptions: Collection[Subscription]) -> None:
-        marks = [subscription.stored for subscription in subscriptions]
+        # One that has lost its history is left out: a handler that is added later begins at this position.
+        marks = [subscription.stored for subscription in subscriptions if not subscription.lost]
         known = [mark for mark in marks if mark is not None]
         smallest = min(known, key=lambda mark: mark.data) if known and len(known) == len(marks) else None
         report = self._report()

@@ -22,16 +22,17 @@ from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.state.subscriptions import name_in
+from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.opening import ANSWER_SECONDS, translated
-from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
+from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, read_oplog, time_of_token
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
+_READ_SECONDS = 10.0
 _FAILURES = {"failed", "history_lost"}
-_WORST_FIRST = ("halted", "paused", "parked", "flowing")
+_WORST_FIRST = ("halted", "paused", "waiting", "parked", "flowing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Facts:
         dead_letters: number of dead letters by subscription.
         now: the cluster's latest operation time.
         oplog_window: seconds that the oplog reaches back; None without the right to read it.
+        oplog_rolls: whether its oldest entries are being removed, so that who stands too far back loses history.
     """
 
     options: BridgeOptions
@@ -57,6 +59,7 @@ class Facts:
     dead_letters: Mapping[str, int]
     now: Timestamp
     oplog_window: int | None
+    oplog_rolls: bool = False
 
 
 def read_status(wiring: Wiring) -> dict[str, Any]:
@@ -78,8 +81,11 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `unread_seconds`: for how long no read of the stream has succeeded; 0 while one does every few seconds, None
       without a report. `reading_waits` is why: a full buffer, or the stream's last error; `reopenings` counts those of
       this term.
-    - a subscription's `state` is that of its worst partition (`halted`, `paused`, `parked`, `flowing`), or
-      `new` (registered, but no listener has led with it yet), or `unregistered`.
+    - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `flowing`), or
+      `new` (registered, but no listener has led with it yet), or `unregistered`; `history_lost` where the oplog
+      no longer holds its place: then `lost` says since when and where, and what was `decided`.
+    - a subscription's `oplog_share`: which share of the oplog's window lies behind it; None while the oplog removes
+      nothing, or cannot be read. From 1 on, what no listener has buffered is lost.
 
     Raises:
         ServerUnavailableError: MongoDB did not answer.
@@ -87,7 +93,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     """
     client = wiring.reach()
     try:
-        return shape(_read(client, wiring))
+        with pymongo.timeout(_READ_SECONDS):  # also where the primary goes away between two reads
+            return shape(_read(client, wiring))
     except PyMongoError as error:
         raise translated(error, wiring.state_concern) from error
 
@@ -100,6 +107,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
     subscriptions = store.subscriptions.read_all()
     names = [name_in(document) for document in subscriptions]
     images = store.partitions.of(names, layout.generation) if layout and names else []
+    oplog = _oplog(client)
     return Facts(
         options=options,
         registered=tuple(handler.name for handler in wiring.handlers),
@@ -108,14 +116,15 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         images=images,
         dead_letters=store.dead_letters.count(),
         now=operation_time(client),
-        oplog_window=_oplog_window(client),
+        oplog_window=oplog.window_seconds if oplog is not None else None,
+        oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
     )
 
 
-def _oplog_window(client: MongoClient[dict[str, Any]]) -> int | None:
+def _oplog(client: MongoClient[dict[str, Any]]) -> Oplog | None:
     try:
         with pymongo.timeout(ANSWER_SECONDS):
-            return read_oplog(client).window_seconds
+            return read_oplog(client)
     except (DeploymentError, PyMongoError):
         return None  # no right to read it, or a mongos, which has none
 
@@ -166,8 +175,12 @@ def _unread(lease: Mapping[str, Any], report: Mapping[str, Any]) -> int | None:
 
 
 def state_of(image: Image) -> str:
-    """The state of a partition as people see it: a flowing one whose change waits for its retry is parked."""
-    return "parked" if image.state == "flowing" and image.parked else image.state
+    """The state of a partition as people see it: a flowing one may wait for infrastructure, or for its retry."""
+    if image.state != "flowing":
+        return image.state
+    if image.waiting is not None and not image.live and image.handled is None:
+        return "waiting"
+    return "parked" if image.parked else "flowing"
 
 
 def _state(lease: Mapping[str, Any], *, live: bool) -> str:
@@ -197,15 +210,20 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
         document = documents.get(name, {})
         images = [image for image in facts.images if image.subscription == name]
         # A report speaks for the subscriptions of its own term; an epoch shows which these are.
-        done = idle and name in facts.registered and document.get("epoch") == version
+        lost = lost_in(document)
+        done = idle and name in facts.registered and document.get("epoch") == version and not lost
+        lag = 0 if done else _lag(document, facts.now)
         shaped.append(
             {
                 "name": name,
                 "state": _subscription_state(facts, name, document, images),
                 "watermark": _data(document.get("resumeToken")),
                 "watermark_at": _iso(document.get("clusterTime")),
-                "lag_seconds": 0 if done else _lag(document, facts.now),
+                "lag_seconds": lag,
+                "oplog_share": _share(facts, lag),
                 "dead_letters": facts.dead_letters.get(name, 0),
+                "lost": _lost(lost) if lost else None,
+                "gaps": [_gap(gap) for gap in document.get("gaps", ())],
             },
         )
     return shaped
@@ -216,6 +234,8 @@ def _subscription_state(facts: Facts, name: str, document: Mapping[str, Any], im
         return "unregistered"
     if not document:
         return "new"
+    if lost_in(document):
+        return "history_lost"
     states = {state_of(image) for image in images}
     return next((state for state in _WORST_FIRST if state in states), "flowing")
 
@@ -226,6 +246,22 @@ def _lag(document: Mapping[str, Any], now: Timestamp) -> int | None:
     reached = document.get("clusterTime") or (time_of_token(token, None) if token else None)
     reached = reached or document.get("startAtOperationTime")
     return None if reached is None else max(0, now.time - reached.time)
+
+
+def _share(facts: Facts, lag: int | None) -> float | None:
+    if lag is None or facts.oplog_window is None or not facts.oplog_rolls:
+        return None
+    return round(lag / max(facts.oplog_window, 1), 3)
+
+
+def _lost(lost: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "since": _iso(lost.get("since")),
+        "at": _iso(lost.get("at")),
+        "oldest": _iso(lost.get("oldest")),
+        "error": lost.get("error"),
+        "decided": (lost.get("goOn") or {}).get("policy"),
+    }
 
 
 def _partition(image: Image, options: BridgeOptions) -> dict[str, Any]:
@@ -241,6 +277,7 @@ def _partition(image: Image, options: BridgeOptions) -> dict[str, Any]:
         "claim": _claim(image),
         "handled": int(image.handled["last"]) if image.handled else None,
         "retry": _retry(image),
+        "waiting": _waiting(image),
         "head": _head(image),
     }
 
@@ -269,6 +306,17 @@ def _retry(image: Image) -> dict[str, Any] | None:
     }
 
 
+def _waiting(image: Image) -> dict[str, Any] | None:
+    if image.waiting is None:
+        return None
+    return {
+        "since": _iso(image.waiting.get("since")),
+        "cause": image.waiting.get("cause"),
+        "count": int(image.waiting.get("count", 0)),
+        "due_seconds": max(image.due_in, 0.0),
+    }
+
+
 def _head(image: Image) -> dict[str, Any] | None:
     if image.head is None:
         return None
@@ -276,7 +324,13 @@ def _head(image: Image) -> dict[str, Any] | None:
 
 
 def _gap(gap: Mapping[str, Any]) -> dict[str, Any]:
-    return {"until": _iso(gap.get("until")), "policy": gap.get("policy"), "error": gap.get("error")}
+    return {
+        "from": _iso(gap.get("from")),
+        "until": _iso(gap.get("until")),
+        "policy": gap.get("policy"),
+        "subscriptions": list(gap.get("subscriptions", ())),
+        "error": gap.get("error"),
+    }
 
 
 def _data(token: Mapping[str, Any] | None) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import bson
 from bson.binary import Binary
 from bson.raw_bson import RawBSONDocument
 from pymongo.collection import Collection
@@ -18,7 +17,9 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.change import decoded, event_of
 from mongo_celery.mongo.table import Table, call_timeout
 
-_CHANGE_BYTES = 15 << 20
+CHANGE_BYTES = 15 << 20
+"""Up to here an event fits into a dead letter whole."""
+
 _NAMING = ("_id", "operationType", "clusterTime", "ns", "documentKey")
 
 
@@ -65,13 +66,18 @@ def dead_letter(
     }
 
 
-def kept(change: bytes) -> RawBSONDocument | Binary:
+def kept(change: bytes) -> Mapping[str, Any] | Binary:
     """What a dead letter holds of an event: all of it, as the server sent it; its bytes where that is no valid BSON."""
     try:
-        if len(change) > _CHANGE_BYTES:  # it must fit into a document: keep what names the change
-            event = event_of(change)
-            change = bson.encode({name: event[name] for name in _NAMING if name in event})
+        if len(change) > CHANGE_BYTES:  # it must fit into a document
+            return naming(change)
         decoded(change)  # to the end: a document can only be stored where all of it is valid
         return RawBSONDocument(change)
     except Exception:  # noqa: BLE001 - whatever broken bytes do to a decoder
-        return Binary(change[:_CHANGE_BYTES])
+        return Binary(change[:CHANGE_BYTES])
+
+
+def naming(change: bytes, *without: str) -> dict[str, Any]:
+    """What names a change, of its event."""
+    event = event_of(change)
+    return {name: event[name] for name in _NAMING if name in event and name not in without}

@@ -40,6 +40,9 @@ _DEFAULTS: dict[str, Any] = {
     "state": "flowing",
 }
 
+_TRACES = ("resumeToken", "claim", "handled", "retry", "single", "head")
+"""Fields that are null in a partition at which nobody has ever worked."""
+
 _PROJECTION: dict[str, Any] = {
     **dict.fromkeys(_DEFAULTS, 1),
     "live": {"$gt": ["$claim.until", "$$NOW"]},
@@ -58,6 +61,8 @@ class Image:
         live: whether a claim stands and has not lapsed.
         due_in: seconds until a parked change may run; 0 or less when it may.
         ahead: seconds by which a claim's expiry exceeds its own ttl; positive only after a clock fault.
+        waiting: since when (`since`), why (`cause`) and how often (`count`) the first change has waited for
+            infrastructure; None after any other outcome.
     """
 
     subscription: str
@@ -78,6 +83,7 @@ class Image:
     error: str | None
     single: int
     head: Mapping[str, Any] | None
+    waiting: Mapping[str, Any] | None = None
 
     @property
     def parked(self) -> bool:
@@ -167,6 +173,13 @@ class Partitions:
         return self._images(
             {"$or": [_under(f"{self._bridge}/{name}/{generation}/") for name in subscriptions]},
         )
+
+    def are_touched(self, subscription: str) -> bool:
+        """Whether anything has ever been claimed, decided or stored in a subscription's partitions, of any layout."""
+        marks: list[dict[str, Any]] = [{name: {"$ne": None}} for name in _TRACES]
+        traces = [{"committed": {"$gt": 0}}, {"state": {"$nin": ["flowing", "closed"]}}, *marks]
+        found = self._table.find_one({**_under(f"{self._bridge}/{subscription}/"), "$or": traces}, {"_id": 1})
+        return found is not None
 
     def clear_impossible_claim(self, partition_id: str, fence: int, until: Any) -> bool:
         """
@@ -268,6 +281,7 @@ def image_of(document: Mapping[str, Any]) -> Image:
         error=retry.get("error"),
         single=document["single"] or 0,
         head=document["head"],
+        waiting=retry.get("waiting"),
     )
 
 
