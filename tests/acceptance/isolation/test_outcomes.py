@@ -106,13 +106,16 @@ def test_a_handler_that_changes_its_event_moves_no_position(make_chain: MakeChai
     assert [len(chain.starts(item)) for item in (first, second, third)] == [1, 1, 1]
 
 
-def test_a_retry_without_a_time_halts_with_a_plain_text(make_chain: MakeChain) -> None:
-    """What cannot be parked stands still, and says so."""
+def test_a_retry_without_a_time_is_the_handlers_failure(make_chain: MakeChain) -> None:
+    """What cannot be parked goes to the failure policy, with a sentence that names the cause."""
     chain = make_chain("skipping_words")
     item = _write(chain, "skipping_words", "never", ends="retry_never")
-    state = chain.wait_state(item, lambda state: state["state"] == "halted")
-    assert state["retry"]["error"] == "its retry cannot be stored; the worker's log says why."
+    state = chain.wait_state(item, lambda state: state["committed"] == 1)
+    assert state["state"] == "flowing"
     assert len(chain.starts(item)) == 1
+    assert any(
+        "policy skip: HandlerUsageError: retry() needs a number of seconds" in text for text in chain.logs.values()
+    )
 
 
 def test_a_preparation_that_fails_is_the_changes_failure(make_chain: MakeChain) -> None:
