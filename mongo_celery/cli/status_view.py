@@ -44,6 +44,7 @@ def _parts(status: Mapping[str, Any], *, everything: bool) -> Iterable[Renderabl
         return
     yield Text(f"  {_listener(status['listener'])}")
     yield from (_gap(gap) for gap in status["gaps"])
+    yield from (_refusal(each) for each in status["refused"])
     if status["subscriptions"]:
         yield Padding(_subscriptions(status["subscriptions"]), (0, 0, 0, 2), expand=False)
     shown = [each for each in status["partitions"] if everything or needs_attention(each)]
@@ -82,6 +83,11 @@ def _listener(listener: Mapping[str, Any] | None) -> str:
 
 def _gap(gap: Mapping[str, Any]) -> Text:
     return Text(f"  history was given up before {_moment(gap['until'])} ({gap['policy']})", style="red")
+
+
+def _refusal(refused: Mapping[str, Any]) -> Text:
+    where = f"{refused['partition']} waits since {_moment(refused['since'])}"
+    return Text(f"  the broker refuses {refused['key']}, {refused['bytes']} bytes: {where}: {refused['error']}", "red")
 
 
 def _subscriptions(subscriptions: Sequence[Mapping[str, Any]]) -> Table:

@@ -3,6 +3,12 @@ Publishing runs: one message a run, with the commit task as the link behind it.
 
 A message is a hint. If publishing fails the outcome is unknown, and the run is dispatched again later;
 the claim in MongoDB drops whatever arrives twice.
+
+A broker that is away takes nothing, a broker that is there may refuse one message: too large, or not to be
+serialised. Large messages therefore never travel with others. A batch that fails on two connections is tried run by
+run, the smallest first, each on a connection that works; a run that fails there while the broker takes a new
+connection right afterwards is refused (Redis ends the connection on which a message was too large). At the first
+connection that cannot be made all attempts end, so an absence costs no more than before.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from celery import Celery
@@ -24,6 +30,10 @@ from mongo_celery.broker.connection import bounded_connection, demand_answer
 from mongo_celery.broker.queues import declare_queues
 
 _BROKER_SECONDS = 5
+_LARGE_BYTES = 256 << 10
+_BATCH_ATTEMPTS = 2  # the first connection may have been cut while it was idle
+_REFUSALS_AT_FIRST = 3
+"""So many refusals before anything was taken mean that the broker takes nothing, as when its memory is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,27 @@ class Dispatch:
     attempt: int
     label: str
 
+    @property
+    def size(self) -> int:
+        """Bytes of its changes; the message is larger by its encoding."""
+        return sum(map(len, self.run.changes))
+
+
+@dataclass(slots=True)
+class Published:
+    """
+    What became of some dispatches; of those in neither list nobody knows it.
+
+    Attributes:
+        sent: the broker has taken them.
+        refused: the broker takes others, but not these.
+        failure: why the rest has to wait: the broker is away, or takes nothing.
+    """
+
+    sent: list[Dispatch] = field(default_factory=list)
+    refused: list[tuple[Dispatch, Exception]] = field(default_factory=list)
+    failure: Exception | None = None
+
 
 class Dispatcher:
     """Publishes for one bridge. Used by one thread."""
@@ -55,21 +86,23 @@ class Dispatcher:
         self._origin = f"listener.{options.name}.{os.getpid()}@{socket.gethostname()}"
         declare_queues(app, options.queue_names)
 
-    def publish(self, dispatches: Sequence[Dispatch]) -> None:
+    def publish(self, together: Sequence[Dispatch], alone: Sequence[Dispatch] = ()) -> Published:
         """
-        Publish in one batch where the transport can. Ends within a bound, also when the broker is frozen.
+        Publish, most of it in one batch where the transport can. Ends within a bound, also when the broker is frozen.
 
-        Raises:
-            Exception: of the broker's client; none, some or all of the messages may have been published.
+        Args:
+            together: what may share a batch.
+            alone: what the broker has refused before, and what may therefore harm only itself.
         """
+        done = Published()
         try:
-            producer = self._ready_producer()
-            with _batch(producer):
-                for dispatch in dispatches:
-                    self._publish(producer, dispatch)
-        except Exception:
+            self._publish_together([each for each in together if each.size < _LARGE_BYTES], done)
+            for dispatch in (*(each for each in together if each.size >= _LARGE_BYTES), *alone):
+                self._publish_alone(dispatch, done)
+        except Exception as error:  # noqa: BLE001 - whatever the broker's client raises: the outcome is unknown
             self.close()
-            raise
+            done.failure = error
+        return done
 
     def close(self) -> None:
         """Drop the connection; the next publish makes a new one."""
@@ -77,6 +110,39 @@ class Dispatcher:
         if connection is not None:
             with contextlib.suppress(Exception):
                 connection.release()
+
+    def _publish_together(self, dispatches: Sequence[Dispatch], done: Published) -> None:
+        if not dispatches:
+            return
+        for _ in range(_BATCH_ATTEMPTS):
+            producer = self._ready_producer()
+            try:
+                with _batch(producer):
+                    for dispatch in dispatches:
+                        self._publish(producer, dispatch)
+            except Exception:  # noqa: BLE001 - of the broker's client; what follows finds out what it means
+                self.close()
+                continue
+            done.sent += dispatches
+            return
+        for dispatch in sorted(dispatches, key=lambda each: each.size):
+            self._publish_alone(dispatch, done)
+            if len(done.refused) >= _REFUSALS_AT_FIRST and not done.sent:
+                raise done.refused[-1][1]
+
+    def _publish_alone(self, dispatch: Dispatch, done: Published) -> None:
+        """Publish one message on a connection that is known to work; raises when there is none."""
+        with self._careful_producer() as producer:
+            try:
+                self._publish(producer, dispatch)
+            except Exception as error:  # noqa: BLE001 - of the broker's client, or of what makes the message
+                refusal = error
+            else:
+                done.sent.append(dispatch)
+                return
+        self.close()
+        self._ready_producer()  # raises where the broker is away: then nothing was refused
+        done.refused.append((dispatch, refusal))
 
     def _ready_producer(self) -> Any:
         """On a new connection the queues are declared: RabbitMQ drops a message to an unknown queue silently."""
@@ -88,6 +154,17 @@ class Dispatcher:
                 self._app.amqp.queues[name].bind(channel).declare()
             self._producer = self._app.amqp.Producer(channel, auto_declare=False)
         return self._producer
+
+    @contextlib.contextmanager
+    def _careful_producer(self) -> Iterator[Any]:
+        """
+        A producer for one message, on a new connection that nothing else shares.
+
+        RabbitMQ refuses a message by closing its channel some time later, so there it has to confirm this one.
+        """
+        with bounded_connection(self._app, _BROKER_SECONDS, confirm=True) as connection:
+            demand_answer(connection, _BROKER_SECONDS)
+            yield self._app.amqp.Producer(connection.default_channel, auto_declare=False)
 
     def _publish(self, producer: Any, dispatch: Dispatch) -> None:
         run = dispatch.run

@@ -21,6 +21,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.listener import draining
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
 from mongo_celery.bridge.listener.history import LostHistory
+from mongo_celery.bridge.listener.publishing import Publishing, refusals
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
 from mongo_celery.bridge.listener.takeover import Takeover, find_starts, open_position, take_over
@@ -28,7 +29,6 @@ from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
-from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import raise_if_final
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ _BUSY = 3
 _ITEMS_A_TURN = 2000
 _ITEMS_A_CHECK = 16
 _READ_AHEAD = 2000
-_BROKER_PAUSES = Pauses(first=0.5, longest=10.0)
 _COMPLAINT_SECONDS = 30.0
 
 
@@ -99,13 +98,11 @@ class Leader:
         )
         self._caught_up = False
         self._looked_at = self._swept_at = self._moved_at = 0.0
-        self._broker_failures = 0
-        self._broker_at = 0.0
         self._complained_at = -math.inf
         key = wiring.store.leases.signing_key()
         if key is None:
             raise LeaseLostError
-        self._dispatcher = Dispatcher(wiring.app, self._options, key)
+        self._publishing = Publishing(Dispatcher(wiring.app, self._options, key))
 
     def lead(self) -> None:
         """
@@ -127,7 +124,7 @@ class Leader:
             if self._reader is not None:
                 self._reader.stop()
             self._watermarks.store(self._subscriptions.values(), time.monotonic())
-            self._dispatcher.close()
+            self._publishing.close()
 
     def wake(self) -> None:
         """End the current wait; callable from any thread."""
@@ -141,7 +138,8 @@ class Leader:
             "buffered": sum(subscription.window.count for subscription in subscriptions),
             "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
             "caughtUp": self._caught_up,
-            "brokerDown": self._broker_failures > 0,
+            "brokerDown": self._publishing.is_down,
+            **refusals(tracker for subscription in subscriptions for tracker in subscription.trackers.values()),
         }
 
     # -- beginning ---------------------------------------------------------------------------------
@@ -329,29 +327,11 @@ class Leader:
 
     def _dispatch(self) -> None:
         now = time.monotonic()
-        if now < self._broker_at:
+        if now < self._publishing.ready_at:
             return
         due = [pair for subscription in self._subscriptions.values() for pair in subscription.due(now)]
-        if not due or not self._renewal.trusted():
-            return
-        try:
-            self._dispatcher.publish([dispatch for _, dispatch in due])
-        except Exception as error:  # noqa: BLE001 - whatever the broker's client raises: the outcome is unknown
-            pause = _BROKER_PAUSES.nth(self._broker_failures)
-            self._broker_failures += 1
-            self._broker_at = time.monotonic() + pause
-            logger.error(
-                "publishing failed, next try in %.1f s: %s",
-                pause,
-                error,
-                extra={"event": "publish_failed"},
-            )
-            return
-        self._broker_failures = 0
-        sent = time.monotonic()
-        for tracker, _ in due:
-            tracker.sent(sent)
-        self._moved_at = sent
+        if due and self._renewal.trusted() and self._publishing.publish(due):
+            self._moved_at = time.monotonic()
 
     # -- failures of the stream --------------------------------------------------------------------
 
@@ -368,7 +348,7 @@ class Leader:
         until = min(
             self._swept_at + _SWEEP_SECONDS,
             self._looked_at + self._look_pause(now),
-            max(next_run, self._broker_at),
+            max(next_run, self._publishing.ready_at),
         )
         pause = max(until - now, 0.0)
         if self._held is not None:  # full: new items cannot be taken in

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from datetime import datetime
 from enum import Enum
 from typing import Any
 
@@ -63,6 +64,28 @@ class GracePeriods:
     commit_grace: float
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """
+    The broker refuses the message of a partition's next run, while it takes others.
+
+    Attributes:
+        label: names the change, without contents of its document.
+        size: bytes of the run's changes.
+        error: the broker's reason.
+        since: when it was first refused.
+        count: how often it was refused.
+        until: monotonic time of the next attempt.
+    """
+
+    label: str
+    size: int
+    error: str
+    since: datetime
+    count: int
+    until: float
+
+
 class Tracker:
     """
     One partition in one term.
@@ -73,6 +96,7 @@ class Tracker:
         ready_at: monotonic time from which the next run may be dispatched; infinite while something is out
             or the partition stands still.
         attempt: how often the change at the head was dispatched, for the task id.
+        refusal: why the broker does not take the next run; None while nothing is wrong.
     """
 
     def __init__(self, partition_id: str, image: Image, version: int, graces: GracePeriods, now: float) -> None:
@@ -81,6 +105,7 @@ class Tracker:
         self.outstanding: Outstanding | None = None
         self.ready_at = _NEVER
         self.attempt = 0
+        self.refusal: Refusal | None = None
         self._version = version
         self._graces = graces
         self._repeats = 0
@@ -99,9 +124,15 @@ class Tracker:
         """A run that begins with `next_sequence` was published."""
         self.outstanding = Outstanding(self.next_sequence, self.image.fence, now)
         self.ready_at = _NEVER
+        self.refusal = None
         self.attempt += 1
         self._repeats += self._is_repeat
         self._is_repeat = False
+
+    def refused(self, refusal: Refusal) -> None:
+        """The run that begins with `next_sequence` was refused: this partition waits, and no other."""
+        self.refusal = refusal
+        self.ready_at = refusal.until
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in a newer image."""
@@ -110,6 +141,7 @@ class Tracker:
             if image.committed != self.image.committed:
                 self.attempt = self._repeats = 0
                 self._is_repeat = False
+                self.refusal = None
         self.image = image
         if image.epoch != self._version:  # a smaller one: what was won is gone, and somebody has put it there anew
             return Step.SUPERSEDED
@@ -133,7 +165,8 @@ class Tracker:
             self.outstanding = Outstanding(image.committed + 1, image.fence - 1, now)
             self.ready_at = _NEVER
         else:
-            self.ready_at = now + max(image.due_in, 0.0) if image.state == "flowing" else _NEVER
+            due = max(now + max(image.due_in, 0.0), self.refusal.until if self.refusal else 0.0)
+            self.ready_at = due if image.state == "flowing" else _NEVER
         return Step.WAIT
 
     def _is_given_up(self, image: Image) -> bool:

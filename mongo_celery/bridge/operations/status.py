@@ -73,6 +73,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `outstanding`, `buffered`: changes under way and waiting, from the listener's report. Without one,
       `outstanding` counts the partitions that are claimed, and `buffered` is 0 where nobody leads and None
       where a new listener has not reported yet.
+    - `refused`: some of the messages that the broker refuses while it takes others, `refused_count` of them in all:
+      their partition, the change, its bytes, the broker's reason and since when.
     - a subscription's `state` is that of its worst partition (`halted`, `paused`, `parked`, `flowing`), or
       `new` (registered, but no listener has led with it yet), or `unregistered`.
 
@@ -139,6 +141,8 @@ def shape(facts: Facts) -> dict[str, Any]:
         "buffered_bytes": report.get("bufferedBytes", None if live else 0),
         "caught_up": report.get("caughtUp", False),
         "broker_down": report.get("brokerDown", False),
+        "refused": [{**each, "since": _iso(each["since"])} for each in report.get("refused", ())],
+        "refused_count": report.get("refusedCount", 0),
         "dead_letters": sum(facts.dead_letters.values()),
         "gaps": [_gap(gap) for gap in lease.get("gaps", ())],
         "generation": lease.get("generation", 0),
