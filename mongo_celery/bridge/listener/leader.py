@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import pymongo
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener import draining
@@ -24,11 +25,12 @@ from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.publishing import Publishing, refusals
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
-from mongo_celery.bridge.listener.takeover import Takeover, find_starts, open_position, take_over
+from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover, find_starts, open_position, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
+from mongo_celery.mongo.table import call_timeout
 from mongo_celery.mongo.verdicts import raise_if_final
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ _ITEMS_A_TURN = 2000
 _ITEMS_A_CHECK = 16
 _READ_AHEAD = 2000
 _COMPLAINT_SECONDS = 30.0
+_LOCKED_NAMED = 10
 
 
 class Relayout(Exception):  # noqa: N818 - not an error: the layout has changed, lead again
@@ -87,6 +90,7 @@ class Leader:
         self._reader: StreamReader | None = None
         self._subscriptions: dict[str, Subscription] = {}
         self._takeover: Takeover | None = None
+        self._locked: LockedPartitions | None = None
         self._watermarks = Watermarks(self._store, renewal, scope.fingerprint, self.report)
         self._history = LostHistory(
             self._store,
@@ -123,7 +127,8 @@ class Leader:
         finally:
             if self._reader is not None:
                 self._reader.stop()
-            self._watermarks.store(self._subscriptions.values(), time.monotonic())
+            with pymongo.timeout(call_timeout(self._options.lease_ttl)):  # one call's time for all, however it ends
+                self._watermarks.store(self._subscriptions.values(), time.monotonic())
             self._publishing.close()
 
     def wake(self) -> None:
@@ -139,6 +144,7 @@ class Leader:
             "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
             "caughtUp": self._caught_up,
             "brokerDown": self._publishing.is_down,
+            "locked": self._locked.names[:_LOCKED_NAMED] if self._locked is not None else [],
             **refusals(tracker for subscription in subscriptions for tracker in subscription.trackers.values()),
         }
 
@@ -169,6 +175,9 @@ class Leader:
             }
             trackers = make_trackers(images, ids, takeover.version, self._options)
             subscriptions[handler.name] = Subscription(self._options, plan, trackers)
+        self._locked = LockedPartitions(
+            self._store, takeover.version, [each for led in subscriptions.values() for each in led.trackers.values()]
+        )
         self._subscriptions = subscriptions  # at once: the renewal thread reports from it
         self._read_from(open_position(starts, self._scope.fingerprint))
 
@@ -195,6 +204,7 @@ class Leader:
         now = time.monotonic()
         self._take_in(now)
         try:
+            self._win_locked(now)
             self._look(now)
             self._drain()
         except PyMongoError as error:
@@ -299,6 +309,12 @@ class Leader:
             )
             assert image.claim is not None, "only a claim has an expiry"
             self._store.partitions.clear_impossible_claim(tracker.partition_id, image.fence, image.claim["until"])
+
+    def _win_locked(self, now: float) -> None:
+        """Take over, one by one, what an open transaction had kept from the take-over."""
+        assert self._locked is not None, "a term wins the rest after it has taken over"
+        for image in self._locked.win(now):
+            self._observe(image, time.monotonic())
 
     def _look_pause(self, now: float) -> float:
         """Short after something moved, longer while handlers take their time; infinite with nothing out."""

@@ -11,7 +11,8 @@ the protocol, the sweep:
    the monotonic clock from the latest of my last dispatch, the last change seen, and the first successful
    read that showed the claim lapsed. It doubles with each repetition up to five minutes, because a message
    may just be waiting behind slow ones.
-4. a claim that was taken and has ended without an outcome (a retry, a recorded crash): its message is used
+4. a partition that is not won yet belongs to an older term: wait, and take in what that term commits.
+5. a claim that was taken and has ended without an outcome (a retry, a recorded crash): its message is used
    up, so the change is dispatched as soon as it is due.
 """
 
@@ -97,6 +98,8 @@ class Tracker:
             or the partition stands still.
         attempt: how often the change at the head was dispatched, for the task id.
         refusal: why the broker does not take the next run; None while nothing is wrong.
+        won: whether the take-over has raised the partition's epoch to this term's; if not, an open transaction has
+            locked it, and an older term may still act there.
     """
 
     def __init__(self, partition_id: str, image: Image, version: int, graces: GracePeriods, now: float) -> None:
@@ -106,6 +109,7 @@ class Tracker:
         self.ready_at = _NEVER
         self.attempt = 0
         self.refusal: Refusal | None = None
+        self.won = image.epoch >= version
         self._version = version
         self._graces = graces
         self._repeats = 0
@@ -143,8 +147,8 @@ class Tracker:
                 self._is_repeat = False
                 self.refusal = None
         self.image = image
-        if image.epoch != self._version:  # a smaller one: what was won is gone, and somebody has put it there anew
-            return Step.SUPERSEDED
+        if image.epoch != self._version or not self.won:
+            return self._under_another_term(image, now)
         if self.outstanding is None:
             return self._without_run(image, now)
         if image.committed != self.outstanding.first - 1:
@@ -157,6 +161,22 @@ class Tracker:
             self.outstanding.lapsed_at = None
             return self._suspicious(image, now)
         return self._unclaimed(self.outstanding, image, now)
+
+    def _under_another_term(self, image: Image, now: float) -> Step:
+        """
+        What an older term does in a locked partition is awaited like a run of mine, until the partition is won.
+
+        Else my term is over; a smaller epoch says that what was won is gone, and somebody has put it there anew.
+        """
+        if self.won or image.epoch > self._version:
+            return Step.SUPERSEDED
+        run, self.outstanding, self.ready_at = self.outstanding, None, _NEVER
+        self.won = image.epoch == self._version
+        if self.won:
+            self._without_run(image, now)
+            return Step.ENDED
+        self.outstanding = Outstanding(image.committed + 1, image.fence, now)
+        return Step.ENDED if run is not None and image.committed != run.first - 1 else Step.WAIT
 
     def _without_run(self, image: Image, now: float) -> Step:
         """Nothing of mine is out: adopt what runs, or be ready when the head is due."""
