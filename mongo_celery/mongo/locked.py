@@ -3,14 +3,17 @@ Updating many documents around those that an open transaction has written.
 
 A plain update waits for such a document until that transaction ends, for a minute by default
 (`transactionLifetimeLimitSeconds`), and whatever lies behind it waits too. Within a transaction of one's own the
-server refuses the same write at once. So the plain update has a short time; after that, halves and halves of
-halves are tried in transactions, until what is locked stands alone. Nothing then waits for a lock.
+server refuses the same write at once. So the plain update has a short time; after that, groups, and parts of the
+groups that were refused, are tried in transactions, until what is locked stands alone. Nothing then waits for a lock.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pymongo
@@ -21,6 +24,9 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.mongo.table import Table, Update
 
 _PATIENCE_SECONDS = 1.0
+_ATTEMPT_SECONDS = 0.5
+_GROUP = 128
+_PARTS = 4
 _TRANSIENT = "TransientTransactionError"
 
 
@@ -43,38 +49,40 @@ def update_around_locks(table: Table, scope: Mapping[str, Any], condition: Mappi
         if not error.timeout:
             raise
     left = [document["_id"] for document in table.find(query, {"_id": 1})]
-    update_unlocked(table, [left], condition, change)
+    update_unlocked(table, left, condition, change, seconds=2 * table.timeout)
 
 
 def update_unlocked(
-    table: Table, groups: Iterable[Sequence[Any]], condition: Mapping[str, Any], change: Update
+    table: Table, ids: Sequence[Any], condition: Mapping[str, Any], change: Update, *, seconds: float
 ) -> None:
     """
-    Update documents by `_id`, without waiting for those that are locked; ends within the time of one call of the table.
+    Update documents by `_id` that fulfil a condition, without waiting for those that are locked; ends within a time.
 
-    Args:
-        table: where.
-        groups: what is tried in one transaction, and in halves where something of it is locked.
-        condition: what a document must fulfil at that time, beside its `_id`.
-        change: the update.
+    What the time did not suffice for is chosen by chance, so that repeating this reaches everything that is free.
     """
-    until = time.monotonic() + table.timeout
-    pending = [group for group in groups if group]
+    until = time.monotonic() + seconds
+    pending = deque(_parts(ids, _GROUP))
+    random.shuffle(pending)
     with table.collection.database.client.start_session() as session:
         while pending and time.monotonic() < until:
-            group = pending.pop(0)
-            if not _updated(table, session, {"_id": {"$in": list(group)}, **condition}, change) and len(group) > 1:
-                half = len(group) // 2
-                pending += [group[:half], group[half:]]
+            group = pending.popleft()
+            done = _updated(table, session, {"_id": {"$in": list(group)}, **condition}, change)
+            if not done and len(group) > 1:
+                pending.extend(_parts(group, math.ceil(len(group) / _PARTS)))
+
+
+def _parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _updated(table: Table, session: ClientSession, query: Mapping[str, Any], change: Update) -> bool:
     """Whether the update was made; one that met a lock has changed nothing. The next one ends what this leaves open."""
     session.start_transaction(write_concern=WriteConcern("majority"))
+    limit = min(table.timeout, _ATTEMPT_SECONDS)
     try:
-        with table.limit():
+        with pymongo.timeout(limit):
             table.collection.update_many(query, change, session=session)
-        with table.limit():
+        with pymongo.timeout(limit):
             session.commit_transaction()
     except OperationFailure as error:
         if session.in_transaction:

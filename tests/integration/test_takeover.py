@@ -154,6 +154,29 @@ def test_a_locked_partition_keeps_no_other_from_being_won(begin: Callable[[], Te
     assert {document["epoch"] for document in begin().documents().values()} == {before.version, rig.version}
 
 
+def test_many_locked_partitions_are_found_among_very_many(
+    mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """P12: as after the death of a machine with many workers; each lock keeps its own partition only."""
+    begin_term(mongo_client, state_database, _PARTITIONS, names_of(_MANY)).take_over()
+    rig = begin_term(mongo_client, state_database, _PARTITIONS, names_of(_MANY))
+    locked = {where(number % _PARTITIONS, f"handler_{number}") for number in range(0, _MANY, 3)}
+    with open_transaction(mongo_client, state_database, *locked):
+        rig.take_over()
+
+        def all_others_are_won() -> bool:
+            rig.store.partitions.win(_left(rig), rig.version)  # a slow machine may not have found all at once
+            return _left(rig) == locked
+
+        wait_for(all_others_are_won)
+    rig.store.partitions.win(locked, rig.version)
+    assert not _left(rig)
+
+
+def _left(rig: TermRig) -> set[str]:
+    return {name for name, document in rig.documents().items() if document["epoch"] < rig.version}
+
+
 def _images(takeover: Takeover, epoch: int) -> list[Any]:
     return [image for images in takeover.images.values() for image in images if image.epoch == epoch]
 

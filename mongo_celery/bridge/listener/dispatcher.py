@@ -5,10 +5,10 @@ A message is a hint. If publishing fails the outcome is unknown, and the run is 
 the claim in MongoDB drops whatever arrives twice.
 
 A broker that is away takes nothing, a broker that is there may refuse one message: too large, or not to be
-serialised. Large messages therefore never travel with others. A batch that fails on two connections is tried run by
-run, the smallest first, each on a connection that works; a run that fails there while the broker takes a new
-connection right afterwards is refused (Redis ends the connection on which a message was too large). At the first
-connection that cannot be made all attempts end, so an absence costs no more than before.
+serialised. A change that is larger than `run_bytes` therefore never travels with others. A batch that fails on two
+connections is tried run by run, the smallest first, on a connection that works; a run that fails there while the
+broker takes a new connection right afterwards is refused (Redis ends the connection on which a message was too
+large). At the first connection that cannot be made all attempts end, so an absence costs no more than before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from mongo_celery.broker.connection import bounded_connection, demand_answer
 from mongo_celery.broker.queues import declare_queues
 
 _BROKER_SECONDS = 5
-_LARGE_BYTES = 256 << 10
 _BATCH_ATTEMPTS = 2  # the first connection may have been cut while it was idle
 _REFUSALS_AT_FIRST = 3
 """So many refusals before anything was taken mean that the broker takes nothing, as when its memory is full."""
@@ -83,6 +82,7 @@ class Dispatcher:
         self._key = key
         self._connection: Connection | None = None
         self._producer: Any = None
+        self._careful: Connection | None = None
         self._origin = f"listener.{options.name}.{os.getpid()}@{socket.gethostname()}"
         declare_queues(app, options.queue_names)
 
@@ -95,13 +95,15 @@ class Dispatcher:
             alone: what the broker has refused before, and what may therefore harm only itself.
         """
         done = Published()
+        largest = self._options.run_bytes
         try:
-            self._publish_together([each for each in together if each.size < _LARGE_BYTES], done)
-            for dispatch in (*(each for each in together if each.size >= _LARGE_BYTES), *alone):
+            self._publish_together([each for each in together if each.size <= largest], done)
+            for dispatch in (*(each for each in together if each.size > largest), *alone):
                 self._publish_alone(dispatch, done)
         except Exception as error:  # noqa: BLE001 - whatever the broker's client raises: the outcome is unknown
             self.close()
             done.failure = error
+        self._release_careful()
         return done
 
     def close(self) -> None:
@@ -120,6 +122,7 @@ class Dispatcher:
                 with _batch(producer):
                     for dispatch in dispatches:
                         self._publish(producer, dispatch)
+                self._demand_verdict()
             except Exception:  # noqa: BLE001 - of the broker's client; what follows finds out what it means
                 self.close()
                 continue
@@ -132,16 +135,16 @@ class Dispatcher:
 
     def _publish_alone(self, dispatch: Dispatch, done: Published) -> None:
         """Publish one message on a connection that is known to work; raises when there is none."""
-        with self._careful_producer() as producer:
-            try:
-                self._publish(producer, dispatch)
-            except Exception as error:  # noqa: BLE001 - of the broker's client, or of what makes the message
-                refusal = error
-            else:
-                done.sent.append(dispatch)
-                return
-        self.close()
-        self._ready_producer()  # raises where the broker is away: then nothing was refused
+        producer = self._careful_producer()
+        try:
+            self._publish(producer, dispatch)
+        except Exception as error:  # noqa: BLE001 - of the broker's client, or of what makes the message
+            refusal = error
+        else:
+            done.sent.append(dispatch)
+            return
+        self._release_careful()
+        self._careful_producer()  # raises where the broker is away: then nothing was refused
         done.refused.append((dispatch, refusal))
 
     def _ready_producer(self) -> Any:
@@ -155,16 +158,29 @@ class Dispatcher:
             self._producer = self._app.amqp.Producer(channel, auto_declare=False)
         return self._producer
 
-    @contextlib.contextmanager
-    def _careful_producer(self) -> Iterator[Any]:
-        """
-        A producer for one message, on a new connection that nothing else shares.
+    def _demand_verdict(self) -> None:
+        """RabbitMQ answers no publishing: what it refused, with all behind it, shows at the channel's next call."""
+        connection = self._connection
+        if connection is not None and connection.transport.driver_type == "amqp":
+            channel: Any = connection.default_channel
+            channel.queue_declare(self._options.queue_names[0], passive=True)
 
-        RabbitMQ refuses a message by closing its channel some time later, so there it has to confirm this one.
+    def _careful_producer(self) -> Any:
         """
-        with bounded_connection(self._app, _BROKER_SECONDS, confirm=True) as connection:
-            demand_answer(connection, _BROKER_SECONDS)
-            yield self._app.amqp.Producer(connection.default_channel, auto_declare=False)
+        A producer on a connection that is made anew in each call of `publish`, and after each failure.
+
+        RabbitMQ refuses a message by closing its channel some time later, so there it has to confirm each one.
+        """
+        if self._careful is None:
+            self._careful = bounded_connection(self._app, _BROKER_SECONDS, confirm=True)
+            demand_answer(self._careful, _BROKER_SECONDS)
+        return self._app.amqp.Producer(self._careful.default_channel, auto_declare=False)
+
+    def _release_careful(self) -> None:
+        connection, self._careful = self._careful, None
+        if connection is not None:
+            with contextlib.suppress(Exception):
+                connection.release()
 
     def _publish(self, producer: Any, dispatch: Dispatch) -> None:
         run = dispatch.run

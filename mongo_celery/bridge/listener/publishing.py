@@ -117,7 +117,7 @@ def refusals(trackers: Iterable[Tracker]) -> dict[str, Any]:
         "refused": [
             {
                 "partition": tracker.partition_id,
-                "key": refusal.label,
+                "key": _storable(refusal.label),
                 "bytes": refusal.size,
                 "error": refusal.error,
                 "since": refusal.since,
@@ -132,4 +132,9 @@ def _reason(error: BaseException) -> str:
     """What the broker's client has said, and not what wraps it, in bounds."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {short(error)}"[:_REASON_CHARS]
+    return _storable(f"{type(error).__name__}: {short(error)}"[:_REASON_CHARS])
+
+
+def _storable(text: str) -> str:
+    """Without lone surrogates: BSON refuses them, and the lease that carries the report could not be renewed."""
+    return text.encode("utf-8", "replace").decode()

@@ -19,7 +19,6 @@ In this order, each step safe to repeat after a crash:
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +49,6 @@ logger = logging.getLogger("mongo_celery.listener")
 
 _ROUNDS = 10
 _LOCKED_PAUSE = 1.0
-_LOCKED_A_TIME = 16
 _NAMED_MAX = 10
 
 
@@ -171,16 +169,20 @@ class LockedPartitions:
         return [tracker.partition_id for tracker in self._locked]
 
     def win(self, now: float) -> list[Image]:
-        """Once a second, try again for some of them, without waiting; the images of these."""
+        """Once a second, try again, without waiting for any of them; their images."""
         self._locked = [tracker for tracker in self._locked if not tracker.won]
         if not self._locked or now - self._tried_at < _LOCKED_PAUSE:
             return []
         self._tried_at = now
-        some = random.sample(self.names, min(len(self._locked), _LOCKED_A_TIME))
-        images = self._store.partitions.win(some, self._version)
+        images = self._store.partitions.win(self.names, self._version)
         won = [f"{image.subscription}/{image.index}" for image in images if image.epoch == self._version]
         if won:
-            logger.info("took over %s, which had been locked", ", ".join(won), extra={"event": "partitions_unlocked"})
+            logger.info(
+                "took over %d partitions that had been locked, among them %s",
+                len(won),
+                ", ".join(won[:_NAMED_MAX]),
+                extra={"event": "partitions_unlocked", "count": len(won)},
+            )
         return images
 
 

@@ -75,6 +75,7 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       where a new listener has not reported yet.
     - `refused`: some of the messages that the broker refuses while it takes others, `refused_count` of them in all:
       their partition, the change, its bytes, the broker's reason and since when.
+    - `locked`: some of the partitions that this term could not win yet, because an open transaction has locked them.
     - a subscription's `state` is that of its worst partition (`halted`, `paused`, `parked`, `flowing`), or
       `new` (registered, but no listener has led with it yet), or `unregistered`.
 
@@ -143,6 +144,7 @@ def shape(facts: Facts) -> dict[str, Any]:
         "broker_down": report.get("brokerDown", False),
         "refused": [{**each, "since": _iso(each["since"])} for each in report.get("refused", ())],
         "refused_count": report.get("refusedCount", 0),
+        "locked": list(report.get("locked", ())),
         "dead_letters": sum(facts.dead_letters.values()),
         "gaps": [_gap(gap) for gap in lease.get("gaps", ())],
         "generation": lease.get("generation", 0),

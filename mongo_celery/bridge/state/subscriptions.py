@@ -17,7 +17,7 @@ from pymongo import UpdateOne
 from pymongo.collection import Collection
 
 from mongo_celery.mongo.expressions import literal
-from mongo_celery.mongo.table import Table, call_timeout
+from mongo_celery.mongo.table import Table, Update, call_timeout
 
 _DEFAULTS: dict[str, Any] = {
     "epoch": Int64(0),
@@ -54,7 +54,7 @@ class Subscriptions:
         Returns:
             The documents by name. One whose epoch is not `version` was not won.
         """
-        change = [
+        change: Update = [
             {"$replaceWith": {"$mergeObjects": [literal(_DEFAULTS), "$$ROOT"]}},
             {"$set": {"epoch": {"$max": ["$epoch", Int64(version)]}}},
         ]
