@@ -6,9 +6,9 @@ the claim in MongoDB drops whatever arrives twice.
 
 A broker that is away takes nothing, a broker that is there may refuse one message: too large, or not to be
 serialised. A change that is larger than `run_bytes` therefore never travels with others. A batch that fails on two
-connections is tried run by run, the smallest first, on a connection that works; a run that fails there while the
-broker takes a new connection right afterwards is refused (Redis ends the connection on which a message was too
-large). At the first connection that cannot be made all attempts end, so an absence costs no more than before.
+connections is tried run by run, the smallest first, on connections that work; a run that fails on two of them while
+the broker takes a third is refused (Redis ends the connection on which a message was too large). At the first
+connection that cannot be made all attempts end, so an absence costs no more than before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mongo_celery.broker.connection import bounded_connection, demand_answer
 from mongo_celery.broker.queues import declare_queues
 
 _BROKER_SECONDS = 5
-_BATCH_ATTEMPTS = 2  # the first connection may have been cut while it was idle
+_ATTEMPTS = 2  # the first connection may have been cut while it was idle, or a broker started again
 _REFUSALS_AT_FIRST = 3
 """So many refusals before anything was taken mean that the broker takes nothing, as when its memory is full."""
 
@@ -98,8 +98,11 @@ class Dispatcher:
         largest = self._options.run_bytes
         try:
             self._publish_together([each for each in together if each.size <= largest], done)
-            for dispatch in (*(each for each in together if each.size > largest), *alone):
-                self._publish_alone(dispatch, done)
+            for dispatch in together:
+                if dispatch.size > largest:
+                    self._publish_alone(dispatch, done)
+            for dispatch in alone:
+                self._publish_alone(dispatch, done, attempts=1)
         except Exception as error:  # noqa: BLE001 - whatever the broker's client raises: the outcome is unknown
             self.close()
             done.failure = error
@@ -116,7 +119,7 @@ class Dispatcher:
     def _publish_together(self, dispatches: Sequence[Dispatch], done: Published) -> None:
         if not dispatches:
             return
-        for _ in range(_BATCH_ATTEMPTS):
+        for _ in range(_ATTEMPTS):
             producer = self._ready_producer()
             try:
                 with _batch(producer):
@@ -133,19 +136,21 @@ class Dispatcher:
             if len(done.refused) >= _REFUSALS_AT_FIRST and not done.sent:
                 raise done.refused[-1][1]
 
-    def _publish_alone(self, dispatch: Dispatch, done: Published) -> None:
+    def _publish_alone(self, dispatch: Dispatch, done: Published, attempts: int = _ATTEMPTS) -> None:
         """Publish one message on a connection that is known to work; raises when there is none."""
-        producer = self._careful_producer()
-        try:
-            self._publish(producer, dispatch)
-        except Exception as error:  # noqa: BLE001 - of the broker's client, or of what makes the message
-            refusal = error
-        else:
+        refusals: list[Exception] = []
+        while len(refusals) < attempts:
+            producer = self._careful_producer()
+            try:
+                self._publish(producer, dispatch)
+            except Exception as error:  # noqa: BLE001 - of the broker's client, or of what makes the message
+                refusals.append(error)
+                self._release_careful()
+                continue
             done.sent.append(dispatch)
             return
-        self._release_careful()
         self._careful_producer()  # raises where the broker is away: then nothing was refused
-        done.refused.append((dispatch, refusal))
+        done.refused.append((dispatch, refusals[-1]))
 
     def _ready_producer(self) -> Any:
         """On a new connection the queues are declared: RabbitMQ drops a message to an unknown queue silently."""
@@ -172,6 +177,7 @@ class Dispatcher:
         RabbitMQ refuses a message by closing its channel some time later, so there it has to confirm each one.
         """
         if self._careful is None:
+            self._ready_producer()  # the queues are declared there
             self._careful = bounded_connection(self._app, _BROKER_SECONDS, confirm=True)
             demand_answer(self._careful, _BROKER_SECONDS)
         return self._app.amqp.Producer(self._careful.default_channel, auto_declare=False)

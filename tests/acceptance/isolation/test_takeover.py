@@ -14,6 +14,7 @@ import pytest
 from pymongo import MongoClient
 
 from tests.acceptance.chain_rig import Chain
+from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]
@@ -64,6 +65,22 @@ def test_a_partition_that_a_dead_client_has_locked_keeps_no_other_from_being_led
     chain.wait_done()
     second.wait_for_output("took over 1 partitions that had been locked")
     chain.judge()
+
+
+@pytest.mark.slow
+def test_a_listener_that_is_told_to_end_does_not_wait_for_a_frozen_mongodb(
+    make_chain: MakeChain, failpoint: Failpoint
+) -> None:
+    """P7: positions, the last renewal and the release have bounds that follow from `lease_ttl`, here two seconds."""
+    chain = make_chain(handlers=["plain"])
+    listener = chain.listener()
+    with failpoint(
+        failCommands=["update", "findAndModify"],
+        blockConnection=True,
+        blockTimeMS=90_000,
+        appName=chain.app_name("listener"),
+    ):
+        assert listener.terminate(timeout=60) == 0
 
 
 @contextmanager
