@@ -144,8 +144,9 @@ class Bridge:
             sources: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` where the URL names a database, a PyMongo
                 collection, a Django model or a MongoEngine document class.
             name: of the subscription; by default the function's. Its position is kept under this name.
-            operations: operation types; by default insert, update, replace and delete. `drop`, `rename`,
-                `dropDatabase` and `invalidate` come only to handlers that ask for them.
+            operations: operation types, or `"*"` for all; by default insert, update, replace and delete. `drop`,
+                `rename`, `dropDatabase` and `invalidate`, and with `show_expanded_events` `create`, `modify` ...,
+                come only to handlers that ask for them.
             fields: an update counts only when it touches one of these paths; inserts, replaces and deletes always.
             match: an aggregation expression over the event, computed by the server.
             partition_by: rule of the partition key; by default the bridge's.

@@ -22,7 +22,7 @@ from mongo_celery.app import Registry
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, early, merged
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.stream.source import Scope, Selector, scope_of
+from mongo_celery.bridge.stream.source import Scope, Selector, placed, scope_of
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.mongo.opening import ping, translated
@@ -173,8 +173,9 @@ class Wiring:
             pipeline=options.pipeline,
             full_document=options.full_document,
             before_change=options.full_document_before_change,
+            expanded=options.show_expanded_events,
         )
-        return selectors, scope
+        return placed(selectors, scope), scope
 
     # -- what this process has ---------------------------------------------------------------------
 
@@ -222,12 +223,13 @@ class Wiring:
         return part.get()
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
-        """A client of its own for one change stream, with a socket timeout in seconds."""
+        """A client of its own for one change stream, with a socket timeout in seconds; it repeats no reads."""
         keep_commands_out_of_logs()
         given = _url_options(self.url)
         options = _client_options(given)
         if "sockettimeoutms" not in given:
             options["sockettimeoutms"] = int(timeout * 1000)
+        options["retryreads"] = False  # whoever reads the stream opens it again, and nobody else
         return MongoClient(self.url, document_class=RawBSONDocument, **options)
 
     def collection(self, namespace: str) -> Collection[dict[str, Any]]:

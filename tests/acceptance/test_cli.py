@@ -187,6 +187,10 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     text = shop.changes("status").stdout
     assert "need attention" in text
     assert "a [bad] order" in text
+    level, found = shop.findings()
+    assert level == 1
+    assert "changes retry summarise --partition" in found["halted"]["message"]
+    assert "a [bad] order" in found["halted"]["message"]
 
     forgotten = shop.changes("retry", PROJECT_HANDLER="audit")
     assert "no handler in this app" in forgotten.stdout

@@ -209,6 +209,30 @@ def test_a_choice_that_is_not_available_says_so(name: str, value: str, sentence:
         make(**{name: value})
 
 
+def test_the_start_may_be_a_resume_token() -> None:
+    """As `change.resume_token` has it."""
+    token = {"_data": "826B02CA8B0000000F2B0229296E04"}
+    assert make(start_from=token).start_from == token
+    assert make(start_from={**token, "_typeBits": b"\x01"})
+
+
+@pytest.mark.parametrize(
+    "token", [{}, {"_data": 1}, {"_data": "82"}, {"_data": "826B02CA8B0000000G"}, {"_id": {"_data": "82" + "0" * 20}}]
+)
+def test_what_is_no_resume_token_is_refused(token: dict[str, Any]) -> None:
+    """P9: an event, a part of a token, or something else."""
+    with pytest.raises(ConfigurationError, match="is no resume token"):
+        make(start_from=token)
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_expanded_events_are_shown_or_not(value: object) -> None:
+    """P9: a text from a settings file is no answer."""
+    assert make(show_expanded_events=True).show_expanded_events
+    with pytest.raises(ConfigurationError, match=r"show_expanded_events=.* must be True or False"):
+        make(show_expanded_events=value)
+
+
 def test_the_start_may_be_a_time() -> None:
     """A Timestamp of the cluster or a datetime with a zone."""
     assert make(start_from=Timestamp(1, 2)).start_from == Timestamp(1, 2)

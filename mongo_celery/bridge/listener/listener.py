@@ -179,25 +179,26 @@ class Listener:
         )
         renewal = Renewal(leases, term, self._options.lease_ttl, self._report)
         renewal.start()
-        error: MongoCeleryError | None = None
+        ended_by: Exception | None = None
         try:
             self._lead_until_done(renewal, selectors, scope)
         except LeaseLostError:
             logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
         except PyMongoError as failure:
-            error = explained(failure, self._wiring.state_concern)
-            if error is not None:
-                raise error from failure
+            ended_by = explained(failure, self._wiring.state_concern)
+            if ended_by is not None:
+                raise ended_by from failure
             if not is_transient(failure):
+                ended_by = failure
                 raise
             logger.warning("leading ended: %s; standing by", failure, extra={"event": "lease_lost"})
-        except MongoCeleryError as failure:
-            error = failure
+        except Exception as failure:
+            ended_by = failure
             raise
         finally:
             self._leader = None
             renewal.stop()
-            self._release(leases, renewal, error)
+            self._release(leases, renewal, ended_by)
 
     def _lead_until_done(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:
         while True:
@@ -219,10 +220,10 @@ class Listener:
                 continue
             return
 
-    def _release(self, leases: Leases, renewal: Renewal, error: MongoCeleryError | None) -> None:
-        state = "idle" if error is None else ("history_lost" if isinstance(error, HistoryLostError) else "failed")
+    def _release(self, leases: Leases, renewal: Renewal, ended_by: Exception | None) -> None:
+        state = "idle" if ended_by is None else ("history_lost" if isinstance(ended_by, HistoryLostError) else "failed")
         try:
-            if leases.release(renewal.term, state, str(error) if error else None):
+            if leases.release(renewal.term, state, _sentence(ended_by)):
                 logger.info("lease released", extra={"event": "lease_released"})
         except PyMongoError as failure:
             logger.warning(
@@ -234,3 +235,10 @@ class Listener:
     def _report(self) -> dict[str, object]:
         leader = self._leader
         return leader.report() if leader is not None else {}
+
+
+def _sentence(error: Exception | None) -> str | None:
+    """What the lease keeps of the exception that ended a term; one that nobody foresaw is named by its class."""
+    if error is None:
+        return None
+    return str(error) if isinstance(error, MongoCeleryError) else f"{type(error).__name__}: {short(error)}"

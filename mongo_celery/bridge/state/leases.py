@@ -190,7 +190,12 @@ class Leases:
             dispatched any more.
         """
         started = time.monotonic()
-        change = {"expiresAt": after(self._ttl), "renewedAt": "$$NOW", "report": literal(dict(report))}
+        change = {
+            "expiresAt": after(self._ttl),
+            "renewedAt": "$$NOW",
+            "report": literal(dict(report)),
+            "reportedAt": "$$NOW",
+        }
         document = self._table.find_and_update(self._mine(term), [{"$set": change}])
         if document is None:
             return None
@@ -242,7 +247,7 @@ class Leases:
         change: dict[str, Any] = {"report": dict(report) if report is not None else None}
         if token is not None:
             change |= {"resumeToken": dict(token), "clusterTime": cluster_time}
-        return self._table.update(self._mine(term), {"$set": change})
+        return self._table.update(self._mine(term), {"$set": change, "$currentDate": {"reportedAt": True}})
 
     def record_gap(
         self,
@@ -264,9 +269,17 @@ class Leases:
         return self._table.update(self._mine(term), change)
 
     def read(self) -> dict[str, Any] | None:
-        """The lease document, or None before the first start; `live` says whether somebody holds it now."""
-        live = {"$gt": ["$expiresAt", "$$NOW"]}
-        found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$set": {"live": live}}])
+        """
+        The lease document, or None before the first start.
+
+        Two verdicts of the server come with it: `live`, whether somebody holds it now, and `reportAge`, milliseconds
+        since the listener's last report.
+        """
+        verdicts = {
+            "live": {"$gt": ["$expiresAt", "$$NOW"]},
+            "reportAge": {"$subtract": ["$$NOW", "$reportedAt"]},
+        }
+        found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$set": verdicts}])
         return found[0] if found else None
 
     def signing_key(self) -> bytes | None:
