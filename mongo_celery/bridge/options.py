@@ -201,6 +201,11 @@ def merged(given: Mapping[str, Any], settings: Mapping[str, Any]) -> BridgeOptio
     below = {name: value for name, value in settings.items() if name != "database_url"}
     check_known(list(given), OPTION_NAMES, "option")
     check_known(list(below), OPTION_NAMES, "setting mongo_celery_")
+    if "name" in below:
+        raise ConfigurationError(
+            "setting mongo_celery_name comes too late, since a bridge needs its name before settings are read; use "
+            "Bridge(name='...').",
+        )
     return BridgeOptions(**{**below, **given})
 
 

@@ -11,6 +11,7 @@ from celery import Celery
 
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.embedded import RedisServer
 
@@ -26,7 +27,8 @@ def dispatch(number: int, size: int = _SMALL, label: str = "") -> Dispatch:
 
 
 def dispatcher_on(server: RedisServer) -> Dispatcher:
-    return Dispatcher(Celery("shop", broker=server.url), BridgeOptions(name="shop", partitions=4, queues=1), b"k" * 32)
+    options = BridgeOptions(name="shop", partitions=4, queues=1)
+    return Dispatcher(Celery("shop", broker=server.url), options, lambda: Sealing(b"k" * 32, "here"))
 
 
 def queued(server: RedisServer) -> int:

@@ -319,11 +319,14 @@ def test_arguments_win_over_settings_and_settings_over_defaults() -> None:
     assert (options.partitions, options.run_size, options.claim_ttl) == (2, 7, 10.0)
 
 
-def test_each_option_can_be_a_setting() -> None:
-    """No option can be given in one way only."""
+def test_each_option_but_the_name_can_be_a_setting() -> None:
+    """No other option can be given in one way only; a name in the settings is refused, not ignored."""
     defaults = {field.name: getattr(make(), field.name) for field in fields(BridgeOptions)}
     assert set(defaults) == set(OPTION_NAMES)
+    del defaults["name"]
     assert merged({}, defaults) == make()
+    with pytest.raises(ConfigurationError, match=r"mongo_celery_name comes too late.*Bridge\(name='...'\)"):
+        merged({}, {"name": "shop"})
 
 
 @pytest.mark.parametrize(
@@ -398,6 +401,6 @@ def test_the_default_database_is_that_of_the_url(url: str, database: str | None)
 
 def test_a_url_that_is_none_is_refused_without_showing_it() -> None:
     """P9: a URL may carry a password."""
-    with pytest.raises(ConfigurationError, match="MongoDB URL of bridge default is not valid") as caught:
+    with pytest.raises(ConfigurationError, match="MongoDB URL of bridge shop is not valid") as caught:
         _ = Bridge(celery_app(), "redis://user:secret@h").default_database
     assert "secret" not in str(caught.value)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mongo_celery.bridge.listener.tracker import LONGEST_GRACE, GracePeriods, Refusal, Step, Tracker
+from mongo_celery.bridge.listener.tracker import LONGEST_GRACE, GracePeriods, BrokerRefusal, Step, Tracker
 from mongo_celery.bridge.state.partitions import Image
 from tests.fixtures.samples import image
 
@@ -484,8 +484,8 @@ def test_a_lapsed_claim_whose_heartbeat_comes_after_all_is_adopted_again() -> No
 # A message that the broker refuses
 
 
-def refusal(until: float) -> Refusal:
-    return Refusal("(shop.orders insert 7 seq=1)", 12, "too large", datetime(2024, 1, 1, tzinfo=UTC), 1, until)
+def refusal(until: float) -> BrokerRefusal:
+    return BrokerRefusal("(shop.orders insert 7 seq=1)", 12, "too large", datetime(2024, 1, 1, tzinfo=UTC), 1, until)
 
 
 def test_a_refused_run_waits_for_its_own_next_attempt_whatever_is_read_meanwhile() -> None:

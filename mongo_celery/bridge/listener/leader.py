@@ -28,6 +28,7 @@ from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_t
 from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover, find_starts, open_position, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
+from mongo_celery.bridge.state.signing import sealing_of
 from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
 from mongo_celery.mongo.table import call_timeout
@@ -105,14 +106,11 @@ class Leader:
         self._full = ""
         self._opened_at = self._looked_at = self._swept_at = self._moved_at = 0.0
         self._complained_at = -math.inf
-        key = wiring.store.leases.signing_key()
-        if key is None:
-            raise LeaseLostError
-        self._publishing = Publishing(Dispatcher(wiring.app, self._options, key))
+        self._publishing = Publishing(Dispatcher(wiring.app, self._options, lambda: sealing_of(renewal.term.document)))
 
     def lead(self) -> None:
         """
-        Lead until told to stop or until the lease is no longer trusted.
+        Lead until told to stop, until newer definitions stand by, or until the lease is no longer trusted.
 
         Raises:
             LeaseLostError: somebody else leads.
@@ -124,6 +122,8 @@ class Leader:
             while not self._stopping.is_set():
                 if not self._renewal.trusted():
                     raise LeaseLostError
+                if self._renewal.overtaken:
+                    return
                 self._renewal.alive()
                 self._turn()
         finally:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
-from mongo_celery.bridge.listener.tracker import Refusal, Tracker
+from mongo_celery.bridge.listener.tracker import BrokerRefusal, Tracker
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
 
@@ -82,7 +82,7 @@ class Publishing:
         count = before.count if before else 0
         pause = _REFUSAL_PAUSES.nth(count)
         since = before.since if before else datetime.now(UTC)
-        tracker.refused(Refusal(dispatch.label, dispatch.size, _reason(error), since, count + 1, now + pause))
+        tracker.refused(BrokerRefusal(dispatch.label, dispatch.size, _reason(error), since, count + 1, now + pause))
         if count % _REPEATS_A_RECORD == 0:
             logger.error(
                 "the broker refuses the message of %s in partition %s (%d bytes of changes): %s. The partition waits "

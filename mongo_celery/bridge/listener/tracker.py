@@ -66,7 +66,7 @@ class GracePeriods:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class BrokerRefusal:
     """
     The broker refuses the message of a partition's next run, while it takes others.
 
@@ -108,7 +108,7 @@ class Tracker:
         self.outstanding: Outstanding | None = None
         self.ready_at = _NEVER
         self.attempt = 0
-        self.refusal: Refusal | None = None
+        self.refusal: BrokerRefusal | None = None
         self.won = image.epoch >= version
         self._version = version
         self._graces = graces
@@ -133,7 +133,7 @@ class Tracker:
         self._repeats += self._is_repeat
         self._is_repeat = False
 
-    def refused(self, refusal: Refusal) -> None:
+    def refused(self, refusal: BrokerRefusal) -> None:
         """The run that begins with `next_sequence` was refused: this partition waits, and no other."""
         self.refusal = refusal
         self.ready_at = refusal.until

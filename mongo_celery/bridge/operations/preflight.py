@@ -16,6 +16,7 @@ from mongo_celery.bridge.operations.broker_check import check_broker
 from mongo_celery.bridge.operations.deployment import check_mongodb
 from mongo_celery.bridge.operations.encryption import check_encryption
 from mongo_celery.bridge.operations.findings import Finding, error, ok
+from mongo_celery.bridge.operations.lease_check import check_lease
 from mongo_celery.bridge.operations.state_check import check_state
 from mongo_celery.bridge.operations.worker_check import check_workers
 from mongo_celery.bridge.worker.tasks import overridden_attributes
@@ -45,6 +46,7 @@ def check(wiring: Wiring) -> list[Finding]:
     mongodb = _guarded("mongodb", lambda: check_mongodb(wiring.reach(), wiring), concern)
     found += mongodb
     if not any(finding.name in {"mongodb", "state_rights"} and finding.level == "error" for finding in mongodb):
+        found += _guarded("lease", lambda: check_lease(wiring), concern)
         found += _guarded("state", lambda: check_state(wiring), concern)
     broker = _guarded("broker", lambda: check_broker(wiring.app), concern)
     found += broker
