@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mongo_celery.bridge.listener.tracker import LONGEST_GRACE, GracePeriods, BrokerRefusal, Step, Tracker
+from mongo_celery.bridge.listener.tracker import LONGEST_GRACE, BrokerRefusal, GracePeriods, Step, Tracker
 from mongo_celery.bridge.state.partitions import Image
 from tests.fixtures.samples import image
 
