@@ -28,9 +28,7 @@ def judge_state(status: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _standing(status["partitions"])
     letters = status["dead_letters"]
     if letters:
-        yield warning(
-            "dead_letters", f"{letters} changes were set aside; look at them, and repair what they say."
-        )
+        yield warning("dead_letters", f"{letters} changes were set aside; look at them, and repair what they say.")
     unserved = [each["name"] for each in status["subscriptions"] if each["state"] == "unregistered"]
     if unserved:
         yield warning(
