@@ -90,6 +90,23 @@ def _check_flows(options: BridgeOptions, takeover: Takeover, name: str, image: I
         )
 
 
+def check_can_read(options: BridgeOptions, takeover: Takeover, subscriptions: Iterable[Subscription]) -> None:
+    """
+    Refuse a change of layout that waits for what cannot be read any more.
+
+    Raises:
+        LayoutError: a subscription has lost its history in front of what its partitions have done.
+    """
+    for subscription in subscriptions:
+        position = _data_of(takeover.documents[subscription.name])
+        if subscription.lost and any(image.data > position for image in takeover.images[subscription.name]):
+            raise LayoutError(
+                f"The partitions of bridge {options.name} cannot change from {takeover.layout.partitions} to "
+                f"{takeover.wanted.partitions}: handler {subscription.name} has lost its history. Decide first: "
+                f"`celery -A ... changes go-on {subscription.name} --from oldest` or `--from now`.",
+            )
+
+
 def _check_is_drained(options: BridgeOptions, takeover: Takeover, orphan: OrphanedSubscription) -> None:
     position = _data_of(orphan.document)
     for image in orphan.images:

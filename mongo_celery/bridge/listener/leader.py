@@ -22,10 +22,12 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.listener import draining
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
 from mongo_celery.bridge.listener.history import LostHistory
+from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.publishing import Publishing, refusals
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.starts import find_starts
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
-from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover, find_starts, open_position, take_over
+from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.signing import sealing_of
@@ -102,6 +104,7 @@ class Leader:
             decision=on_history_lost,
             fingerprint=scope.fingerprint,
         )
+        self._horizon = Horizon(wiring)
         self._at_end = False
         self._full = ""
         self._opened_at = self._looked_at = self._swept_at = self._moved_at = 0.0
@@ -118,6 +121,7 @@ class Leader:
             MongoCeleryError: something that waiting cannot cure.
         """
         self._begin()
+        self._horizon.start()
         try:
             while not self._stopping.is_set():
                 if not self._renewal.trusted():
@@ -129,6 +133,7 @@ class Leader:
         finally:
             if self._reader is not None:
                 self._reader.stop()
+            self._horizon.stop()
             with pymongo.timeout(call_timeout(self._options.lease_ttl)):  # one call's time for all, however it ends
                 self._watermarks.store(self._subscriptions.values(), time.monotonic())
             self._publishing.close()
@@ -141,6 +146,7 @@ class Leader:
         """What `status` shows of this term beside the stored positions."""
         subscriptions = list(self._subscriptions.values())
         standing = sum(len(subscription.standing) for subscription in subscriptions)
+        lost = (subscription.lost for subscription in subscriptions)
         reading = self._reading()
         refused = refusals(tracker for subscription in subscriptions for tracker in subscription.trackers.values())
         stuck = standing or refused["refusedCount"] or reading["unreadSeconds"]
@@ -149,11 +155,13 @@ class Leader:
             "buffered": sum(subscription.window.count for subscription in subscriptions),
             "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
             "standing": standing,
-            "caughtUp": self._at_end and not stuck,
+            "caughtUp": self._at_end and not stuck and not any(lost),
             "brokerDown": self._publishing.is_down,
             "locked": self._locked.names[:_LOCKED_NAMED] if self._locked is not None else [],
             **refused,
             **reading,
+            "atRisk": [risk.report() for risk in self._horizon.risks],
+            "held": [place for each in subscriptions if each.has_gap for place in each.held()],
         }
 
     def _reading(self) -> dict[str, Any]:
@@ -202,7 +210,21 @@ class Leader:
             self._store, takeover.version, [each for led in subscriptions.values() for each in led.trackers.values()]
         )
         self._subscriptions = subscriptions  # at once: the renewal thread reports from it
-        self._read_from(open_position(starts, self._scope.fingerprint))
+        position = self._history.begin(subscriptions, starts, self._watermarks)
+        if takeover.layout is not takeover.wanted:
+            draining.check_can_read(self._options, takeover, subscriptions.values())
+        self._read_on(position)
+
+    def _read_on(self, position: Position | None) -> None:
+        """Read from there, and nothing more of what was read before; or not at all, where nobody can be read."""
+        if self._reader is not None:
+            self._reader.stop()
+        # A place that the reader before hands over at this very moment must not be taken for the new one's.
+        self._inbox = SimpleQueue()
+        self._held = None
+        self._at_end = False
+        if position is not None:
+            self._read_from(position)
 
     def _read_from(self, position: Position) -> None:
         logger.info(
@@ -230,6 +252,7 @@ class Leader:
         try:
             self._win_locked(now)
             self._look(now)
+            self._look_at_history(now)
             self._drain()
         except PyMongoError as error:
             raise_if_final(error, self._wiring.state_concern)
@@ -378,7 +401,14 @@ class Leader:
     def _failed(self, error: MongoCeleryError) -> None:
         if not isinstance(error, HistoryLostError):
             raise error
-        self._read_from(self._history.go_on(error, self._subscriptions, self._watermarks))
+        self._read_on(self._history.go_on(error, self._subscriptions, self._watermarks))
+
+    def _look_at_history(self, now: float) -> None:
+        """Warn of histories that are about to be lost, and go on where somebody has decided about a lost one."""
+        self._horizon.judge(self._subscriptions.values())
+        position = self._history.look(self._subscriptions, self._watermarks, now)
+        if position is not None:
+            self._read_on(position)
 
     # -- waiting -----------------------------------------------------------------------------------
 

@@ -82,12 +82,18 @@ class Watermarks:
 
     def _moved(self, subscription: Subscription) -> Mark | None:
         mark = subscription.window.watermark
-        if mark is None or mark is subscription.stored or self._below_floor(subscription.name, mark):
+        if (
+            subscription.lost
+            or mark is None
+            or mark is subscription.stored
+            or self._below_floor(subscription.name, mark)
+        ):
             return None
         return mark
 
     def _record_smallest(self, subscriptions: Collection[Subscription]) -> None:
-        marks = [subscription.stored for subscription in subscriptions]
+        # One that has lost its history is left out: a handler that is added later begins at this position.
+        marks = [subscription.stored for subscription in subscriptions if not subscription.lost]
         known = [mark for mark in marks if mark is not None]
         smallest = min(known, key=lambda mark: mark.data) if known and len(known) == len(marks) else None
         report = self._report()

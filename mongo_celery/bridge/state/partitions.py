@@ -43,6 +43,9 @@ _DEFAULTS: dict[str, Any] = {
     "state": "flowing",
 }
 
+_TRACES = ("resumeToken", "claim", "handled", "retry", "single", "head")
+"""Fields that are null in a partition at which nobody has ever worked."""
+
 _PROJECTION: dict[str, Any] = {
     **dict.fromkeys(_DEFAULTS, 1),
     "live": {"$gt": ["$claim.until", "$$NOW"]},
@@ -183,6 +186,13 @@ class Partitions:
     def of(self, subscriptions: Iterable[str], generation: int) -> list[Image]:
         """All partitions of some subscriptions in a generation."""
         return self._images(self._scope(subscriptions, generation))
+
+    def are_touched(self, subscription: str) -> bool:
+        """Whether anything has ever been claimed, decided or stored in a subscription's partitions, of any layout."""
+        marks: list[dict[str, Any]] = [{name: {"$ne": None}} for name in _TRACES]
+        traces = [{"committed": {"$gt": 0}}, {"state": {"$nin": ["flowing", "closed"]}}, *marks]
+        found = self._table.find_one({**_under(f"{self._bridge}/{subscription}/"), "$or": traces}, {"_id": 1})
+        return found is not None
 
     def clear_impossible_claim(self, partition_id: str, fence: int, until: Any) -> bool:
         """

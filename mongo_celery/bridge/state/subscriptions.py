@@ -1,8 +1,12 @@
 """
 A subscription's own position: its start, its low watermark and the fingerprint of the stream it came from.
 
-Every write is guarded by `epoch`, which a take-over sets to the version of its lease: a listener whose
-term has ended can move nothing here. A watermark only grows.
+Every write of a listener is guarded by `epoch`, which a take-over sets to the version of its lease: a listener
+whose term has ended can move nothing here. A watermark only grows.
+
+A subscription whose place the oplog no longer holds carries `lost`: `since`, `at` (its place), `oldest` (the oldest
+entry that was seen then, or null), `error`, and `goOn` once somebody has decided: `policy`, `time` (of the decision),
+for the listener to act on. It counts only while the subscription stands at `at`.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from pymongo import UpdateOne
 from pymongo.collection import Collection
 
 from mongo_celery.mongo.expressions import literal
+from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import Table, Update, call_timeout
 
 _DEFAULTS: dict[str, Any] = {
@@ -26,6 +31,8 @@ _DEFAULTS: dict[str, Any] = {
     "fingerprint": None,
     "startAtOperationTime": None,
 }
+
+_GAPS_KEPT = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +82,12 @@ class Subscriptions:
         guard = {"_id": self._id(name), "epoch": version, "startAtOperationTime": None}
         return self._table.update(guard, {"$set": change})
 
-    def move_start(self, name: str, version: int, start: Timestamp) -> bool:
+    def move_start(self, name: str, version: int, start: Timestamp, policy: str) -> bool:
         """
         Begin again at a later time, after history was lost and an operator decided to go on.
 
         The token is dropped, since the server no longer accepts it; what partitions have committed stays. A start
-        that was pinned later still is kept.
+        that was pinned later still is kept. What is given up is noted among `gaps` by the same write.
 
         Returns:
             False when the epoch has moved on, or the subscription stands behind this time already.
@@ -92,10 +99,57 @@ class Subscriptions:
                 "$or": [{"clusterTime": None}, {"clusterTime": {"$lte": start}}],
             },
             [
-                {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}}},
+                {"$set": {"gaps": _with_gap(start, policy)}},
+                {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}, "lost": None}},
                 {"$set": {"resumeToken": None, "clusterTime": "$startAtOperationTime", "fingerprint": None}},
             ],
         )
+
+    def pin_again(self, name: str, version: int, start: Timestamp, policy: str) -> bool:
+        """
+        Begin later than was pinned, where nothing was ever stored: the pinned place rolled away before it was read.
+
+        Returns:
+            False when the epoch has moved on, or a place was stored.
+        """
+        never = {"resumeToken": None, "clusterTime": None}
+        return self._table.update(
+            {"_id": self._id(name), "epoch": version, **never},
+            [
+                {"$set": {"gaps": _with_gap(start, policy)}},
+                {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}, "lost": None}},
+            ],
+        )
+
+    def mark_lost(self, name: str, version: int, place: Timestamp, oldest: Timestamp | None, error: str) -> bool:
+        """
+        Record that the place of a subscription can no longer be read, and that nobody has decided.
+
+        Returns:
+            False when the epoch has moved on.
+        """
+        lost = {"at": place, "oldest": oldest, "error": error, "goOn": None}
+        change = {"lost": {"$mergeObjects": [{"since": "$$NOW"}, literal(lost)]}}
+        return self._table.update({"_id": self._id(name), "epoch": version}, [{"$set": change}])
+
+    def clear_lost(self, name: str, version: int) -> bool:
+        """The place can be read after all; False when the epoch has moved on."""
+        return self._table.update({"_id": self._id(name), "epoch": version}, {"$set": {"lost": None}})
+
+    def decide(self, name: str, seen: Mapping[str, Any], policy: str, now: Timestamp) -> bool:
+        """
+        Record an operator's decision on lost history, for the listener to act on.
+
+        Args:
+            seen: `lost` as the operator has seen it.
+            policy: `oldest` or `now`.
+            now: the time that `now` means.
+
+        Returns:
+            False when `lost` is another one by now.
+        """
+        change = {"lost.goOn": {"policy": policy, "time": now}}
+        return self._table.update({"_id": self._id(name), "lost": dict(seen)}, {"$set": change})
 
     def advance(
         self,
@@ -138,6 +192,29 @@ class Subscriptions:
 
     def _id(self, name: str) -> str:
         return f"{self._bridge}/{name}"
+
+
+def _with_gap(start: Timestamp, policy: str) -> dict[str, Any]:
+    """The noted gaps, the last 20 of them, and one more: from where it stands to where it goes on."""
+    place = {"$ifNull": ["$clusterTime", "$startAtOperationTime"]}
+    gap = {"from": place, "until": start, "policy": literal(policy), "at": "$$NOW"}
+    return {"$slice": [{"$concatArrays": [{"$ifNull": ["$gaps", []]}, [gap]]}, -_GAPS_KEPT]}
+
+
+def lost_in(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a stored document says of its lost history; None where it stands elsewhere by now, or has lost none."""
+    lost, start = document.get("lost"), document.get("startAtOperationTime")
+    if not lost or start is None:
+        return None
+    return lost if lost.get("at") == max(start, document.get("clusterTime") or start) else None
+
+
+def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bool:
+    """Whether a change of this subscription can no longer be read: it lies in history that was lost, or given up."""
+    start, time_ = document.get("startAtOperationTime"), time_of_token(token, None)
+    if start is None or time_ is None:
+        return False
+    return bool(time_ < max(start, (lost_in(document) or {}).get("oldest") or start))
 
 
 def name_in(document: Mapping[str, Any]) -> str:
