@@ -50,6 +50,7 @@ def _parts(status: Mapping[str, Any], *, everything: bool) -> Iterable[Renderabl
     if status["reading_waits"]:
         yield Text(f"  reading waits: {status['reading_waits']}", style="yellow")
     yield from (_gap(gap) for gap in status["gaps"])
+    yield from (_refusal(each) for each in status["refused"])
     if status["subscriptions"]:
         yield Padding(_subscriptions(status["subscriptions"]), (0, 0, 0, 2), expand=False)
         yield from (line for each in status["subscriptions"] for line in _history(each))
@@ -107,6 +108,11 @@ def _history(subscription: Mapping[str, Any]) -> Iterable[Text]:
         )
     elif share is not None and share >= _NOTABLE_SHARE and subscription["state"] != "unregistered":
         yield Text(f"  {share:.0%} of the oplog's window lie behind {name}; at 100% its history is lost", style="red")
+
+
+def _refusal(refused: Mapping[str, Any]) -> Text:
+    where = f"{refused['partition']} waits since {_moment(refused['since'])}"
+    return Text(f"  the broker refuses {refused['key']}, {refused['bytes']} bytes: {where}: {refused['error']}", "red")
 
 
 def _subscriptions(subscriptions: Sequence[Mapping[str, Any]]) -> Table:

@@ -37,7 +37,7 @@ def test_preparing_twice_changes_nothing_that_exists(rig: Rig) -> None:
     """P4: a crash in the middle of a preparation is repeated by the next term."""
     rig.claim()
     before = rig.document
-    rig.partitions.prepare(SUBSCRIPTION, 0, 3, LATER, token(9))
+    rig.partitions.prepare({SUBSCRIPTION: token(9)}, 0, 3, LATER)
     assert rig.document == before
     others = [image for image in rig.partitions.of([SUBSCRIPTION], 0) if image.index]
     assert [(image.index, image.token) for image in others] == [(1, token(9)), (2, token(9))]
@@ -46,20 +46,20 @@ def test_preparing_twice_changes_nothing_that_exists(rig: Rig) -> None:
 
 def test_names_that_begin_alike_are_kept_apart(rig: Rig) -> None:
     """A generation 1 is not 10, and a handler `a` is not `a_b`."""
-    rig.partitions.prepare(SUBSCRIPTION, 10, 1, VERSION)
-    rig.partitions.prepare(SUBSCRIPTION, 1, 1, VERSION)
-    rig.partitions.prepare(f"{SUBSCRIPTION}_more", 1, 1, VERSION)
-    assert len(rig.partitions.take_over(SUBSCRIPTION, 1, LATER)) == 1
+    rig.partitions.prepare({SUBSCRIPTION: None}, 10, 1, VERSION)
+    rig.partitions.prepare({SUBSCRIPTION: None}, 1, 1, VERSION)
+    rig.partitions.prepare({f"{SUBSCRIPTION}_more": None}, 1, 1, VERSION)
+    assert len(rig.partitions.take_over([SUBSCRIPTION], 1, LATER)) == 1
     taken = {document["_id"] for document in rig.documents.find({"epoch": LATER})}
     assert taken == {f"{BRIDGE}/{SUBSCRIPTION}/1/0"}
-    rig.partitions.discard(SUBSCRIPTION, 1, LATER)
+    rig.partitions.discard([SUBSCRIPTION], 1, LATER)
     assert rig.documents.count_documents({}) == 3
 
 
 def test_discarding_leaves_what_a_later_term_has_prepared(rig: Rig) -> None:
     """P1: there the generation may be in force, and at work."""
-    rig.partitions.prepare(SUBSCRIPTION, 1, 2, LATER)
-    rig.partitions.discard(SUBSCRIPTION, 1, VERSION)
+    rig.partitions.prepare({SUBSCRIPTION: None}, 1, 2, LATER)
+    rig.partitions.discard([SUBSCRIPTION], 1, VERSION)
     assert rig.documents.count_documents({}) == 3
 
 
@@ -400,8 +400,7 @@ TRACES = (
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: next(iter(trace)))
 def test_one_trace_of_work_shows_that_a_subscription_was_begun(rig: Rig, trace: dict[str, Any]) -> None:
     """P1: also in an old layout; what was begun is not begun again somewhere else without a decision."""
-    rig.partitions.prepare("record", 0, 2, VERSION)
-    rig.partitions.prepare("recorder", 0, 2, VERSION)
+    rig.partitions.prepare({"record": None, "recorder": None}, 0, 2, VERSION)
     rig.partitions.close_others(1, VERSION)
     assert not rig.partitions.are_touched("record")
     rig.documents.update_one({"_id": f"{BRIDGE}/record/0/1"}, {"$set": trace})

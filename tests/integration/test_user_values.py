@@ -87,7 +87,7 @@ def test_a_date_that_an_older_version_has_stored_ends_nobody(rig: Rig, millis: i
     rig.spoil(retry={"count": 1, "crashes": 0, "notBefore": DatetimeMS(millis), "error": "x"})
     image = rig.image
     assert image.due_in == LONGEST_SECONDS
-    assert [each.index for each in rig.partitions.take_over(SUBSCRIPTION, 0, VERSION)] == [0]
+    assert [each.index for each in rig.partitions.take_over([SUBSCRIPTION], 0, VERSION)] == [0]
     assert rig.partitions.retry(image, 0)
     assert rig.try_claim() is not None
 

@@ -5,7 +5,10 @@ In this order, each step safe to repeat after a crash:
 
 1. subscriptions and partitions are raised to the new version; from then on no message of an older term
    can claim. A larger epoch (after a rewind, or a lease that was restored from a backup) raises the
-   lease's version above it, and the step begins again. All generations but the one in force are closed.
+   lease's version above it, and the step begins again. All generations but the one in force are closed. Each
+   is one write and one read for all handlers, and of bulk writes it does not matter where one was interrupted:
+   what they made is read afterwards, by majority. A partition that an open transaction has locked is left out:
+   see `LockedPartitions`.
 2. the layout is compared with the options; another layout means that this term drains the old one.
 3. the start is pinned where there is none (`starts`).
 """
@@ -13,12 +16,14 @@ In this order, each step safe to repeat after a crash:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.tracker import Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME
 from mongo_celery.bridge.state.leases import Layout, layout_of
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.listener")
 
 _ROUNDS = 10
+_LOCKED_PAUSE = 1.0
+_NAMED_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +88,9 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
     for _ in range(_ROUNDS):
         version = renewal.term.version
         documents = store.subscriptions.take_over(names, version)
-        images: dict[str, Sequence[Image]] = {}
-        for name in names:
-            token = documents[name]["resumeToken"]
-            store.partitions.prepare(name, layout.generation, layout.partitions, version, token)
-            images[name] = _won(store, name, layout, version)
+        positions = {name: documents[name]["resumeToken"] for name in names}
+        store.partitions.prepare(positions, layout.generation, layout.partitions, version)
+        images = _won(store, names, layout, version)
         orphans = [] if layout is wanted else _orphans(store, names, layout, version)
         largest = max([store.partitions.largest_epoch()] + [document["epoch"] for document in documents.values()])
         if largest <= version:
@@ -102,19 +107,72 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
     raise LeaseLostError
 
 
-def _won(store: Store, name: str, layout: Layout, version: int) -> list[Image]:
+def _won(store: Store, names: Sequence[str], layout: Layout, version: int) -> dict[str, Sequence[Image]]:
     """A listener with other options, whose flip came too late, may have left partitions that belong to nobody."""
-    images = store.partitions.take_over(name, layout.generation, version)
-    return [image for image in images if image.index < layout.partitions]
+    images: dict[str, list[Image]] = {name: [] for name in names}
+    for image in store.partitions.take_over(names, layout.generation, version):
+        if image.index < layout.partitions:
+            images[image.subscription].append(image)
+    return dict(images)
 
 
 def _orphans(store: Store, names: Sequence[str], layout: Layout, version: int) -> list[OrphanedSubscription]:
     documents = {name_in(document): document for document in store.subscriptions.read_all()}
-    return [
-        OrphanedSubscription(name, document, _won(store, name, layout, version))
-        for name, document in documents.items()
-        if name not in names
-    ]
+    left = [name for name in documents if name not in names]
+    images = _won(store, left, layout, version)
+    return [OrphanedSubscription(name, documents[name], images[name]) for name in left]
+
+
+class LockedPartitions:
+    """
+    The partitions that a take-over could not win, because a transaction that nobody ends has written them.
+
+    Most often its client died in the middle of a transactional handler; the server ends it after
+    `transactionLifetimeLimitSeconds`. Until then the partition keeps its older epoch. Messages of that term may still
+    claim and commit there, in order, as they might have before the take-over; this term dispatches nothing there,
+    and its tracker counts the partition as outstanding, so that no watermark passes it but by what is committed.
+
+    Args:
+        store: of the bridge.
+        version: of this term.
+        trackers: all partitions of this term.
+    """
+
+    def __init__(self, store: Store, version: int, trackers: Iterable[Tracker]) -> None:
+        self._store = store
+        self._version = version
+        self._locked = [tracker for tracker in trackers if not tracker.won]
+        self._tried_at = time.monotonic()
+        if self._locked:
+            logger.warning(
+                "%d partitions are locked by open transactions, among them %s: they are taken over when these end, "
+                "which the server does after transactionLifetimeLimitSeconds at the latest. All others are led",
+                len(self._locked),
+                ", ".join(self.names[:_NAMED_MAX]),
+                extra={"event": "partitions_locked", "count": len(self._locked)},
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """The `_id`s of the partitions that are not won yet."""
+        return [tracker.partition_id for tracker in self._locked]
+
+    def win(self, now: float) -> list[Image]:
+        """Once a second, try again, without waiting for any of them; their images."""
+        self._locked = [tracker for tracker in self._locked if not tracker.won]
+        if not self._locked or now - self._tried_at < _LOCKED_PAUSE:
+            return []
+        self._tried_at = now
+        images = self._store.partitions.win(self.names, self._version)
+        won = [f"{image.subscription}/{image.index}" for image in images if image.epoch == self._version]
+        if won:
+            logger.info(
+                "took over %d partitions that had been locked, among them %s",
+                len(won),
+                ", ".join(won[:_NAMED_MAX]),
+                extra={"event": "partitions_unlocked", "count": len(won)},
+            )
+        return images
 
 
 def _wanted_layout(stored: Layout | None, options: BridgeOptions, handlers: Sequence[Handler]) -> Layout:

@@ -11,7 +11,8 @@ the protocol, the sweep:
    the monotonic clock from the latest of my last dispatch, the last change seen, and the first successful
    read that showed the claim lapsed. It doubles with each repetition up to five minutes, because a message
    may just be waiting behind slow ones.
-4. a claim that was taken and has ended without an outcome (a retry, a recorded crash): its message is used
+4. a partition that is not won yet belongs to an older term: wait, and take in what that term commits.
+5. a claim that was taken and has ended without an outcome (a retry, a recorded crash): its message is used
    up, so the change is dispatched as soon as it is due.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from datetime import datetime
 from enum import Enum
 from typing import Any
 
@@ -63,6 +65,28 @@ class GracePeriods:
     commit_grace: float
 
 
+@dataclass(frozen=True, slots=True)
+class BrokerRefusal:
+    """
+    The broker refuses the message of a partition's next run, while it takes others.
+
+    Attributes:
+        label: names the change, without contents of its document.
+        size: bytes of the run's changes.
+        error: the broker's reason.
+        since: when it was first refused.
+        count: how often it was refused.
+        until: monotonic time of the next attempt.
+    """
+
+    label: str
+    size: int
+    error: str
+    since: datetime
+    count: int
+    until: float
+
+
 class Tracker:
     """
     One partition in one term.
@@ -73,6 +97,9 @@ class Tracker:
         ready_at: monotonic time from which the next run may be dispatched; infinite while something is out
             or the partition stands still.
         attempt: how often the change at the head was dispatched, for the task id.
+        refusal: why the broker does not take the next run; None while nothing is wrong.
+        won: whether the take-over has raised the partition's epoch to this term's; if not, an open transaction has
+            locked it, and an older term may still act there.
     """
 
     def __init__(self, partition_id: str, image: Image, version: int, graces: GracePeriods, now: float) -> None:
@@ -81,6 +108,8 @@ class Tracker:
         self.outstanding: Outstanding | None = None
         self.ready_at = _NEVER
         self.attempt = 0
+        self.refusal: BrokerRefusal | None = None
+        self.won = image.epoch >= version
         self._version = version
         self._graces = graces
         self._repeats = 0
@@ -99,9 +128,15 @@ class Tracker:
         """A run that begins with `next_sequence` was published."""
         self.outstanding = Outstanding(self.next_sequence, self.image.fence, now)
         self.ready_at = _NEVER
+        self.refusal = None
         self.attempt += 1
         self._repeats += self._is_repeat
         self._is_repeat = False
+
+    def refused(self, refusal: BrokerRefusal) -> None:
+        """The run that begins with `next_sequence` was refused: this partition waits, and no other."""
+        self.refusal = refusal
+        self.ready_at = refusal.until
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in a newer image."""
@@ -110,9 +145,10 @@ class Tracker:
             if image.committed != self.image.committed:
                 self.attempt = self._repeats = 0
                 self._is_repeat = False
+                self.refusal = None
         self.image = image
-        if image.epoch != self._version:  # a smaller one: what was won is gone, and somebody has put it there anew
-            return Step.SUPERSEDED
+        if image.epoch != self._version or not self.won:
+            return self._under_another_term(image, now)
         if self.outstanding is None:
             return self._without_run(image, now)
         if image.committed != self.outstanding.first - 1:
@@ -126,6 +162,22 @@ class Tracker:
             return self._suspicious(image, now)
         return self._unclaimed(self.outstanding, image, now)
 
+    def _under_another_term(self, image: Image, now: float) -> Step:
+        """
+        What an older term does in a locked partition is awaited like a run of mine, until the partition is won.
+
+        Else my term is over; a smaller epoch says that what was won is gone, and somebody has put it there anew.
+        """
+        if self.won or image.epoch > self._version:
+            return Step.SUPERSEDED
+        run, self.outstanding, self.ready_at = self.outstanding, None, _NEVER
+        self.won = image.epoch == self._version
+        if self.won:
+            self._without_run(image, now)
+            return Step.ENDED
+        self.outstanding = Outstanding(image.committed + 1, image.fence, now)
+        return Step.ENDED if run is not None and image.committed != run.first - 1 else Step.WAIT
+
     def _without_run(self, image: Image, now: float) -> Step:
         """Nothing of mine is out: adopt what runs, or be ready when the head is due."""
         if image.handled is not None or (image.claim is not None and not self._is_given_up(image)):
@@ -133,7 +185,8 @@ class Tracker:
             self.outstanding = Outstanding(image.committed + 1, image.fence - 1, now)
             self.ready_at = _NEVER
         else:
-            self.ready_at = now + max(image.due_in, 0.0) if image.state == "flowing" else _NEVER
+            due = max(now + max(image.due_in, 0.0), self.refusal.until if self.refusal else 0.0)
+            self.ready_at = due if image.state == "flowing" else _NEVER
         return Step.WAIT
 
     def _is_given_up(self, image: Image) -> bool:

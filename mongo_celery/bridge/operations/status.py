@@ -76,6 +76,9 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `outstanding`, `buffered`: changes under way and waiting, from the listener's report. Without one,
       `outstanding` counts the partitions that are claimed, and `buffered` is 0 where nobody leads and None
       where a new listener has not reported yet.
+    - `refused`: some of the messages that the broker refuses while it takes others, `refused_count` of them in all:
+      their partition, the change, its bytes, the broker's reason and since when.
+    - `locked`: some of the partitions that this term could not win yet, because an open transaction has locked them.
     - `caught_up`: the listener has read to the end of the stream within the last seconds, and nothing stands.
       `standing` counts the partitions whose next change waits for a person or for its retry time.
     - `unread_seconds`: for how long no read of the stream has succeeded; 0 while one does every few seconds, None
@@ -154,6 +157,9 @@ def shape(facts: Facts) -> dict[str, Any]:
         "standing": report.get("standing"),
         "caught_up": report.get("caughtUp", False),
         "broker_down": report.get("brokerDown", False),
+        "refused": [{**each, "since": _iso(each["since"])} for each in report.get("refused", ())],
+        "refused_count": report.get("refusedCount", 0),
+        "locked": list(report.get("locked", ())),
         "unread_seconds": _unread(lease, report),
         "reading_waits": report.get("readingWaits"),
         "reopenings": report.get("reopenings"),

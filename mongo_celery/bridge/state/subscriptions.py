@@ -11,16 +11,18 @@ for the listener to act on. It counts only while the subscription stands at `at`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bson import Timestamp
 from bson.int64 import Int64
+from pymongo import UpdateOne
 from pymongo.collection import Collection
 
 from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.oplog import time_of_token
-from mongo_celery.mongo.table import Table, call_timeout
+from mongo_celery.mongo.table import Table, Update, call_timeout
 
 _DEFAULTS: dict[str, Any] = {
     "epoch": Int64(0),
@@ -31,6 +33,16 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 _GAPS_KEPT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """A watermark to be stored: of which subscription, under which version, with its token and cluster time."""
+
+    name: str
+    version: int
+    token: Mapping[str, Any]
+    cluster_time: Timestamp | None
 
 
 class Subscriptions:
@@ -44,21 +56,18 @@ class Subscriptions:
         """
         Raise the epoch of each subscription to this version, creating what is missing.
 
+        Two calls, however many they are. Somebody else who creates one at the same time may leave it with its epoch.
+
         Returns:
-            The documents by name. One whose epoch is larger than `version` was not won.
+            The documents by name. One whose epoch is not `version` was not won.
         """
-        with self._table.limit():
-            for name in names:
-                self._table.update(
-                    {"_id": self._id(name)},
-                    [
-                        {"$replaceWith": {"$mergeObjects": [literal(_DEFAULTS), "$$ROOT"]}},
-                        {"$set": {"epoch": {"$max": ["$epoch", Int64(version)]}}},
-                    ],
-                    upsert=True,
-                )
-            wanted = {self._id(name): name for name in names}
-            return {wanted[doc["_id"]]: doc for doc in self._table.find({"_id": {"$in": list(wanted)}})}
+        change: Update = [
+            {"$replaceWith": {"$mergeObjects": [literal(_DEFAULTS), "$$ROOT"]}},
+            {"$set": {"epoch": {"$max": ["$epoch", Int64(version)]}}},
+        ]
+        wanted = {self._id(name): name for name in names}
+        self._table.write_all([UpdateOne({"_id": where}, change, upsert=True) for where in wanted])
+        return {wanted[doc["_id"]]: doc for doc in self._table.find({"_id": {"$in": list(wanted)}})}
 
     def pin(self, name: str, version: int, start: Timestamp, position: Mapping[str, Any] | None) -> bool:
         """
@@ -156,13 +165,26 @@ class Subscriptions:
         Returns:
             False when the epoch has moved on (the term has ended) or the stored token is not smaller.
         """
-        change = {"resumeToken": dict(token), "clusterTime": cluster_time, "fingerprint": fingerprint}
+        return self._table.update(*self._advance(Advance(name, version, token, cluster_time), fingerprint))
+
+    def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
+        """
+        Store watermarks as `advance` does, in one call; which of them were refused is not said.
+
+        Raises:
+            PyMongoError: some may have been stored. Storing them again is harmless.
+        """
+        self._table.write_all([UpdateOne(*self._advance(each, fingerprint)) for each in advances])
+
+    def _advance(self, to: Advance, fingerprint: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Guard and change of storing a watermark."""
         guard = {
-            "_id": self._id(name),
-            "epoch": version,
-            "$or": [{"resumeToken": None}, {"resumeToken._data": {"$lt": token["_data"]}}],
+            "_id": self._id(to.name),
+            "epoch": to.version,
+            "$or": [{"resumeToken": None}, {"resumeToken._data": {"$lt": to.token["_data"]}}],
         }
-        return self._table.update(guard, {"$set": change})
+        change = {"resumeToken": dict(to.token), "clusterTime": to.cluster_time, "fingerprint": fingerprint}
+        return guard, {"$set": change}
 
     def note_refused(
         self,
