@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,7 @@ class Rolling(Chain):
         partition = (self.partition_of(item.handler, item.key) + 1) % self.partitions
         return next(self.keys(item.handler, partition))
 
-    def changes(self, *arguments: str) -> ProjectProcess:
+    def command(self, *arguments: str) -> ProjectProcess:
         """Run one of the commands on changes to its end."""
         process = self._processes.celery(
             APP,
@@ -101,8 +100,7 @@ class Rolling(Chain):
 
     def shown(self) -> dict[str, str]:
         """What `status` shows of each subscription."""
-        status = json.loads(self.changes("status", "--json").text)
-        return {each["name"]: each["state"] for each in status["subscriptions"]}
+        return {each["name"]: each["state"] for each in self.changes("status")["subscriptions"]}
 
 
 @pytest.fixture
@@ -162,13 +160,13 @@ def test_those_who_lost_their_history_stand_still_and_the_others_go_on(make_roll
     assert chain.shown() == {"halting": "history_lost", "plain": "flowing"}
     assert chain.starts(unread) == []
 
-    done = chain.changes("go-on", "halting", "--from", "oldest", "--yes")
+    done = chain.command("go-on", "halting", "--from", "oldest", "--yes")
     assert done.returncode == 0, done.text
     chain.wait_started(unread)
     assert chain.of(bad)["state"] == "halted", "its partitions stay as they are"
     assert [(gap["policy"], gap["subscriptions"]) for gap in chain.lease["gaps"]] == [("oldest", ["halting"])]
     where = ("halting", "--partition", str(chain.partition_of("halting", bad.key)))
-    gone = chain.changes("retry", *where)
+    gone = chain.command("retry", *where)
     assert (gone.returncode, "can no longer be read" in gone.text) == (1, True), gone.text
     assert chain.of(bad)["state"] == "halted", "a retry of nothing would hide what is lost"
     assert again.running
@@ -211,9 +209,9 @@ def test_what_is_buffered_outlives_the_oplog_and_a_listener_warns_before(make_ro
     chain.roll(beside="plain")
 
     listener.wait_for_output(r"handler halting .*partition 0.*halted.*changes retry halting --partition 0")
-    assert chain.changes("retry", "halting", "--partition", "0").returncode == 0
+    assert chain.command("retry", "halting", "--partition", "0").returncode == 0
     chain.wait_state(bad, lambda state: state["state"] == "halted" and state["retry"])
-    assert chain.changes("retry", "halting", "--partition", "0").returncode == 0
+    assert chain.command("retry", "halting", "--partition", "0").returncode == 0
 
     chain.wait_done()
     assert len(chain.starts(behind)) == 1
