@@ -42,6 +42,7 @@ from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import dead_letter
 from mongo_celery.bridge.stream.source import strip_flags
+from mongo_celery.bridge.worker.departure import is_leaving
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, StaleFencingTokenError
@@ -123,14 +124,13 @@ class Execution:
         if claim.crashes > self._wiring.options.max_crashes:
             self._fail(claim, self._crashed(claim), self._run.changes[0])
         beats = self._wiring.of_process(WorkerRuntime).heartbeats
-        beat = None if self._handler.transactional else beats.begin(claim, started)
+        beat = beats.begin(claim, started, renew=not self._handler.transactional)
         token = current.set(self)
         try:
-            self._run_changes(claim, call, lambda: beat is not None and beat.lost)
+            self._run_changes(claim, call, lambda: beat.lost)
         finally:
             current.reset(token)
-            if beat is not None:
-                beats.end(beat)
+            beats.end(beat)
 
     def handle_in(self, session: ClientSession, change: Change) -> None:
         """The last write of a transactional handler's transaction; SupersededError when a newer execution decides."""
@@ -187,10 +187,11 @@ class Execution:
             self._store.claims.relinquish(self._run.partition_id, owner)
         except PyMongoError:
             logger.warning(
-                "could not end the claim of %s; it will lapse",
+                "could not end the claim of %s yet; tried again while this process lives, else it lapses",
                 self._run.partition_id,
                 extra={"event": "claim_not_ended"},
             )
+            self._wiring.of_process(WorkerRuntime).heartbeats.settle(self._run.partition_id, owner)
 
     def _run_changes(
         self,
@@ -315,6 +316,8 @@ class Execution:
         try:
             if done is not None:
                 self._store.claims.handle(claim, done.seq, dict(done.resume_token))
+            elif is_leaving():  # a shutdown that was announced is nobody's crash
+                self._store.claims.relinquish(claim.partition_id, claim.owner)
             else:
                 self._store.claims.crash(claim, _text(error))
         except PyMongoError:
