@@ -1,4 +1,4 @@
-"""Hundreds of claims in one process, on a server that takes its time for each call."""
+"""Heartbeats on a real server: hundreds of claims in one process at slow calls, and what is settled after failures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 from pymongo import MongoClient
@@ -14,7 +15,8 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
-from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, token
+from tests.fixtures.process import wait_for
+from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, rig_of, token
 
 Document = dict[str, Any]
 Failpoint = Callable[..., AbstractContextManager[None]]
@@ -52,16 +54,14 @@ def test_hundreds_of_claims_of_a_process_stay_alive_at_a_tenth_of_a_second_a_cal
     documents = make_client()[state_database]["partitions"]
     ends = {"$add": ["$$NOW", int(TTL_SECONDS * 1000)]}
     beats = Heartbeats(store.claims, TTL_SECONDS)
-    with failpoint(
-        failCommands=["update"], appName="many_heartbeats", blockConnection=True, blockTimeMS=SLOW_MILLIS
-    ):
+    with failpoint(failCommands=["update"], appName="many_heartbeats", blockConnection=True, blockTimeMS=SLOW_MILLIS):
         documents.update_many({}, [{"$set": {"claim.until": ends, "claim.ttl": int(TTL_SECONDS * 1000)}}])
         started = time.monotonic()
         with ThreadPoolExecutor(16) as threads:
             held = list(threads.map(lambda claim: beats.begin(claim, started), claims))
         first_end = max(image.claim["until"] for image in store.partitions.of([SUBSCRIPTION], 0) if image.claim)
         lapsed, least = set(), first_end
-        while least <= first_end:
+        while least <= first_end + timedelta(seconds=TTL_SECONDS / 2):  # each was renewed more than once
             images = store.partitions.of([SUBSCRIPTION], 0)
             lapsed |= {image.index for image in images if not image.live}
             least = min(image.claim["until"] for image in images if image.claim)
@@ -82,3 +82,17 @@ def test_the_claims_that_were_taken_over_are_found_among_hundreds(
     gone = {claim.partition_id for claim in claims[::50]}
     documents.update_many({"_id": {"$in": sorted(gone)}}, {"$set": {"claim.owner": "successor"}, "$inc": {"fence": 1}})
     assert {claim.partition_id for claim in store.claims.extend(claims)} == gone
+
+
+def test_a_claim_that_is_not_used_is_given_back_when_the_server_answers_again(
+    make_client: Callable[..., MongoClient[Document]], state_database: str, failpoint: Failpoint
+) -> None:
+    """P14: its handler was never started, so it must neither block its partition nor be charged."""
+    client = make_client(appname="settling")
+    rig = rig_of(client, state_database)
+    rig.claim(owner="unused", ttl=3600.0)
+    beats = Heartbeats(rig.claims, 1.5)
+    with failpoint(failCommands=["update"], appName="settling", closeConnection=True, mode={"times": 6}):
+        beats.settle(rig.where, "unused")
+        wait_for(lambda: rig.document["claim"] is None)
+    assert rig.claim(owner="next").crashes == 0
