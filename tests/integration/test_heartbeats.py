@@ -92,7 +92,7 @@ def test_a_claim_that_is_not_used_is_given_back_when_the_server_answers_again(
     rig = rig_of(client, state_database)
     rig.claim(owner="unused", ttl=3600.0)
     beats = Heartbeats(rig.claims, 1.5)
-    with failpoint(failCommands=["update"], appName="settling", closeConnection=True, mode={"times": 6}):
+    with failpoint(failCommands=["update"], appName="settling", closeConnection=True, mode={"times": 2}):
         beats.settle(rig.where, "unused")
         wait_for(lambda: rig.document["claim"] is None)
     assert rig.claim(owner="next").crashes == 0

@@ -20,6 +20,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener import draining
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
+from mongo_celery.bridge.listener.evidence import MessageEvidence
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
@@ -106,6 +107,7 @@ class Leader:
         if key is None:
             raise LeaseLostError
         self._dispatcher = Dispatcher(wiring.app, self._options, key)
+        self._evidence = MessageEvidence(wiring.app, self._options)
 
     def lead(self) -> None:
         """
@@ -128,6 +130,7 @@ class Leader:
                 self._reader.stop()
             self._watermarks.store(self._subscriptions.values(), time.monotonic())
             self._dispatcher.close()
+            self._evidence.close()
 
     def wake(self) -> None:
         """End the current wait; callable from any thread."""
@@ -260,7 +263,8 @@ class Leader:
     # -- looking at partitions ---------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        """Read partitions: all of them once a second, those with something out more often."""
+        """Read partitions: all of them once a second, those with something out more often; weigh what is known."""
+        began = time.monotonic()
         if now - self._swept_at >= _SWEEP_SECONDS:
             self._swept_at = self._looked_at = now
             assert self._takeover is not None, "a term looks after it has taken over"
@@ -277,6 +281,8 @@ class Leader:
         seen = time.monotonic()
         for image in images:
             self._observe(image, seen)
+        if self._evidence.weigh(self._subscriptions.values(), began, seen, broker_down=self._broker_failures > 0):
+            self._broker_at = 0.0  # it answers again: publish now, not at the next try
 
     def _observe(self, image: Image, now: float) -> None:
         subscription = self._subscriptions[image.subscription]

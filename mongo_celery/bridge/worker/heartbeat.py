@@ -15,7 +15,7 @@ process lives, and so it withdraws what was charged while it does:
 | what happened | what is settled |
 |---|---|
 | a heartbeat is refused | the crash is withdrawn |
-| an execution ends after its claim may have lapsed | the claim is given back if it still stands, the crash is withdrawn |
+| an execution ends after its claim may have lapsed | the claim is given back if it stands, the crash is withdrawn |
 | a claim whose answer was lost could not be ended | the same |
 | the handler itself kept the whole process busy for longer than the claim | nothing: this is the handler's doing |
 

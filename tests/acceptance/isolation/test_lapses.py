@@ -1,4 +1,4 @@
-"""What counts as a crash of a change: a worker that ends with its handler, not one that is slow, cut off or replaced."""
+"""What counts as a crash of a change: a worker that ends with its handler, not one that is slow or cut off."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def test_a_frozen_worker_that_wakes_is_no_crash(chain: Chain) -> None:
     chain.judge()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_cut_off_from_mongodb_is_no_crash(chain: Chain, failpoint: Failpoint) -> None:
     """P14: its handler goes on, its heartbeats do not get through, and another worker starts the change."""
     chain.listener()
