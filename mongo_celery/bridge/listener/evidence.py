@@ -175,14 +175,15 @@ class MessageEvidence:
     What is known of the messages of one term. Used by the leading thread.
 
     Args:
-        app: the Celery app, for its broker and the rate limits of its tasks.
+        app: the Celery app, for the rate limits of its tasks.
         options: of the bridge.
+        watch: of its broker.
     """
 
-    def __init__(self, app: Celery, options: BridgeOptions) -> None:
+    def __init__(self, app: Celery, options: BridgeOptions, watch: BrokerWatch) -> None:
         self._app = app
         self._options = options
-        self._watch = BrokerWatch(app)
+        self._watch = watch
         self._overdue_after = min(_OVERDUE_SECONDS, options.grace / 2)
         self._weighed_at = -math.inf
         self._returned_at = -math.inf

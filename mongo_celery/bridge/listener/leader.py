@@ -20,7 +20,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener import draining
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
-from mongo_celery.bridge.listener.evidence import MessageEvidence
+from mongo_celery.bridge.listener.evidence import BrokerWatch, MessageEvidence
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
@@ -107,7 +107,7 @@ class Leader:
         if key is None:
             raise LeaseLostError
         self._dispatcher = Dispatcher(wiring.app, self._options, key)
-        self._evidence = MessageEvidence(wiring.app, self._options)
+        self._evidence = MessageEvidence(wiring.app, self._options, BrokerWatch(wiring.app))
 
     def lead(self) -> None:
         """
