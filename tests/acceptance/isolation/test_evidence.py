@@ -38,26 +38,24 @@ def _wait_for_messages(chain: Chain, items: Iterable[Due]) -> None:
             wait_for(lambda queue=queue: broker.llen(queue))
 
 
-def _seconds_to_the_first_start(chain: Chain, since: int, *items: Due) -> float:
-    return (min(start.at for start in chain.starts(*items)) - since) / SECOND
+def _seconds_until_all_started(chain: Chain, since: int, items: list[Due]) -> float:
+    return (max(start.at for start in chain.starts(*items)) - since) / SECOND
 
 
-def _away_together(chain: Chain, seconds: float) -> int:
-    """Broker and workers go away, with what was sent; returns when the workers were back, which is after the broker."""
+def _seconds_after_an_absence(chain: Chain, seconds: float) -> float:
+    """Broker and workers go away with what was sent; how long after the return of both, one by one, all of it ran."""
     items = chain.write_many("plain", [f"k{number}" for number in range(6)], 1)
     _wait_for_messages(chain, items)
     chain.redis.kill()
     gone = time.monotonic()
-    late = chain.write_many("other", [f"k{number}" for number in range(6)], 1)
+    chain.write_many("other", [f"k{number}" for number in range(6)], 1)
     wait_for(lambda: time.monotonic() - gone >= seconds, seconds + 60)
     chain.redis.restart()
-    with chain.broker as broker:
-        assert len(items) + len(late) > broker.dbsize(), "it came back empty"
     chain.worker()
     back = time.monotonic_ns()
     chain.wait_done()
     chain.judge(spare=0)
-    return back
+    return _seconds_until_all_started(chain, back, items)
 
 
 def test_workers_and_broker_that_were_away_together_find_work_when_they_return(
@@ -66,20 +64,18 @@ def test_workers_and_broker_that_were_away_together_find_work_when_they_return(
     """I14: what was sent is lost, and no grace is waited for once more, neither the first nor a doubled one."""
     with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain", "other"], options=PATIENT) as chain:
         chain.listener()
-        back = _away_together(chain, 0)
-        assert _seconds_to_the_first_start(chain, back) < GRACE_SECONDS / 2
+        assert _seconds_after_an_absence(chain, 0) < GRACE_SECONDS / 2
 
 
 @pytest.mark.slow
-def test_after_five_minutes_without_workers_and_broker_the_first_change_runs_within_five_seconds(
+def test_after_five_minutes_without_workers_and_broker_changes_run_within_five_seconds(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
 ) -> None:
     """I14, the published bound; on a machine of its own."""
     options = {"claim_ttl": 10, "dispatch_grace": None}
     with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain", "other"], options=options) as chain:
         chain.listener()
-        back = _away_together(chain, 300)
-        assert _seconds_to_the_first_start(chain, back) < 5
+        assert _seconds_after_an_absence(chain, 300) < 5
 
 
 def test_a_listener_that_was_deployed_before_its_workers_has_work_for_them_when_they_start(
@@ -102,8 +98,7 @@ def test_a_listener_that_was_deployed_before_its_workers_has_work_for_them_when_
         ready = time.monotonic_ns()
         chain.wait_done()
         chain.judge(spare=0)
-        assert _seconds_to_the_first_start(chain, ready, *items) < GRACE_SECONDS / 2
-        assert max(start.at for start in chain.starts(*items)) - ready < GRACE_SECONDS / 2 * SECOND
+        assert _seconds_until_all_started(chain, ready, items) < GRACE_SECONDS / 2
 
 
 def test_what_waits_for_its_rate_limit_is_not_sent_again(
@@ -120,6 +115,25 @@ def test_what_waits_for_its_rate_limit_is_not_sent_again(
         chain.wait_done()
         chain.judge(spare=0)
         assert len(items) >= 0.9 * _received(chain, "limited")
+
+
+@pytest.mark.slow
+def test_a_rate_limit_reaches_nine_tenths_of_what_it_allows(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """I14, the published bound: one a second on 16 partitions, with the default grace; on a machine of its own."""
+    limit = {"tests.acceptance.chain_project.handlers.limited": {"rate_limit": "1/s"}}
+    conf = {"worker_prefetch_multiplier": 16, "task_annotations": limit}
+    options = {"partitions": 16, "claim_ttl": 10, "dispatch_grace": None}
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["limited"], options=options, conf=conf) as chain:
+        chain.listener()
+        chain.worker()
+        keys = [next(chain.keys("limited", partition)) for partition in range(16)]
+        items = chain.write_many("limited", keys, 4)
+        chain.wait_done(timeout=300)
+        chain.judge(spare=0)
+        times = [start.at / SECOND for start in chain.starts()]
+        assert (len(items) - 1) / (max(times) - min(times)) >= 0.9
 
 
 def test_messages_that_wait_for_workers_are_not_sent_again(
