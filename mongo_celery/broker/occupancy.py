@@ -97,7 +97,7 @@ def _counted(names: Any) -> dict[str, Counter[str]] | None:
 
 def _declared(connection: Connection, queue: str) -> Occupancy:
     """By a passive declaration. A queue that is not there holds nothing."""
-    channel = connection.channel()  # a refusal closes it
+    channel: Any = connection.channel()  # a refusal closes it
     try:
         answer = channel.queue_declare(queue=queue, passive=True)
     except connection.channel_errors:

@@ -31,8 +31,9 @@ def send(app: Celery, queue: str, count: int = 1, size: int = 10, **options: Any
 
 def take(connection: Connection, queue: str, count: int = 1) -> None:
     """Take messages as a worker does that does not acknowledge them."""
+    channel: Any = connection.default_channel
     for _ in range(count):
-        assert connection.default_channel.basic_get(queue) is not None
+        assert channel.basic_get(queue) is not None
 
 
 def test_redis_shows_what_waits_and_what_workers_have(redis_url: str) -> None:

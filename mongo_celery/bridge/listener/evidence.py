@@ -295,7 +295,8 @@ class MessageEvidence:
     def _token_seconds(self, subscription: Subscription) -> float:
         """How long a worker waits between two runs of a handler with a rate limit."""
         task: Any = self._app.tasks.get(subscription.plan.handler.task_name)
-        per_second = rate(getattr(task, "rate_limit", None) or 0)
+        limit: Any = getattr(task, "rate_limit", None)
+        per_second = rate(limit) if limit else 0.0
         return 1 / per_second if per_second > 0 else 0.0
 
     def _miss(

@@ -25,7 +25,7 @@ The partition's document is the authority on who may run what::
 | failure | what happens |
 |---|---|
 | the answer of a claim is lost | ended by owner, best effort, and claimed anew; no crash is counted |
-| a heartbeat is late | the claim lapses; the execution may finish if nobody claimed since, else the crash is withdrawn |
+| a heartbeat is late | the claim lapses; the execution may finish if nobody claimed since, else the crash is undone |
 | the worker is told to shut down, and killed later | the claim lapses; no crash is counted |
 | `handled` is lost in a rollback (it is written with w:1) | the change runs once more, nothing else |
 | the worker dies | the claim lapses; the next claim counts a crash and runs change by change |

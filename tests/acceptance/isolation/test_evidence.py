@@ -33,9 +33,8 @@ def _received(chain: Chain, handler: str) -> int:
 
 def _wait_for_messages(chain: Chain, items: Iterable[Due]) -> None:
     with chain.broker as broker:
-        for item in items:
-            queue = f"chain.{chain.partition_of(item.handler, item.key)}"
-            wait_for(lambda queue=queue: broker.llen(queue))
+        queues = [f"chain.{chain.partition_of(item.handler, item.key)}" for item in items]
+        wait_for(lambda: all(broker.llen(queue) for queue in queues))
 
 
 def _seconds_until_all_started(chain: Chain, since: int, items: list[Due]) -> float:
