@@ -145,7 +145,7 @@ def test_a_claim_that_is_not_renewed_is_still_settled() -> None:
 
 def test_a_lapse_that_the_handler_itself_has_caused_stays_charged() -> None:
     """P14: a pattern that holds the interpreter for longer than the claim is what `max_crashes` is for."""
-    hog = regex_of(TTL_SECONDS * 2)
+    hog = regex_of(TTL_SECONDS)
     claims = FakeClaims(True)
     beat = heartbeats(claims).begin(CLAIM, time.monotonic())
     wait_for(lambda: claims.calls)

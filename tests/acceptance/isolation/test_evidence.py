@@ -86,7 +86,7 @@ def test_a_listener_that_was_deployed_before_its_workers_has_work_for_them_when_
         before = chain.worker(name="before", CHAIN_HANDLERS="plain")
         busy = chain.write("plain", "busy", 1, gate="open")
         chain.wait_started(busy)
-        items = chain.write_many("other", [f"k{number}" for number in range(8)], 1)
+        items = [chain.write("other", next(chain.keys("other", index)), 1) for index in range(chain.partitions)]
         wait_for(lambda: before.text.count("Received unregistered task") >= len(items))
         dropped = before.text.count("Received unregistered task")
         wait_for(lambda: before.text.count("Received unregistered task") > dropped)
