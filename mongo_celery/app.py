@@ -42,6 +42,12 @@ def _held_by(app: Celery) -> _Held:
     return held
 
 
+def app_name(app: Celery) -> str | None:
+    """What an app is called wherever it runs; None for one without a name, or made in a script of its own."""
+    name = app.main
+    return str(name) if name and name != "__main__" else None
+
+
 @dataclass(frozen=True)  # without slots: Python 3.11 cannot make a Registry[...] that is frozen and has them
 class Registry(Generic[T]):
     """

@@ -11,6 +11,7 @@ Every error that mongo_celery raises, in one tree.
      |    +-- TopologyError            not a replica set or sharded cluster
      |    +-- AccessError              a right is missing
      |    +-- ServerUnavailableError   no answer within the stated time
+     |    +-- ForeignBridgeError       another app's bridge has this name
      +-- StreamError                   the change stream cannot go on
      |    +-- HistoryLostError         the oplog no longer reaches back
      |    +-- StreamRefusedError       the server refuses the pipeline or an option
@@ -98,6 +99,13 @@ class ServerUnavailableError(DeploymentError):
     """MongoDB gave no answer within the stated time. Check the URL, the network and the servers."""
 
     retryable = True
+
+
+class ForeignBridgeError(DeploymentError):
+    """
+    Another app has a bridge of this name on the same MongoDB. Give one of them another name; or, if it is the
+    same app under another name, stop its listeners and run `celery -A app changes adopt`.
+    """
 
 
 class StreamError(MongoCeleryError):

@@ -33,7 +33,8 @@ class Bridge:
         app: the Celery app; None to call `init_app` later.
         url: of the MongoDB replica set or sharded cluster; by default the setting
             `mongo_celery_database_url`, which `celery inspect conf` masks.
-        name: of the bridge; part of queue names, task ids and state. Letters, digits, `_`, `-`.
+        name: of the bridge; part of queue names, task ids and state. Letters, digits, `_`, `-`. By default the
+            app's own (`Celery("shop")`), where that fits; a bridge without app gets it from `init_app`.
         options: the table in docs/configuration.md.
 
     Attributes:
@@ -46,14 +47,14 @@ class Bridge:
     """
 
     def __init__(
-        self, app: Celery | None = None, url: str | None = None, *, name: str = "default", **options: Any
+        self, app: Celery | None = None, url: str | None = None, *, name: str | None = None, **options: Any
     ) -> None:
         if url is not None and not isinstance(url, str):
             raise ConfigurationError(
                 "Bridge needs a MongoDB URL, not a client: a MongoClient opened before a worker forks cannot be used "
                 "after it, so the bridge makes its own.",
             )
-        self.wiring = Wiring(name, url, {"name": name, **options})
+        self.wiring = Wiring(name, url, options)
         self._waiting: list[Callable[[Celery], None]] = []
         if app is not None:
             self.init_app(app)
@@ -66,11 +67,12 @@ class Bridge:
         Bind to a Celery app: queues, tasks and commands become known to it.
 
         Raises:
-            ConfigurationError: it is bound already, or the app has a bridge of this name.
+            ConfigurationError: it is bound already, the app has a bridge of this name, or no name was given and
+                the app's own cannot serve.
         """
         if self.wiring.bound is not None:
             raise ConfigurationError(f"bridge {self.name} is already bound to an app; make one Bridge for each app.")
-        if BRIDGES.add(app, self.wiring, self.name):
+        if BRIDGES.add(app, self.wiring, self.wiring.name_in(app)):
             register_commit(app)
             install(app)
         self.wiring.bound = app
@@ -144,8 +146,9 @@ class Bridge:
             sources: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` where the URL names a database, a PyMongo
                 collection, a Django model or a MongoEngine document class.
             name: of the subscription; by default the function's. Its position is kept under this name.
-            operations: operation types; by default insert, update, replace and delete. `drop`, `rename`,
-                `dropDatabase` and `invalidate` come only to handlers that ask for them.
+            operations: operation types, or `"*"` for all; by default insert, update, replace and delete. `drop`,
+                `rename`, `dropDatabase` and `invalidate`, and with `show_expanded_events` `create`, `modify` ...,
+                come only to handlers that ask for them.
             fields: an update counts only when it touches one of these paths; inserts, replaces and deletes always.
             match: an aggregation expression over the event, computed by the server.
             partition_by: rule of the partition key; by default the bridge's.

@@ -96,6 +96,21 @@ class Change:
         return self.raw.get("updateDescription")
 
     @property
+    def to(self) -> Mapping[str, str]:
+        """The new namespace of a `rename`; empty for other events."""
+        return self.raw.get("to") or {}
+
+    @property
+    def operation_description(self) -> Mapping[str, Any] | None:
+        """What `create`, `createIndexes`, `modify` ... did, with the bridge's option `show_expanded_events`."""
+        return self.raw.get("operationDescription")
+
+    @property
+    def collection_uuid(self) -> Any:
+        """Which collection of that name it was (a UUID as BSON's `Binary`), with `show_expanded_events`."""
+        return self.raw.get("collectionUUID")
+
+    @property
     def cluster_time(self) -> Timestamp | None:
         """Time of the oplog entry; several changes of one transaction share it."""
         return self.raw.get("clusterTime")

@@ -16,6 +16,7 @@ from typing import Any
 from mongo_celery.arguments import check_choice, check_name, nearest
 from mongo_celery.bridge.options import FAILURE_POLICIES, UNAVAILABLE, BridgeOptions, PartitionKey
 from mongo_celery.bridge.partitioning import Partitioner, partitioner
+from mongo_celery.bridge.stream.operation_types import check_are_sent
 from mongo_celery.bridge.stream.source import Filter, Selector, filter_of, source_of
 from mongo_celery.errors import ConfigurationError
 
@@ -145,6 +146,7 @@ def make_handler(
         transactional=bool(arguments["transactional"]),
     )
     handler.partitioner(options)
+    check_are_sent(handler.filter.operations, expanded=options.show_expanded_events)
     for target in targets:
         if _is_complete(target):
             source_of(target, None)

@@ -34,6 +34,7 @@ FULL_DOCUMENT = (None, "default", "updateLookup", "whenAvailable", "required")
 BEFORE_CHANGE = (None, "off", "whenAvailable", "required")
 SETTING_PREFIX = "mongo_celery_"
 _DAY = 86_400
+_TOKEN_DATA = re.compile(r"82(?:[0-9A-Fa-f]{2}){8,}")  # a key string that begins with a Timestamp
 _DURATIONS = (
     "run_seconds",
     "transaction_seconds",
@@ -73,9 +74,10 @@ class BridgeOptions:
     run_bytes: int = 1 << 20
     lease_ttl: float = 10.0
     claim_ttl: float = 10.0
-    start_from: str | Timestamp | datetime = "oldest"
+    start_from: str | Timestamp | datetime | Mapping[str, Any] = "oldest"
     full_document: str | None = "updateLookup"
     full_document_before_change: str | None = None
+    show_expanded_events: bool = False
     pipeline: Sequence[Mapping[str, Any]] = ()
     failure_policy: str = "halt"
     on_history_lost: str = "halt"
@@ -86,7 +88,7 @@ class BridgeOptions:
     buffer_changes: int = 20_000
     buffer_bytes: int = 64 << 20
     batch_size: int | None = None
-    comment: str | None = None
+    comment: str | Mapping[str, Any] | None = None
     start_timeout: float = 60.0
     autodiscover: bool = True
 
@@ -150,15 +152,9 @@ class BridgeOptions:
         check_choice("on_history_lost", self.on_history_lost, HISTORY_POLICIES, UNAVAILABLE)
         check_choice("full_document", self.full_document, FULL_DOCUMENT, UNAVAILABLE)
         check_choice("full_document_before_change", self.full_document_before_change, BEFORE_CHANGE, UNAVAILABLE)
-        if isinstance(self.start_from, str):
-            check_choice("start_from", self.start_from, ("oldest", "now"), UNAVAILABLE)
-        elif isinstance(self.start_from, datetime):
-            if self.start_from.tzinfo is None:
-                raise ConfigurationError("start_from is a datetime without a time zone; add one, such as timezone.utc.")
-        elif type(self.start_from).__name__ != "Timestamp":
-            raise ConfigurationError(
-                f"start_from={self.start_from!r} must be 'oldest', 'now', a bson Timestamp or a datetime.",
-            )
+        if not isinstance(self.show_expanded_events, bool):
+            raise ConfigurationError(f"show_expanded_events={self.show_expanded_events!r} must be True or False.")
+        _check_start(self.start_from)
 
     def _check_times(self) -> None:
         for field in ("lease_ttl", "claim_ttl"):
@@ -205,6 +201,11 @@ def merged(given: Mapping[str, Any], settings: Mapping[str, Any]) -> BridgeOptio
     below = {name: value for name, value in settings.items() if name != "database_url"}
     check_known(list(given), OPTION_NAMES, "option")
     check_known(list(below), OPTION_NAMES, "setting mongo_celery_")
+    if "name" in below:
+        raise ConfigurationError(
+            "setting mongo_celery_name comes too late, since a bridge needs its name before settings are read; use "
+            "Bridge(name='...').",
+        )
     return BridgeOptions(**{**below, **given})
 
 
@@ -224,6 +225,25 @@ def early(given: Mapping[str, Any]) -> BridgeOptions | None:
         if set(getattr(error, "options", given)) <= set(given):
             raise
         return None
+
+
+def _check_start(start_from: object) -> None:
+    if isinstance(start_from, str):
+        check_choice("start_from", start_from, ("oldest", "now"), UNAVAILABLE)
+    elif isinstance(start_from, datetime):
+        if start_from.tzinfo is None:
+            raise ConfigurationError("start_from is a datetime without a time zone; add one, such as timezone.utc.")
+    elif isinstance(start_from, Mapping):
+        data = start_from.get("_data")
+        if not isinstance(data, str) or not _TOKEN_DATA.fullmatch(data):
+            raise ConfigurationError(
+                f"start_from={dict(start_from)!r} is no resume token of a change stream; give one whole, as "
+                "change.resume_token has it: {'_data': '82...'}.",
+            )
+    elif type(start_from).__name__ != "Timestamp":
+        raise ConfigurationError(
+            f"start_from={start_from!r} must be 'oldest', 'now', a bson Timestamp, a datetime or a resume token.",
+        )
 
 
 def _check_pipeline(pipeline: object) -> None:

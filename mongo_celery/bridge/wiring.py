@@ -18,11 +18,12 @@ from pymongo.errors import ConfigurationError as ClientConfigurationError
 from pymongo.errors import InvalidURI, PyMongoError
 from pymongo.uri_parser import parse_uri
 
-from mongo_celery.app import Registry
+from mongo_celery.app import Registry, app_name
+from mongo_celery.arguments import NAME
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, early, merged
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.stream.source import Scope, Selector, scope_of
+from mongo_celery.bridge.stream.source import Scope, Selector, placed, scope_of
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.mongo.opening import ping, translated
@@ -30,6 +31,8 @@ from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
 from mongo_celery.mongo.verdicts import Concern
 
 T = TypeVar("T")
+
+UNNAMED = "(unnamed)"
 
 _CLIENT_DEFAULTS: dict[str, Any] = {
     "appname": "mongo_celery",
@@ -52,25 +55,25 @@ class Wiring:
     One bridge as its own parts see it. Thread-safe; nothing connects before it is needed.
 
     Attributes:
-        name: of the bridge.
-        given: the options as given.
+        given: the options as given, without the name.
+        given_name: the bridge's name as given; None where it is the app's.
         bound: the Celery app; None until the bridge is bound to one.
 
     Args:
-        name: of the bridge.
+        name: of the bridge; None for the app's own.
         url: of MongoDB; None for the app's setting.
-        given: the options as given, the name included.
+        given: the options as given.
 
     Raises:
         ConfigurationError: an option cannot work.
     """
 
-    def __init__(self, name: str, url: str | None, given: Mapping[str, Any]) -> None:
-        self.name = name
+    def __init__(self, name: str | None, url: str | None, given: Mapping[str, Any]) -> None:
+        self.given_name = name
         self.given = given
         self.bound: Celery | None = None
         self._url = url
-        self._early = early(given)
+        self._early = early(given if name is None else {"name": name, **given})
         self._options: BridgeOptions | None = None
         self._handlers: dict[str, Handler] = {}
         self._parts: dict[object, PerProcess[Any]] = {}
@@ -79,6 +82,31 @@ class Wiring:
         return f"<Wiring of bridge {self.name}>"
 
     # -- what was configured -----------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Of the bridge; `UNNAMED` while neither a name nor an app was given."""
+        if self.given_name is not None:
+            return self.given_name
+        return UNNAMED if self.bound is None else self.name_in(self.bound)
+
+    def name_in(self, app: Celery) -> str:
+        """
+        The name that the bridge has in an app: its own, or the app's.
+
+        Raises:
+            ConfigurationError: no name was given, and the app's own cannot serve.
+        """
+        if self.given_name is not None:
+            return self.given_name
+        name = app_name(app)
+        if name is None or not NAME.fullmatch(name):
+            raise ConfigurationError(
+                f"the app's own name, {app.main!r}, cannot name its bridge; give Bridge a name='...' of letters, "
+                "digits, '_' and '-', which no other app on this MongoDB or broker uses, and keep it: the "
+                "positions are stored under it.",
+            )
+        return name
 
     @property
     def app(self) -> Celery:
@@ -91,7 +119,7 @@ class Wiring:
     def options(self) -> BridgeOptions:
         """The validated options, settings included; reading them loads the app's configuration."""
         if self._options is None:
-            self._options = merged(self.given, _settings(self.app))
+            self._options = merged({**self.given, "name": self.name}, _settings(self.app))
         return self._options
 
     def judged(self, make: Callable[[BridgeOptions], T]) -> T:
@@ -173,8 +201,9 @@ class Wiring:
             pipeline=options.pipeline,
             full_document=options.full_document,
             before_change=options.full_document_before_change,
+            expanded=options.show_expanded_events,
         )
-        return selectors, scope
+        return placed(selectors, scope), scope
 
     # -- what this process has ---------------------------------------------------------------------
 
@@ -222,12 +251,13 @@ class Wiring:
         return part.get()
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
-        """A client of its own for one change stream, with a socket timeout in seconds."""
+        """A client of its own for one change stream, with a socket timeout in seconds; it repeats no reads."""
         keep_commands_out_of_logs()
         given = _url_options(self.url)
         options = _client_options(given)
         if "sockettimeoutms" not in given:
             options["sockettimeoutms"] = int(timeout * 1000)
+        options["retryreads"] = False  # whoever reads the stream opens it again, and nobody else
         return MongoClient(self.url, document_class=RawBSONDocument, **options)
 
     def collection(self, namespace: str) -> Collection[dict[str, Any]]:

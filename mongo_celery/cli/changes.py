@@ -271,6 +271,64 @@ def _describe(head: Head) -> None:
     click.echo(f"  halted by: {head.error or 'unknown'}", err=True)
 
 
+# -- the bridge as a whole -------------------------------------------------------------------------
+
+
+@changes.command("rotate-key")
+@click.option(
+    "--overlap",
+    type=click.FloatRange(min=0),
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the old key is accepted afterwards; 0 where others may know it.",
+)
+@BRIDGE
+@JSON
+@click.pass_context
+def rotate_key(ctx: click.Context, overlap: float, bridge: str | None, as_json: bool) -> None:
+    """
+    Exchange the key by which messages are signed.
+
+    Nothing stalls: workers know the new key before it is used, and what was signed with the old one is
+    accepted for the overlap. What waits longer is dispatched again.
+    """
+    from mongo_celery.bridge.operations import lease_commands
+
+    chosen = _one_bridge(ctx, bridge)
+    with one_sentence_errors():
+        at = lease_commands.rotate_key(chosen, overlap)
+    if as_json:
+        click.echo(json.dumps({"bridge": chosen.name, "in_force_at": at.isoformat(), "overlap_seconds": overlap}))
+        return
+    click.echo(
+        f"{chosen.name}: a new key is announced; the listener signs with it from {at:%H:%M:%S} UTC on. The old one is "
+        f"accepted for {overlap:.0f} s after that."
+    )
+
+
+@changes.command()
+@BRIDGE
+@JSON
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.pass_context
+def adopt(ctx: click.Context, bridge: str | None, as_json: bool, yes: bool) -> None:
+    """
+    Let this app lead a bridge that has served another app.
+
+    For an app that got another name, or entirely new handlers: its listeners are refused, as another app's
+    are. Stop all listeners of the bridge first.
+    """
+    from mongo_celery.bridge.operations import lease_commands
+
+    chosen = _one_bridge(ctx, bridge)
+    if not yes:
+        click.confirm(f"Let this app lead bridge {chosen.name} from its present positions?", abort=True, err=True)
+    with one_sentence_errors():
+        lease_commands.adopt(chosen)
+    click.echo(json.dumps({"bridge": chosen.name, "adopted": True}) if as_json else f"{chosen.name}: adopted.")
+
+
 # -- check -----------------------------------------------------------------------------------------
 
 

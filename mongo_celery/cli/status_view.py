@@ -43,6 +43,10 @@ def _parts(status: Mapping[str, Any], *, everything: bool) -> Iterable[Renderabl
     if "subscriptions" not in status:
         return
     yield Text(f"  {_listener(status['listener'])}")
+    if status["unread_seconds"]:
+        yield Text(f"  nothing read for {duration(status['unread_seconds'])}", style="red")
+    if status["reading_waits"]:
+        yield Text(f"  reading waits: {status['reading_waits']}", style="yellow")
     yield from (_gap(gap) for gap in status["gaps"])
     if status["subscriptions"]:
         yield Padding(_subscriptions(status["subscriptions"]), (0, 0, 0, 2), expand=False)

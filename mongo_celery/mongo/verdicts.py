@@ -135,6 +135,7 @@ CODES: dict[Verdict, frozenset[Code]] = {
 }  # fmt: skip
 """Each code has one verdict at most; one without a verdict has a meaning only where it is asked for by name."""
 
+_NAMES = {code.value: code.name for code in Code}
 _VERDICTS: dict[int, Verdict] = {code: verdict for verdict, codes in CODES.items() for code in codes}
 _REPEAT_LABELS = ("RetryableWriteError", "TransientTransactionError", "RetryableError")  # the last: of an overload
 _MESSAGE_CHARS = 500
@@ -237,7 +238,19 @@ def raise_if_final(error: Exception, concern: Concern) -> None:
 
 def login_refused(error: BaseException) -> str:
     """What to say of a refused login, whatever was asked for after it."""
-    return f"MongoDB refused the login; check user, password and authSource in the URL. It said: {said(error)}"
+    return (
+        "MongoDB refused the login; check user, password and authSource in the URL. "
+        f"It said ({named(error)}): {said(error)}"
+    )
+
+
+def named(error: BaseException) -> str:
+    """An error's name and number: `CursorNotFound, code 43`, or the driver's class where no server has answered."""
+    code = getattr(error, "code", None)
+    if code is None:
+        return type(error).__name__
+    given = (getattr(error, "details", None) or {}).get("codeName")
+    return f"{given or _NAMES.get(code, 'of no name')}, code {code}"
 
 
 def said(error: BaseException) -> str:

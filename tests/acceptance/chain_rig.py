@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from pymongo import MongoClient
 from mongo_celery.bridge.partitioning import partition_index
 from mongo_celery.demo.history import Due, Effect, Fact, SetAside, Started, Wrote, violations
 from mongo_celery.embedded import RedisServer
-from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for
+from tests.fixtures.process import PATIENCE_SECONDS, ROOT, Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
 
@@ -108,20 +110,27 @@ class Chain:
 
     def run(self, *arguments: str, name: str, level: str = "INFO", **environment: str) -> ProjectProcess:
         """Start one of the project's commands; `appName` in its URL is its name, for failpoints."""
-        url = f"{self._url}&appName={self.app_name(name)}"
-        return self._processes.celery(
-            APP,
-            *arguments,
-            "-l",
-            level,
-            name=name,
-            environment={
-                "CHAIN_BROKER": self.redis.url,
-                "CHAIN_MONGO": url,
-                **self._environment,
-                **environment,
-            },
+        variables = {**self._variables(name), **environment}
+        return self._processes.celery(APP, *arguments, "-l", level, name=name, environment=variables)
+
+    def _variables(self, process: str) -> dict[str, str]:
+        url = f"{self._url}&appName={self.app_name(process)}"
+        return {"CHAIN_BROKER": self.redis.url, "CHAIN_MONGO": url, **self._environment}
+
+    def changes(self, command: str, *arguments: str) -> Document:
+        """Run `celery -A app changes COMMAND --json` to its end, and return what it says."""
+        done = subprocess.run(
+            [sys.executable, "-m", "celery", "-A", APP, "changes", command, *arguments, "--json"],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+            cwd=ROOT,
+            env={**os.environ, **self._variables("command")},
+            check=False,
         )
+        assert done.stdout, done.stderr
+        answer: Document = json.loads(done.stdout)
+        return answer
 
     def app_name(self, process: str) -> str:
         """What a process calls itself to MongoDB."""

@@ -43,7 +43,7 @@ def test_slow_handlers_behind_a_deep_prefetch_start_once(chain: Chain) -> None:
             chain.write(handler, next(chain.keys(handler, index, "b")), 1, seconds=1.2)
     chain.wait_done()
     assert started_out_of_sequence(chain.judge()) == []
-    assert any(re.search(r"\[chain\.\w+\.\d\.\d+\.d1\] received", text) for text in chain.logs.values())
+    assert any(re.search(r"\[chain\.\w+\.\d\.\d+\.d1\.\w+\] received", text) for text in chain.logs.values())
 
 
 def test_a_rate_limited_handler_starts_once_for_each_change(chain: Chain) -> None:

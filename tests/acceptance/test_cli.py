@@ -146,6 +146,18 @@ def shop(processes: Processes, mongo_client: MongoClient[Document], mongo_url: s
 # -- with a listener and a worker ------------------------------------------------------------------
 
 
+def test_a_key_is_exchanged_and_a_bridge_adopted_by_commands(shop: Shop) -> None:
+    """Each says in a sentence what it waits for."""
+    refused = shop.changes("rotate-key")
+    assert (refused.returncode, "has never been led" in refused.stderr) == (1, True)
+    shop.start("listener", awaited="leading bridge")
+    assert "a new key is announced" in shop.changes("rotate-key", "--overlap", "60").stdout
+    again = shop.changes("rotate-key", "--json")
+    assert (again.returncode, "announced already" in again.stderr) == (1, True)
+    led = shop.changes("adopt", "--yes")
+    assert (led.returncode, "stop all its listeners" in led.stderr) == (1, True)
+
+
 def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
     """Status with all its keys; a pause holds changes back, and a resume lets them go on."""
     shop.start_all()
@@ -187,6 +199,10 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     text = shop.changes("status").stdout
     assert "need attention" in text
     assert "a [bad] order" in text
+    level, found = shop.findings()
+    assert level == 1
+    assert "changes retry summarise --partition" in found["halted"]["message"]
+    assert "a [bad] order" in found["halted"]["message"]
 
     forgotten = shop.changes("retry", PROJECT_HANDLER="audit")
     assert "no handler in this app" in forgotten.stdout

@@ -1,9 +1,11 @@
 """
-What outbox and transactions cost on this machine: `python -m tests.benchmarks [outbox] [transactions] [--quick]`.
+What outbox, transactions and a bridge's stream cost on this machine:
+`python -m tests.benchmarks [outbox] [transactions] [stream] [--quick]`.
 
-Not installed and not part of the test run; `test_benchmarks.py` only sees to it that they work. What the bridge
-costs is `mongo-celery bench`; the rules there hold here too: processes of their own, names that are used once, one
-set of processes at a time, rounds whose median counts, and ratios to the plain way, measured in the same rounds.
+Not installed and not part of the test run; `test_benchmarks.py` only sees to it that they work. What a change
+costs on its way through the bridge is `mongo-celery bench`; the rules there hold here too: processes of their own,
+names that are used once, one set of processes at a time, rounds whose median counts, and ratios to the plain way,
+measured in the same rounds.
 
 `outbox` (`outbox_suite`, `pending_query`):
 
@@ -21,6 +23,13 @@ set of processes at a time, rounds whose median counts, and ratios to the plain 
   both accounts locked; beside two plain updates that nothing holds together.
 - *recovery*: seconds from the SIGKILL of all processes until `recover` has brought everything under way to an end.
 - *lock released*: seconds from a holder's SIGKILL until another has locked its document.
+
+`stream` (`stream_suite`):
+
+- *scanned*: oplog entries per second that a stream passes from the first to the last write of a neighbour, with 1,
+  10, 60 and 200 sources: the bridge's stream with its sources in one database, in one database each, and with
+  databases that are watched whole; beside one `$in` over the names, and beside one clause for each collection, which
+  shows why there is none.
 
 `outbox_programs`, `transfer_programs`, `outbox_app` and `watched_app` are what the measured processes run; they leave
 their answers as files (`answers`).

@@ -14,6 +14,7 @@ from tests.benchmarks.outbox_suite import OutboxResults
 from tests.benchmarks.pending_query import PendingQuery
 from tests.benchmarks.readings import Reading
 from tests.benchmarks.sizes import Sizes
+from tests.benchmarks.stream_suite import StreamResults
 from tests.benchmarks.transaction_suite import TransactionResults
 
 _WHOLE = 100  # from here on digits behind the point say nothing
@@ -26,6 +27,7 @@ class SuiteResults:
     seconds: float = 0.0
     outbox: OutboxResults | None = None
     transactions: TransactionResults | None = None
+    stream: StreamResults | None = None
 
 
 def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
@@ -35,6 +37,12 @@ def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
         found["outbox"] = {"rounds": sizes.rounds, **_outbox(results.outbox, sizes)}
     if results.transactions is not None:
         found["transactions"] = {"rounds": sizes.rounds, **_transactions(results.transactions, sizes)}
+    if results.stream is not None:
+        found["stream"] = {
+            "rounds": sizes.rounds,
+            "entries": results.stream.entries,
+            "scanned": _plain(results.stream.scanned),
+        }
     return found
 
 
@@ -44,6 +52,9 @@ def show(results: SuiteResults, console: Console) -> None:
         _show_outbox(results.outbox, console)
     if results.transactions is not None:
         _show_transactions(results.transactions, console)
+    if results.stream is not None:
+        title = f"Oplog entries that a stream passes per second, {results.stream.entries:,} of a neighbour"
+        console.print(_table(title, results.stream.scanned))
     console.print(f"{results.seconds:.0f} s in all")
 
 

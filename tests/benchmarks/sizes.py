@@ -20,6 +20,7 @@ class Sizes:
         claim_ttl: of the same.
         transfers: of one process in a round.
         processes: how many transfer at once.
+        scanned: oplog entries of a neighbour that a stream passes.
         lock_lifetime: seconds that the server grants a transaction whose holder is killed; 0 leaves it out.
     """
 
@@ -32,11 +33,12 @@ class Sizes:
     claim_ttl: float = 10.0
     transfers: int = 300
     processes: int = 4
+    scanned: int = 200_000
     lock_lifetime: int = 5
 
 
 FULL = Sizes()
 QUICK = Sizes(
     rounds=1, writes=60, entries=500, documents=50_000, kills=1, sweep_after=1.0, claim_ttl=2.0, transfers=60,
-    lock_lifetime=2,
+    scanned=20_000, lock_lifetime=2,
 )  # fmt: skip

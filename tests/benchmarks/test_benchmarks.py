@@ -1,4 +1,4 @@
-"""The benchmarks of outbox and transactions, with tiny sizes: their shape, never their speed."""
+"""The benchmarks of outbox, transactions and stream, with tiny sizes: their shape, never their speed."""
 
 from __future__ import annotations
 
@@ -71,12 +71,32 @@ def test_the_suite_of_transactions_gives_transfers_and_recoveries(redis_url: str
     assert found["lock_released"]["transaction_lifetime_limit"] == 2
 
 
+def test_the_streams_suite_gives_entries_per_second_for_each_number_of_sources(
+    mongo_url: str, mongo_client: MongoClient[dict[str, Any]], redis_url: str, redis_client: Any
+) -> None:
+    """Every pipeline has shown the watched changes and none of the neighbour's; beside one `$in` over the names."""
+    before = set(mongo_client.list_database_names())
+
+    given = ("--mongo-url", mongo_url, "--redis-url", redis_url)
+    ended = _benchmarks("stream", *_TINY, "--scanned", "300", *given)
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)["stream"]
+    assert found["entries"] == 300
+    for count in (1, 10, 60, 200):
+        assert found["scanned"][f"plain_in_{count}"]["value"] > 0
+        for name in ("bridge", "bridge_databases", "bridge_whole", "clause_each"):
+            assert found["scanned"][f"{name}_{count}"][f"ratio_to_plain_in_{count}"] > 0
+    assert not {name for name in mongo_client.list_database_names() if name.startswith("bench-")} - before
+    assert not list(redis_client.scan_iter("*bench-*"))
+
+
 def test_a_suite_that_does_not_exist_ends_in_one_sentence() -> None:
     """Nothing is measured that was not asked for."""
     ended = _benchmarks("bridge")
 
     assert ended.returncode == 2
-    assert "'outbox', 'transactions'" in ended.stderr
+    assert "'outbox', 'transactions', 'stream'" in ended.stderr
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:

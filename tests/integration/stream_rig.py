@@ -9,16 +9,19 @@ from typing import Any, Self
 from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
+from pymongo.monitoring import CommandListener
 
-from mongo_celery.bridge.stream.reader import ChangeEvent, Failed, Item, Position, StreamReader
+from mongo_celery.bridge.stream.reader import ChangeEvent, Failed, Flaw, Item, Position, StreamReader
 from mongo_celery.bridge.stream.source import Scope, Selector, filter_of, scope_of, source_of
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.oplog import operation_time
+from mongo_celery.mongo.repeating import Pauses
 from tests.fixtures.process import PATIENCE_SECONDS, wait_for
 
 APP_NAME = "reader-under-test"
 ROOM = 1000
+SHORT_PAUSES = Pauses(first=0.1, longest=5.0, growth=1.5)
 
 
 def selector_of(*targets: str, name: str = "record", **conditions: Any) -> Selector:
@@ -44,14 +47,32 @@ class Reading:
 
     Args:
         room: how many items are taken before `make_room` is called; by default the reader never waits.
+        pauses: before the stream is opened again.
+        commands: is told all commands.
     """
 
-    def __init__(self, url: str, scope: Scope, position: Position, *, room: int | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        scope: Scope,
+        position: Position,
+        *,
+        room: int | None = None,
+        pauses: Pauses = SHORT_PAUSES,
+        commands: CommandListener | None = None,
+    ) -> None:
         self.items: list[Item] = []
         self._url = url
         self._endless = room is None
+        self._listeners = [commands] if commands is not None else []
         self.reader = StreamReader(
-            self._client, scope, position, deliver=self._take, room=ROOM if room is None else room, comment="a test"
+            self._client,
+            scope,
+            position,
+            deliver=self._take,
+            room=ROOM if room is None else room,
+            comment="a test",
+            pauses=pauses,
         )
 
     def _client(self, timeout: float) -> MongoClient[RawBSONDocument]:
@@ -60,6 +81,8 @@ class Reading:
             document_class=RawBSONDocument,
             appname=APP_NAME,
             socketTimeoutMS=int(timeout * 1000),
+            retryReads=False,
+            event_listeners=self._listeners,
             heartbeatFrequencyMS=500,
         )
 
@@ -82,6 +105,12 @@ class Reading:
     def events(self) -> list[Mapping[str, Any]]:
         """The events so far, decoded."""
         return [item.document for item in self.items if isinstance(item, ChangeEvent)]
+
+    @property
+    def flaws(self) -> dict[Any, Flaw]:
+        """The flaws of the events that have one, by the `_id`s of their documents."""
+        flawed = (item for item in self.items if isinstance(item, ChangeEvent) and item.flaw is not None)
+        return {item.document["documentKey"]["_id"]: item.flaw for item in flawed if item.flaw is not None}
 
     @property
     def marks(self) -> list[Mark]:

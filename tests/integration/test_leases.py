@@ -347,16 +347,18 @@ def test_raising_the_version_passes_the_given_number_and_keeps_the_holder(
 
 
 def test_the_signing_key_is_made_once(leases: Leases, documents: Collection[Document]) -> None:
-    """P11: listeners that start later, and later terms, find the same key."""
-    key = leases.signing_key()
-    assert key is not None
+    """P11: listeners that start later, and later terms, find the same key and the same installation."""
+    key = stored(documents)["signingKey"]
     assert len(key) == 32
     leases.ensure()
-    assert leases.release(acquired(leases))
+    term = acquired(leases)
+    installation = stored(documents)["installation"]
+    assert installation
+    assert leases.release(term)
     leases.ensure()
-    assert leases.signing_key() == key
-    documents.delete_one({"_id": BRIDGE})
-    assert leases.signing_key() is None
+    acquired(leases)
+    assert stored(documents)["signingKey"] == key
+    assert stored(documents)["installation"] == installation
 
 
 def test_a_start_is_pinned_once(leases: Leases) -> None:

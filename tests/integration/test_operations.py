@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from bson import ObjectId
 from celery import Celery
+from celery.app.task import Context
 from pymongo import MongoClient
 from pymongo.database import Database
 
@@ -510,6 +511,6 @@ def test_a_worker_with_a_wrong_password_says_in_its_log_that_the_login_was_refus
 ) -> None:
     """Where a message comes in, since nothing was asked of MongoDB before."""
     bridge = make_bridge(guarded.address_of("nobody"))
-    assert bridge.wiring.of_process(WorkerRuntime).open("run", "an envelope", None) is None
+    assert bridge.wiring.of_process(WorkerRuntime).open("run", "an envelope", None, Context()) is None
     assert "refused the login; check user, password and authSource" in caplog.text
     assert "lacks a right" not in caplog.text

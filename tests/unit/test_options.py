@@ -209,6 +209,30 @@ def test_a_choice_that_is_not_available_says_so(name: str, value: str, sentence:
         make(**{name: value})
 
 
+def test_the_start_may_be_a_resume_token() -> None:
+    """As `change.resume_token` has it."""
+    token = {"_data": "826B02CA8B0000000F2B0229296E04"}
+    assert make(start_from=token).start_from == token
+    assert make(start_from={**token, "_typeBits": b"\x01"})
+
+
+@pytest.mark.parametrize(
+    "token", [{}, {"_data": 1}, {"_data": "82"}, {"_data": "826B02CA8B0000000G"}, {"_id": {"_data": "82" + "0" * 20}}]
+)
+def test_what_is_no_resume_token_is_refused(token: dict[str, Any]) -> None:
+    """P9: an event, a part of a token, or something else."""
+    with pytest.raises(ConfigurationError, match="is no resume token"):
+        make(start_from=token)
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_expanded_events_are_shown_or_not(value: object) -> None:
+    """P9: a text from a settings file is no answer."""
+    assert make(show_expanded_events=True).show_expanded_events
+    with pytest.raises(ConfigurationError, match=r"show_expanded_events=.* must be True or False"):
+        make(show_expanded_events=value)
+
+
 def test_the_start_may_be_a_time() -> None:
     """A Timestamp of the cluster or a datetime with a zone."""
     assert make(start_from=Timestamp(1, 2)).start_from == Timestamp(1, 2)
@@ -295,11 +319,14 @@ def test_arguments_win_over_settings_and_settings_over_defaults() -> None:
     assert (options.partitions, options.run_size, options.claim_ttl) == (2, 7, 10.0)
 
 
-def test_each_option_can_be_a_setting() -> None:
-    """No option can be given in one way only."""
+def test_each_option_but_the_name_can_be_a_setting() -> None:
+    """No other option can be given in one way only; a name in the settings is refused, not ignored."""
     defaults = {field.name: getattr(make(), field.name) for field in fields(BridgeOptions)}
     assert set(defaults) == set(OPTION_NAMES)
+    del defaults["name"]
     assert merged({}, defaults) == make()
+    with pytest.raises(ConfigurationError, match=r"mongo_celery_name comes too late.*Bridge\(name='...'\)"):
+        merged({}, {"name": "shop"})
 
 
 @pytest.mark.parametrize(
@@ -374,6 +401,6 @@ def test_the_default_database_is_that_of_the_url(url: str, database: str | None)
 
 def test_a_url_that_is_none_is_refused_without_showing_it() -> None:
     """P9: a URL may carry a password."""
-    with pytest.raises(ConfigurationError, match="MongoDB URL of bridge default is not valid") as caught:
+    with pytest.raises(ConfigurationError, match="MongoDB URL of bridge shop is not valid") as caught:
         _ = Bridge(celery_app(), "redis://user:secret@h").default_database
     assert "secret" not in str(caught.value)

@@ -9,6 +9,7 @@ from bson import Timestamp
 from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.operations import broker_check, deployment, encryption
+from mongo_celery.bridge.operations.state_check import judge_state
 from mongo_celery.bridge.operations.worker_check import judge_workers
 from mongo_celery.errors import AccessError, ServerUnavailableError
 from mongo_celery.mongo.opening import translated
@@ -190,3 +191,57 @@ def test_a_short_error_ends_before_what_the_driver_appends() -> None:
     """Topology descriptions fill a screen and help nobody at a prompt."""
     text = "one:1: refused (configured timeouts: connectTimeoutMS: 20.0ms), Timeout: 4s, Topology Description: <...>"
     assert short(AutoReconnect(text)) == "one:1: refused"
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    """A status under which all is well."""
+    listener = {"host": "one", "pid": 42}
+    calm = {"state": "leading", "error": None, "listener": listener, "dead_letters": 0, "unread_seconds": 0}
+    return {**calm, "subscriptions": [{"name": "summarise", "state": "flowing"}], "partitions": [], **changes}
+
+
+def partition(index: int, state: str) -> dict[str, Any]:
+    head = {"key": "shop.orders insert 7"} if state == "halted" else None
+    retry = {"error": "ValueError: no"} if state == "halted" else None
+    return {"subscription": "summarise", "index": index, "state": state, "head": head, "retry": retry}
+
+
+def judged(**changes: Any) -> dict[str, tuple[str, str]]:
+    return {each.name: (each.level, each.message) for each in judge_state(state(**changes))}
+
+
+def test_a_calm_state_is_well() -> None:
+    """A listener leads, and nothing stands."""
+    assert {level for level, _ in judged(partitions=[partition(0, "flowing")]).values()} == {"ok"}
+
+
+def test_a_halted_partition_is_an_error_with_its_change_and_both_ways_on() -> None:
+    """The commands can be copied as they stand."""
+    level, message = judged(partitions=[partition(3, "halted")])["halted"]
+    assert level == "error"
+    for part in ("shop.orders insert 7", "ValueError: no", "retry summarise --partition 3", "skip summarise"):
+        assert part in message
+
+
+def test_many_halted_partitions_are_counted() -> None:
+    """A few with their commands, then how many more."""
+    found = list(judge_state(state(partitions=[partition(index, "halted") for index in range(16)])))
+    messages = [each.message for each in found if each.name == "halted"]
+    assert messages[-1].startswith("13 more")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "level"),
+    [
+        ({"partitions": [partition(0, "paused")]}, "paused", "warning"),
+        ({"dead_letters": 2}, "dead_letters", "warning"),
+        ({"subscriptions": [{"name": "gone", "state": "unregistered"}]}, "unregistered", "warning"),
+        ({"unread_seconds": 27, "reading_waits": "HostUnreachable"}, "reading", "error"),
+        ({"state": "idle", "listener": None}, "listener", "warning"),
+        ({"state": "never_started", "listener": None}, "listener", "ok"),
+        ({"state": "failed", "listener": None, "error": "no right"}, "listener", "error"),
+    ],
+)
+def test_what_a_person_should_look_at_is_no_longer_well(changes: dict[str, Any], name: str, level: str) -> None:
+    """Neither in the list nor in the last line."""
+    assert judged(**changes)[name][0] == level

@@ -259,6 +259,8 @@ def test_a_source_that_depends_on_the_url_or_on_a_framework_waits(bridge: Bridge
         ({"failure_policy": "park_key"}, "'park_key' is not part of this version"),
         ({"failure_policy": "dead-letter"}, "did you mean 'dead_letter'"),
         ({"operations": {"upsert"}}, "operation 'upsert' is unknown"),
+        ({"operations": {"create", "insert"}}, "'create' would never come: .* show_expanded_events=True"),
+        ({"operations": {"vacuum"}}, "'vacuum' would never come: .* or correct the name"),
         ({"operations": "insert"}, "must be a set of names"),
         ({"fields": "customer"}, "must be a set of names"),
         ({"match": "$x"}, "must be an aggregation expression"),
@@ -319,6 +321,16 @@ def test_celerys_own_options_reach_the_task(bridge: Bridge, option: str) -> None
     """What is taken has an effect."""
     task = register(bridge, **{option: 77})
     assert getattr(task, option) == 77
+
+
+def test_expanded_operations_need_the_bridges_option(app: Celery) -> None:
+    """Given to it, or by a setting."""
+    bridge = Bridge(app, URL, show_expanded_events=True)
+    register(bridge, operations={"create", "vacuum"})
+    assert [handler.filter.operations for handler in bridge.handlers] == [{"create", "vacuum"}]
+    assert bridge.wiring.stream()[1].options["show_expanded_events"] is True
+    with make_app(mongo_celery_show_expanded_events=True) as other:
+        register(Bridge(other, URL), operations={"create"})
 
 
 def test_a_handler_may_have_its_own_rules(bridge: Bridge) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from mongo_celery.bridge.stream.source import (
     Selector,
     Source,
     filter_of,
+    placed,
     scope_of,
     source_of,
     strip_flags,
@@ -207,10 +209,61 @@ def test_other_events_come_only_to_those_who_ask(operation: str, ns: str) -> Non
         assert not selector("other.orders", operations={operation}).selects(event(operation, ns))
 
 
-@pytest.mark.parametrize("operation", ["create", "createIndexes", "shardCollection", "new in a later server"])
-def test_an_event_of_an_unknown_kind_is_not_wanted(operation: str) -> None:
-    """A newer server may send more than it does today."""
+@pytest.mark.parametrize("operation", ["create", "createIndexes", "shardCollection", "newInALaterServer"])
+def test_an_event_of_another_kind_comes_to_those_who_ask(operation: str) -> None:
+    """A newer server may send more than it does today: by its name, or with everything."""
     assert not selector("*").selects(event(operation))
+    assert selector("shop.orders", operations={operation}).selects(event(operation))
+    for every in ("*", {"*"}):
+        assert selector("shop.orders", operations=every).selects(event(operation))
+        assert not selector("shop.invoices", operations=every).selects(event(operation))
+
+
+def test_an_event_of_an_unknown_kind_may_belong_to_nobodys_namespace() -> None:
+    """It comes to those who ask for it; to pass over it would be a silent loss."""
+    assert selector("shop.orders", operations="*").selects(event("newInALaterServer", ""))
+    assert not selector("shop.orders").selects(event("newInALaterServer", ""))
+
+
+def test_a_rename_concerns_both_names() -> None:
+    """The collection that is taken away, and the one that is put in its place."""
+    renamed = event("rename", "shop.new_orders", to={"db": "shop", "coll": "orders"})
+    assert selector("shop.orders", operations={"rename"}).selects(renamed)
+    assert selector("shop.new_orders", operations={"rename"}).selects(renamed)
+    assert selector("shop.*", operations={"rename"}).selects(renamed)
+    assert not selector("shop.invoices", operations={"rename"}).selects(renamed)
+
+
+@pytest.mark.parametrize(
+    ("ns", "missing"),
+    [
+        ({}, "ns.db, ns.coll"),
+        ({"db": "shop"}, "ns.coll"),
+        ({"viewOn": "x"}, "ns.db, ns.coll"),
+        ("shop.orders", "ns"),
+        (None, "ns"),
+    ],
+)
+def test_a_namespace_without_what_a_handler_is_chosen_by_is_refused(ns: object, missing: str) -> None:
+    """P9: `None` would be every database's event, and another collection's changes would come to this handler."""
+    with pytest.raises(ConfigurationError, match=f"pipeline removes {missing} from events"):
+        selector("shop.orders").selects({**event(), "ns": ns})
+
+
+@pytest.mark.parametrize("operation", [None, {"a": 1}, 5])
+def test_an_operation_type_that_is_no_text_is_refused(operation: object) -> None:
+    """P9: a pipeline may have made anything of it."""
+    with pytest.raises(ConfigurationError, match="pipeline removes operationType from events"):
+        selector("shop.orders").selects({**event(), "operationType": operation})
+
+
+def test_the_only_source_of_a_stream_needs_no_namespace() -> None:
+    """The stream is open on nothing else, whatever the pipeline makes of `ns`."""
+    only = selector("shop.orders")
+    (alone,) = placed([only], scope(only))
+    assert alone.selects({**event(), "ns": {"viewOn": "x"}})
+    two = [only, selector("shop.invoices", name="b")]
+    assert placed(two, scope(*two)) == two
 
 
 @pytest.mark.parametrize(
@@ -291,6 +344,30 @@ def test_an_unknown_operation_names_the_nearest() -> None:
         filter_of({"insert", "updated"}, None, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("inserts", "insert"), ("createindexes", "createIndexes"), ("Drop", "drop"), ("dropdatabse", "dropDatabase")],
+)
+def test_a_name_that_is_nearly_known_is_a_misspelt_one(name: str, meant: str) -> None:
+    """P9: in capitals or not."""
+    with pytest.raises(ConfigurationError, match=rf"did you mean '{meant}'\?\).*operations='\*'"):
+        filter_of({name}, None, None)
+
+
+def test_a_name_of_a_later_server_is_taken() -> None:
+    """What cannot be a misspelt one may be one that this version has never heard of; what is no name cannot."""
+    assert filter_of({"vacuum", "insert"}, None, None).operations == {"vacuum", "insert"}
+    with pytest.raises(ConfigurationError, match="operation 'a b' is unknown"):
+        filter_of({"a b"}, None, None)
+
+
+def test_all_operations_stand_alone() -> None:
+    """P9: `"*"` and `{"*"}` are the same; beside a name it would make the name mean nothing."""
+    assert filter_of("*", None, None) == filter_of({"*"}, None, None)
+    with pytest.raises(ConfigurationError, match="give it alone"):
+        filter_of({"*", "insert"}, None, None)
+
+
 @pytest.mark.parametrize("match", ["$x", [], 5, True, ["$gt", 1]])
 def test_a_match_is_an_expression(match: object) -> None:
     """P9: with an example."""
@@ -322,12 +399,19 @@ def test_the_stream_is_the_narrowest_that_serves_all(
     assert (found.database, found.collection) == (database, collection)
 
 
-def conditions(found: Scope) -> list[dict[str, Any]]:
-    """What our first stage demands of everything but an invalidate."""
-    invalidate, others = found.pipeline[0]["$match"]["$or"]
-    assert invalidate == {"operationType": "invalidate"}
-    wanted: list[dict[str, Any]] = others["$and"]
-    return wanted
+DOCUMENTS = ["delete", "insert", "replace", "update"]
+
+
+def passing(found: Scope) -> list[dict[str, Any]]:
+    """What our first stage lets pass: events of whole collections, then those of documents."""
+    clauses: list[dict[str, Any]] = found.pipeline[0]["$match"]["$or"]
+    return clauses
+
+
+def listed(found: Scope) -> list[Any]:
+    """The lists in which the server looks up the namespace of a document's change."""
+    expression = passing(found)[-1]["$expr"]
+    return [each["$in"] for each in expression.get("$or", [expression])]
 
 
 def test_one_collection_is_filtered_by_operation_alone() -> None:
@@ -335,32 +419,87 @@ def test_one_collection_is_filtered_by_operation_alone() -> None:
     found = scope(
         selector("shop.orders", operations={"insert"}), selector("shop.orders", name="b", operations={"delete"})
     )
-    assert conditions(found) == [{"operationType": {"$in": ["delete", "insert"]}}]
+    assert passing(found) == [
+        {"operationType": {"$in": ["invalidate"]}},
+        {"operationType": {"$in": ["delete", "insert"]}},
+    ]
     assert len(found.pipeline) == 1
 
 
-def test_several_collections_are_filtered_by_namespace() -> None:
-    """A collection's own events, and those of its whole database, which have no collection."""
-    found = scope(selector("shop.orders"), selector("shop.invoices", name="b"))
-    namespaces, operations = conditions(found)
-    assert namespaces == {
-        "$or": [
-            {"ns.db": "shop", "ns.coll": {"$in": ["invoices", None]}},
-            {"ns.db": "shop", "ns.coll": {"$in": ["orders", None]}},
-        ]
-    }
-    assert operations == {"operationType": {"$in": ["delete", "insert", "replace", "update"]}}
+def test_several_collections_are_one_list() -> None:
+    """And several databases are the same list: there is no clause a collection, nor one a database."""
+    found = scope(selector("shop.orders"), selector("shop.invoices", name="b"), selector("other.x", name="c"))
+    name = {"$concat": ["$ns.db", ".", "$ns.coll"]}
+    assert passing(found)[1]["operationType"] == {"$in": DOCUMENTS}
+    assert listed(found) == [[name, ["other.x", "shop.invoices", "shop.orders"]]]
+
+
+def test_whole_databases_are_a_list_of_their_own() -> None:
+    """A collection in one of them needs no mention."""
+    found = scope(selector("shop.*", "shop.orders"), selector("other.x", "third.*", name="b"))
+    name = {"$concat": ["$ns.db", ".", "$ns.coll"]}
+    assert listed(found) == [[name, ["other.x"]], ["$ns.db", ["shop", "third"]]]
+
+
+@pytest.mark.parametrize("count", [2, 10, 200])
+def test_the_filter_has_the_same_shape_for_any_number_of_sources(count: int) -> None:
+    """P12: with a clause for each collection, a quiet bridge beside a busy neighbour falls off the oplog."""
+    found = scope(*(selector(f"shop.c{number}", name=f"h{number}") for number in range(count)))
+    assert len(passing(found)) == 2
+    assert len(listed(found)) == 1
+    assert len(listed(found)[0][1]) == count
+
+
+def test_events_of_whole_collections_pass_by_operation_alone() -> None:
+    """Their namespace may be a database's, or stand under `to`; whose they are, the selectors say."""
+    found = scope(selector("shop.a", operations={"drop", "insert"}), selector("b.b", name="b", operations={"rename"}))
+    assert passing(found)[0] == {"operationType": {"$in": ["drop", "invalidate", "rename"]}}
+    assert passing(found)[1]["operationType"] == {"$in": ["insert"]}
+    assert listed(found)[0][1] == ["shop.a"]
+
+
+def test_operations_that_are_wanted_of_other_sources_are_clauses_of_their_own() -> None:
+    """Four at most: updates that nobody wants would each be looked up."""
+    found = scope(
+        selector("shop.a", operations={"insert"}),
+        selector("shop.b", "b.b", name="b", operations={"update", "insert"}),
+        selector("b.*", name="c", operations={"delete", "replace"}),
+    )
+    name = {"$concat": ["$ns.db", ".", "$ns.coll"]}
+    assert passing(found)[1:] == [
+        {"operationType": {"$in": ["delete", "replace"]}, "$expr": {"$in": ["$ns.db", ["b"]]}},
+        {"operationType": {"$in": ["insert"]}, "$expr": {"$in": [name, ["b.b", "shop.a", "shop.b"]]}},
+        {"operationType": {"$in": ["update"]}, "$expr": {"$in": [name, ["b.b", "shop.b"]]}},
+    ]
+
+
+def test_operations_that_are_wanted_of_everything_have_no_list() -> None:
+    """Of a whole database, or of the cluster, where the stream is open on it."""
+    found = scope(selector("shop.*", operations={"insert"}), selector("shop.a", name="b", operations={"update"}))
+    assert "$expr" not in passing(found)[1]
+    assert listed(found)[0][1] == ["shop.a"]
+
+
+def test_handlers_of_nothing_but_collections_need_no_document() -> None:
+    """The server then passes over every write."""
+    assert passing(scope(selector("a.a", "b.b", operations={"drop"}))) == [
+        {"operationType": {"$in": ["drop", "invalidate"]}}
+    ]
+
+
+def test_all_operations_let_every_event_pass_that_is_no_documents() -> None:
+    """Whatever a later server calls it."""
+    kinds, documents = passing(scope(selector("a.a", operations="*"), selector("b.b", name="b")))
+    assert kinds == {"operationType": {"$nin": DOCUMENTS}}
+    assert documents["operationType"] == {"$in": DOCUMENTS}
 
 
 def test_a_stream_of_the_cluster_never_sees_the_bridges_own_state() -> None:
-    """Else every commit would be a change that leads to a commit."""
-    own = {"ns.db": {"$ne": STATE}}
-    everything = conditions(scope(selector("*")))
-    assert own in everything
-    assert not any("$or" in condition for condition in everything)
-    two = conditions(scope(selector("shop.*"), selector("other.x", name="b")))
-    assert own in two
-    assert two[0] == {"$or": [{"ns.db": "other", "ns.coll": {"$in": ["x", None]}}, {"ns.db": "shop"}]}
+    """Else every commit would be a change that leads to a commit. Where databases are named, the state is not one."""
+    everything = scope(selector("*", operations="*"), selector("shop.x", name="b"))
+    assert everything.pipeline[0]["$match"]["ns.db"] == {"$ne": STATE}
+    named = scope(selector("shop.*"), selector("other.x", name="b"))
+    assert STATE not in repr(named.pipeline)
 
 
 @pytest.mark.parametrize("target", ["mongo_celery.partitions", "mongo_celery.*"])
@@ -375,15 +514,15 @@ def test_our_stages_come_first_then_the_flags_then_the_users() -> None:
     match = {"$gt": ["$fullDocument.total", 100]}
     stages = [{"$match": {"a": 1}}, {"$project": {"fullDocument.secret": 0}}]
     found = scope(selector("shop.orders", match=match), selector("shop.orders", name="all"), pipeline=stages)
-    assert found.pipeline[1] == {"$addFields": {FLAGS: {"summarise": {"$cond": [match, True, False]}}}}
+    own = {"$in": ["$operationType", DOCUMENTS]}
+    assert found.pipeline[1] == {"$addFields": {FLAGS: {"summarise": {"$cond": [{"$and": [own, match]}, True, False]}}}}
     assert list(found.pipeline[2:]) == stages
 
 
 def test_no_filter_of_ours_reads_what_the_oplog_does_not_fix() -> None:
     """P1: a filter on a looked-up field makes a token unresumable as soon as the document changes."""
     looked_up = selector("shop.orders", fields={"total"}, match={"$gt": ["$fullDocument.total", 100]})
-    for condition in conditions(scope(looked_up, selector("other.*", name="b"))):
-        assert "fullDocument" not in repr(condition)
+    assert "fullDocument" not in repr(scope(looked_up, selector("other.*", name="b")).pipeline[0])
 
 
 @pytest.mark.parametrize(
@@ -416,7 +555,21 @@ def test_the_fingerprint_names_the_stream() -> None:
         scope(selector("shop.orders"), full_document="updateLookup", pipeline=[{"$match": {"a": 1}}]),
         scope(selector("shop.orders"), full_document="updateLookup", before_change="required"),
     ]
+    others.append(scope(selector("shop.orders"), full_document="updateLookup", expanded=True))
     assert len({one.fingerprint, *(other.fingerprint for other in others)}) == len(others) + 1
+
+
+def test_the_fingerprint_is_the_same_in_whatever_order_handlers_come() -> None:
+    """P1: another one has the stream opened at its time; a deploy that changes nothing should not."""
+    match = {"$gt": ["$fullDocument.total", 100]}
+    handlers = [
+        selector("shop.a", "third.*", name="a", match=match, operations={"insert", "drop", "update"}),
+        selector("shop.b", "other.*", name="b", match=match),
+        selector("other.c", name="c", operations={"rename", "delete"}),
+    ]
+    assert len({scope(*order).fingerprint for order in itertools.permutations(handlers)}) == 1
+    turned = selector("third.*", "shop.a", name="a", match=match, operations=["update", "drop", "insert"])
+    assert scope(turned, *handlers[1:]).fingerprint == scope(*handlers).fingerprint
 
 
 def test_the_fingerprint_does_not_depend_on_the_order_of_registration() -> None:

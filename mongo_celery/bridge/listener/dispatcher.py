@@ -8,9 +8,11 @@ the claim in MongoDB drops whatever arrives twice.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +20,17 @@ from celery import Celery
 from kombu import Connection
 
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.worker.envelope import Run, seal
+from mongo_celery.bridge.state.signing import Sealing
+from mongo_celery.bridge.worker.envelope import Carrier, Run, seal
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.connection import bounded_connection, demand_answer
 from mongo_celery.broker.queues import declare_queues
 
+logger = logging.getLogger("mongo_celery.listener")
+
 _BROKER_SECONDS = 5
+_SECRET_BYTES = 8
+"""Of a task id: remote control revokes by ids, so that they must not be guessed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +51,20 @@ class Dispatch:
 
 
 class Dispatcher:
-    """Publishes for one bridge. Used by one thread."""
+    """
+    Publishes for one bridge. Used by one thread.
 
-    def __init__(self, app: Celery, options: BridgeOptions, key: bytes) -> None:
+    Args:
+        app: the Celery app.
+        options: of the bridge.
+        sealing: gives what messages are signed with now.
+    """
+
+    def __init__(self, app: Celery, options: BridgeOptions, sealing: Callable[[], Sealing]) -> None:
         self._app = app
         self._options = options
-        self._key = key
+        self._sealing = sealing
+        self._key: bytes | None = None
         self._connection: Connection | None = None
         self._producer: Any = None
         self._origin = f"listener.{options.name}.{os.getpid()}@{socket.gethostname()}"
@@ -89,24 +104,36 @@ class Dispatcher:
             self._producer = self._app.amqp.Producer(channel, auto_declare=False)
         return self._producer
 
+    def _sealed_with(self) -> Sealing:
+        sealing = self._sealing()
+        if self._key is not None and self._key != sealing.key:
+            logger.info("signing with a new key", extra={"event": "key_exchanged"})
+        self._key = sealing.key
+        return sealing
+
     def _publish(self, producer: Any, dispatch: Dispatch) -> None:
         run = dispatch.run
         queue = self._options.queue_of(run.index)
         task_id = f"{run.bridge}.{run.subscription}.{run.index}.{run.first}"
         if dispatch.attempt:
             task_id += f".d{dispatch.attempt}"
+        task_id += f".{secrets.token_hex(_SECRET_BYTES)}"
+        sealing = self._sealed_with()
+        commit_id = f"{task_id}.commit"
+        commit = replace(run, changes=(), carrier=Carrier.of(commit_id, None))
         link = {
             "task": COMMIT_TASK,
-            "args": [seal("commit", replace(run, changes=()), self._key)],
+            "args": [seal("commit", commit, sealing.key, sealing.installation)],
             "kwargs": {},
-            "options": {"queue": queue, "task_id": f"{task_id}.commit", "argsrepr": f"('{run.partition_id}',)"},
+            "options": {"queue": queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"},
             "subtask_type": None,
             "immutable": True,
         }
+        run = replace(run, carrier=Carrier.of(task_id, [link]))
         message = self._app.amqp.as_task_v2(
             task_id,
             dispatch.task_name,
-            (seal("run", run, self._key),),
+            (seal("run", run, sealing.key, sealing.installation),),
             {},
             chain=[link],
             root_id=task_id,

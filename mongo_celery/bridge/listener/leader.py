@@ -27,6 +27,7 @@ from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_t
 from mongo_celery.bridge.listener.takeover import Takeover, find_starts, open_position, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
+from mongo_celery.bridge.state.signing import sealing_of
 from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
 from mongo_celery.mongo.repeating import Pauses
@@ -49,6 +50,7 @@ _ITEMS_A_CHECK = 16
 _READ_AHEAD = 2000
 _BROKER_PAUSES = Pauses(first=0.5, longest=10.0)
 _COMPLAINT_SECONDS = 30.0
+_SILENCE_SECONDS = 5
 
 
 class Relayout(Exception):  # noqa: N818 - not an error: the layout has changed, lead again
@@ -98,20 +100,18 @@ class Leader:
             decision=on_history_lost,
             fingerprint=scope.fingerprint,
         )
-        self._caught_up = False
-        self._looked_at = self._swept_at = self._moved_at = 0.0
+        self._at_end = False
+        self._full = ""
+        self._opened_at = self._looked_at = self._swept_at = self._moved_at = 0.0
         self._broker_failures = 0
         self._broker_at = 0.0
         self._complained_at = -math.inf
-        key = wiring.store.leases.signing_key()
-        if key is None:
-            raise LeaseLostError
-        self._dispatcher = Dispatcher(wiring.app, self._options, key)
+        self._dispatcher = Dispatcher(wiring.app, self._options, lambda: sealing_of(renewal.term.document))
         self._evidence = MessageEvidence(wiring.app, self._options, BrokerWatch(wiring.app))
 
     def lead(self) -> None:
         """
-        Lead until told to stop or until the lease is no longer trusted.
+        Lead until told to stop, until newer definitions stand by, or until the lease is no longer trusted.
 
         Raises:
             LeaseLostError: somebody else leads.
@@ -123,6 +123,8 @@ class Leader:
             while not self._stopping.is_set():
                 if not self._renewal.trusted():
                     raise LeaseLostError
+                if self._renewal.overtaken:
+                    return
                 self._renewal.alive()
                 self._turn()
         finally:
@@ -139,12 +141,31 @@ class Leader:
     def report(self) -> dict[str, Any]:
         """What `status` shows of this term beside the stored positions."""
         subscriptions = list(self._subscriptions.values())
+        standing = sum(len(subscription.standing) for subscription in subscriptions)
+        reading = self._reading()
         return {
             "outstanding": sum(len(subscription.outstanding) for subscription in subscriptions),
             "buffered": sum(subscription.window.count for subscription in subscriptions),
             "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
-            "caughtUp": self._caught_up,
+            "standing": standing,
+            "caughtUp": self._at_end and not standing and not reading["unreadSeconds"],
             "brokerDown": self._broker_failures > 0,
+            **reading,
+        }
+
+    def _reading(self) -> dict[str, Any]:
+        """How reading goes. A silence counts after some seconds; before that each report would differ from the last."""
+        reader = self._reader
+        if reader is None:
+            return {"unreadSeconds": 0, "readingWaits": None, "reopenings": 0, "flaws": 0}
+        status = reader.status
+        silent = int(time.monotonic() - (status.last_read or self._opened_at))
+        waits = self._full or (status.last_error if status.failures else None)
+        return {
+            "unreadSeconds": silent if silent >= _SILENCE_SECONDS else 0,
+            "readingWaits": waits,
+            "reopenings": status.reopenings,
+            "flaws": status.flaws,
         }
 
     # -- beginning ---------------------------------------------------------------------------------
@@ -183,6 +204,7 @@ class Leader:
             "a stored token" if position.token else position.time,
             extra={"event": "stream_opening"},
         )
+        self._opened_at = time.monotonic()
         self._reader = StreamReader(
             self._wiring.stream_client,
             self._scope,
@@ -224,9 +246,10 @@ class Leader:
                 self._held = None
                 return
             if number % _ITEMS_A_CHECK == 0 and self._is_full():
-                self._complain(now)
+                self._wait_for_room(now)
                 return
-            self._caught_up = not hasattr(self._held, "raw")
+            self._full = ""
+            self._at_end = not hasattr(self._held, "raw")
             for subscription in self._subscriptions.values():
                 subscription.take_in(self._held)
             assert self._reader is not None, "items come from a reader"
@@ -239,26 +262,25 @@ class Leader:
             sum(subscription.window.size for subscription in subscriptions) >= self._options.buffer_bytes
         )
 
-    def _complain(self, now: float) -> None:
+    def _wait_for_room(self, now: float) -> None:
         """Full buffers are normal under backlog; they are loud when a partition stands still behind them."""
+        largest = max(self._subscriptions.values(), key=lambda subscription: subscription.window.size)
+        full = next((each for each in self._subscriptions.values() if each.is_full), largest)
+        standing = [tracker.image.index for tracker in full.standing]
+        self._at_end = False
+        self._full = f"the buffer of handler {full.name} is full ({full.window.count} changes)" + (
+            f" while its partitions {standing} stand still" if standing else ""
+        )
         if now - self._complained_at < _COMPLAINT_SECONDS:
             return
         self._complained_at = now
-        for subscription in self._subscriptions.values():
-            standing = [
-                tracker.image.index
-                for tracker in subscription.trackers.values()
-                if tracker.image.state != "flowing" and subscription.window.depth(tracker.image.index)
-            ]
-            if subscription.is_full and standing:
-                logger.error(
-                    "the buffer of handler %s is full (%d changes) while its partitions %s stand still; the stream is "
-                    "not read until they are resumed, retried or skipped",
-                    subscription.name,
-                    subscription.window.count,
-                    standing,
-                    extra={"event": "buffer_full"},
-                )
+        logger.log(
+            logging.ERROR if standing else logging.INFO,
+            "%s; the stream is not read until %s",
+            self._full,
+            "they are resumed, retried or skipped" if standing else "workers have made room",
+            extra={"event": "buffer_full"},
+        )
 
     # -- looking at partitions ---------------------------------------------------------------------
 

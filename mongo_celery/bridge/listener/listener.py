@@ -15,8 +15,10 @@ import pymongo
 from kombu.exceptions import OperationalError
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.listener.candidacy import Candidacy, ForeignMessages
 from mongo_celery.bridge.listener.leader import Leader, Relayout
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.state.candidates import Definitions
 from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.bridge.stream.source import Scope, Selector
 from mongo_celery.broker.connection import reach_broker
@@ -60,7 +62,6 @@ class Listener:
         self._stopping = threading.Event()
         self._leader: Leader | None = None
         self._suspected_at = 0.0
-        self._stands_by = False
 
     def stop(self) -> None:
         """Step down and return from `run`. Callable from any thread."""
@@ -78,17 +79,20 @@ class Listener:
 
         Raises:
             ConfigurationError: nothing to listen for, or an option or source is wrong.
-            DeploymentError: a wrong topology, a missing right, or servers that stay away.
+            DeploymentError: a wrong topology, a missing right, servers that stay away, or another app's bridge
+                of this name.
             StreamError: the stream cannot go on; also HistoryLostError.
         """
         self._check_app()
         selectors, scope = self._plan()
         self._wait_for_servers()
         leases = self._wiring.store.leases
+        candidacy = Candidacy(self._wiring, selectors)
+        candidacy.refuse_forgotten_name()
         while not self._stopping.is_set():
-            term = self._stand_by(leases)
+            term = self._stand_by(leases, candidacy)
             if term is not None:
-                self._lead(leases, term, selectors, scope)
+                self._lead(leases, term, candidacy.definitions, selectors, scope)
                 self._pause()  # whatever ended the term may end the next one as soon: no hot loop
 
     def _check_app(self) -> None:
@@ -138,10 +142,11 @@ class Listener:
             return "the broker", short(error)
         return None
 
-    def _stand_by(self, leases: Leases) -> Term | None:
+    def _stand_by(self, leases: Leases, candidacy: Candidacy) -> Term | None:
         """One attempt to acquire the lease, then a short pause."""
         try:
-            term = leases.acquire()
+            candidacy.renew()
+            term = candidacy.acquire()
             if term is None and time.monotonic() - self._suspected_at > _SUSPICION_SECONDS:
                 self._suspected_at = time.monotonic()
                 leases.ensure()
@@ -151,13 +156,11 @@ class Listener:
                         "the lease's expiry is impossible; taking it over as seen",
                         extra={"event": "lease_expiry_impossible"},
                     )
-                    term = leases.acquire(observed=impossible)
+                    term = candidacy.acquire(observed=impossible)
+                if term is None:
+                    candidacy.say()
             if term is not None:
-                self._stands_by = False
                 return term
-            if not self._stands_by:
-                self._stands_by = True
-                logger.info("standing by: another listener leads", extra={"event": "standing_by"})
         except PyMongoError as error:
             final = explained(error, self._wiring.state_concern)
             if final is not None:
@@ -169,7 +172,9 @@ class Listener:
     def _pause(self) -> None:
         self._stopping.wait(_STANDBY_PAUSES.nth())
 
-    def _lead(self, leases: Leases, term: Term, selectors: list[Selector], scope: Scope) -> None:
+    def _lead(
+        self, leases: Leases, term: Term, definitions: Definitions, selectors: list[Selector], scope: Scope
+    ) -> None:
         """One term, from its acquisition to its end."""
         logger.info(
             "leading bridge %s with version %d",
@@ -177,27 +182,34 @@ class Listener:
             term.version,
             extra={"event": "lease_acquired", "version": term.version},
         )
-        renewal = Renewal(leases, term, self._options.lease_ttl, self._report)
+        renewal = Renewal(leases, term, self._options.lease_ttl, self._report, definitions, ForeignMessages().notice)
         renewal.start()
-        error: MongoCeleryError | None = None
+        ended_by: Exception | None = None
         try:
+            if not leases.serve(term, definitions):
+                raise LeaseLostError
             self._lead_until_done(renewal, selectors, scope)
+            if renewal.overtaken and not self._stopping.is_set():
+                logger.info(
+                    "stepping down for a listener with newer definitions of the handlers", extra={"event": "overtaken"}
+                )
         except LeaseLostError:
             logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
         except PyMongoError as failure:
-            error = explained(failure, self._wiring.state_concern)
-            if error is not None:
-                raise error from failure
+            ended_by = explained(failure, self._wiring.state_concern)
+            if ended_by is not None:
+                raise ended_by from failure
             if not is_transient(failure):
+                ended_by = failure
                 raise
             logger.warning("leading ended: %s; standing by", failure, extra={"event": "lease_lost"})
-        except MongoCeleryError as failure:
-            error = failure
+        except Exception as failure:
+            ended_by = failure
             raise
         finally:
             self._leader = None
             renewal.stop()
-            self._release(leases, renewal, error)
+            self._release(leases, renewal, ended_by, definitions)
 
     def _lead_until_done(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:
         while True:
@@ -219,10 +231,10 @@ class Listener:
                 continue
             return
 
-    def _release(self, leases: Leases, renewal: Renewal, error: MongoCeleryError | None) -> None:
-        state = "idle" if error is None else ("history_lost" if isinstance(error, HistoryLostError) else "failed")
+    def _release(self, leases: Leases, renewal: Renewal, ended_by: Exception | None, definitions: Definitions) -> None:
+        state = "idle" if ended_by is None else ("history_lost" if isinstance(ended_by, HistoryLostError) else "failed")
         try:
-            if leases.release(renewal.term, state, str(error) if error else None):
+            if leases.release(renewal.term, state, _sentence(ended_by), definitions):
                 logger.info("lease released", extra={"event": "lease_released"})
         except PyMongoError as failure:
             logger.warning(
@@ -234,3 +246,10 @@ class Listener:
     def _report(self) -> dict[str, object]:
         leader = self._leader
         return leader.report() if leader is not None else {}
+
+
+def _sentence(error: Exception | None) -> str | None:
+    """What the lease keeps of the exception that ended a term; one that nobody foresaw is named by its class."""
+    if error is None:
+        return None
+    return str(error) if isinstance(error, MongoCeleryError) else f"{type(error).__name__}: {short(error)}"

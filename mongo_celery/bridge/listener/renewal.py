@@ -16,6 +16,7 @@ from typing import Any
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.state.candidates import Definitions
 from mongo_celery.bridge.state.leases import Leases, Term
 
 logger = logging.getLogger("mongo_celery.lease")
@@ -33,13 +34,25 @@ class Renewal:
         term: as acquired.
         ttl: seconds.
         report: gives what `status` shows of this listener.
+        definitions: what the term serves.
+        read: is shown the lease as each renewal finds it.
     """
 
-    def __init__(self, leases: Leases, term: Term, ttl: float, report: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        leases: Leases,
+        term: Term,
+        ttl: float,
+        report: Callable[[], Mapping[str, Any]],
+        definitions: Definitions | None = None,
+        read: Callable[[Mapping[str, Any]], object] | None = None,
+    ) -> None:
         self._leases = leases
         self._term = term
         self._ttl = ttl
         self._report = report
+        self._definitions = definitions
+        self._read = read
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._lost = False
@@ -54,6 +67,11 @@ class Renewal:
     def start(self) -> None:
         """Begin to renew."""
         self._thread.start()
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether a listener with newer definitions stands by, as of the last renewal."""
+        return bool(self._term.document.get("overtaken"))
 
     def trusted(self) -> bool:
         """Whether this process may act as the listener at this moment. Asks nobody."""
@@ -94,11 +112,13 @@ class Renewal:
                 return
             try:
                 with self._lock:
-                    renewed = self._leases.renew(self._term, self._report())
+                    renewed = self._leases.renew(self._term, self._report(), self._definitions)
                     if renewed is None:
                         self._lost = True
                         return
                     self._term = renewed
+                if self._read is not None:
+                    self._read(renewed.document)
                 pause = self._ttl / 3
             except PyMongoError as error:
                 logger.warning("lease renewal failed, trying again: %s", error, extra={"event": "renewal_failed"})

@@ -68,6 +68,16 @@ class Subscription:
         return [tracker for tracker in self.trackers.values() if tracker.outstanding is not None]
 
     @property
+    def standing(self) -> list[Tracker]:
+        """Partitions whose next change waits for a person, or for its retry time."""
+        return [
+            tracker
+            for index, tracker in self.trackers.items()
+            if tracker.image.state == "halted"
+            or (self.window.depth(index) and (tracker.image.state != "flowing" or tracker.image.parked))
+        ]
+
+    @property
     def is_full(self) -> bool:
         """Whether no more may be read for this subscription."""
         return self.window.count >= self._options.buffer_changes

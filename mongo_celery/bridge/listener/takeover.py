@@ -35,8 +35,8 @@ from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import name_in
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
-from mongo_celery.errors import LeaseLostError
-from mongo_celery.mongo.oplog import operation_time, read_oplog
+from mongo_celery.errors import ConfigurationError, LeaseLostError
+from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -223,17 +223,29 @@ def _pin(
             age,
             extra={"event": "start_pinned", "age_seconds": age},
         )
-    position = lease if lease["resumeToken"] else None
+    position = lease if lease["resumeToken"] else given_position(pinned, options.start_from)
     start = (position or {}).get("clusterTime") or pinned
     for name in fresh:
         store.subscriptions.pin(name, takeover.version, start, position)
-        if position is not None:
+        if position is lease:
             logger.warning(
                 "handler %s is new: it begins where the bridge stands, at %s",
                 name,
                 start.as_datetime().isoformat(),
                 extra={"event": "subscription_added"},
             )
+
+
+def given_position(pinned: Timestamp, start_from: object) -> Mapping[str, Any] | None:
+    """
+    The position that `start_from` gives as a resume token, for a bridge that has none yet.
+
+    Only while the start that is pinned is that of the token: a later option changes nothing, as for other starts. The
+    token may come from any stream, so this one is opened at its cluster time, and what is not behind it is left out.
+    """
+    if not isinstance(start_from, Mapping) or time_of_token(start_from, None) != pinned:
+        return None
+    return {"resumeToken": dict(start_from), "clusterTime": pinned}
 
 
 def open_position(starts: Mapping[str, Start], fingerprint: str) -> Position:
@@ -247,8 +259,18 @@ def open_position(starts: Mapping[str, Start], fingerprint: str) -> Position:
     return Position(mark.token if mark is not None and smallest.fingerprint == fingerprint else None, smallest.place[0])
 
 
-def start_time(client: MongoClient[dict[str, Any]], start_from: str | Timestamp | datetime) -> Timestamp:
-    """The cluster time that an option `start_from` means at this moment."""
+def start_time(
+    client: MongoClient[dict[str, Any]], start_from: str | Timestamp | datetime | Mapping[str, Any]
+) -> Timestamp:
+    """
+    The cluster time that an option `start_from` means at this moment.
+
+    Raises:
+        ConfigurationError: a resume token that no stream of this cluster can have given yet.
+        AccessError: `oldest` was asked for and the oplog may not be read.
+    """
+    if isinstance(start_from, Mapping):
+        return _time_of_given(start_from, operation_time(client))
     if isinstance(start_from, Timestamp):
         return start_from
     if isinstance(start_from, datetime):
@@ -257,3 +279,14 @@ def start_time(client: MongoClient[dict[str, Any]], start_from: str | Timestamp 
         now = operation_time(client)
         return Timestamp(now.time, now.inc + 1)
     return read_oplog(client).first
+
+
+def _time_of_given(token: Mapping[str, Any], now: Timestamp) -> Timestamp:
+    """A stream that is opened ahead of the cluster's time would wait for it, and pass over everything until then."""
+    time_ = time_of_token(token, None)
+    if time_ is None or time_.time > now.time:
+        raise ConfigurationError(
+            f"start_from={dict(token)!r} lies ahead of the cluster's time: the token is from another cluster. "
+            "Give one of this cluster, or 'oldest', 'now' or a time.",
+        )
+    return time_

@@ -1,5 +1,5 @@
 """
-The preflight: everything outside our code that a bridge depends on, tried rather than believed.
+The preflight: everything outside our code that a bridge depends on, tried rather than believed; and what stands.
 
 Nothing is left behind: rights on the state database are tried in a transaction that is aborted, the change
 stream is opened and closed. A server that does not answer is a finding, and the rest is still looked at.
@@ -16,6 +16,8 @@ from mongo_celery.bridge.operations.broker_check import check_broker
 from mongo_celery.bridge.operations.deployment import check_mongodb
 from mongo_celery.bridge.operations.encryption import check_encryption
 from mongo_celery.bridge.operations.findings import Finding, error, ok
+from mongo_celery.bridge.operations.lease_check import check_lease
+from mongo_celery.bridge.operations.state_check import check_state
 from mongo_celery.bridge.operations.worker_check import check_workers
 from mongo_celery.bridge.worker.tasks import overridden_attributes
 from mongo_celery.errors import MongoCeleryError
@@ -31,7 +33,7 @@ _TASK_PROTOCOL = 2
 
 def check(wiring: Wiring) -> list[Finding]:
     """
-    Look at everything that a bridge needs, for some seconds.
+    Look at everything that a bridge needs, and at what it has stored, for some seconds.
 
     Afterwards MongoDB and the broker are as before. Not promised: that what is well now stays so.
 
@@ -41,7 +43,11 @@ def check(wiring: Wiring) -> list[Finding]:
     assert wiring.options, "wrong options are refused before anything is looked at"
     concern = wiring.state_concern
     found = _guarded("celery", lambda: _check_celery(wiring), concern)
-    found += _guarded("mongodb", lambda: check_mongodb(wiring.reach(), wiring), concern)
+    mongodb = _guarded("mongodb", lambda: check_mongodb(wiring.reach(), wiring), concern)
+    found += mongodb
+    if not any(finding.name in {"mongodb", "state_rights"} and finding.level == "error" for finding in mongodb):
+        found += _guarded("lease", lambda: check_lease(wiring), concern)
+        found += _guarded("state", lambda: check_state(wiring), concern)
     broker = _guarded("broker", lambda: check_broker(wiring.app), concern)
     found += broker
     if not any(finding.name == "broker" and finding.level == "error" for finding in broker):

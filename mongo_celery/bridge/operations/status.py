@@ -73,6 +73,11 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `outstanding`, `buffered`: changes under way and waiting, from the listener's report. Without one,
       `outstanding` counts the partitions that are claimed, and `buffered` is 0 where nobody leads and None
       where a new listener has not reported yet.
+    - `caught_up`: the listener has read to the end of the stream within the last seconds, and nothing stands.
+      `standing` counts the partitions whose next change waits for a person or for its retry time.
+    - `unread_seconds`: for how long no read of the stream has succeeded; 0 while one does every few seconds, None
+      without a report. `reading_waits` is why: a full buffer, or the stream's last error; `reopenings` counts those of
+      this term.
     - a subscription's `state` is that of its worst partition (`halted`, `paused`, `parked`, `flowing`), or
       `new` (registered, but no listener has led with it yet), or `unregistered`.
 
@@ -137,8 +142,12 @@ def shape(facts: Facts) -> dict[str, Any]:
         "outstanding": report.get("outstanding", under_way),
         "buffered": report.get("buffered", None if live else 0),
         "buffered_bytes": report.get("bufferedBytes", None if live else 0),
+        "standing": report.get("standing"),
         "caught_up": report.get("caughtUp", False),
         "broker_down": report.get("brokerDown", False),
+        "unread_seconds": _unread(lease, report),
+        "reading_waits": report.get("readingWaits"),
+        "reopenings": report.get("reopenings"),
         "dead_letters": sum(facts.dead_letters.values()),
         "gaps": [_gap(gap) for gap in lease.get("gaps", ())],
         "generation": lease.get("generation", 0),
@@ -148,6 +157,12 @@ def shape(facts: Facts) -> dict[str, Any]:
             for image in sorted(facts.images, key=lambda image: (image.subscription, image.index))
         ],
     }
+
+
+def _unread(lease: Mapping[str, Any], report: Mapping[str, Any]) -> int | None:
+    """What the listener said, and the time that has passed since it said so."""
+    silent = report.get("unreadSeconds")
+    return silent + (lease.get("reportAge") or 0) // 1000 if silent else silent
 
 
 def state_of(image: Image) -> str:

@@ -29,7 +29,6 @@ Henninger; the version and the server's clock repair what its descendants found.
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -38,11 +37,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bson import ObjectId, Timestamp
-from bson.binary import Binary
 from bson.int64 import Int64
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
+from mongo_celery.bridge.state.candidates import Definitions, ended, is_overtaken, named, served
+from mongo_celery.bridge.state.signing import EXCHANGE, installation_kept, new_key
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout
@@ -105,7 +105,7 @@ class Leases:
             "generation": 0,
             "partitions": None,
             "keys": {},
-            "signingKey": Binary(secrets.token_bytes(32)),
+            "signingKey": new_key(),
             "renewedAt": None,
             "state": "idle",
         }
@@ -117,11 +117,28 @@ class Leases:
             time_ = last_operation_time(self._table.collection.database.client)
         return Int64(time_.time * SHIFT + time_.inc) if time_ is not None else Int64(0)
 
-    def acquire(self, *, observed: Mapping[str, Any] | None = None) -> Term | None:
+    def announce(self, definitions: Definitions) -> None:
+        """Say that a listener with these definitions is there, and stands by."""
+        self._table.update({"_id": self._bridge}, named(definitions.digest))
+
+    def serve(self, term: Term, definitions: Definitions) -> bool:
+        """Record whose handlers this term serves; False when it has ended."""
+        return self._table.update(self._mine(term), [served(definitions)])
+
+    def adopt(self, definitions: Definitions) -> bool:
+        """Let the lease belong to the app of these definitions from now on; False while somebody leads."""
+        free = {"_id": self._bridge, "$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
+        owner = {"app": definitions.app, "tasks": dict(definitions.tasks), "served": None, "candidates": {}}
+        return self._table.update(free, {"$set": owner})
+
+    def acquire(
+        self, definitions: Definitions | None = None, *, observed: Mapping[str, Any] | None = None
+    ) -> Term | None:
         """
-        Take the lease if it is free or expired.
+        Take the lease if it is free or expired, and nobody is there with newer definitions.
 
         Args:
+            definitions: what the new term would serve, announced before; None for a term that serves nothing.
             observed: a lease with an impossible expiry (see `suspicious`), to be replaced as seen.
 
         Returns:
@@ -129,6 +146,8 @@ class Leases:
         """
         listener_id = str(ObjectId())
         free: dict[str, Any] = {"$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
+        if definitions is not None:
+            free = {"$expr": {"$and": [free["$expr"], {"$not": [is_overtaken(definitions.digest)]}]}}
         if observed is not None:
             free = {name: observed[name] for name in ("listenerId", "version", "expiresAt")}
         started = time.monotonic()
@@ -148,8 +167,11 @@ class Leases:
                         "state": "leading",
                         "report": None,
                         "error": None,
+                        "overtaken": False,
+                        "installation": installation_kept(),
                     },
                 },
+                EXCHANGE,
             ],
         )
         if document is None:
@@ -177,29 +199,49 @@ class Leases:
         waited = time.monotonic() - self._suspect[1]
         return lease if waited > 2 * lease["ttl"] / 1000 else None
 
-    def renew(self, term: Term, report: Mapping[str, Any]) -> Term | None:
+    def renew(self, term: Term, report: Mapping[str, Any], definitions: Definitions | None = None) -> Term | None:
         """
-        Extend the lease of this term.
+        Extend the lease of this term, and put an announced key in force when its time has come.
+
+        Afterwards the lease says under `overtaken` whether somebody is there with newer definitions.
 
         Args:
             term: the term that calls.
             report: what `status` shows of the listener.
+            definitions: what the term serves.
 
         Returns:
             The term with its new trusted time, or None when it has ended: then nothing may be
             dispatched any more.
         """
         started = time.monotonic()
-        change = {"expiresAt": after(self._ttl), "renewedAt": "$$NOW", "report": literal(dict(report))}
-        document = self._table.find_and_update(self._mine(term), [{"$set": change}])
+        change = {
+            "expiresAt": after(self._ttl),
+            "renewedAt": "$$NOW",
+            "report": literal(dict(report)),
+            "reportedAt": "$$NOW",
+        }
+        stages: list[Mapping[str, Any]] = [{"$set": change}, EXCHANGE]
+        if definitions is not None:
+            stages += [*named(definitions.digest), {"$set": {"overtaken": is_overtaken(definitions.digest)}}]
+        document = self._table.find_and_update(self._mine(term), stages)
         if document is None:
             return None
         return Term(term.listener_id, term.version, started + self._ttl * _TRUST, document)
 
-    def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
+    def release(
+        self,
+        term: Term,
+        state: str = "idle",
+        error: str | None = None,
+        definitions: Definitions | None = None,
+    ) -> bool:
         """Give the lease back; False when it was no longer ours. The version stays."""
-        change = {"listenerId": None, "expiresAt": None, "state": state, "error": error}
-        return self._table.update(self._mine(term), {"$set": change})
+        change = {"listenerId": None, "expiresAt": None, "state": state, "error": literal(error)}
+        stages: list[Mapping[str, Any]] = [{"$set": change}]
+        if definitions is not None:
+            stages.append(ended(definitions.digest, failed=error is not None))
+        return self._table.update(self._mine(term), stages)
 
     def raise_version(self, term: Term, above: int) -> Term | None:
         """A larger version for this term, after a take-over met a larger epoch; None when the term has ended."""
@@ -242,7 +284,7 @@ class Leases:
         change: dict[str, Any] = {"report": dict(report) if report is not None else None}
         if token is not None:
             change |= {"resumeToken": dict(token), "clusterTime": cluster_time}
-        return self._table.update(self._mine(term), {"$set": change})
+        return self._table.update(self._mine(term), {"$set": change, "$currentDate": {"reportedAt": True}})
 
     def record_gap(
         self,
@@ -263,19 +305,31 @@ class Leases:
             change["$set"] = {**position, "startAtOperationTime": time_}
         return self._table.update(self._mine(term), change)
 
-    def read(self) -> dict[str, Any] | None:
-        """The lease document, or None before the first start; `live` says whether somebody holds it now."""
-        live = {"$gt": ["$expiresAt", "$$NOW"]}
-        found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$set": {"live": live}}])
-        return found[0] if found else None
+    def of(self, bridge: str) -> Leases:
+        """The lease of another bridge in the same state database."""
+        return Leases(self._table.collection, bridge, self._ttl)
 
-    def signing_key(self) -> bytes | None:
-        """The key of this bridge's envelopes, or None before the first start of a listener."""
-        document = self._table.find_one({"_id": self._bridge}, {"signingKey": 1})
-        return bytes(document["signingKey"]) if document else None
+    def read(self) -> dict[str, Any] | None:
+        """
+        The lease document, or None before the first start.
+
+        Two verdicts of the server come with it: `live`, whether somebody holds it now, and `reportAge`, milliseconds
+        since the listener's last report.
+        """
+        verdicts = {
+            "live": {"$gt": ["$expiresAt", "$$NOW"]},
+            "reportAge": {"$subtract": ["$$NOW", "$reportedAt"]},
+        }
+        found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$set": verdicts}])
+        return found[0] if found else None
 
     def _mine(self, term: Term) -> dict[str, Any]:
         return {"_id": self._bridge, "listenerId": term.listener_id, "version": term.version}
+
+
+def has_begun(document: Mapping[str, Any] | None) -> bool:
+    """Whether a bridge has positions, or at least a start: not a lease that was only ever waited for."""
+    return document is not None and (document.get("startAtOperationTime") or document.get("partitions")) is not None
 
 
 def layout_of(document: Mapping[str, Any]) -> Layout | None:

@@ -1,9 +1,10 @@
 """
 What to do about an error of the change stream.
 
-The driver resumes once, and only for some errors. The listener recovers from more: everything that is
-not known to be final reopens the stream from the right token, with growing pauses, for as long as the
-lease is held. Unknown errors reopen too, but only so many times in a row.
+The drivers' specification resumes once, and only after some errors. The listener recovers from more: everything that
+is not known to be final reopens the stream from the right token, with growing pauses, for as long as the lease is held.
+Unknown errors reopen too, but only so many times in a row. An error that may be about one event lets the reader look
+for that event first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mongo_celery.errors import (
     TopologyError,
     UnreadableEventError,
 )
-from mongo_celery.mongo.verdicts import Verdict, login_refused, said, verdict_on
+from mongo_celery.mongo.verdicts import Code, Verdict, login_refused, named, said, verdict_on
 
 UNKNOWN_LIMIT = 5
 """How often in a row an error of unknown kind reopens the stream before it counts as final."""
@@ -60,6 +61,8 @@ _ERRORS: dict[Reaction, type[MongoCeleryError]] = {
     Reaction.ACCESS: AccessError,
     Reaction.UNREADABLE: UnreadableEventError,
 }
+_ABOUT_AN_EVENT = frozenset({Reaction.UNREADABLE, Reaction.REFUSED, Reaction.UNKNOWN})
+_RESUMABLE = "ResumableChangeStreamError"
 _FIRST_LOCATION = 10_000  # assertions in the aggregation parser have numbers of this size
 
 
@@ -82,13 +85,27 @@ def reaction_to(error: BaseException, *, opening: bool) -> Reaction:
     return Reaction.UNKNOWN
 
 
+def concerns_an_event(error: BaseException) -> bool:
+    """
+    Whether a read may have failed because of one event: its size, an image, an expression or the user's pipeline.
+
+    Only a try shows whether it has.
+    """
+    if getattr(error, "code", None) == Code.ChangeStreamFatalError:
+        return False  # a pipeline that takes tokens away leaves nothing to go on from
+    return isinstance(error, OperationFailure) and reaction_to(error, opening=False) in _ABOUT_AN_EVENT
+
+
 def _to_the_server(error: OperationFailure, *, opening: bool) -> Reaction:
     reaction = _REACTIONS.get(verdict_on(error))
     if reaction is Reaction.REOPEN_BY_TIME:
         return _without_token(error)
+    resumable = error.has_error_label(_RESUMABLE)
+    if reaction is Reaction.REFUSED and resumable and not opening:
+        return Reaction.REOPEN  # what was accepted once is not wrong; the server knows better
     if reaction is not None:
         return reaction
-    if error.has_error_label("ResumableChangeStreamError"):
+    if resumable:
         return Reaction.REOPEN
     if error.has_error_label("NonResumableChangeStreamError"):
         return Reaction.HISTORY_LOST
@@ -102,7 +119,7 @@ def _without_token(error: OperationFailure) -> Reaction:
 
 
 def final_error(reaction: Reaction, error: BaseException, scope: str) -> MongoCeleryError:
-    """The error of ours for a final reaction: our sentence, then the server's."""
+    """The error of ours for a final reaction: our sentence with its cure, then code, name and words of the server."""
     code = getattr(error, "code", None)
     if verdict_on(error) is Verdict.LOGIN:
         return AccessError(login_refused(error), code=code)
@@ -112,6 +129,12 @@ def final_error(reaction: Reaction, error: BaseException, scope: str) -> MongoCe
             f"The MongoDB user may not open a change stream on {scope}: grant the actions changeStream and find there, "
             "or register narrower sources."
         )
+    elif reaction is Reaction.UNKNOWN:
+        sentence = (
+            f"The change stream on {scope} failed again and again in a way that is not known to pass. Look for the cause "
+            "in the bridge's pipeline and in the server's log, and start the listener again; nothing is lost as long as "
+            "the oplog reaches back."
+        )
     else:
         sentence = " ".join((kind.__doc__ or "").split())
-    return kind(f"{sentence} The server said: {said(error)}", code=code)
+    return kind(f"{sentence} The server said ({named(error)}): {said(error)}", code=code)

@@ -1,42 +1,63 @@
 """
 The reader: one thread that reads the change stream and hands over what it reads, in order.
 
-It opens at a position, remembers the token of the last item it handed over, and reopens from there
-after every error that is not final, with growing pauses and jitter. It is bounded: it hands over an item
-only when the listener has made room; while it has none, the stream is not read.
+It opens at a position, remembers the token of the last item it handed over, and reopens from there after every error
+that is not final. Nobody else resumes: each error passes one place, which counts it, writes one log record, and waits
+longer and longer while it lasts. The reader is bounded: it hands over an item only when the listener has made room;
+while it has none, the stream is not read.
 
 A post-batch token is handed over only when a read returned nothing, as an item at its place.
+
+An error that may be about one event makes the batches small. When the smallest fails too, the events that follow are
+read one by one: what the server can give whole is handed over as always, the one that it cannot with a flaw.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
-from pymongo.change_stream import ChangeStream
 from pymongo.errors import NetworkTimeout
 
-from mongo_celery.bridge.change import token_data
-from mongo_celery.bridge.stream.reactions import UNKNOWN_LIMIT, Reaction, final_error, reaction_to
+from mongo_celery.bridge.change import describe, token_data
+from mongo_celery.bridge.stream.cursor import Start, open_cursor, post_batch_token, token_of
+from mongo_celery.bridge.stream.narrowing import Narrowing
+from mongo_celery.bridge.stream.reactions import (
+    UNKNOWN_LIMIT,
+    Reaction,
+    concerns_an_event,
+    final_error,
+    reaction_to,
+)
 from mongo_celery.bridge.stream.source import Scope
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import named, said
+
+if TYPE_CHECKING:
+    from pymongo.command_cursor import CommandCursor
 
 logger = logging.getLogger("mongo_celery.stream")
 
-_MAX_AWAIT_SECONDS = 1.0
+PAUSES = Pauses(first=1.25, longest=10.0, growth=1.6, jitter=0.2)
+"""Before an opening, after the first: never less than a second, whatever chance takes away."""
+
 _FIRST_TIMEOUT = 5.0
 _LONGEST_TIMEOUT = 86_400.0
-_PAUSES = Pauses(first=0.1, longest=10.0, jitter=0.5)
 _UNIT_SHIFT = 15
+_SMALLEST_BATCH = 2  # PyMongo makes 2 of 1
+_LARGEST_SMALL_BATCH = 4096
+_CANDIDATES_MAX = 200
+_FLAWS_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +108,64 @@ Item = ChangeEvent | Mark | Failed
 ClientFactory = Callable[[float], MongoClient[RawBSONDocument]]
 
 
+@dataclass(slots=True)
+class StreamStatus:
+    """
+    How reading goes. Written by the reader alone; to be looked at from any thread.
+
+    Attributes:
+        openings: `aggregate`s that were sent, for whatever reason.
+        reopenings: errors after which the stream was opened again.
+        failures: of these, how many in a row until now; 0 once a read has succeeded.
+        flaws: events that could not be read as they were asked for.
+        last_error: name, code and words of the last error; None if there was none.
+        last_error_at: its time, as `time.time()`.
+        last_read: when a read last succeeded, on the monotonic clock, even one that returned nothing.
+        last_read_at: the same as `time.time()`.
+        waits_for_room: whether nothing is read because the listener has taken in too little.
+    """
+
+    openings: int = 0
+    reopenings: int = 0
+    failures: int = 0
+    flaws: int = 0
+    last_error: str | None = None
+    last_error_at: float | None = None
+    last_read: float | None = None
+    last_read_at: float | None = None
+    waits_for_room: bool = False
+
+    def succeeded(self) -> None:
+        """A read has succeeded."""
+        self.failures = 0
+        self.last_read = time.monotonic()
+        self.last_read_at = time.time()
+
+    def failed(self, error: Exception) -> None:
+        """The stream has broken, and is opened again."""
+        self.reopenings += 1
+        self.failures += 1
+        self.last_error = f"{named(error)}: {said(error)}"
+        self.last_error_at = time.time()
+
+
 class StreamReader:
     """
     Reads one change stream until it is stopped or meets a final error.
 
     Args:
-        make_client: makes a client with a socket timeout in seconds that gives documents as RawBSONDocument.
+        make_client: makes a client with a socket timeout in seconds that gives documents as RawBSONDocument and
+            repeats no reads.
         scope: what to watch.
         position: where to begin.
         deliver: called in the reader's thread with each item, in stream order.
         room: how far to read ahead of `made_room`, in units of an item or 32 KiB of it.
+        batch_size: the most events of a `getMore`; by default as many as the server likes.
+        comment: of all commands, for the server's log.
+        pauses: between openings while an error lasts.
+
+    Attributes:
+        status: how reading goes.
     """
 
     def __init__(
@@ -108,8 +177,10 @@ class StreamReader:
         deliver: Callable[[Item], None],
         room: int,
         batch_size: int | None = None,
-        comment: str | None = None,
+        comment: str | Mapping[str, Any] | None = None,
+        pauses: Pauses = PAUSES,
     ) -> None:
+        self.status = StreamStatus()
         self._make_client = make_client
         self._scope = scope
         self._position = position
@@ -117,12 +188,17 @@ class StreamReader:
         self._limit = room
         self._sent = self._taken = 0  # each counted by one thread only
         self._room = threading.Event()
-        self._batch_size = batch_size
+        self._full_batch = max(batch_size, _SMALLEST_BATCH) if batch_size else 0  # 0: as many as the server likes
+        self._batch = self._full_batch
         self._comment = comment
+        self._pauses = pauses
         self._stopping = threading.Event()
+        self._failures = 0
         self._unknown = 0
         self._timeouts = 0
-        self._by_time = False
+        self._flaws = 0  # in a row
+        self._narrows = False
+        self._refused: str | None = None  # the token that the server did not find; until it is passed, times count
         self._thread = threading.Thread(target=self._run, name="mongo_celery-reader", daemon=True)
 
     def start(self) -> None:
@@ -140,95 +216,206 @@ class StreamReader:
         if not self._room.is_set():
             self._room.set()
 
+    # -- openings, and what ends them ----------------------------------------------------------------
+
     def _run(self) -> None:
-        failures = 0
         while not self._stopping.is_set():
-            pause = _PAUSES.nth(failures)
-            progress = _Progress()
+            progress = _Progress(narrows=self._narrows)
+            self._narrows = False
             try:
-                self._read_one_stream(progress)
-                if progress.taken:
+                with self._make_client(self._timeout()) as client:
+                    (self._read_one_by_one if progress.narrows else self._read_one_stream)(client, progress)
+                if progress.taken:  # up to an invalidate, or one by one
+                    self._failures = 0
                     continue
+                pause = self._pauses.nth()
             except Exception as error:  # noqa: BLE001 - every error is classified below
                 final = self._judge(error, progress)
                 if final is not None:
                     self._hand_over(Failed(final))
                     return
-                failures = 0 if progress.read else failures + 1
-                pause = _PAUSES.nth(failures)
-                logger.warning(
-                    "change stream interrupted, reopening: %s",
-                    error,
-                    extra={"event": "stream_reopening", "pause": pause},
-                )
+                pause = self._pause_after(error, progress)
+                self._note(error, pause)
             self._stopping.wait(pause)
+
+    def _timeout(self) -> float:
+        """A first read may have to scan much of the oplog: each time-out without progress doubles it."""
+        return min(_FIRST_TIMEOUT * 2**self._timeouts, _LONGEST_TIMEOUT)
 
     def _judge(self, error: Exception, progress: _Progress) -> MongoCeleryError | None:
         """Our error when this one is final; None to reopen."""
         reaction = reaction_to(error, opening=not progress.opened)
         self._timeouts = self._timeouts + 1 if isinstance(error, NetworkTimeout) and not progress.read else 0
         self._unknown = self._unknown + 1 if reaction is Reaction.UNKNOWN and not progress.read else 0
-        if reaction is Reaction.REOPEN_BY_TIME and self._position.token is not None and not self._by_time:
-            self._by_time = True
+        if reaction is Reaction.REOPEN_BY_TIME and self._position.token is not None and self._refused is None:
+            self._refused = token_data(self._position.token)
+            return None
+        if self._unknown <= UNKNOWN_LIMIT and progress.may_be_about_an_event(error):
+            self._narrows = self._batch == _SMALLEST_BATCH
+            self._batch = _SMALLEST_BATCH
             return None
         final = reaction not in {Reaction.REOPEN, Reaction.UNKNOWN} or self._unknown > UNKNOWN_LIMIT
         scope = ".".join(part for part in (self._scope.database, self._scope.collection) if part) or "the cluster"
         return final_error(reaction, error, scope) if final else None
 
-    def _read_one_stream(self, progress: _Progress) -> None:
-        """Open, and read until the stream ends (an invalidate) or fails. Ends quietly when stopped."""
-        # A first read may have to scan much of the oplog: each time-out without progress doubles the socket timeout.
-        timeout = min(_FIRST_TIMEOUT * 2**self._timeouts, _LONGEST_TIMEOUT)
-        with self._make_client(timeout) as client, self._open(client) as stream:
-            progress.opened = True
-            while not self._stopping.is_set() and stream.alive:
-                document = stream.try_next()
-                if document is not None:
-                    self._take(document)
-                    progress.taken = True
-                elif stream.resume_token is not None:
-                    self._pass_marker(stream.resume_token)
-                progress.read = True
-                self._unknown = 0
+    def _pause_after(self, error: Exception, progress: _Progress) -> float:
+        """
+        How long to wait before the next opening; not at all after the first error in a row.
 
-    def _open(self, client: MongoClient[RawBSONDocument]) -> ChangeStream[RawBSONDocument]:
-        options: dict[str, Any] = dict(self._scope.options)
-        token = None if self._by_time else self._position.token
-        if token is not None:
-            options["start_after"] = token
-        elif self._position.time is not None:
-            options["start_at_operation_time"] = self._position.time
-        stream: ChangeStream[RawBSONDocument] = self._scope.opened_on(client).watch(
-            list(self._scope.pipeline),
-            max_await_time_ms=int(_MAX_AWAIT_SECONDS * 1000),
-            batch_size=self._batch_size,
-            comment=self._comment,
-            **options,
+        A row ends with a stream that was read for as long as the longest pause. One that breaks again and again is
+        opened about once a second as long as it gets on, and ever more rarely if it does not. The steps that lead to a
+        single event that may be the reason are free.
+        """
+        searches = progress.may_be_about_an_event(error)
+        if progress.seconds >= self._pauses.longest or (progress.taken and searches):
+            self._failures = 0
+        elif progress.taken:
+            self._failures = min(self._failures, 1)
+        self._failures += 1
+        paid = self._failures - (2 if searches else 1)
+        return self._pauses.nth(paid - 1) if paid > 0 else 0.0
+
+    def _note(self, error: Exception, pause: float) -> None:
+        self.status.failed(error)
+        logger.warning(
+            "change stream interrupted (%s), %d in a row, opened again in %.1f s: %s",
+            named(error),
+            self._failures,
+            pause,
+            said(error),
+            extra={
+                "event": "stream_reopening",
+                "pause": pause,
+                "code": getattr(error, "code", None),
+                "error": named(error),
+                "failures": self._failures,
+            },
         )
-        return stream
 
-    def _take(self, document: Any) -> None:
-        token = dict(document["_id"])
-        time = document.get("clusterTime") or time_of_token(token, self._position.time)
-        self._arrived(ChangeEvent(Mark(token, token_data(token), time), document, document.raw))
+    # -- reading -------------------------------------------------------------------------------------
 
-    def _pass_marker(self, token: Mapping[str, Any]) -> None:
+    def _read_one_stream(self, client: MongoClient[RawBSONDocument], progress: _Progress) -> None:
+        """Open, and read until the stream ends (an invalidate) or fails. Ends quietly when stopped."""
+        with self._open(client, self._scope, self._start()) as cursor:
+            progress.begin()
+            self._begin_after(post_batch_token(cursor))
+            cursor.batch_size(self._batch)
+            left = self._batch
+            while not self._stopping.is_set() and cursor.alive:
+                document = cursor.try_next()
+                self._has_read(progress)
+                if document is not None:
+                    progress.taken |= self._take(document)
+                else:
+                    progress.taken |= self._pass_marker(post_batch_token(cursor))
+                if self._batch != self._full_batch:
+                    left -= 1
+                    if left <= 0 or document is None:
+                        left = self._grow(cursor)
+
+    def _read_one_by_one(self, client: MongoClient[RawBSONDocument], progress: _Progress) -> None:
+        """
+        Read single events up to the one that cannot be read whole.
+
+        Events before it arrive whole. Many flawed ones in a row, as a pipeline makes that always fails, come slowly: each
+        of them costs several openings.
+        """
+        if self._flaws >= _FLAWS_AT_ONCE:
+            self._stopping.wait(self._pauses.nth())
+        narrowing = Narrowing(
+            self._scope,
+            lambda scope, start, first: self._open(client, scope, start, first),
+            lambda: client.server_info()["versionArray"],
+        )
+        progress.begin()
+        for number, candidate in enumerate(narrowing.candidates(self._start()), start=1):
+            event = narrowing.read(candidate)
+            self._has_read(progress)
+            if event is None:
+                progress.taken |= self._pass_marker(token_of(candidate))
+            else:
+                flaw = None if event.complaint is None else Flaw(event.complaint, only_match=event.only_match)
+                progress.taken |= self._take(event.document, flaw)
+                if flaw is not None:
+                    return
+            if self._stopping.is_set() or number == _CANDIDATES_MAX:
+                return
+
+    def _open(
+        self, client: MongoClient[RawBSONDocument], scope: Scope, start: Start, first_batch: int = 0
+    ) -> CommandCursor[RawBSONDocument]:
+        """Every opening passes here."""
+        self.status.openings += 1
+        return open_cursor(client, scope, start, first_batch=first_batch, comment=self._comment)
+
+    def _start(self) -> Start:
+        return Start(None if self._refused is not None else self._position.token, self._position.time)
+
+    def _begin_after(self, token: Mapping[str, Any] | None) -> None:
+        """A stream that was opened at no place of ours is opened again at its own beginning."""
+        if token is not None and self._position.token is None and self._position.time is None:
+            self._position = Position(dict(token), time_of_token(token, None))
+
+    def _grow(self, cursor: CommandCursor[RawBSONDocument]) -> int:
+        """Larger batches again, step by step: where one event cannot be read, others may follow."""
+        self._batch *= 2
+        if self._batch >= (self._full_batch or _LARGEST_SMALL_BATCH):
+            self._batch = self._full_batch
+        cursor.batch_size(self._batch)
+        return self._batch
+
+    def _has_read(self, progress: _Progress) -> None:
+        progress.read = True
+        self._unknown = 0
+        self.status.succeeded()
+
+    # -- handing over --------------------------------------------------------------------------------
+
+    def _take(self, document: RawBSONDocument, flaw: Flaw | None = None) -> bool:
+        token = token_of(document)
+        time_ = document.get("clusterTime") or time_of_token(token, self._position.time)
+        event = ChangeEvent(Mark(token, token_data(token), time_), document, document.raw, flaw)
+        if flaw is None:
+            self._flaws = 0
+        else:
+            self._complain(event, flaw)
+        return self._arrived(event)
+
+    def _complain(self, event: ChangeEvent, flaw: Flaw) -> None:
+        self._flaws += 1
+        self.status.flaws += 1
+        logger.error(
+            "a change could not be read as it was asked for (%s): %s",
+            describe(event.document),
+            flaw.sentence,
+            extra={"event": "change_flawed", "token": event.mark.data, "only_match": flaw.only_match},
+        )
+
+    def _pass_marker(self, token: Mapping[str, Any] | None) -> bool:
+        if token is None:
+            return False
         if self._position.token is not None and token_data(token) <= token_data(self._position.token):
-            return
-        self._arrived(Mark(dict(token), token_data(token), time_of_token(token, self._position.time)))
+            return False
+        return self._arrived(Mark(dict(token), token_data(token), time_of_token(token, self._position.time)))
 
-    def _arrived(self, item: ChangeEvent | Mark) -> None:
-        """Hand over, then remember: what is remembered has been handed over."""
+    def _arrived(self, item: ChangeEvent | Mark) -> bool:
+        """Hand over, then remember: what is remembered has been handed over. Tells whether that is progress."""
         mark = item if isinstance(item, Mark) else item.mark
-        if self._hand_over(item):
-            self._by_time = False
-            self._position = replace(self._position, token=mark.token, time=mark.cluster_time or self._position.time)
+        if not self._hand_over(item):
+            return False
+        if self._refused is not None and mark.data <= self._refused:
+            return False  # read by time, some come again; the token is asked for only behind the one that was refused
+        self._refused = None
+        self._position = replace(self._position, token=mark.token, time=mark.cluster_time or self._position.time)
+        return True
 
     def _hand_over(self, item: Item) -> bool:
         while self._sent - self._taken >= self._limit and not self._stopping.is_set():
             self._room.clear()
             if self._sent - self._taken >= self._limit:  # looked at again: room may just have been made
+                self.status.waits_for_room = True
                 self._room.wait()
+        self.status.waits_for_room = False
         if self._stopping.is_set():
             return False
         self._sent += _units(item)
@@ -238,9 +425,26 @@ class StreamReader:
 
 @dataclass(slots=True)
 class _Progress:
+    """Of one stream."""
+
+    narrows: bool = False
     opened: bool = False
+    opened_at: float = 0.0
     read: bool = False
     taken: bool = False
+
+    def begin(self) -> None:
+        self.opened = True
+        self.opened_at = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """For how long it has been open."""
+        return time.monotonic() - self.opened_at if self.opened else 0.0
+
+    def may_be_about_an_event(self, error: Exception) -> bool:
+        """Whether single events should be looked at: not when looking at them has failed."""
+        return self.opened and not self.narrows and concerns_an_event(error)
 
 
 def _units(item: Item) -> int:

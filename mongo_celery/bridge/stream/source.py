@@ -5,6 +5,11 @@ Server-side filters use only what the oplog fixes: namespace and operation. A co
 (`match`) is computed by the server into a flag, and applied by the listener: a filter on a looked-up
 field would make a token unresumable as soon as the document changes.
 
+The server's filter decides how fast the stream passes the writes of others, and the oplog is left behind by a
+stream that is slower than they are. So it is cheap before it is exact: one look-up of the namespace in a list,
+however long, and nothing a collection, a handler or a field. It lets everything pass that a handler asks for; what
+it lets pass besides, `Selector` leaves out.
+
 The bridge's own state database is always excluded; else every commit would be a change that leads to a
 commit.
 """
@@ -13,21 +18,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bson import json_util
 
-from mongo_celery.arguments import check_known
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.fenced import TOMBSTONES
+from mongo_celery.bridge.stream.operation_types import ALL, DOCUMENT_OPERATIONS, WITH_NAMESPACE, operations_of
 from mongo_celery.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from pymongo import MongoClient
 
-DOCUMENT_OPERATIONS = frozenset({"insert", "update", "replace", "delete"})
-OPERATIONS = DOCUMENT_OPERATIONS | {"drop", "rename", "dropDatabase", "invalidate"}
 _RESERVED = frozenset({"admin", "config", "local"})
 
 
@@ -120,7 +123,7 @@ class Filter:
     Which changes a handler gets.
 
     Attributes:
-        operations: operation types.
+        operations: operation types; `{"*"}` for all.
         fields: an update counts only when it touches one of these; None for all.
         match: an aggregation expression over the event, judged by the server; None for all.
     """
@@ -129,14 +132,19 @@ class Filter:
     fields: frozenset[str] | None = None
     match: Any = None
 
+    def wants(self, operation: str) -> bool:
+        """Whether an operation type is asked for."""
+        return operation in self.operations or ALL in self.operations
+
 
 def filter_of(operations: Iterable[str] | None, fields: Iterable[str] | None, match: Any) -> Filter:
     """A filter from a decorator's arguments, or a ConfigurationError."""
+    if operations == ALL:
+        operations = {ALL}
     for name, value in (("operations", operations), ("fields", fields)):
         if value is not None and not _are_names(value):
             raise ConfigurationError(f"{name}={value!r} must be a set of names, such as {name}={{'...'}}.")
-    asked = frozenset(operations) if operations is not None else DOCUMENT_OPERATIONS
-    check_known(sorted(asked), sorted(OPERATIONS), "operation")
+    asked = operations_of(list(operations)) if operations is not None else DOCUMENT_OPERATIONS
     if match is not None and not isinstance(match, Mapping):
         raise ConfigurationError(f"match={match!r} must be an aggregation expression, such as {{'$gt': [...]}}.")
     return Filter(asked, frozenset(fields) if fields is not None else None, match)
@@ -154,11 +162,18 @@ def _are_names(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Which events belong to one subscription: its sources and its filter."""
+    """
+    Which events belong to one subscription: its sources and its filter.
+
+    Attributes:
+        alone: the stream is open on the one collection that is the source, so that every event of it belongs
+            here, whatever the bridge's pipeline has made of the namespace.
+    """
 
     name: str
     sources: tuple[Source, ...]
     filter: Filter
+    alone: bool = False
 
     def selects(self, event: Mapping[str, Any]) -> bool:
         """
@@ -170,33 +185,44 @@ class Selector:
         """
         self._check_is_whole(event)
         operation = event["operationType"]
-        if operation not in self.filter.operations:
-            return False
-        ns = event.get("ns") or {}
-        database, collection = ns.get("db"), ns.get("coll")
-        if not any(source.covers(database, collection) for source in self.sources):
+        if not self.filter.wants(operation) or not (self.alone or self._covers(event)):
             return False
         if self.filter.match is not None and not event.get(FLAGS, {}).get(self.name, False):
             return False
         return self.filter.fields is None or operation != "update" or _touches(event, self.filter.fields)
 
+    def _covers(self, event: Mapping[str, Any]) -> bool:
+        """A rename concerns the collection that it takes away, and the one that it puts in its place."""
+        places = [at for at in (event.get("ns"), event.get("to")) if isinstance(at, Mapping)] or [{}]
+        return any(source.covers(at.get("db"), at.get("coll")) for at in places for source in self.sources)
+
     def _check_is_whole(self, event: Mapping[str, Any]) -> None:
         operation = event.get("operationType")
-        needed = ["operationType"]
-        if operation != "invalidate":
-            needed.append("ns")
-        if operation in DOCUMENT_OPERATIONS:
-            needed.append("documentKey")
+        missing = []
+        if not isinstance(operation, str):
+            missing, operation = ["operationType"], ""
+        if operation in WITH_NAMESPACE and not self.alone:
+            missing += self._missing_of_namespace(event.get("ns"), operation)
+        needed = ["documentKey"] if operation in DOCUMENT_OPERATIONS else []
         if self.filter.fields is not None and operation == "update":
             needed.append("updateDescription")
         if self.filter.match is not None:
             needed.append(FLAGS)
-        missing = [name for name in needed if name not in event]
+        missing += [name for name in needed if name not in event]
         if missing:
             raise ConfigurationError(
                 f"the bridge's pipeline removes {', '.join(missing)} from events, by which handler {self.name} is "
                 "chosen; keep these fields, or leave out the projection.",
             )
+
+    def _missing_of_namespace(self, ns: object, operation: str) -> list[str]:
+        """A collection-wide event may lack the collection; no other is judged by less than its source names."""
+        if not isinstance(ns, Mapping):
+            return ["ns"]
+        needed = ["db"] if any(source.database for source in self.sources) else []
+        if operation in DOCUMENT_OPERATIONS and any(source.collection for source in self.sources):
+            needed.append("coll")
+        return [f"ns.{part}" for part in needed if part not in ns]
 
 
 def _touches(event: Mapping[str, Any], fields: frozenset[str]) -> bool:
@@ -222,13 +248,30 @@ class Scope:
         database: None for the whole cluster.
         collection: None for a whole database.
         pipeline: our stages, then the user's.
-        options: `full_document` and `full_document_before_change`, where they are set.
+        options: `full_document`, `full_document_before_change` and `show_expanded_events`, where they are set.
+        given: how many stages at the end of the pipeline are the user's.
     """
 
     database: str | None
     collection: str | None
     pipeline: tuple[Mapping[str, Any], ...]
-    options: Mapping[str, str]
+    options: Mapping[str, str | bool]
+    given: int = 0
+
+    @property
+    def own_stages(self) -> tuple[Mapping[str, Any], ...]:
+        """What we filter and flag by, without the user's stages."""
+        return self.pipeline[: len(self.pipeline) - self.given]
+
+    @property
+    def given_stages(self) -> tuple[Mapping[str, Any], ...]:
+        """The user's."""
+        return self.pipeline[len(self.pipeline) - self.given :]
+
+    @property
+    def selection(self) -> tuple[Mapping[str, Any], ...]:
+        """Of our stages those that filter: they look at nothing but what the oplog fixes."""
+        return tuple(stage for stage in self.own_stages if not _is_of_flags(stage))
 
     def opened_on(self, client: MongoClient[Any]) -> Any:
         """The client, database or collection to `watch`."""
@@ -257,9 +300,10 @@ def scope_of(
     pipeline: Sequence[Mapping[str, Any]] = (),
     full_document: str | None = None,
     before_change: str | None = None,
+    expanded: bool = False,
 ) -> Scope:
     """
-    The narrowest stream that serves all subscriptions.
+    The narrowest stream that serves all subscriptions; the same one in whatever order they come.
 
     Raises:
         ConfigurationError: when a source lies in the bridge's own state database.
@@ -274,51 +318,97 @@ def scope_of(
     databases = {source.database for source in sources}
     database = databases.pop() if len(databases) == 1 else None
     collection = sources[0].collection if len(sources) == 1 else None
-    stages = [_match(sources, selectors, database, collection, state_database), *_flags(selectors), *pipeline]
-    options = {}
+    opened = Source(database, collection)
+    stages = [_match(selectors, opened, state_database), *_flags(selectors, opened), *pipeline]
+    options: dict[str, str | bool] = {}
     if full_document not in (None, "default"):
         options["full_document"] = str(full_document)
     if before_change not in (None, "off"):
         options["full_document_before_change"] = str(before_change)
-    return Scope(database, collection, tuple(stage for stage in stages if stage), options)
+    if expanded:
+        options["show_expanded_events"] = True
+    given = sum(1 for stage in pipeline if stage)
+    return Scope(database, collection, tuple(stage for stage in stages if stage), options, given)
 
 
-def _match(
-    sources: Sequence[Source],
-    selectors: Sequence[Selector],
-    database: str | None,
-    collection: str | None,
-    state_database: str,
-) -> Mapping[str, Any]:
-    """An invalidate always passes: the stream reopens after its token."""
-    wanted: list[dict[str, Any]] = []
-    if collection is None:
-        wanted += [_namespaces(sources)] if all(source.database for source in sources) else []
-    if database is None:
-        wanted.append({"ns.db": {"$ne": state_database}})
-    operations = frozenset().union(*(selector.filter.operations for selector in selectors))
-    wanted.append({"operationType": {"$in": sorted(operations)}})
-    return {"$match": {"$or": [{"operationType": "invalidate"}, {"$and": wanted}]}}
+def placed(selectors: Iterable[Selector], scope: Scope) -> list[Selector]:
+    """The selectors of a bridge, once it is known what its stream is open on."""
+    return [replace(selector, alone=scope.collection is not None) for selector in selectors]
 
 
-def _namespaces(sources: Sequence[Source]) -> dict[str, Any]:
-    """A collection's own events, and those of its whole database, which have no collection."""
-    clauses: list[dict[str, Any]] = []
-    for source in sources:
-        clause: dict[str, Any] = {"ns.db": source.database}
-        if source.collection is not None:
-            clause["ns.coll"] = {"$in": [source.collection, None]}
-        clauses.append(clause)
-    return {"$or": clauses}
+def _match(selectors: Sequence[Selector], opened: Source, state_database: str) -> Mapping[str, Any]:
+    """
+    What our first stage lets pass, of a stream that is open on a source.
+
+    What concerns a whole collection is rare, comes by operation alone, and is left to the selectors: its namespace may
+    be a database's, or stand under `to`. An invalidate always passes: the stream reopens after its token.
+    """
+    asked = frozenset().union(*(selector.filter.operations for selector in selectors))
+    others = sorted((asked | {"invalidate"}) - DOCUMENT_OPERATIONS)
+    kinds = {"operationType": {"$nin": sorted(DOCUMENT_OPERATIONS)} if ALL in asked else {"$in": others}}
+    everything = {"$or": [kinds, *_documents(selectors, opened)]}
+    is_open_wide = any(source.database is None for selector in selectors for source in selector.sources)
+    return {"$match": {"ns.db": {"$ne": state_database}, **everything} if is_open_wide else everything}
 
 
-def _flags(selectors: Sequence[Selector]) -> list[dict[str, Any]]:
+def _documents(selectors: Sequence[Selector], opened: Source) -> list[dict[str, Any]]:
+    """
+    Changes of documents, by operation and namespace: a clause for operations that are wanted of the same sources.
+
+    So there are four at most, and one as a rule. The updates of a collection whose inserts alone are wanted do not pass
+    because another handler wants those of another: for each that passes, the server looks up the document.
+    """
+    wanted: dict[frozenset[Source], list[str]] = {}
+    for operation in sorted(DOCUMENT_OPERATIONS):
+        takers = [selector for selector in selectors if selector.filter.wants(operation)]
+        sources = frozenset(source for selector in takers for source in selector.sources)
+        if sources:
+            wanted.setdefault(sources, []).append(operation)
+    return [
+        {"operationType": {"$in": operations}, **({} if opened in sources else _namespaces(sources))}
+        for sources, operations in wanted.items()
+    ]
+
+
+def _namespaces(sources: Iterable[Source]) -> dict[str, Any]:
+    """
+    One list for all collections, and one for all databases that are watched whole.
+
+    As an expression, since the server translates that to the oplog's own namespace and looks it up in a set. A
+    `$match` on `ns.db` and `ns.coll` becomes one regular expression for each name, tried one after the other.
+    """
+    whole = sorted(str(source.database) for source in sources if source.collection is None)
+    single = sorted(str(each) for each in sources if each.collection is not None and each.database not in whole)
+    among: list[dict[str, Any]] = []
+    if single:
+        among.append({"$in": [{"$concat": ["$ns.db", ".", "$ns.coll"]}, single]})
+    if whole:
+        among.append({"$in": ["$ns.db", whole]})
+    return {"$expr": among[0] if len(among) == 1 else {"$or": among}}
+
+
+def _flags(selectors: Sequence[Selector], opened: Source) -> list[dict[str, Any]]:
     flags = {
-        selector.name: {"$cond": [selector.filter.match, True, False]}
+        selector.name: {"$cond": [{"$and": [*_guards(selector, opened), selector.filter.match]}, True, False]}
         for selector in selectors
         if selector.filter.match is not None
     }
     return [{"$addFields": {FLAGS: flags}}] if flags else []
+
+
+def _guards(selector: Selector, opened: Source) -> list[dict[str, Any]]:
+    """What stands before a `match`: an expression that fails must not do so on a document of somebody else."""
+    guards: list[dict[str, Any]] = []
+    if ALL not in selector.filter.operations:
+        guards.append({"$in": ["$operationType", sorted(selector.filter.operations)]})
+    if opened not in selector.sources:
+        of_a_document = {"$in": ["$operationType", sorted(DOCUMENT_OPERATIONS)]}
+        guards.append({"$or": [{"$not": [of_a_document]}, _namespaces(selector.sources)["$expr"]]})
+    return guards
+
+
+def _is_of_flags(stage: Mapping[str, Any]) -> bool:
+    return FLAGS in stage.get("$addFields", {})
 
 
 def strip_flags(event: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,11 @@ the signed part, so that a commit cannot be replayed as a run. Changes travel as
 server sent, so that every BSON type arrives exact, whatever serializer the broker uses.
 
 Who can only write to the broker can neither invent changes nor commits; who replays a valid message
-meets the claim in MongoDB, which drops it.
+meets the claim in MongoDB, which drops it. What a worker honours of the message around an envelope, its id
+and the link behind it, is signed with it (`Carrier`); `worker/request.py` sees to the rest.
+
+The id of the installation can be read before the signature is checked, so that a message of another
+installation is told from a forgery.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +37,28 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
+class Carrier:
+    """
+    What the message around an envelope must be.
+
+    Attributes:
+        task_id: the message's own.
+        links: digest of the tasks that follow; empty where none do.
+    """
+
+    task_id: str
+    links: str = ""
+
+    @classmethod
+    def of(cls, task_id: str, links: Sequence[Any] | None) -> Carrier:
+        """The carrier of a message with this id and chain."""
+        if not links:
+            return cls(task_id)
+        text = json.dumps(links, sort_keys=True, separators=(",", ":"), default=str)
+        return cls(task_id, hashlib.sha256(text.encode()).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """
     Consecutive changes of one partition, dispatched under one version of the lease.
@@ -40,6 +67,7 @@ class Run:
         changes: the raw BSON of each event; empty in the envelope of a commit.
         first: sequence number of the first change.
         last: sequence number of the last change.
+        carrier: the message in which it travels; None from a listener of an earlier version, which did not sign it.
     """
 
     bridge: str
@@ -50,6 +78,7 @@ class Run:
     first: int
     last: int
     changes: Sequence[bytes] = ()
+    carrier: Carrier | None = None
 
     @property
     def partition_id(self) -> str:
@@ -57,7 +86,7 @@ class Run:
         return f"{self.bridge}/{self.subscription}/{self.generation}/{self.index}"
 
 
-def seal(kind: str, run: Run, key: bytes) -> str:
+def seal(kind: str, run: Run, key: bytes, installation: str = "") -> str:
     """
     The argument of a task.
 
@@ -65,7 +94,9 @@ def seal(kind: str, run: Run, key: bytes) -> str:
         kind: `"run"` or `"commit"`; `unseal` must ask for the same.
         run: what the message is about.
         key: the bridge's signing key.
+        installation: id of the state that the key belongs to.
     """
+    carrier = {"t": run.carrier.task_id, "l": run.carrier.links} if run.carrier is not None else {}
     body = bson.encode(
         {
             "f": _FORMAT,
@@ -77,6 +108,8 @@ def seal(kind: str, run: Run, key: bytes) -> str:
             "v": Int64(run.version),
             "n": [Int64(run.first), Int64(run.last)],
             "c": Binary(b"".join(run.changes)),
+            "o": installation,
+            **carrier,
         },
     )
     return base64.b64encode(_sign(key, body) + body).decode("ascii")
@@ -90,6 +123,14 @@ def bridge_of(envelope: object) -> str:
         InvalidEnvelopeError: when it is no envelope at all.
     """
     return str(_decode(_bytes(envelope)[_SIGNATURE_BYTES:])["b"])
+
+
+def installation_of(envelope: object) -> str:
+    """The installation that an envelope names, before its signature is checked; empty where it names none."""
+    try:
+        return str(_decode(_bytes(envelope)[_SIGNATURE_BYTES:]).get("o", ""))
+    except InvalidEnvelopeError:
+        return ""
 
 
 def unseal(kind: str, envelope: object, key: bytes) -> Run:
@@ -116,6 +157,7 @@ def unseal(kind: str, envelope: object, key: bytes) -> Run:
         first,
         last,
         tuple(_split(document["c"])),
+        Carrier(document["t"], document["l"]) if "t" in document else None,
     )
 
 
@@ -135,7 +177,7 @@ def _bytes(envelope: object) -> bytes:
 def _decode(body: bytes) -> dict[str, Any]:
     try:
         document = bson.decode(body)
-    except BSONError as error:
+    except (BSONError, RecursionError) as error:
         raise InvalidEnvelopeError from error
     if not isinstance(document.get("b"), str):
         raise InvalidEnvelopeError

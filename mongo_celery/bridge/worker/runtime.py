@@ -1,23 +1,28 @@
-"""A bridge's runtime in one worker process: the heartbeats of its claims, the key of its envelopes."""
+"""A bridge's runtime in one worker process: the heartbeats of its claims, the keys of its envelopes."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Iterable
+from typing import Any
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.state.signing import KEY_SECONDS, KeyRing
 from mongo_celery.bridge.wiring import Wiring
-from mongo_celery.bridge.worker.envelope import Run, unseal
+from mongo_celery.bridge.worker.envelope import Carrier, Run, installation_of, unseal
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
+from mongo_celery.bridge.worker.refusing import Refuser
 from mongo_celery.errors import InvalidEnvelopeError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import explained
 
 logger = logging.getLogger("mongo_celery.worker")
 
-_KEY_SECONDS = 5.0
+STRANGE = "mongo_celery_strange"
+"""Header of a request, never of a message: what the message asked for that no listener sends."""
 
 
 class WorkerRuntime:
@@ -31,27 +36,30 @@ class WorkerRuntime:
     def __init__(self, wiring: Wiring) -> None:
         self.heartbeats = Heartbeats(wiring.store.claims, wiring.options.claim_ttl)
         self._wiring = wiring
-        self._leases = wiring.store.leases
-        self._key: bytes | None = None
-        self._key_read = 0.0
+        self._signing = wiring.store.signing
+        self._refuser = Refuser(wiring.name, wiring.store.refusals)
+        self._ring: KeyRing | None = None
+        self._ring_read = 0.0
+        self._unserved: frozenset[str] = frozenset()
         self._lock = threading.Lock()
 
-    def open(self, kind: str, envelope: object, subscription: str | None) -> Run | None:
+    def open(self, kind: str, envelope: object, subscription: str | None, request: Any) -> Run | None:
         """
-        A verified run, or None for a message that must be dropped; the reason is logged.
+        A verified run, or None for a message that must be dropped; the reason is logged and counted.
 
-        A signature that does not fit makes it read the key again, at most every few seconds: the state
-        database may have been made anew.
+        The keys are read again when they were read some seconds ago: so all workers know a new one before it
+        is used, and find a state database that was made anew.
+
+        Args:
+            kind: `"run"` or `"commit"`.
+            envelope: the task's argument.
+            subscription: of the handler; None for a commit.
+            request: what the worker has made of the message.
         """
         try:
             run = self._unseal(kind, envelope)
         except InvalidEnvelopeError:
-            logger.warning(
-                "dropped a %s message for bridge %s that is forged, damaged or from another installation",
-                kind,
-                self._wiring.name,
-                extra={"event": "envelope_refused"},
-            )
+            self._refuse_unsigned(kind, envelope, request)
             return None
         except PyMongoError as error:
             said = explained(error, self._wiring.state_concern) or short(error)
@@ -63,28 +71,62 @@ class WorkerRuntime:
             )
             return None
         if run.bridge != self._wiring.name or (subscription is not None and run.subscription != subscription):
-            logger.warning(
-                "dropped a message of %s that was sent to another handler",
-                run.partition_id,
-                extra={"event": "envelope_misdirected"},
-            )
+            self._refuser.misdirected(run.partition_id)
+            return None
+        strange = _strange(run.carrier, request)
+        if strange:
+            self._refuser.tampered(kind, str(request.id), ", ".join(strange))
             return None
         return run
 
+    def _refuse_unsigned(self, kind: str, envelope: object, request: Any) -> None:
+        theirs, ours = installation_of(envelope), self._ring.installation if self._ring else ""
+        if theirs and ours and theirs != ours:
+            self._refuser.foreign(request.origin)
+        else:
+            self._refuser.forged(kind)
+
     def _unseal(self, kind: str, envelope: object) -> Run:
-        key = self._key
-        if key is not None:
+        for key in self._keys():
             try:
                 return unseal(kind, envelope, key)
             except InvalidEnvelopeError:
-                if time.monotonic() - self._key_read < _KEY_SECONDS:
-                    raise
-        return unseal(kind, envelope, self._read_key())
+                continue
+        raise InvalidEnvelopeError
 
-    def _read_key(self) -> bytes:
+    def _keys(self) -> tuple[bytes, ...]:
+        """The accepted keys; those known so far while MongoDB does not answer."""
         with self._lock:
-            self._key_read = time.monotonic()
-            self._key = self._leases.signing_key()
-        if self._key is None:
-            raise InvalidEnvelopeError
-        return self._key
+            if self._ring is None or time.monotonic() - self._ring_read >= KEY_SECONDS:
+                try:
+                    self._take_in(self._signing.read())
+                except PyMongoError:
+                    if self._ring is None:
+                        raise
+                self._ring_read = time.monotonic()
+            return self._ring.keys if self._ring else ()
+
+    def _take_in(self, ring: KeyRing | None) -> None:
+        """What the lease says; handlers that its listener does not serve are named once."""
+        self._ring = ring
+        if ring is None or ring.definitions is None:
+            return
+        unserved = frozenset(handler.name for handler in self._wiring.handlers) - ring.definitions.keys()
+        if unserved - self._unserved:
+            logger.warning(
+                "no listener leads %s of bridge %s, which this worker has: the one that leads runs other code; deploy "
+                "this one there too",
+                ", ".join(sorted(unserved)),
+                self._wiring.name,
+                extra={"event": "handler_unserved"},
+            )
+        self._unserved = unserved
+
+
+def _strange(carrier: Carrier | None, request: Any) -> Iterable[str]:
+    """What of the message around an envelope is not what was signed or what listeners send."""
+    strange = list(request.get(STRANGE) or ())
+    if carrier is not None:
+        found = Carrier.of(str(request.id), request.chain)
+        strange += [name for name in ("task_id", "links") if getattr(carrier, name) != getattr(found, name)]
+    return strange

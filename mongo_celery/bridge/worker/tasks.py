@@ -22,6 +22,7 @@ import pymongo
 from celery import Celery
 from celery.app.task import Task
 from celery.exceptions import Ignore, Reject
+from kombu.utils.imports import symbol_by_name
 from pymongo import WriteConcern
 from pymongo.read_concern import ReadConcern
 
@@ -60,7 +61,18 @@ PROTOCOL_ATTRIBUTES: dict[str, Any] = {
 """What the protocol needs of a task; `check` and every worker look whether annotations override it."""
 
 
-class ChangeTask:
+class SealedMessages:
+    """Mixed into the classes of both kinds of task: of a message, only what is signed has power."""
+
+    @property
+    def Request(self) -> Any:  # noqa: N802 - Celery's name
+        """The class that the worker's consumer makes of a message; only workers import it."""
+        from mongo_celery.bridge.worker.request import sealed
+
+        return sealed(symbol_by_name(super().Request))  # type: ignore[misc]
+
+
+class ChangeTask(SealedMessages):
     """
     Mixed into the app's task class: turns a message into claim, handler calls and an outcome.
 
@@ -83,7 +95,8 @@ class ChangeTask:
             raise HandlerUsageError(
                 f"{self.name} takes a Change; in a unit test make one with Change.build('insert', ns=...).",
             )
-        run = self.wiring.of_process(WorkerRuntime).open("run", args[0] if args else None, self.handler.name)
+        runtime = self.wiring.of_process(WorkerRuntime)
+        run = runtime.open("run", args[0] if args else None, self.handler.name, self.request)
         if run is None:
             raise Ignore
         Execution(self.wiring, self.handler, run).execute(self._call_with)
@@ -181,7 +194,7 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
     return run
 
 
-class CommitTask:
+class CommitTask(SealedMessages):
     """Mixed into the app's task class: publishes the link of a chain without what only user tasks need."""
 
     if TYPE_CHECKING:
@@ -216,7 +229,7 @@ class CommitTask:
 def register_commit(app: Celery) -> None:
     """Register the commit task of an app, once for all its bridges."""
 
-    def commit(*args: Any, **_kwargs: Any) -> None:
+    def commit(task: Any, *args: Any, **_kwargs: Any) -> None:
         """Turn what is handled into the new position. Whatever arguments a forged message has, it is dropped."""
         envelope = args[0] if args else None
         try:
@@ -228,7 +241,7 @@ def register_commit(app: Celery) -> None:
                 "dropped a commit message that names no bridge of this app", extra={"event": "envelope_refused"}
             )
             raise Ignore
-        run = wiring.of_process(WorkerRuntime).open("commit", envelope, None)
+        run = wiring.of_process(WorkerRuntime).open("commit", envelope, None, task.request)
         if run is None:
             raise Ignore
         claims = wiring.store.claims
@@ -237,7 +250,7 @@ def register_commit(app: Celery) -> None:
 
     base = type("CommitTask", (CommitTask, app.Task), {"abstract": True})
     register: Any = app.task
-    register(name=COMMIT_TASK, base=base, shared=False, typing=False, **PROTOCOL_ATTRIBUTES)(commit)
+    register(name=COMMIT_TASK, base=base, bind=True, shared=False, typing=False, **PROTOCOL_ATTRIBUTES)(commit)
 
 
 def overridden_attributes(app: Celery) -> dict[str, list[str]]:

@@ -39,7 +39,7 @@ class SuperTask(Task):  # type: ignore[type-arg] # generic for type checkers onl
 _TASK_CLASSES: dict[str, Any] = {"": Task, "context": ContextTask, "super": SuperTask}
 
 app = Celery(
-    "chain",
+    os.environ.get("CHAIN_APP", "chain"),
     broker=os.environ["CHAIN_BROKER"],
     include=["tests.acceptance.chain_project.handlers"],
     task_cls=_TASK_CLASSES[os.environ.get("CHAIN_TASK_CLASS", "")],

@@ -16,12 +16,12 @@ from mongo_celery.bridge.wiring import BRIDGES
 def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
     """An app."""
     del mongo_url
-    app = Celery("shop", broker=redis_url)
+    app = Celery("small", broker=redis_url)
     yield {"app": app, "Bridge": Bridge}
 
     bridges = {wiring.name: wiring for wiring in BRIDGES.of(app)}
-    assert sorted(bridges) == ["default", "shop"], bridges
-    assert (bridges["shop"].options.partitions, bridges["default"].options.partitions) == (8, 8)
+    assert sorted(bridges) == ["shop", "small"], bridges
+    assert (bridges["shop"].options.partitions, bridges["small"].options.partitions) == (8, 8)
     assert bridges["shop"].options.claim_ttl == 20
     for bridge in bridges.values():
         bridge.client.admin.command("ping")

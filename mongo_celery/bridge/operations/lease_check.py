@@ -1,0 +1,83 @@
+"""Preflight of the lease: whose handlers it serves, and what its workers have refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.definitions import definitions_of
+from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
+from mongo_celery.bridge.state.candidates import Definitions, is_other_app
+from mongo_celery.bridge.state.refusals import FOREIGN, FORGED, TAMPERED
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
+
+_RECENT = timedelta(hours=1)
+
+
+def check_lease(wiring: Wiring) -> Iterator[Finding]:
+    """Look at what the lease says; nothing before the first start of a listener, or where it cannot be read."""
+    try:
+        lease = wiring.store.leases.read()
+    except PyMongoError:  # what MongoDB lacks is found, and said, by its own part of the preflight
+        return
+    if lease is not None:
+        selectors, _ = wiring.stream()
+        yield from judge_lease(lease, definitions_of(wiring, selectors), datetime.now(UTC))
+
+
+def judge_lease(lease: Mapping[str, Any], mine: Definitions, now: datetime) -> Iterator[Finding]:
+    """
+    Findings from a lease.
+
+    Args:
+        lease: as read, with its verdict `live`.
+        mine: the definitions of this process.
+        now: when; what was refused more than an hour ago is no finding.
+    """
+    if is_other_app(lease, mine):
+        yield error(
+            "app",
+            f"This name belongs to the bridge of another app: {lease.get('app') or 'without a name'}, with handlers "
+            f"{', '.join(sorted(lease['tasks']))}. Give Bridge another name='...'; or, if it is the same app, stop its "
+            "listeners and run `changes adopt`.",
+        )
+    elif lease.get("live") and lease.get("definitions") is not None:
+        unserved = sorted(mine.handlers.keys() - lease["definitions"].keys())
+        if unserved:
+            yield warning(
+                "definitions",
+                f"The listener that leads (process {lease.get('pid')} on {lease.get('host')}) does not know "
+                f"{', '.join(unserved)}: deploy this code where listeners run.",
+            )
+        else:
+            yield ok("definitions", "The listener that leads knows every handler of this app.")
+    yield from _refused(lease, now)
+
+
+def _refused(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
+    counts = lease.get("refused") or {}
+    recent = {reason for reason, at in (lease.get("refusedAt") or {}).items() if now - _aware(at) < _RECENT}
+    if FOREIGN in recent:
+        yield error(
+            "foreign_bridge",
+            f"Another app uses this bridge name on this broker, with a state of its own (its listener: "
+            f"{lease.get('foreignSender') or 'unknown'}): {counts[FOREIGN]} of its messages came here and were "
+            "dropped, and ours go there. Give each bridge a name of its own, or each app a broker database of its own.",
+        )
+    bad = [reason for reason in (FORGED, TAMPERED) if reason in recent]
+    if bad:
+        numbers = " and ".join(f"{counts[reason]} {reason}" for reason in bad)
+        yield warning(
+            "refused_messages",
+            f"Workers have refused {numbers} messages, the last within the hour: find out who else writes to the "
+            "broker.",
+        )
+
+
+def _aware(moment: datetime) -> datetime:
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

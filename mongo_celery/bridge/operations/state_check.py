@@ -1,0 +1,75 @@
+"""Preflight of the stored state: what stands, what was set aside, and whether anybody leads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
+from mongo_celery.bridge.operations.status import read_status
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
+
+_SHOWN = 3
+
+
+def check_state(wiring: Wiring) -> Iterator[Finding]:
+    """Read the bridge's state, and judge it."""
+    return judge_state(read_status(wiring))
+
+
+def judge_state(status: Mapping[str, Any]) -> Iterator[Finding]:
+    """Findings from a status, as `read_status` gives it."""
+    yield _leading(status)
+    if status["unread_seconds"]:
+        why = status["reading_waits"] or "the server has not answered"
+        yield error("reading", f"Nothing has been read for {status['unread_seconds']} s: {why}.")
+    yield from _standing(status["partitions"])
+    letters = status["dead_letters"]
+    if letters:
+        yield warning("dead_letters", f"{letters} changes were set aside; look at them, and repair what they say.")
+    unserved = [each["name"] for each in status["subscriptions"] if each["state"] == "unregistered"]
+    if unserved:
+        yield warning(
+            "unregistered",
+            f"{_named(unserved)} are stored, but have no handler in this app: their changes are handled by nobody. "
+            "Import the module with their @bridge.on_change functions, or leave them if they were removed on purpose.",
+        )
+
+
+def _leading(status: Mapping[str, Any]) -> Finding:
+    state = status["state"]
+    if state == "leading":
+        return ok("listener", f"One leads on {status['listener']['host']}, pid {status['listener']['pid']}.")
+    if state == "never_started":
+        return ok("listener", "None has ever led; start one with `celery -A ... listener`.")
+    if state == "idle":
+        return warning("listener", "None leads, so nothing is read; start one with `celery -A ... listener`.")
+    return error("listener", f"None leads, and the last one ended with: {status['error']}")
+
+
+def _standing(partitions: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    halted = [each for each in partitions if each["state"] == "halted"]
+    paused = [each for each in partitions if each["state"] == "paused"]
+    for each in halted[:_SHOWN]:
+        where = f"{each['subscription']} --partition {each['index']}"
+        key = (each["head"] or {}).get("key") or "a change"
+        reason = (each["retry"] or {}).get("error") or "no error is recorded"
+        yield error(
+            "halted",
+            f"Partition {each['index']} of {each['subscription']} stands at {key}: {reason}. Cure the cause, then "
+            f"`changes retry {where}`, or pass over this change with `changes skip {where}`.",
+        )
+    if len(halted) > _SHOWN:
+        yield error("halted", f"{len(halted) - _SHOWN} more partitions are halted; `changes status` shows them.")
+    if paused:
+        names = _named(sorted({each["subscription"] for each in paused}))
+        yield warning("paused", f"{len(paused)} partitions of {names} are paused; `changes resume` lets them flow.")
+    if not halted and not paused:
+        yield ok("partitions", "None is halted or paused.")
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

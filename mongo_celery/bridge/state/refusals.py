@@ -1,0 +1,39 @@
+"""How many messages the workers of a bridge have refused, by reason: counted in the lease document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pymongo.collection import Collection
+
+from mongo_celery.mongo.table import Table, call_timeout
+
+FORGED = "forged"
+FOREIGN = "foreign"
+MISDIRECTED = "misdirected"
+TAMPERED = "tampered"
+
+
+class Refusals:
+    """The counters of one bridge; they only grow."""
+
+    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
+        self._table = Table(collection, call_timeout(ttl))
+        self._bridge = bridge
+
+    def count(self, refused: Mapping[str, int], sender: str | None = None) -> None:
+        """
+        Add to the counters.
+
+        Args:
+            refused: numbers of messages by reason.
+            sender: who sent the last foreign one, as it says itself.
+        """
+        change: dict[str, Any] = {
+            "$inc": {f"refused.{reason}": number for reason, number in refused.items()},
+            "$currentDate": {f"refusedAt.{reason}": True for reason in refused},
+        }
+        if sender is not None:
+            change["$set"] = {"foreignSender": sender}
+        self._table.update({"_id": self._bridge}, change)

@@ -1,0 +1,199 @@
+"""
+Reading one event that the server cannot give as it was asked for.
+
+The stream is opened on that event alone, by narrower and narrower pipelines, until the server can give it: without the
+flags of `match`, then without look-up and images, at last without its documents. So nobody has to guess from an error
+which part has failed, and no other event is read with less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.change import FLAGS, token_data
+from mongo_celery.bridge.stream.cursor import Start, token_of
+from mongo_celery.bridge.stream.fragments import SPLIT_STAGE, can_split, joined
+from mongo_celery.bridge.stream.reactions import concerns_an_event
+from mongo_celery.mongo.verdicts import Verdict, named, said, verdict_on
+
+if TYPE_CHECKING:
+    from bson.raw_bson import RawBSONDocument
+    from pymongo.command_cursor import CommandCursor
+
+    from mongo_celery.bridge.stream.source import Scope
+
+Open = Callable[["Scope", Start, int], "CommandCursor[RawBSONDocument]"]
+"""Opens a stream: what, from where, and how many events its first batch may hold."""
+
+_DOCUMENTS = ("fullDocument", "fullDocumentBeforeChange", "updateDescription")
+_WITHOUT_DOCUMENTS = {"$project": dict.fromkeys(_DOCUMENTS, 0)}
+_IMAGES = ("full_document", "full_document_before_change")
+
+
+@dataclass(frozen=True, slots=True)
+class Reread:
+    """
+    An event, read once more.
+
+    Attributes:
+        document: what the server could give.
+        complaint: why that is not what was asked for; None where it is.
+        only_match: whether it lacks nothing but flags, namely those of the handlers whose `match` failed on it.
+    """
+
+    document: RawBSONDocument
+    complaint: str | None = None
+    only_match: bool = False
+
+
+class Narrowing:
+    """
+    Reads events one by one.
+
+    Args:
+        scope: the whole stream.
+        open_: opens a stream.
+        version: gives the server's version.
+    """
+
+    def __init__(self, scope: Scope, open_: Open, version: Callable[[], Sequence[int]]) -> None:
+        self._scope = scope
+        self._open = open_
+        self._version = version
+
+    def candidates(self, start: Start) -> Iterator[RawBSONDocument]:
+        """
+        The next events that our own filters let through, without documents, until there are no more for now.
+
+        Raises:
+            PyMongoError: these cannot be read either; then no single event is the reason.
+        """
+        options = {name: value for name, value in self._scope.options.items() if name not in _IMAGES}
+        bare = replace(self._scope, pipeline=(*self._scope.selection, _WITHOUT_DOCUMENTS), options=options, given=0)
+        with closing(self._open(bare, start, 1)) as cursor:
+            while cursor.alive and (document := cursor.try_next()) is not None:
+                yield document
+
+    def read(self, candidate: RawBSONDocument) -> Reread | None:
+        """
+        The event with as much as the server can give of it; None where the user's pipeline leaves it out.
+
+        Raises:
+            PyMongoError: what is no fault of this event.
+        """
+        try:
+            whole = self._pinned(candidate, self._scope)
+            return None if whole is None else Reread(whole)
+        except PyMongoError as error:
+            if not concerns_an_event(error):
+                raise
+            return self._with_less(candidate, error)
+
+    def _with_less(self, candidate: RawBSONDocument, error: PyMongoError) -> Reread:
+        if verdict_on(error) is Verdict.TOO_LARGE and can_split(self._version()):
+            fragments = self._attempt(candidate, self._scope, in_fragments=True)
+            if fragments is not None:
+                return Reread(fragments)
+        names = self._flag_names()
+        flagless = self._with_flags(())
+        if names and self._attempt(candidate, flagless) is not None:
+            document = self._attempt(candidate, self._with_flags(self._sound(candidate, names)))
+            if document is not None:
+                return Reread(document, _of_match(error), only_match=True)
+        if any(name in self._scope.options for name in _IMAGES):
+            options = {name: value for name, value in self._scope.options.items() if name not in _IMAGES}
+            document = self._attempt(candidate, replace(flagless, options=options))
+            if document is not None:
+                return Reread(document, _of_images(error))
+        return Reread(candidate, _of_rest(error, given=bool(self._scope.given)))
+
+    def _attempt(
+        self, candidate: RawBSONDocument, scope: Scope, *, in_fragments: bool = False
+    ) -> RawBSONDocument | None:
+        try:
+            return self._pinned(candidate, scope, in_fragments=in_fragments)
+        except PyMongoError as error:
+            if not concerns_an_event(error):
+                raise
+            return None
+
+    def _pinned(
+        self, candidate: RawBSONDocument, scope: Scope, *, in_fragments: bool = False
+    ) -> RawBSONDocument | None:
+        """This event through a pipeline, and no other one; None where the pipeline leaves it out."""
+        token = token_of(candidate)
+        pin: Mapping[str, Any] = {"$match": {"_id._data": token_data(token)}}
+        stages = (pin, *scope.pipeline, SPLIT_STAGE) if in_fragments else (pin, *scope.pipeline)
+        start = Start(time=candidate["clusterTime"])
+        with closing(self._open(replace(scope, pipeline=stages), start, 1)) as cursor:
+            if in_fragments:
+                return joined(iter(cursor.try_next, None), token)
+            document = cursor.try_next()
+        if document is not None:
+            token_of(document)
+        return document
+
+    # -- flags -------------------------------------------------------------------------------------
+
+    def _flag_names(self) -> Sequence[str]:
+        return [name for stage in self._scope.own_stages for name in stage.get("$addFields", {}).get(FLAGS, {})]
+
+    def _sound(self, candidate: RawBSONDocument, names: Sequence[str]) -> Sequence[str]:
+        """Those whose expression does not fail on the event: halves of what fails are tried apart."""
+        if len(names) > 1:
+            middle = len(names) // 2
+            halves = (names[:middle], names[middle:])
+            return [name for half in halves for name in self._sound_of_half(candidate, half)]
+        return []
+
+    def _sound_of_half(self, candidate: RawBSONDocument, half: Sequence[str]) -> Sequence[str]:
+        fits = self._attempt(candidate, self._with_flags(half)) is not None
+        return half if fits else self._sound(candidate, half)
+
+    def _with_flags(self, names: Sequence[str]) -> Scope:
+        """The scope with no other flags than these."""
+        stages: list[Mapping[str, Any]] = []
+        for stage in self._scope.own_stages:
+            flags = stage.get("$addFields", {}).get(FLAGS)
+            if flags is None:
+                stages.append(stage)
+            elif names:
+                stages.append({"$addFields": {FLAGS: {name: flags[name] for name in names}}})
+        return replace(self._scope, pipeline=(*stages, *self._scope.given_stages))
+
+
+def _of_match(error: PyMongoError) -> str:
+    return (
+        "A `match` expression failed on this change; make it hold for every document, for example with $ifNull, $type "
+        f"or $convert. The server said ({named(error)}): {said(error)}"
+    )
+
+
+def _of_images(error: PyMongoError) -> str:
+    cure = (
+        "Keep documents smaller, or set full_document and full_document_before_change so that less travels."
+        if verdict_on(error) is Verdict.TOO_LARGE
+        else "Let the collection keep pre- and post-images for longer, or ask for 'whenAvailable' instead of 'required'."
+    )
+    return (
+        "This change could not be read with its look-up and images, and was read without them. "
+        f"{cure} The server said ({named(error)}): {said(error)}"
+    )
+
+
+def _of_rest(error: PyMongoError, *, given: bool) -> str:
+    if verdict_on(error) is Verdict.TOO_LARGE:
+        cure = "This change is larger than 16 MB, and was read without its documents. Keep documents and _ids smaller."
+    elif given:
+        cure = (
+            "The bridge's `pipeline` failed on this change, which was read without it and without its documents. Make "
+            "the pipeline hold for every event."
+        )
+    else:
+        cure = "This change could not be read as it was asked for, and was read without its documents."
+    return f"{cure} The server said ({named(error)}): {said(error)}"

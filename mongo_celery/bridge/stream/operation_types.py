@@ -1,0 +1,81 @@
+"""
+The operation types of change events: those this version knows, and what a handler may ask for.
+
+Servers send more with every version. A handler gets what it asks for by name, or everything by `"*"`; a name
+that looks like a known one is taken for a misspelt one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+from mongo_celery.errors import ConfigurationError
+
+ALL = "*"
+"""Every operation type, those included that only a later server sends."""
+
+DOCUMENT_OPERATIONS = frozenset({"insert", "update", "replace", "delete"})
+"""Changes of one document: they have a document key."""
+
+OPERATIONS = DOCUMENT_OPERATIONS | {"drop", "rename", "dropDatabase", "invalidate"}
+"""What every server sends."""
+
+EXPANDED_OPERATIONS = frozenset(
+    {
+        "create",
+        "createIndexes",
+        "dropIndexes",
+        "modify",
+        "refineCollectionShardKey",
+        "reshardCollection",
+        "shardCollection",
+    },
+)
+"""What a server sends with `showExpandedEvents` only (MongoDB 6.0 and later)."""
+
+WITH_NAMESPACE = (OPERATIONS | EXPANDED_OPERATIONS) - {"invalidate"}
+"""Those of which it is known that the event names a database."""
+
+_ALL_ALONE = "operations='*' is all of them, so give it alone, as operations='*' or operations={'*'}."
+
+
+def operations_of(asked: Collection[str]) -> frozenset[str]:
+    """
+    The operation types that a handler asks for.
+
+    Raises:
+        ConfigurationError: a name is nearly one that is known, or something stands beside `"*"`.
+    """
+    names = frozenset(asked)
+    if ALL in names and len(names) > 1:
+        raise ConfigurationError(_ALL_ALONE)
+    known = {name.lower(): name for name in OPERATIONS | EXPANDED_OPERATIONS}
+    for name in sorted(names - {ALL, *known.values()}):
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        if near or not name.isidentifier():
+            meant = f" (did you mean {known[near[0]]!r}?)" if near else ""
+            raise ConfigurationError(
+                f"operation {name!r} is unknown{meant}; what only a later server sends comes with operations='*'.",
+            )
+    return names
+
+
+def check_are_sent(asked: Collection[str], *, expanded: bool) -> None:
+    """
+    Refuse operation types that would never come.
+
+    Args:
+        asked: of one handler.
+        expanded: the bridge's option `show_expanded_events`.
+
+    Raises:
+        ConfigurationError: the stream does not show events of a type that is asked for.
+    """
+    never = sorted(set(asked) - OPERATIONS - {ALL})
+    if never and not expanded:
+        raise ConfigurationError(
+            f"operations {', '.join(map(repr, never))} would never come: without the bridge's option "
+            "show_expanded_events=True (MongoDB 6.0 or later) a server sends only "
+            f"{', '.join(sorted(OPERATIONS))}. Set it, or correct the name.",
+        )

@@ -1,0 +1,97 @@
+"""
+What a worker's consumer makes of a message for one of our tasks: nothing outside the envelope has power.
+
+Celery honours much of a message before a task is called, in the parent process of the pool: time limits, expiry, ETA,
+stamps, links, chords. None of it is needed, since the listener sends none, and whoever can write to the broker could
+drive a change into its failure policy by it. So the request is made anew from the parts that carry no power: the ids,
+labels for logs, headers that Celery does not know (of tracing), the argument, and the chain. Id and chain are signed in
+the envelope, and compared where the key is known: in the process of the pool. What else a message asks for is noted,
+and the message is refused there, before anything happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from celery.app.task import Context
+from celery.worker.request import Request
+from kombu.utils.uuid import uuid
+
+from mongo_celery.bridge.worker.runtime import STRANGE
+
+_HONOURED = frozenset(name for name in vars(Context) if not name.startswith("__")) | {STRANGE}
+_CARRIED = frozenset({"id", "task", "root_id", "parent_id", "argsrepr", "kwargsrepr", "origin"})
+_HARMLESS = frozenset({"ignore_result", "hostname", "delivery_info", "properties", "correlation_id"})
+"""Set by the request itself, whatever the message says."""
+
+_JUDGED = _HONOURED - _CARRIED - _HARMLESS
+_NO_LIMITS = ([None, None], (None, None))
+_EMBEDDED = ("callbacks", "errbacks", "chord")
+_PAYLOAD_PARTS = 3
+
+
+def _powerless(headers: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in headers.items() if isinstance(name, str) and name not in _HONOURED}
+    for name in _CARRIED:
+        value = headers.get(name)
+        kept[name] = value if isinstance(value, str) else None
+    return {
+        **kept,
+        "id": kept["id"] or uuid(),
+        "task": headers["task"],
+        "argsrepr": kept["argsrepr"] or "",
+        "kwargsrepr": kept["kwargsrepr"] or "",
+        "ignore_result": True,
+        "retries": 0,
+        "timelimit": (None, None),
+        "stamps": {},
+        "stamped_headers": None,
+    }
+
+
+def _strange(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> list[str]:
+    strange = [str(name) for name, value in headers.items() if name in _JUDGED and _asks(value)]
+    return [*strange, "reply_to"] if properties.get("reply_to") else strange
+
+
+def _asks(value: object) -> bool:
+    return bool(value) and value not in _NO_LIMITS
+
+
+def _disarmed(payload: Any) -> tuple[tuple[list[Any], dict[str, Any], dict[str, Any]], list[str]]:
+    """The payload as a listener could have made it, and the names of what was left out."""
+    if not isinstance(payload, (list, tuple)) or len(payload) != _PAYLOAD_PARTS:
+        return ([], {}, {}), ["body"]
+    args, kwargs, embedded = payload
+    embedded = embedded if isinstance(embedded, Mapping) else {"chain": "?"}
+    strange = [name for name in _EMBEDDED if _asks(embedded.get(name))]
+    chain = embedded.get("chain") or None
+    if not isinstance(chain, (list, type(None))):
+        strange.append("chain")
+        chain = None
+    if not isinstance(args, (list, tuple)) or len(args) != 1 or kwargs:
+        strange.append("args")
+        args = []
+    return (list(args), {}, {**dict.fromkeys(_EMBEDDED), "chain": chain}), strange
+
+
+@cache
+def sealed(base: type[Request]) -> type[Request]:
+    """A request class that gives power to nothing outside the envelope; the rest is the given class's."""
+
+    class SealedRequest(base):  # type: ignore[misc, valid-type]
+        """See the module."""
+
+        def __init__(
+            self, message: Any, *, headers: Any = None, body: Any = None, decoded: bool = False, **options: Any
+        ) -> None:
+            given = message.headers if headers is None else headers
+            payload, strange = _disarmed(body if decoded else message.payload)
+            strange += _strange(given, message.properties or {})
+            request = {**_powerless(given), STRANGE: strange}
+            super().__init__(message, headers=request, body=payload, decoded=True, **options)
+            self._request_dict["reply_to"] = None
+
+    return SealedRequest

@@ -1,0 +1,165 @@
+"""What a worker honours of a message is signed, or has no power; keys are exchanged while changes flow (I16)."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from pymongo import MongoClient
+
+from mongo_celery import Bridge
+from mongo_celery.bridge.operations.lease_commands import rotate_key
+from mongo_celery.bridge.state import signing
+from mongo_celery.demo.history import Due
+from mongo_celery.errors import CommandRefusedError
+from tests.acceptance.chain_rig import Chain
+from tests.fixtures.process import wait_for
+
+Document = dict[str, Any]
+
+_TASK: Document = {"task": "mongo_celery.commit", "args": ["x"], "kwargs": {}, "options": {}, "subtask_type": None}
+_HEADERS: dict[str, Mapping[str, Any]] = {
+    "a soft time limit": {"timelimit": [None, 0.2]},
+    "a hard time limit": {"timelimit": [0.2, None]},
+    "an expiry": {"expires": "2020-01-01T00:00:00+00:00"},
+    "a later time": {"eta": "2999-01-01T00:00:00+00:00"},
+    "retries": {"retries": 99},
+    "stamps": {"stamped_headers": ["mine"], "stamps": {"mine": ["1"]}},
+    "another id": {"id": "easily-guessed"},
+    "an id that is none": {"id": [1]},
+    "a method of the request": {"get": "gone", "is_eager": True},
+}
+_EMBEDDED: dict[str, Mapping[str, Any]] = {
+    "a callback": {"callbacks": [_TASK]},
+    "an errback": {"errbacks": [_TASK]},
+    "a chord": {"chord": _TASK},
+    "another link": {"chain": [_TASK]},
+    "no link": {"chain": None},
+}
+
+
+def _tampered(message: bytes, headers: Mapping[str, Any], embedded: Mapping[str, Any]) -> bytes:
+    """A message as it was found, but for some headers and some of what follows the task."""
+    found = json.loads(message)
+    args, kwargs, others = json.loads(b64decode(found["body"]))
+    body = [args, kwargs, {**others, **embedded}]
+    found["body"] = b64encode(json.dumps(body).encode()).decode()
+    return json.dumps({**found, "headers": {**found["headers"], **headers}}).encode()
+
+
+def _refused(chain: Chain) -> Document:
+    lease = chain.state["leases"].find_one({"_id": "chain"})
+    assert lease is not None
+    found: Document = lease.get("refused") or {}
+    return found
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_queued_message_that_was_tampered_with_is_refused_and_its_change_is_handled(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, pool: str
+) -> None:
+    """P11: time limits, expiry, ETA, stamps, links: taken from the broker, changed and put back, they have no power."""
+    changes: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [(headers, {}) for headers in _HEADERS.values()]
+    changes += [({}, embedded) for embedded in _EMBEDDED.values()]
+    options = {"partitions": len(changes)}
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["skipping"], options=options) as chain:
+        chain.listener()
+        for index in range(len(changes)):
+            chain.write("skipping", next(chain.keys("skipping", index)), 1, seconds=0.4)
+        with chain.broker as broker:
+            for index, change in enumerate(changes):
+                queue = f"chain.{index}"
+                message = wait_for(partial(broker.rpop, queue))
+                broker.rpush(queue, _tampered(message, *change))
+        worker = chain.worker("-P", pool, concurrency=4)
+        chain.wait_done()
+        wait_for(lambda: _refused(chain).get("tampered") == len(changes), message=lambda: str(_refused(chain)))
+        chain.judge(spare=0)
+        assert len(chain.effects()) == len(changes), "nothing was skipped"
+        assert worker.running
+        assert "Traceback" not in worker.text
+
+
+def test_revokes_by_guessed_ids_hit_nothing(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """P11: partition, number and dispatch are easily guessed; the rest of an id is not."""
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["skipping"], options={"partitions": 1}) as chain:
+        chain.listener()
+        worker = chain.worker()
+        item = chain.write("skipping", "held", 1, gate="open")
+        chain.wait_started(item)
+        heads = [f"chain.skipping.0.{seq}" for seq in (1, 2)]
+        guesses = [f"{head}{dispatch}{end}" for head in heads for dispatch in ("", ".d1") for end in ("", ".commit")]
+        told = {"task_id": guesses, "terminate": True, "signal": "SIGKILL"}
+        with Celery(broker=chain.redis.url) as outsider:
+            (answer,) = wait_for(lambda: outsider.control.broadcast("revoke", told, reply=True, timeout=2, limit=1))
+        assert [each["ok"] for each in answer.values()] == ["terminate: tasks unknown"]
+        chain.open_gate("open")
+        chain.write("skipping", "held", 2)
+        chain.wait_done()
+        chain.judge(spare=0)
+        assert "Discarding revoked task" not in worker.text
+
+
+def test_a_replayed_message_changes_nothing(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """P11: what was signed, and is done, starts nothing again, as often as it comes."""
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options={"partitions": 1}) as chain:
+        chain.listener()
+        chain.write("plain", "once", 1)
+        with chain.broker as broker:
+            message = wait_for(lambda: next(iter(broker.lrange("chain.0", 0, -1)), None))
+            worker = chain.worker()
+            chain.wait_done()
+            broker.lpush("chain.0", *[message] * 5)
+        name = json.loads(message)["headers"]["id"]
+        wait_for(lambda: worker.text.count(f"[{name}] received") >= 6)
+        chain.write("plain", "once", 2)
+        chain.wait_done()
+        chain.judge(spare=0)
+
+
+def test_a_key_is_exchanged_under_load_without_a_refusal(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of the old key and of the new one are in the queues at once; none is refused, and none waits."""
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"]) as chain:
+        listener = chain.listener()
+        worker = chain.worker()
+        keys = [f"k{number}" for number in range(8)]
+        sent: list[Due] = chain.write_many("plain", keys, 1)
+        before = chain.state["leases"].find_one({"_id": "chain"})
+        assert before is not None
+        monkeypatch.setattr(signing, "ANNOUNCED_SECONDS", signing.KEY_SECONDS + 1)
+        operator = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
+        rotate_key(operator.wiring, overlap=600)
+        with pytest.raises(CommandRefusedError, match="announced already"):
+            rotate_key(operator.wiring, overlap=60)
+        operator.client.close()
+
+        def exchanged() -> bool:
+            if chain.facts["end"].count_documents({}) > len(sent) - 5 * len(keys):  # a backlog, and no endless one
+                n = len(sent) // len(keys) + 1
+                sent.extend(chain.write("plain", key, n) for key in keys)
+            lease = chain.state["leases"].find_one({"_id": "chain"})
+            assert lease is not None
+            return bool(lease["signingKey"] != before["signingKey"])
+
+        wait_for(exchanged)
+        listener.wait_for_output("signing with a new key")
+        chain.write_many("plain", [f"after{number}" for number in range(8)], 3)
+        chain.wait_done()
+        chain.judge(spare=0)
+        assert not _refused(chain)
+        assert "dropped" not in worker.text
+        lease = chain.state["leases"].find_one({"_id": "chain"})
+        assert lease is not None
+        assert [bytes(each["key"]) for each in lease["previousKeys"]] == [bytes(before["signingKey"])]

@@ -1,0 +1,89 @@
+"""What status and check say is what is so: also while the stream is dead, and beside a change that stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from tests.acceptance.chain_rig import Chain
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.process import wait_for
+
+Document = dict[str, Any]
+_HOST_UNREACHABLE = 6
+
+
+@pytest.fixture
+def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Any:
+    """Give one bridge with one handler."""
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"]) as rig:
+        yield rig
+
+
+def wait_status(chain: Chain, condition: Callable[[Document], object]) -> Document:
+    """Wait until the status fulfils a condition, and return it."""
+    seen: Document = {}
+
+    def found() -> Document | None:
+        seen.update(chain.changes("status"))
+        return seen if condition(seen) else None
+
+    return wait_for(found, message=lambda: f"status: {seen}")
+
+
+def test_a_dead_stream_is_not_called_caught_up(chain: Chain, failpoint: Failpoint) -> None:
+    """The listener leads, renews and has nothing to do, and can read nothing: status and check say so, and why."""
+    chain.both()
+    chain.write("plain", "a", 1)
+    chain.wait_done()
+    calm = wait_status(chain, lambda status: status["caught_up"])
+    assert (calm["unread_seconds"], calm["reading_waits"], calm["lag_seconds"]) == (0, None, 0)
+    with failpoint(
+        failCommands=["aggregate", "getMore"],
+        errorCode=_HOST_UNREACHABLE,
+        errorLabels=["ResumableChangeStreamError"],
+        appName=chain.app_name("listener"),
+    ):
+        dead = wait_status(chain, lambda status: status["unread_seconds"])
+        assert dead["state"] == "leading"
+        assert not dead["caught_up"]
+        assert "HostUnreachable" in dead["reading_waits"]
+        assert dead["reopenings"] > 0
+        found = {each["name"]: each for each in chain.changes("check")["findings"]}
+        assert found["reading"]["level"] == "error"
+        assert "HostUnreachable" in found["reading"]["message"]
+    chain.write("plain", "a", 2)
+    chain.wait_done()
+    wait_status(chain, lambda status: status["caught_up"] and not status["unread_seconds"])
+    chain.judge()
+
+
+def test_caught_up_and_standing_exclude_each_other(chain: Chain) -> None:
+    """The stream is read to its end, everything else is done: one change stands, so the bridge has not caught up."""
+    chain.both()
+    wait_status(chain, lambda status: status["caught_up"])
+    stood = chain.stand(chain.write("plain", "a", 1, act="raise"))
+    chain.wait_state(stood, lambda document: document["state"] == "halted")
+    status = wait_status(chain, lambda status: status["standing"])
+    assert not status["caught_up"]
+    found = {each["name"]: each for each in chain.changes("check")["findings"]}
+    assert found["halted"]["level"] == "error"
+
+
+def test_an_exception_that_nobody_foresaw_is_kept_in_the_lease(chain: Chain) -> None:
+    """A listener that ends with it does not leave a bridge behind that looks idle."""
+    first = chain.listener("first")
+    first.terminate()
+    first.wait()
+    chain.state["leases"].update_one({}, {"$set": {"keys": 7}})
+    second = chain.run("listener", name="second")
+    assert second.wait() != 0
+    status = chain.changes("status")
+    assert status["state"] == "failed"
+    assert "TypeError" in status["error"]
+    found = {each["name"]: each for each in chain.changes("check")["findings"]}
+    assert "TypeError" in found["listener"]["message"]

@@ -1,0 +1,99 @@
+"""Fragments of a large event are joined to the event that the server would have sent whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import bson
+import pytest
+from bson.raw_bson import RawBSONDocument
+from pymongo.errors import InvalidOperation
+
+from mongo_celery.bridge.stream.fragments import can_split, joined
+
+TOKEN = {"_data": "82AB"}
+EVENT: dict[str, Any] = {
+    "operationType": "update",
+    "documentKey": {"_id": 1},
+    "fullDocument": {"_id": 1, "text": "new" * 1000},
+    "fullDocumentBeforeChange": {"_id": 1, "text": "old" * 1000},
+}
+
+
+def raw(document: dict[str, Any]) -> RawBSONDocument:
+    return RawBSONDocument(bson.encode(document))
+
+
+def fragments_of(*groups: list[str]) -> list[RawBSONDocument]:
+    """The event's fields in as many fragments, as the server cuts them: each with a token of its own."""
+    return [
+        raw(
+            {"_id": {"_data": f"82AB0{number}"}, "splitEvent": {"fragment": number, "of": len(groups)}}
+            | {name: EVENT[name] for name in group}
+        )
+        for number, group in enumerate(groups, start=1)
+    ]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [["operationType", "documentKey", "fullDocument", "fullDocumentBeforeChange"]],
+        [["operationType", "documentKey", "fullDocument"], ["fullDocumentBeforeChange"]],
+        [["operationType", "documentKey"], ["fullDocument"], ["fullDocumentBeforeChange"]],
+    ],
+    ids=len,
+)
+def test_joined_fragments_are_the_event_under_the_token_of_the_whole_one(groups: list[list[str]]) -> None:
+    """A fragment's token could not be resumed from by a stream that does not split."""
+    event = joined(fragments_of(*groups), TOKEN)
+    assert event is not None
+    assert bson.decode(event.raw) == {"_id": TOKEN, **EVENT}
+
+
+def test_no_more_fragments_are_read_than_the_event_has() -> None:
+    """A read behind the last one would wait for the next change of the stream."""
+    first, second = fragments_of(["operationType", "documentKey"], ["fullDocument"])
+
+    def stream() -> Iterator[RawBSONDocument]:
+        yield first
+        yield second
+        raise AssertionError("one read too many")
+
+    assert joined(stream(), TOKEN) is not None
+
+
+def test_an_event_that_is_not_cut_stays_as_it_is() -> None:
+    """The stage cuts nothing that fits."""
+    event = raw({"_id": TOKEN, **EVENT})
+    assert joined([event], TOKEN) is event
+    assert joined([], TOKEN) is None
+
+
+def test_a_missing_fragment_is_no_event() -> None:
+    """Never half of one."""
+    first, _, third = fragments_of(["operationType"], ["fullDocument"], ["fullDocumentBeforeChange"])
+    for broken in ([first], [first, third], [third]):
+        try:
+            event = joined(broken, TOKEN)
+        except InvalidOperation:
+            continue
+        assert event is None
+
+
+@pytest.mark.parametrize(
+    ("version", "can"),
+    [
+        ([5, 0, 20, 0], False),
+        ([6, 0, 8, 0], False),
+        ([6, 0, 9, 0], True),
+        ([6, 0, 15, 0], True),
+        ([6, 2, 1, 0], False),
+        ([7, 0, 0, 0], True),
+        ([8, 1, 0, 0], True),
+    ],
+)
+def test_the_servers_that_can_split_are_known(version: list[int], can: bool) -> None:
+    """Of the releases between 6.0 and 7.0 none has it."""
+    assert can_split(version) is can
