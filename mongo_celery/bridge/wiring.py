@@ -38,7 +38,7 @@ _CLIENT_DEFAULTS: dict[str, Any] = {
     "appname": "mongo_celery",
     "connecttimeoutms": 2000,  # also bounds how long a frozen primary goes unnoticed
     "heartbeatfrequencyms": 2000,
-    "serverselectiontimeoutms": 10_000,
+    "serverselectiontimeoutms": 30_000,  # outlasts an election; what has to end sooner has a limit of its own
     "datetime_conversion": "DATETIME_AUTO",  # a year 10000 must not stop a partition
 }
 

@@ -14,6 +14,7 @@ _COLORS = {
     "leading": "green",
     "flowing": "green",
     "parked": "yellow",
+    "waiting": "yellow",
     "paused": "yellow",
     "idle": "yellow",
     "new": "cyan",
@@ -121,6 +122,9 @@ def _details(partition: Mapping[str, Any]) -> Iterable[str]:
         yield f"stands at {head['key']}"
     if claim:
         yield f"changes {claim['first']} to {claim['last']} are {'running' if claim['live'] else 'abandoned'}"
+    waiting = partition.get("waiting")
+    if waiting:
+        yield f"waits for infrastructure since {_moment(waiting['since'])}: {waiting['cause']}"
     if retry:
         if retry["count"]:
             yield _number(retry["count"], "retry", "retries")

@@ -7,12 +7,21 @@ has reactions of its own (`bridge.stream.reactions`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import Any
 
-from pymongo.errors import ConnectionFailure, DocumentTooLarge, DuplicateKeyError, OperationFailure, PyMongoError
+from pymongo.errors import (
+    BulkWriteError,
+    ConnectionFailure,
+    DocumentTooLarge,
+    DuplicateKeyError,
+    OperationFailure,
+    PyMongoError,
+    WTimeoutError,
+)
 
 from mongo_celery.errors import AccessError, DeploymentError, TopologyError
 from mongo_celery.mongo.redaction import short
@@ -137,6 +146,12 @@ CODES: dict[Verdict, frozenset[Code]] = {
 
 _NAMES = {code.value: code.name for code in Code}
 _VERDICTS: dict[int, Verdict] = {code: verdict for verdict, codes in CODES.items() for code in codes}
+_ENDED_ALONE = frozenset({
+    Code.CursorNotFound, Code.MaxTimeMSExpired, Code.QueryPlanKilled, Code.RetryChangeStream, Code.CursorKilled,
+    Code.ProducerConsumerQueueEndClosed, Code.ChangeStreamInvalidated,
+})  # fmt: skip
+"""Of the transient codes, those by which a server that is well ends one operation."""
+
 _REPEAT_LABELS = ("RetryableWriteError", "TransientTransactionError", "RetryableError")  # the last: of an overload
 _MESSAGE_CHARS = 500
 
@@ -176,6 +191,34 @@ def is_transient(error: BaseException) -> bool:
     """Whether a call may succeed when it is made again; a label by which the server says so counts most."""
     labelled = isinstance(error, PyMongoError) and any(map(error.has_error_label, _REPEAT_LABELS))
     return labelled or verdict_on(error) is Verdict.TRANSIENT
+
+
+def is_outage(error: BaseException) -> bool:
+    """
+    Whether a call failed through servers or the network, whatever it asked for.
+
+    Less than `is_transient`: a cursor that was not used for too long and a time-out of the caller's own choice are no
+    outage, though the call may be made again.
+    """
+    if isinstance(error, BulkWriteError):
+        return _is_bulk_of_outages(error)
+    if isinstance(error, (ConnectionFailure, WTimeoutError)):
+        return True
+    if not isinstance(error, PyMongoError):
+        return False
+    if any(map(error.has_error_label, (*_REPEAT_LABELS, "UnknownTransactionCommitResult"))):
+        return True
+    code = getattr(error, "code", None)
+    return code not in _ENDED_ALONE and _VERDICTS.get(code or 0) is Verdict.TRANSIENT
+
+
+def _is_bulk_of_outages(error: BulkWriteError) -> bool:
+    details = error.details or {}
+    failures = [*details.get("writeErrors", ()), *details.get("writeConcernErrors", ())]
+    return bool(failures) and all(
+        each.get("code") not in _ENDED_ALONE and _VERDICTS.get(each.get("code") or 0) is Verdict.TRANSIENT
+        for each in failures
+    )
 
 
 def is_too_large(error: BaseException | None) -> bool:
@@ -244,13 +287,24 @@ def login_refused(error: BaseException) -> str:
     )
 
 
+def code_of(error: BaseException) -> int | None:
+    """The server's code, also where the driver has made an error without a code of it (`NotPrimaryError`)."""
+    code = getattr(error, "code", None) or _details_of(error).get("code")
+    return None if code is None else int(code)
+
+
 def named(error: BaseException) -> str:
     """An error's name and number: `CursorNotFound, code 43`, or the driver's class where no server has answered."""
-    code = getattr(error, "code", None)
+    code = code_of(error)
     if code is None:
         return type(error).__name__
-    given = (getattr(error, "details", None) or {}).get("codeName")
-    return f"{given or _NAMES.get(code, 'of no name')}, code {code}"
+    # Ours first: a server may call one that it no longer uses by another name.
+    return f"{_NAMES.get(code) or _details_of(error).get('codeName', 'of no name')}, code {code}"
+
+
+def _details_of(error: BaseException) -> Mapping[str, Any]:
+    details = getattr(error, "details", None)
+    return details if isinstance(details, Mapping) else {}
 
 
 def said(error: BaseException) -> str:

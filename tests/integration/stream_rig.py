@@ -30,9 +30,21 @@ def selector_of(*targets: str, name: str = "record", **conditions: Any) -> Selec
     return Selector(name, tuple(source_of(target, None) for target in targets), wanted)
 
 
-def scope_on(*targets: str, pipeline: Sequence[Mapping[str, Any]] = (), **conditions: Any) -> Scope:
+def scope_on(
+    *targets: str,
+    pipeline: Sequence[Mapping[str, Any]] = (),
+    full_document: str | None = None,
+    before_change: str | None = None,
+    **conditions: Any,
+) -> Scope:
     """The stream of a bridge with one handler."""
-    return scope_of([selector_of(*targets, **conditions)], state_database="state_of_nobody", pipeline=pipeline)
+    return scope_of(
+        [selector_of(*targets, **conditions)],
+        state_database="state_of_nobody",
+        pipeline=pipeline,
+        full_document=full_document,
+        before_change=before_change,
+    )
 
 
 def now(client: MongoClient[Any]) -> Position:

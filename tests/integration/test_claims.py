@@ -21,6 +21,7 @@ from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import dead_letter
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
+from tests.fixtures.rights import STATE, UrlOf
 from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, rig_of, token
 
 Document = dict[str, Any]
@@ -41,7 +42,7 @@ def a_dead_letter(number: int = 1, error: str = "ValueError: no") -> Document:
         partition=0,
         token=token(number),
         key="insert shop.orders 1",
-        change=b"\x05\x00\x00\x00\x00",
+        change={},
         error=error,
         traceback="Traceback",
         attempts=1,
@@ -164,6 +165,67 @@ def test_a_claim_that_ended_in_a_retry_is_no_crash(rig: Rig) -> None:
     assert rig.document["retry"]["error"] == "again"
 
 
+def test_a_change_that_waits_for_infrastructure_is_charged_nothing(rig: Rig) -> None:
+    """P14: neither retries nor crashes move; since when it waits stays, and how often grows until another outcome."""
+    assert rig.claims.wait(rig.claim(), delay=0.0, cause="$first", timed_out=False)
+    first = rig.document["retry"]["waiting"]
+    again = wait_for(lambda: rig.try_claim(owner="again"))
+    assert (again.retries, again.crashes, again.waits, again.time_outs) == (0, 0, 1, 0)
+    assert rig.claims.wait(again, delay=0.0, cause="second", timed_out=True)
+    image = rig.image
+    assert image.waiting is not None
+    assert (image.waiting["since"], image.waiting["cause"]) == (first["since"], "second")
+    assert (image.retries, image.crashes, image.error) == (0, 0, None)
+    third = wait_for(lambda: rig.try_claim(owner="third"))
+    assert (third.waits, third.time_outs) == (2, 1)
+    assert rig.claims.park(third, delay=0.0, not_before=None, error="a retry of its own")
+    assert rig.image.waiting is None
+    assert wait_for(lambda: rig.try_claim(owner="fourth")).waits == 0
+
+
+def test_a_waiting_change_cannot_be_claimed_before_its_time(rig: Rig) -> None:
+    """P10: by the server's clock, as a parked one."""
+    assert rig.claims.wait(rig.claim(), delay=60.0, cause="away", timed_out=False)
+    assert rig.try_claim() is None
+    assert rig.image.parked
+
+
+def test_only_the_transaction_of_a_lapsed_claim_is_ended(rig: Rig, mongo_client: MongoClient[Document]) -> None:
+    """What a dead worker has locked is free again; a live claim's transaction is left alone."""
+    documents = mongo_client[rig.documents.database.name]["locked"]
+    documents.insert_one({"_id": 1})
+    with mongo_client.start_session() as session:
+        rig.claim(session=session.session_id["id"])
+        session.start_transaction()
+        documents.update_one({"_id": 1}, {"$set": {"n": 1}}, session=session)
+        assert not rig.claims.end_transaction(rig.where)
+        rig.lapse()
+        assert rig.claims.end_transaction(rig.where)
+        assert documents.update_one({"_id": 1}, {"$set": {"n": 2}}).modified_count == 1
+        with pytest.raises(OperationFailure) as caught:
+            session.commit_transaction()
+        assert caught.value.has_error_label("TransientTransactionError")
+    rig.claim(owner="another")
+    assert rig.document["claim"]["session"] is None
+    rig.lapse()
+    assert not rig.claims.end_transaction(rig.where)
+
+
+def test_a_bridges_rights_are_enough_to_end_its_own_transactions(guarded_url: UrlOf, make_client: MakeClient) -> None:
+    """The dead worker was another client of the same user."""
+    dead, successor = (make_client(guarded_url("bridge")) for _ in range(2))
+    rig = rig_of(successor, STATE)
+    locked = dead[STATE]["locked"]
+    locked.insert_one({"_id": 1})
+    with dead.start_session() as session:
+        rig.claim(session=session.session_id["id"])
+        session.start_transaction()
+        locked.update_one({"_id": 1}, {"$set": {"n": 1}}, session=session)
+        rig.lapse()
+        assert rig.claims.end_transaction(rig.where)
+        assert successor[STATE]["locked"].update_one({"_id": 1}, {"$set": {"n": 2}}).modified_count == 1
+
+
 def test_a_claim_replaces_the_whole_of_an_older_one(rig: Rig) -> None:
     """`$set` of a document in a pipeline merges: no key of the lapsed claim may shine through."""
     rig.claim(1, 7, ttl=9.0)
@@ -177,9 +239,9 @@ def test_a_claim_replaces_the_whole_of_an_older_one(rig: Rig) -> None:
 def test_relinquishing_counts_nothing_and_touches_nobody_elses_claim(rig: Rig) -> None:
     """A claim whose answer was lost: no attempt, no crash; an answered `handled` stays."""
     claim = rig.claim()
-    rig.claims.relinquish(rig.where, "somebody else")
+    assert not rig.claims.relinquish(rig.where, "somebody else")
     assert rig.document["claim"] is not None
-    rig.claims.relinquish(rig.where, "me")
+    assert rig.claims.relinquish(rig.where, "me")
     again = rig.claim(owner="again")
     assert (again.crashes, again.retries) == (0, 0)
     assert again.fence > claim.fence
@@ -300,6 +362,7 @@ OUTCOMES: dict[str, Outcome] = {
     "is mine": lambda rig, claim: rig.claims.is_mine(claim),
     "handled": lambda rig, claim: rig.claims.handle(claim, claim.first, token(claim.first)),
     "park": lambda rig, claim: rig.claims.park(claim, delay=1.0, not_before=None, error="e"),
+    "wait": lambda rig, claim: rig.claims.wait(claim, delay=1.0, cause="c", timed_out=False),
     "crash": lambda rig, claim: rig.claims.crash(claim, "e"),
     "halt": lambda rig, claim: rig.claims.halt(claim, token(claim.first), "key", "e"),
     "skip": lambda rig, claim: rig.claims.skip(claim, token(claim.first)),

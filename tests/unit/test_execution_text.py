@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import bson
 
-from mongo_celery.bridge.worker.execution import _text
+from mongo_celery.bridge.worker.error_text import error_text
 
 
 def test_an_error_with_a_lone_surrogate_can_be_stored() -> None:
     """P9: file names carry them; an outcome that BSON refuses would be counted as a crash of the worker."""
-    text = _text(FileNotFoundError("no such file: caf\udce9.txt"))
+    text = error_text(FileNotFoundError("no such file: caf\udce9.txt"))
 
     assert bson.decode(bson.encode({"error": text})) == {"error": text}
     assert text.startswith("FileNotFoundError: no such file: caf")

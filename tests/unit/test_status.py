@@ -11,7 +11,7 @@ import pytest
 from bson import Timestamp
 from bson.int64 import Int64
 
-from mongo_celery.bridge.operations.status import Facts, shape
+from mongo_celery.bridge.operations.status import Facts, shape, state_of
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import Image
 
@@ -241,6 +241,7 @@ def test_a_partition_tells_all_that_an_operator_needs() -> None:
         "claim": None,
         "handled": None,
         "retry": {"count": 2, "crashes": 1, "due_seconds": 0.0, "error": "ValueError: no"},
+        "waiting": None,
         "head": {"token": "82CC", "key": "shop.orders insert 1"},
     }
 
@@ -255,3 +256,20 @@ def test_a_status_is_plain_json() -> None:
     assert status["partitions"][0]["claim"]["until"] == "2030-01-01T12:00:00+00:00"
     assert status["gaps"][0]["until"] == "2030-01-01T12:00:00+00:00"
     assert all(type(each["version"]) is int for each in (status,))
+
+
+def test_a_change_that_waits_for_infrastructure_is_told_from_a_parked_one() -> None:
+    """P16: since when it waits, and for what; while it runs once more, its partition flows."""
+    waiting = {"since": NOON, "cause": "AutoReconnect: away", "count": Int64(3)}
+    status = shape(facts(images=[image(0, waiting=waiting, due_in=2.5), image(1)]))
+    shown = status["partitions"][0]
+    assert (shown["state"], status["subscriptions"][0]["state"]) == ("waiting", "waiting")
+    assert shown["waiting"] == {
+        "since": "2030-01-01T12:00:00+00:00",
+        "cause": "AutoReconnect: away",
+        "count": 3,
+        "due_seconds": 2.5,
+    }
+    assert state_of(image(0, waiting=waiting, live=True)) == "flowing"
+    assert state_of(image(0, waiting=waiting, state="paused")) == "paused"
+    assert state_of(image(0, due_in=2.5)) == "parked"

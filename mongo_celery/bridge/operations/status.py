@@ -30,8 +30,9 @@ from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
+_READ_SECONDS = 10.0
 _FAILURES = {"failed", "history_lost"}
-_WORST_FIRST = ("halted", "paused", "parked", "flowing")
+_WORST_FIRST = ("halted", "paused", "waiting", "parked", "flowing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `unread_seconds`: for how long no read of the stream has succeeded; 0 while one does every few seconds, None
       without a report. `reading_waits` is why: a full buffer, or the stream's last error; `reopenings` counts those of
       this term.
-    - a subscription's `state` is that of its worst partition (`halted`, `paused`, `parked`, `flowing`), or
+    - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `flowing`), or
       `new` (registered, but no listener has led with it yet), or `unregistered`.
 
     Raises:
@@ -87,7 +88,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     """
     client = wiring.reach()
     try:
-        return shape(_read(client, wiring))
+        with pymongo.timeout(_READ_SECONDS):  # also where the primary goes away between two reads
+            return shape(_read(client, wiring))
     except PyMongoError as error:
         raise translated(error, wiring.state_concern) from error
 
@@ -166,8 +168,12 @@ def _unread(lease: Mapping[str, Any], report: Mapping[str, Any]) -> int | None:
 
 
 def state_of(image: Image) -> str:
-    """The state of a partition as people see it: a flowing one whose change waits for its retry is parked."""
-    return "parked" if image.state == "flowing" and image.parked else image.state
+    """The state of a partition as people see it: a flowing one may wait for infrastructure, or for its retry."""
+    if image.state != "flowing":
+        return image.state
+    if image.waiting is not None and not image.live and image.handled is None:
+        return "waiting"
+    return "parked" if image.parked else "flowing"
 
 
 def _state(lease: Mapping[str, Any], *, live: bool) -> str:
@@ -241,6 +247,7 @@ def _partition(image: Image, options: BridgeOptions) -> dict[str, Any]:
         "claim": _claim(image),
         "handled": int(image.handled["last"]) if image.handled else None,
         "retry": _retry(image),
+        "waiting": _waiting(image),
         "head": _head(image),
     }
 
@@ -266,6 +273,17 @@ def _retry(image: Image) -> dict[str, Any] | None:
         "crashes": int(image.crashes),
         "due_seconds": max(image.due_in, 0.0),
         "error": image.error,
+    }
+
+
+def _waiting(image: Image) -> dict[str, Any] | None:
+    if image.waiting is None:
+        return None
+    return {
+        "since": _iso(image.waiting.get("since")),
+        "cause": image.waiting.get("cause"),
+        "count": int(image.waiting.get("count", 0)),
+        "due_seconds": max(image.due_in, 0.0),
     }
 
 

@@ -7,6 +7,7 @@ The partition's document is the authority on who may run what::
     waiting ----------------------------> claimed --handled--> handled ------> waiting (committed + n)
        ^                                   |  |  |
        |<--- retry (parked until notBefore)+  |  +--- halt ---> halted (until an operator acts)
+       |<--- wait (the same, not counted) -+  |
        |<--- claim lapses: crash + 1 (*) -----+--- dead letter or skip --> waiting (committed + 1)
 
 1. Every execution claims anew (first delivery, redelivery, retry) and gets a strictly larger fence.
@@ -39,10 +40,12 @@ from datetime import datetime
 from typing import Any
 
 import pymongo
+from bson.binary import Binary
 from bson.int64 import Int64
 from pymongo import WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
+from pymongo.errors import OperationFailure
 
 from mongo_celery.mongo.expressions import after, literal, millis, next_number
 from mongo_celery.mongo.table import ACKNOWLEDGED, Table, call_timeout
@@ -83,6 +86,8 @@ class Claim:
         fence: the fencing token of this execution.
         retries: attempts of the first change that asked for a retry.
         crashes: attempts of the run that ended without an outcome.
+        waits: how often in a row its first change has waited for infrastructure.
+        time_outs: how often in a row, at the end of these, only because its transaction took too long.
     """
 
     partition_id: str
@@ -92,6 +97,8 @@ class Claim:
     fence: int
     retries: int
     crashes: int
+    waits: int = 0
+    time_outs: int = 0
 
 
 class Claims:
@@ -115,6 +122,7 @@ class Claims:
         last: int,
         token: str,
         ttl: float | None = None,
+        session: Binary | None = None,
     ) -> Claim | None:
         """
         Claim a run.
@@ -124,6 +132,7 @@ class Claims:
             version: the lease version in the message.
             token: comparable part of the first change's resume token.
             ttl: seconds; the bridge's `claim_ttl` by default.
+            session: of the server, in which a transactional handler will write.
 
         Returns:
             The claim, or None: the message is a duplicate, stale or early, and is dropped.
@@ -135,6 +144,7 @@ class Claims:
             "ttl": millis(ttl or self._ttl),
             "until": after(ttl or self._ttl),
             "leaving": None,
+            "session": session,
         }
         retry = {
             "count": {"$ifNull": ["$retry.count", 0]},
@@ -164,11 +174,43 @@ class Claims:
         if document is None:
             return None
         counts = document["retry"]
-        return Claim(partition_id, owner, first, last, document["fence"], counts["count"], counts["crashes"])
+        waiting = counts.get("waiting") or {}
+        return Claim(
+            partition_id,
+            owner,
+            first,
+            last,
+            document["fence"],
+            counts["count"],
+            counts["crashes"],
+            waits=waiting.get("count", 0),
+            time_outs=waiting.get("timeOuts", 0),
+        )
 
-    def relinquish(self, partition_id: str, owner: str) -> None:
-        """End a claim whose answer was lost or came too late. It counts as no attempt."""
-        self._table.update({"_id": partition_id, "claim.owner": owner, "handled": None}, {"$set": {"claim": None}})
+    def end_transaction(self, partition_id: str) -> bool:
+        """
+        End what a transactional handler has left open whose claim has lapsed; whether there was such a claim.
+
+        Its process is dead, or frozen, and will be refused. Until then its documents are locked: else the server ends
+        it after `transactionLifetimeLimitSeconds`. A transaction that is over is not touched by this.
+        """
+        lapsed = {"$lte": ["$claim.until", "$$NOW"]}
+        guard = {"_id": partition_id, "claim.session": {"$ne": None}, "handled": None, "$expr": lapsed}
+        found = self._table.find_one(guard, {"claim.session": 1})
+        session = ((found or {}).get("claim") or {}).get("session")
+        if session is None:
+            return False
+        try:
+            with self._table.limit():
+                self._table.collection.database.command({"killSessions": [{"id": session}]})
+        except OperationFailure:
+            return False  # then the server's own limit ends it
+        return True
+
+    def relinquish(self, partition_id: str, owner: str) -> bool:
+        """End a claim whose answer was lost or came too late; False when there is none. It counts as no attempt."""
+        guard = {"_id": partition_id, "claim.owner": owner, "handled": None}
+        return self._table.update(guard, {"$set": {"claim": None}})
 
     def withdraw(self, partition_id: str, owner: str) -> bool:
         """
@@ -267,15 +309,36 @@ class Claims:
         retry = {
             "$mergeObjects": [
                 "$retry",
-                {"count": {"$add": ["$retry.count", 1]}, "notBefore": due, "error": literal(error)},
+                {"count": {"$add": ["$retry.count", 1]}, "notBefore": due, "error": literal(error), "waiting": None},
             ],
         }
+        return self._write(claim, [{"$set": {"claim": None, "retry": retry}}])
+
+    def wait(self, claim: Claim, *, delay: float, cause: str, timed_out: bool) -> bool:
+        """
+        Set the first change aside because infrastructure was away: no attempt, no crash is counted.
+
+        Args:
+            delay: seconds from now, by the server's clock.
+            cause: what was away, for people.
+            timed_out: the only sign is that the bridge's own transaction took too long.
+        """
+        waiting = {
+            "since": {"$ifNull": ["$retry.waiting.since", "$$NOW"]},
+            "cause": literal(cause),
+            "count": Int64(claim.waits + 1),
+            "timeOuts": Int64(claim.time_outs + 1 if timed_out else 0),
+        }
+        retry = {"$mergeObjects": ["$retry", {"notBefore": after(delay), "waiting": waiting}]}
         return self._write(claim, [{"$set": {"claim": None, "retry": retry}}])
 
     def crash(self, claim: Claim, error: str) -> bool:
         """End a claim whose execution is being killed: counted, and run change by change from now on."""
         retry = {
-            "$mergeObjects": ["$retry", {"crashes": {"$add": ["$retry.crashes", 1]}, "error": literal(error)}],
+            "$mergeObjects": [
+                "$retry",
+                {"crashes": {"$add": ["$retry.crashes", 1]}, "error": literal(error), "waiting": None},
+            ],
         }
         single = {"$max": ["$single", Int64(claim.last)]}
         return self._write(claim, [{"$set": {"claim": None, "retry": retry, "single": single}}])
@@ -286,7 +349,7 @@ class Claims:
             "claim": None,
             "state": "halted",
             "head": literal({"resumeToken": dict(token), "key": key}),
-            "retry": {"$mergeObjects": ["$retry", {"error": literal(error)}]},
+            "retry": {"$mergeObjects": ["$retry", {"error": literal(error), "waiting": None}]},
         }
         return self._write(claim, [{"$set": change}])
 

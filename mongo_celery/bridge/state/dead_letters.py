@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bson.raw_bson import RawBSONDocument
 from pymongo.collection import Collection
 
 from mongo_celery.mongo.table import Table, call_timeout
@@ -39,7 +38,7 @@ def dead_letter(
     partition: int,
     token: Mapping[str, Any],
     key: str,
-    change: bytes,
+    change: Mapping[str, Any],
     error: str,
     traceback: str,
     attempts: int,
@@ -52,7 +51,7 @@ def dead_letter(
         "partition": partition,
         "resumeToken": dict(token),
         "key": key,
-        "change": RawBSONDocument(change),
+        "change": change,
         "error": error,
         "traceback": traceback,
         "attempts": attempts,

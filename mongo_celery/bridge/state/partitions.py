@@ -58,6 +58,8 @@ class Image:
         live: whether a claim stands and has not lapsed.
         due_in: seconds until a parked change may run; 0 or less when it may.
         ahead: seconds by which a claim's expiry exceeds its own ttl; positive only after a clock fault.
+        waiting: since when (`since`), why (`cause`) and how often (`count`) the first change has waited for
+            infrastructure; None after any other outcome.
     """
 
     subscription: str
@@ -78,6 +80,7 @@ class Image:
     error: str | None
     single: int
     head: Mapping[str, Any] | None
+    waiting: Mapping[str, Any] | None = None
 
     @property
     def parked(self) -> bool:
@@ -268,6 +271,7 @@ def image_of(document: Mapping[str, Any]) -> Image:
         error=retry.get("error"),
         single=document["single"] or 0,
         head=document["head"],
+        waiting=retry.get("waiting"),
     )
 
 

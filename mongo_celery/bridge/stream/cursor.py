@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
+from bson.codec_options import DatetimeConversion
 from pymongo.errors import InvalidOperation
 
 from mongo_celery.bridge.stream.source import Scope
@@ -29,23 +30,17 @@ Stages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Where a cursor begins: after a token, else at a cluster time, else now."""
+class Position:
+    """Where a stream is opened: after a token of its own, or at a cluster time."""
 
-    token: Mapping[str, Any] | None = None
-    time: Timestamp | None = None
-
-    def options(self) -> dict[str, Any]:
-        """The part of the `$changeStream` stage that says so."""
-        if self.token is not None:  # unlike `resumeAfter`, this may be the token of an invalidate
-            return {"startAfter": dict(self.token)}
-        return {} if self.time is None else {"startAtOperationTime": self.time}
+    token: Mapping[str, Any] | None
+    time: Timestamp | None
 
 
 def open_cursor(
     client: MongoClient[RawBSONDocument],
     scope: Scope,
-    start: Start,
+    start: Position,
     *,
     first_batch: int = 0,
     comment: str | Mapping[str, Any] | None = None,
@@ -59,19 +54,23 @@ def open_cursor(
     Args:
         client: gives documents as RawBSONDocument.
         scope: where, with which stages and options.
-        start: from where.
-        first_batch: how many events the `aggregate` itself may return.
+        start: from where; a token counts more than a time, and without both the stream begins now.
+        first_batch: how many events the `aggregate` itself may return; who wants some does not wait for them.
         comment: of the command and its `getMore`s.
     """
-    stage = {_server_name(name): value for name, value in scope.options.items()} | start.options()
+    stage = {_server_name(name): value for name, value in scope.options.items()} | _beginning(start)
     target = scope.opened_on(client)
     if scope.database is None:
         target, stage = client.admin, {"allChangesForCluster": True} | stage
+    # No text or time in an event may stop those behind it.
+    types = client.codec_options.with_options(
+        unicode_decode_error_handler="replace", datetime_conversion=DatetimeConversion.DATETIME_AUTO
+    )
     options = {} if comment is None else {"comment": comment}
-    cursor: CommandCursor[RawBSONDocument] = target.aggregate(
+    cursor: CommandCursor[RawBSONDocument] = target.with_options(codec_options=types).aggregate(
         [{"$changeStream": stage}, *scope.pipeline],
         batchSize=first_batch,
-        maxAwaitTimeMS=int(AWAIT_SECONDS * 1000),
+        maxAwaitTimeMS=1 if first_batch else int(AWAIT_SECONDS * 1000),
         **options,
     )
     return cursor
@@ -95,6 +94,12 @@ def token_of(event: Mapping[str, Any]) -> dict[str, Any]:
     if token is None:
         raise InvalidOperation("The event has no resume token: the pipeline has removed its _id.")
     return dict(token)
+
+
+def _beginning(start: Position) -> dict[str, Any]:
+    if start.token is not None:  # unlike `resumeAfter`, this may be the token of an invalidate
+        return {"startAfter": dict(start.token)}
+    return {} if start.time is None else {"startAtOperationTime": start.time}
 
 
 def _server_name(option: str) -> str:

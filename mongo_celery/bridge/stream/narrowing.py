@@ -13,10 +13,10 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pymongo.errors import PyMongoError
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import FLAGS, token_data
-from mongo_celery.bridge.stream.cursor import Start, token_of
+from mongo_celery.bridge.stream.cursor import Position, token_of
 from mongo_celery.bridge.stream.fragments import SPLIT_STAGE, can_split, joined
 from mongo_celery.bridge.stream.reactions import concerns_an_event
 from mongo_celery.mongo.verdicts import Verdict, named, said, verdict_on
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from mongo_celery.bridge.stream.source import Scope
 
-Open = Callable[["Scope", Start, int], "CommandCursor[RawBSONDocument]"]
+Open = Callable[["Scope", Position, int], "CommandCursor[RawBSONDocument]"]
 """Opens a stream: what, from where, and how many events its first batch may hold."""
 
 _DOCUMENTS = ("fullDocument", "fullDocumentBeforeChange", "updateDescription")
@@ -66,7 +66,7 @@ class Narrowing:
         self._open = open_
         self._version = version
 
-    def candidates(self, start: Start) -> Iterator[RawBSONDocument]:
+    def candidates(self, start: Position) -> Iterator[RawBSONDocument]:
         """
         The next events that our own filters let through, without documents, until there are no more for now.
 
@@ -95,7 +95,7 @@ class Narrowing:
             return self._with_less(candidate, error)
 
     def _with_less(self, candidate: RawBSONDocument, error: PyMongoError) -> Reread:
-        if verdict_on(error) is Verdict.TOO_LARGE and can_split(self._version()):
+        if verdict_on(error) is Verdict.TOO_LARGE and self._splits():
             fragments = self._attempt(candidate, self._scope, in_fragments=True)
             if fragments is not None:
                 return Reread(fragments)
@@ -129,7 +129,7 @@ class Narrowing:
         token = token_of(candidate)
         pin: Mapping[str, Any] = {"$match": {"_id._data": token_data(token)}}
         stages = (pin, *scope.pipeline, SPLIT_STAGE) if in_fragments else (pin, *scope.pipeline)
-        start = Start(time=candidate["clusterTime"])
+        start = Position(None, candidate["clusterTime"])
         with closing(self._open(replace(scope, pipeline=stages), start, 1)) as cursor:
             if in_fragments:
                 return joined(iter(cursor.try_next, None), token)
@@ -137,6 +137,12 @@ class Narrowing:
         if document is not None:
             token_of(document)
         return document
+
+    def _splits(self) -> bool:
+        try:
+            return can_split(self._version())
+        except OperationFailure:  # a server, or an API version, that does not tell
+            return False
 
     # -- flags -------------------------------------------------------------------------------------
 
@@ -178,7 +184,7 @@ def _of_images(error: PyMongoError) -> str:
     cure = (
         "Keep documents smaller, or set full_document and full_document_before_change so that less travels."
         if verdict_on(error) is Verdict.TOO_LARGE
-        else "Let the collection keep pre- and post-images for longer, or ask for 'whenAvailable' instead of 'required'."
+        else "Let the collection keep pre- and post-images, and for longer, or ask for 'whenAvailable'."
     )
     return (
         "This change could not be read with its look-up and images, and was read without them. "

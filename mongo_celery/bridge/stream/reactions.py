@@ -131,9 +131,9 @@ def final_error(reaction: Reaction, error: BaseException, scope: str) -> MongoCe
         )
     elif reaction is Reaction.UNKNOWN:
         sentence = (
-            f"The change stream on {scope} failed again and again in a way that is not known to pass. Look for the cause "
-            "in the bridge's pipeline and in the server's log, and start the listener again; nothing is lost as long as "
-            "the oplog reaches back."
+            f"The change stream on {scope} failed again and again in a way that is not known to pass. Look for the "
+            "cause in the bridge's pipeline and in the server's log, and start the listener again; nothing is lost as "
+            "long as the oplog reaches back."
         )
     else:
         sentence = " ".join((kind.__doc__ or "").split())

@@ -21,13 +21,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.errors import NetworkTimeout
 
 from mongo_celery.bridge.change import describe, token_data
-from mongo_celery.bridge.stream.cursor import Start, open_cursor, post_batch_token, token_of
+from mongo_celery.bridge.stream.cursor import Position as Position  # noqa: PLC0414 - readers' makers take it from here
+from mongo_celery.bridge.stream.cursor import open_cursor, post_batch_token, token_of
 from mongo_celery.bridge.stream.narrowing import Narrowing
 from mongo_celery.bridge.stream.reactions import (
     UNKNOWN_LIMIT,
@@ -41,14 +41,14 @@ from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import named, said
+from mongo_celery.mongo.verdicts import code_of, named, said
 
 if TYPE_CHECKING:
     from pymongo.command_cursor import CommandCursor
 
 logger = logging.getLogger("mongo_celery.stream")
 
-PAUSES = Pauses(first=1.25, longest=10.0, growth=1.6, jitter=0.2)
+PAUSES = Pauses(first=1.25, longest=5.0, growth=1.6, jitter=0.2)
 """Before an opening, after the first: never less than a second, whatever chance takes away."""
 
 _FIRST_TIMEOUT = 5.0
@@ -58,14 +58,6 @@ _SMALLEST_BATCH = 2  # PyMongo makes 2 of 1
 _LARGEST_SMALL_BATCH = 4096
 _CANDIDATES_MAX = 200
 _FLAWS_AT_ONCE = 100
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where a stream is opened: after a token of its own, or at a cluster time."""
-
-    token: Mapping[str, Any] | None
-    time: Timestamp | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +232,7 @@ class StreamReader:
 
     def _timeout(self) -> float:
         """A first read may have to scan much of the oplog: each time-out without progress doubles it."""
-        return min(_FIRST_TIMEOUT * 2**self._timeouts, _LONGEST_TIMEOUT)
+        return min(_FIRST_TIMEOUT * 2.0**self._timeouts, _LONGEST_TIMEOUT)
 
     def _judge(self, error: Exception, progress: _Progress) -> MongoCeleryError | None:
         """Our error when this one is final; None to reopen."""
@@ -286,7 +278,7 @@ class StreamReader:
             extra={
                 "event": "stream_reopening",
                 "pause": pause,
-                "code": getattr(error, "code", None),
+                "code": code_of(error),
                 "error": named(error),
                 "failures": self._failures,
             },
@@ -317,8 +309,8 @@ class StreamReader:
         """
         Read single events up to the one that cannot be read whole.
 
-        Events before it arrive whole. Many flawed ones in a row, as a pipeline makes that always fails, come slowly: each
-        of them costs several openings.
+        Events before it arrive whole. Many flawed ones in a row, as a pipeline makes that always fails, come slowly:
+        each of them costs several openings.
         """
         if self._flaws >= _FLAWS_AT_ONCE:
             self._stopping.wait(self._pauses.nth())
@@ -342,14 +334,14 @@ class StreamReader:
                 return
 
     def _open(
-        self, client: MongoClient[RawBSONDocument], scope: Scope, start: Start, first_batch: int = 0
+        self, client: MongoClient[RawBSONDocument], scope: Scope, start: Position, first_batch: int = 0
     ) -> CommandCursor[RawBSONDocument]:
         """Every opening passes here."""
         self.status.openings += 1
         return open_cursor(client, scope, start, first_batch=first_batch, comment=self._comment)
 
-    def _start(self) -> Start:
-        return Start(None if self._refused is not None else self._position.token, self._position.time)
+    def _start(self) -> Position:
+        return Position(None if self._refused is not None else self._position.token, self._position.time)
 
     def _begin_after(self, token: Mapping[str, Any] | None) -> None:
         """A stream that was opened at no place of ours is opened again at its own beginning."""
@@ -374,7 +366,7 @@ class StreamReader:
     def _take(self, document: RawBSONDocument, flaw: Flaw | None = None) -> bool:
         token = token_of(document)
         time_ = document.get("clusterTime") or time_of_token(token, self._position.time)
-        event = ChangeEvent(Mark(token, token_data(token), time_), document, document.raw, flaw)
+        event = ChangeEvent(Mark(token, token_data(token), time_), document, bytes(document.raw), flaw)
         if flaw is None:
             self._flaws = 0
         else:

@@ -6,10 +6,13 @@ One execution of a run in a worker: claim, handlers, outcome.
     envelope -> claim -> handler, change by change -> handled -> (Celery publishes the commit link)
                   |              |
                   |              +- Retry: parked        +- failure: the failure policy, under this fence
-                  +- no match: dropped                   +- process ends: a crash is counted
+                  +- no match: dropped                   +- infrastructure was away: parked, not counted
+                                                         +- process ends: a crash is counted
 
 Every way out writes at most one outcome, guarded by this execution's fence; an outcome that is refused
-ends the execution quietly, because a newer one decides.
+ends the execution quietly, because a newer one decides. One that cannot be stored falls back, step by step,
+to a halt with a plain text. One that MongoDB does not answer for is written later, by the process
+(`deferred`), so that an outage is charged to no change.
 
 A run means what one chain per change would mean: a change at a later position that fails ends the run
 before itself, so that a failing change always fails, retries and times out as the head of its own run.
@@ -23,16 +26,17 @@ import contextvars
 import logging
 import secrets
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import bson
+from bson.binary import Binary
 from bson.errors import BSONError
 from bson.raw_bson import RawBSONDocument
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.utils.time import maybe_make_aware
 from pymongo.errors import PyMongoError
 
@@ -42,8 +46,11 @@ from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import dead_letter
 from mongo_celery.bridge.stream.source import strip_flags
+from mongo_celery.bridge.worker.attribution import cause_text, infrastructure_cause, is_autoretried, names
+from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.departure import is_leaving
 from mongo_celery.bridge.worker.envelope import Run
+from mongo_celery.bridge.worker.error_text import error_text, storable, traceback_text
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, StaleFencingTokenError
 from mongo_celery.mongo.redaction import short
@@ -58,16 +65,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.worker")
 
-_ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 30.0
+"""How long an execution itself waits for MongoDB to take its outcome."""
+
 _PAUSES = Pauses(first=0.05, longest=1.0)
-_ERROR_CHARS = 2000
+_WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
+_TIME_OUTS_MAX = 3
+_TOO_LONG = "the transaction took longer than transaction_seconds"
+_LOST_CLAIM_ANSWERS = 5  # a claim whose answer was lost may still arrive: the server reads what is in its sockets
 _DEAD_LETTER_BYTES = 15 << 20
+_NAMING = ("_id", "operationType", "clusterTime", "ns", "documentKey")
 
 current: contextvars.ContextVar[Execution | None] = contextvars.ContextVar("mongo_celery_execution", default=None)
 """The execution whose handler runs in this context."""
 
 
-def persisted(write: Callable[[], bool], what: str) -> bool:
+def persisted(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECONDS) -> bool:
     """
     Write to the state, for a bounded time again and again while there is no answer; whether it was accepted.
 
@@ -76,10 +89,10 @@ def persisted(write: Callable[[], bool], what: str) -> bool:
     """
     return until_answered(
         write,
-        deadline=time.monotonic() + _ANSWER_SECONDS,
+        deadline=time.monotonic() + seconds,
         pauses=_PAUSES,
         note=lambda error: logger.warning(
-            "writing %s failed, trying again: %s", what, error, extra={"event": "outcome_failed"}
+            "writing %s failed, trying again: %s", what, error_text(error), extra={"event": "outcome_failed"}
         ),
     )
 
@@ -96,16 +109,22 @@ class Execution:
         wiring: where state and clients come from.
         handler: the subscription's handler.
         run: the verified envelope.
+        patience: seconds for which MongoDB may keep an outcome waiting before the execution ends without it.
     """
 
-    def __init__(self, wiring: Wiring, handler: Handler, run: Run) -> None:
+    def __init__(self, wiring: Wiring, handler: Handler, run: Run, patience: float = ANSWER_SECONDS) -> None:
         self._wiring = wiring
         self._handler = handler
         self._run = run
+        self._patience = patience
         self._store = wiring.store
         self._codec = wiring.client.codec_options
         self.claim: Claim | None = None
+        self.session: ClientSession | None = None
         self._handled_in_transaction = False
+        self._decided: BaseException | None = None
+        self._timed_out: BaseException | None = None
+        self._met: str | None = None
 
     def execute(self, call: Callable[[Change, int], None]) -> None:
         """
@@ -119,6 +138,14 @@ class Execution:
             Retry: the first change is parked.
             Exception: the first change failed for good, and the failure policy has been applied.
         """
+        if self._handler.transactional:
+            self.session = self._wiring.client.start_session()
+        try:
+            self._execute(call)
+        finally:
+            self._return_session()
+
+    def _execute(self, call: Callable[[Change, int], None]) -> None:
         started = time.monotonic()
         claim = self.claim = self._take_claim(started)
         if claim.crashes > self._wiring.options.max_crashes:
@@ -135,12 +162,36 @@ class Execution:
     def handle_in(self, session: ClientSession, change: Change) -> None:
         """The last write of a transactional handler's transaction; SupersededError when a newer execution decides."""
         assert self.claim is not None, "a handler runs under a claim"
-        if not self._store.claims.handle(self.claim, change.seq, change.resume_token, session):
+        token = _token_of(self._run.changes[change.seq - self.claim.first])
+        if not self._store.claims.handle(self.claim, change.seq, token, session):
             raise SupersededError
+
+    def give_session(self) -> ClientSession:
+        """The session of the handler's transactions, for whoever ends it from now on."""
+        session, self.session = self.session, None
+        assert session is not None, "a transactional handler has a session until its outcome is written"
+        return session
+
+    def _return_session(self) -> None:
+        """Before an outcome: the driver takes the same one for it, and that ends what a lost answer has left open."""
+        if self.session is not None:
+            self.give_session().end_session()
 
     def transaction_committed(self) -> None:
         """The mark is there. Not known before: a body may run again and then end otherwise."""
         self._handled_in_transaction = True
+
+    def transaction_timed_out(self, error: BaseException, met: str | None) -> None:
+        """This error says only that the transaction has reached its limit; `met`: what kept it from its end."""
+        self._timed_out, self._met = error, met
+
+    def waits_for(self, error: BaseException, named: Iterable[object]) -> bool:
+        """Whether an `autoretry_for` would count what is to wait instead: it took the error without naming it."""
+        return is_autoretried(error) and self._waiting_cause(error) is not None and not names(named, error)
+
+    def decided(self, error: BaseException) -> None:
+        """The handler's own retries have ended with this exception: it counts, whatever it is."""
+        self._decided = error
 
     def _take_claim(self, started: float) -> Claim:
         """The claim, after one more attempt where the first got no answer."""
@@ -158,7 +209,14 @@ class Execution:
         run, owner = self._run, secrets.token_hex(8)
         options = self._wiring.options
         ttl = options.claim_ttl + (options.transaction_seconds if self._handler.transactional else 0)
+        session = None if self.session is None else self.session.session_id["id"]
         try:
+            if session is not None and self._store.claims.end_transaction(run.partition_id):
+                logger.warning(
+                    "ended the transaction that a lapsed claim of %s has left open",
+                    run.partition_id,
+                    extra={"event": "transaction_ended"},
+                )
             claim = self._store.claims.take(
                 run.partition_id,
                 owner=owner,
@@ -167,7 +225,11 @@ class Execution:
                 last=run.last,
                 token=token_data(_token_of(run.changes[0])),
                 ttl=ttl,
+                session=session,
             )
+        except SoftTimeLimitExceeded as error:
+            self._relinquish(owner)
+            raise Ignore from error
         except PyMongoError as error:
             said = explained(error, self._wiring.state_concern) or short(error)
             logger.warning("claim of %s failed: %s", run.partition_id, said, extra={"event": "claim_failed"})
@@ -183,15 +245,23 @@ class Execution:
         return claim
 
     def _relinquish(self, owner: str) -> None:
+        """End a claim that is not used: now, or as soon as MongoDB answers again; else it would count as a crash."""
+        partition_id, claims = self._run.partition_id, self._store.claims
         try:
-            self._store.claims.relinquish(self._run.partition_id, owner)
-        except PyMongoError:
+            if claims.relinquish(partition_id, owner):
+                return
+        except (PyMongoError, SoftTimeLimitExceeded) as error:
             logger.warning(
-                "could not end the claim of %s yet; tried again while this process lives, else it lapses",
-                self._run.partition_id,
+                "could not end the claim of %s yet: %s",
+                partition_id,
+                error_text(error),
                 extra={"event": "claim_not_ended"},
             )
-            self._wiring.of_process(WorkerRuntime).heartbeats.settle(self._run.partition_id, owner)
+        self._wiring.of_process(DeferredWrites).add(
+            f"the end of a claim of {partition_id}",
+            lambda: claims.relinquish(partition_id, owner) or claims.withdraw(partition_id, owner),
+            answers=_LOST_CLAIM_ANSWERS,
+        )
 
     def _run_changes(
         self,
@@ -234,7 +304,10 @@ class Execution:
             if offset == 0:
                 self._first_failed(claim, raw, error)
             logger.info(
-                "%s will be the head of its own run: %r", self._describe(raw), error, extra={"event": "run_cut"}
+                "%s will be the head of its own run: %s",
+                self._describe(raw),
+                error_text(error),
+                extra={"event": "run_cut"},
             )
             return None
         except BaseException as error:
@@ -244,82 +317,174 @@ class Execution:
     def _first_failed(self, claim: Claim, raw: bytes, error: Exception) -> None:
         """Write the outcome of a failed head; always raises."""
         if isinstance(error, Retry):
-            self._park(claim, error)
-        if isinstance(error, StaleFencingTokenError) and not self._persist(
-            lambda: self._store.claims.is_mine(claim),
-        ):
-            raise Ignore from error
+            self._park(claim, error, raw)
+        if isinstance(error, StaleFencingTokenError):
+            self._check_stale(claim)
+        cause = None if error is self._decided else self._waiting_cause(error)
+        if cause is not None:
+            self._wait(claim, cause, raw, error)
         if isinstance(error, Reject) and error.args and isinstance(error.args[0], Exception):
             error = error.args[0]
         self._fail(claim, error, raw)
 
-    def _park(self, claim: Claim, retry: Retry) -> None:
-        when: Any = retry.when
-        not_before = maybe_make_aware(when) if isinstance(when, datetime) else None
-        delay = None if not_before is not None else max(float(when or 0), 0.0)
-        error = _text(retry.exc) if isinstance(retry.exc, BaseException) else _storable(str(retry.message or "retry"))
-        accepted = self._persist(
-            lambda: self._store.claims.park(claim, delay=delay, not_before=not_before, error=error),
+    def _check_stale(self, claim: Claim) -> None:
+        """Ignore when a newer execution decides, as a refused write says; a claim that still stands is no such case."""
+        try:
+            mine = persisted(lambda: self._store.claims.is_mine(claim), claim.partition_id, self._patience)
+        except (PyMongoError, SoftTimeLimitExceeded) as error:
+            self._relinquish(claim.owner)
+            raise Ignore from error
+        if not mine:
+            raise Ignore
+
+    def _waiting_cause(self, error: BaseException) -> str | None:
+        """
+        What of the infrastructure the change has to wait for; None when the failure is the handler's own.
+
+        A transaction that has reached its limit, and met nothing else, may have a slow server or a slow body: it is
+        given the benefit of the doubt for some times in a row.
+        """
+        cause = infrastructure_cause(error)
+        if cause is None and error is self._timed_out:
+            doubt = self.claim is not None and self.claim.time_outs < _TIME_OUTS_MAX
+            return self._met or (f"{_TOO_LONG} ({cause_text(error)})" if doubt else None)
+        return cause
+
+    def _wait(self, claim: Claim, cause: str, raw: bytes, error: BaseException) -> None:
+        """Park the head until infrastructure may be there again, and count nothing; always raises."""
+        delay, timed_out = _WAITS.nth(claim.waits), cause.startswith(_TOO_LONG)
+
+        def wait(said: str) -> bool:
+            return self._store.claims.wait(claim, delay=delay, cause=said, timed_out=timed_out)
+
+        logger.warning(
+            "%s waits for infrastructure, next try in %.1f s: %s",
+            self._describe(raw),
+            delay,
+            cause,
+            extra={"event": "change_waiting", "partition": claim.partition_id},
         )
-        if not accepted:
-            self._refused(claim, "retry")
+        self._settle(
+            claim, {"waiting": lambda: wait(storable(cause)), "waiting without cause": lambda: wait("not storable")}
+        )
+        raise Ignore from error
+
+    def _park(self, claim: Claim, retry: Retry, raw: bytes) -> None:
+        def park() -> bool:
+            when: Any = retry.when
+            not_before = maybe_make_aware(when) if isinstance(when, datetime) else None
+            delay = None if not_before is not None else max(float(when or 0), 0.0)
+            given = isinstance(retry.exc, BaseException)
+            error = error_text(retry.exc) if given else storable(str(retry.message or "retry"))
+            return self._store.claims.park(claim, delay=delay, not_before=not_before, error=error)
+
+        self._settle(claim, {"retry": park, "halt": self._plain_halt(claim, raw, "its retry")})
         raise retry
 
     def _fail(self, claim: Claim, error: Exception, raw: bytes) -> None:
         """Apply the failure policy to the first change under this execution's fence; always raises."""
         policy, token = self._handler.policy(self._wiring.options), _token_of(raw)
-        if policy == "halt":
-            accepted = self._persist(lambda: self._store.claims.halt(claim, token, self._describe(raw), _text(error)))
-        elif policy == "skip":
-            accepted = self._persist(lambda: self._store.claims.skip(claim, token))
-        else:
-            document = self._dead_letter(claim, token, raw, error)
-            accepted = self._persist(lambda: self._store.claims.set_aside(claim, token, document))
-        if not accepted:
-            self._refused(claim, policy)
+        claims, text, ways = self._store.claims, error_text(error), dict[str, Callable[[], bool]]()
+        if policy == "skip":
+            ways["skip"] = lambda: claims.skip(claim, token)
+        elif policy == "dead_letter":
+            for number, form in enumerate(_forms_of(raw)):
+                ways["dead_letter" if number == 0 else f"dead_letter, form {number + 1}"] = partial(
+                    self._set_aside, claim, token, form, error
+                )
+        ways["halt"] = lambda: claims.halt(claim, token, self._describe(raw), text)
+        ways["halt without text"] = self._plain_halt(claim, raw, f"its failure ({type(error).__name__})")
+        applied = self._settle(claim, ways).split(",")[0]
         logger.error(
             "%s failed for good, policy %s: %s",
             self._describe(raw),
-            policy,
-            _text(error),
-            extra={"event": "change_failed", "policy": policy, "partition": claim.partition_id},
+            applied,
+            text,
+            extra={"event": "change_failed", "policy": applied.split()[0], "partition": claim.partition_id},
         )
         raise error
 
-    def _dead_letter(self, claim: Claim, token: Mapping[str, Any], raw: bytes, error: Exception) -> dict[str, Any]:
-        if len(raw) > _DEAD_LETTER_BYTES:  # it must fit into a document: keep what names the change
-            event = bson.decode(raw)
-            kept = ("_id", "operationType", "clusterTime", "ns", "documentKey")
-            raw = bson.encode({name: event[name] for name in kept if name in event})
-        return dead_letter(
+    def _plain_halt(self, claim: Claim, raw: bytes, what: str) -> Callable[[], bool]:
+        """The last resort of an outcome that cannot be stored: nothing of it but words of ours."""
+        token = {"_data": token_data(_token_of(raw))}
+        text = f"{what} cannot be stored; the worker's log says why.".encode("ascii", "replace").decode()
+        return lambda: self._store.claims.halt(claim, token, "?", text)
+
+    def _set_aside(
+        self, claim: Claim, token: Mapping[str, Any], form: Callable[[], Mapping[str, Any]], error: Exception
+    ) -> bool:
+        letter = dead_letter(
             bridge=self._run.bridge,
             subscription=self._run.subscription,
             partition=self._run.index,
             token=token,
-            key=self._describe(raw),
-            change=raw,
-            error=_text(error),
-            traceback=_storable("".join(traceback.format_exception(error))[-_ERROR_CHARS * 4 :]),
+            key=self._describe(self._run.changes[0]),
+            change=form(),
+            error=error_text(error),
+            traceback=traceback_text(error),
             # What has crashed too often is not started once more.
             attempts=claim.retries + claim.crashes + (not isinstance(error, HandlerCrashedError)),
         )
+        return self._store.claims.set_aside(claim, token, letter)
 
     def _record_handled(self, claim: Claim, done: Change) -> None:
-        token, after_transaction = dict(done.resume_token), self._handler.transactional
-        if not self._persist(
-            lambda: self._store.claims.handle(claim, done.seq, token, retryable=after_transaction),
-        ):
-            self._refused(claim, "handled")
+        token, after_transaction = _token_of(self._run.changes[done.seq - claim.first]), self._handler.transactional
+        self._settle(
+            claim,
+            {"handled": lambda: self._store.claims.handle(claim, done.seq, token, retryable=after_transaction)},
+        )
+
+    def _settle(self, claim: Claim, ways: Mapping[str, Callable[[], bool]]) -> str:
+        """
+        Write an outcome, by the first of some ways that can be stored; which one it was.
+
+        Raises:
+            Ignore: a newer execution decides; or MongoDB does not answer, and the process writes it later.
+            Exception: no way can be stored. The claim lapses, and that is counted.
+        """
+        self._return_session()
+        *_, last = ways
+        for outcome, write in ways.items():
+            try:
+                accepted = persisted(write, f"an outcome of {claim.partition_id}", self._patience)
+            except Exception as error:
+                if isinstance(error, SoftTimeLimitExceeded) or is_transient(error):
+                    self._defer(claim, outcome, write, error)
+                logger.error(
+                    "%s of %s cannot be stored: %s",
+                    outcome,
+                    claim.partition_id,
+                    error_text(error),
+                    extra={"event": "outcome_not_storable", "outcome": outcome},
+                )
+                if outcome == last:
+                    raise
+                continue
+            if not accepted:
+                self._refused(claim, outcome)
+            break
+        return outcome
+
+    def _defer(self, claim: Claim, outcome: str, write: Callable[[], bool], error: Exception) -> NoReturn:
+        logger.warning(
+            "MongoDB does not answer: %s of %s is written as soon as it does (%s)",
+            outcome,
+            claim.partition_id,
+            error_text(error),
+            extra={"event": "outcome_deferred", "outcome": outcome},
+        )
+        self._wiring.of_process(DeferredWrites).add(f"{outcome} of {claim.partition_id}", write)
+        raise Ignore from error
 
     def _record_crash(self, claim: Claim, done: Change | None, error: BaseException) -> None:
         """The process is about to end (a hard time limit, a shutdown): best effort, once."""
         try:
             if done is not None:
-                self._store.claims.handle(claim, done.seq, dict(done.resume_token))
+                self._store.claims.handle(claim, done.seq, _token_of(self._run.changes[done.seq - claim.first]))
             elif is_leaving():  # a shutdown that was announced is nobody's crash
                 self._store.claims.relinquish(claim.partition_id, claim.owner)
             else:
-                self._store.claims.crash(claim, _text(error))
+                self._store.claims.crash(claim, error_text(error))
         except PyMongoError:
             logger.warning(
                 "could not record the crash of %s; its claim will lapse",
@@ -336,9 +501,6 @@ class Execution:
             extra={"event": "outcome_refused", "outcome": outcome},
         )
         raise Ignore
-
-    def _persist(self, write: Callable[[], bool]) -> bool:
-        return persisted(write, f"an outcome of {self._run.partition_id}")
 
     def _change(self, claim: Claim, raw: bytes, offset: int) -> Change:
         event = strip_flags(bson.decode(raw, self._codec))
@@ -375,13 +537,19 @@ def _token_of(raw: bytes) -> Mapping[str, Any]:
     return dict(RawBSONDocument(raw)["_id"])  # the rest of the event may be large
 
 
-def _text(error: BaseException | None) -> str:
-    return _storable(f"{type(error).__name__}: {error}"[:_ERROR_CHARS])
+def _forms_of(raw: bytes) -> Iterator[Callable[[], Mapping[str, Any]]]:
+    """How a dead letter may hold its change, the fullest first: an event may be too large, too deep or broken."""
+    if len(raw) <= _DEAD_LETTER_BYTES:
+        yield lambda: RawBSONDocument(raw)
+        yield lambda: {**_named(raw, "documentKey"), "bytes": Binary(raw)}
+    else:
+        yield lambda: _named(raw)
+    yield lambda: {"_id": {"_data": token_data(_token_of(raw))}}
 
 
-def _storable(text: str) -> str:
-    """Without lone surrogates, as file names have them: BSON refuses those, and the outcome would be lost."""
-    return text.encode("utf-8", "replace").decode()
+def _named(raw: bytes, *without: str) -> dict[str, Any]:
+    event = decoded(raw)
+    return {name: event[name] for name in _NAMING if name in event and name not in without}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,13 @@ A write that takes too long is made smaller the next time: one document that is 
 A claim that lapses is charged to its change as a crash by whoever replaces it. This thread is the proof that the
 process lives, and so it withdraws what was charged while it does:
 
-| what happened | what is settled |
+| what happened | what follows |
 |---|---|
 | a heartbeat is refused | the crash is withdrawn |
-| an execution ends after its claim may have lapsed | the claim is given back if it stands, the crash is withdrawn |
-| a claim whose answer was lost could not be ended | the same |
+| an execution ends after its claim may have lapsed | the crash is withdrawn if there is one |
 | the handler itself kept the whole process busy for longer than the claim | nothing: this is the handler's doing |
 
-What is settled is asked for until it is answered, for as long as the process lives.
+A withdrawal is asked for until it is answered, for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _IDLE_SECONDS = 30.0
 _LARGEST_WRITE = 2048
 _SMALLEST_WRITE = 32
 _FAILURES_A_TURN = 2
-_UNSETTLED_MAX = 1000
+_CHARGES_MAX = 1000
 _OWN_WORK = (
     0.1  # of the time that it was late: a frozen process works nothing, a busy one has this even on a crowded machine
 )
@@ -76,7 +75,7 @@ class Heartbeats:
         self._ttl = ttl
         self._period = ttl / 3
         self._beats: dict[int, Heartbeat] = {}
-        self._unsettled: deque[tuple[str, str]] = deque(maxlen=_UNSETTLED_MAX)
+        self._charges: deque[tuple[str, str]] = deque(maxlen=_CHARGES_MAX)
         self._write_size = _LARGEST_WRITE
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -101,12 +100,12 @@ class Heartbeats:
         with self._changed:
             self._beats.pop(id(beat), None)
         if not beat.lost and not beat.charged and time.monotonic() - beat.renewed > self._ttl:
-            self.settle(beat.claim.partition_id, beat.claim.owner)
+            self._withdraw(beat.claim)
 
-    def settle(self, partition_id: str, owner: str) -> None:
-        """See to it that a claim that nobody uses any more is given back, or not charged if it was replaced."""
+    def _withdraw(self, claim: Claim) -> None:
+        """See to it that the lapse of a claim is not charged if it was replaced."""
         with self._changed:
-            self._unsettled.append((partition_id, owner))
+            self._charges.append((claim.partition_id, claim.owner))
             self._start()
 
     def _start(self) -> None:
@@ -120,14 +119,14 @@ class Heartbeats:
             self._wait()
             with self._changed:
                 now = time.monotonic()
-                if self._beats or self._unsettled:
+                if self._beats or self._charges:
                     idle_since = now
                 elif now - idle_since > _IDLE_SECONDS:
                     self._thread = None
                     return
             try:
                 self._renew(now)
-                self._settle_all()
+                self._withdraw_all()
             except Exception:  # an end of this thread would let every claim of the process lapse
                 logger.exception("heartbeats failed", extra={"event": "heartbeat_crashed"})
                 with self._changed:
@@ -200,14 +199,13 @@ class Heartbeats:
             extra={"event": "claim_lost"},
         )
         if not beat.charged:
-            self.settle(beat.claim.partition_id, beat.claim.owner)
+            self._withdraw(beat.claim)
 
-    def _settle_all(self) -> None:
-        """Give back and withdraw what is still owed; the first one without an answer ends the turn."""
-        for _ in range(len(self._unsettled)):
-            partition_id, owner = self._unsettled[0]
+    def _withdraw_all(self) -> None:
+        """What was charged to living owners; the first one without an answer ends the turn."""
+        for _ in range(len(self._charges)):
+            partition_id, owner = self._charges[0]
             try:
-                self._claims.relinquish(partition_id, owner)
                 if self._claims.withdraw(partition_id, owner):
                     logger.info(
                         "the lapse of a claim of %s is no crash: its worker lives",
@@ -216,4 +214,4 @@ class Heartbeats:
                     )
             except PyMongoError:
                 return  # the next turn asks again
-            self._unsettled.popleft()
+            self._charges.popleft()

@@ -15,21 +15,27 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pymongo
 from celery import Celery
 from celery.app.task import Task
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, Retry
 from kombu.utils.imports import symbol_by_name
 from pymongo import WriteConcern
+from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
+from mongo_celery.bridge.worker.attribution import infrastructure_cause
+from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.envelope import bridge_of
+from mongo_celery.bridge.worker.error_text import error_text
 from mongo_celery.bridge.worker.execution import (
+    ANSWER_SECONDS,
     Execution,
     ParkedSignature,
     current,
@@ -38,6 +44,7 @@ from mongo_celery.bridge.worker.execution import (
 )
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
+from mongo_celery.mongo.verdicts import is_transient, is_unanswered
 
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
@@ -47,6 +54,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.worker")
 
 COMMIT_TASK = "mongo_celery.commit"
+_LINK_RETRIES = {
+    "max_retries": 1,
+    "interval_start": 0,
+}  # for a connection that has gone stale; more would hold the slot
+_ENDING_SECONDS = 5.0
+_LIMIT_REACHED = 0.9  # the driver gives up a little early; an error long before is of a limit of the handler's own
 PROTOCOL_ATTRIBUTES: dict[str, Any] = {
     "acks_late": True,
     "acks_on_failure": True,
@@ -86,6 +99,10 @@ class ChangeTask(SealedMessages):
         run: Callable[..., Any]
         app: Celery
         name: str
+        time_limit: float | None
+
+    def before_start(self, *_arguments: Any) -> None:
+        """Nothing yet: Celery calls it before there is a claim. `__call__` calls the user's own, under the claim."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one message, or, with a `Change`, just the function."""
@@ -99,12 +116,21 @@ class ChangeTask(SealedMessages):
         run = runtime.open("run", args[0] if args else None, self.handler.name, self.request)
         if run is None:
             raise Ignore
-        Execution(self.wiring, self.handler, run).execute(self._call_with)
+        execution = Execution(self.wiring, self.handler, run, self._patience())
+        execution.execute(functools.partial(self._call_with, run.first))
         return None
 
-    def _call_with(self, change: Change, retries: int) -> None:
+    def _patience(self) -> float:
+        """Seconds to wait for MongoDB at the end: a hard time limit would kill the process, and charge the change."""
+        hard, _ = self.request.timelimit or (None, None)
+        hard = hard or self.time_limit
+        return min(ANSWER_SECONDS, hard / 4) if hard else ANSWER_SECONDS
+
+    def _call_with(self, first: int, change: Change, retries: int) -> None:
         request = self.request
         request.retries = retries
+        if change.seq == first:
+            super().before_start(request.id, request.args, request.kwargs)  # type: ignore[misc]
         inherited = super().__call__  # type: ignore[misc]
         if getattr(inherited, "__func__", None) is Task.__call__:
             self.run(change)  # Celery's own would push another request, without attempts
@@ -117,10 +143,25 @@ class ChangeTask(SealedMessages):
         return ParkedSignature(args=(self.request.argsrepr,))
 
     def retry(self, args: Any = None, kwargs: Any = None, *rest: Any, throw: bool = True, **options: Any) -> Any:
-        """Celery's `retry`, parked in MongoDB; it always raises, whatever `throw` says."""
+        """
+        Celery's `retry`, parked in MongoDB; it always raises, whatever `throw` says.
+
+        An outage that an `autoretry_for=(Exception,)` has taken in passes: the change waits, and nothing is counted.
+        """
         del throw
         refuse_new_arguments(args, kwargs)
-        return super().retry(None, None, *rest, throw=True, **options)  # type: ignore[misc]
+        execution, error = current.get(), options.get("exc")
+        named = getattr(self, "autoretry_for", ())
+        if execution is not None and error is not None and execution.waits_for(error, named):
+            raise error
+        try:
+            return super().retry(None, None, *rest, throw=True, **options)  # type: ignore[misc]
+        except Retry:
+            raise
+        except Exception as exhausted:
+            if execution is not None:
+                execution.decided(exhausted)
+            raise
 
     def apply_async(self, *_args: Any, **_options: Any) -> Any:
         """Refused: the listener dispatches changes."""
@@ -175,23 +216,54 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
         if execution is None:  # called directly, in a unit test
             return function(*args)
 
-        def body(session: ClientSession) -> None:
-            function(*before, change.with_session(session))
-            execution.handle_in(session, change)
+        met: list[str] = []
 
-        with (
-            pymongo.timeout(wiring.options.transaction_seconds),
-            wiring.client.start_session() as session,
-        ):
-            session.with_transaction(
-                body,
-                read_concern=ReadConcern("snapshot"),
-                write_concern=WriteConcern("majority"),
-            )
+        def body(session: ClientSession) -> None:
+            try:
+                function(*before, change.with_session(session))
+                execution.handle_in(session, change)
+            except Exception as error:
+                met.extend(filter(None, [infrastructure_cause(error)]))
+                raise
+
+        seconds, started = wiring.options.transaction_seconds, time.monotonic()
+        session = execution.session
+        assert session is not None, "the handler is transactional"
+        try:
+            with pymongo.timeout(seconds):
+                session.with_transaction(
+                    body,
+                    read_concern=ReadConcern("snapshot"),
+                    write_concern=WriteConcern("majority"),
+                )
+        except PyMongoError as error:
+            if error.timeout and time.monotonic() - started >= seconds * _LIMIT_REACHED:
+                execution.transaction_timed_out(error, met[-1] if met else None)
+            if is_unanswered(error):
+                _end_later(wiring, execution.give_session())
+            raise
         execution.transaction_committed()
         return None
 
     return run
+
+
+def _end_later(wiring: Wiring, session: ClientSession) -> None:
+    """
+    End what a lost answer may have left open on the server, as soon as it answers.
+
+    Else the documents of that transaction stay locked for `transactionLifetimeLimitSeconds`. A newer transaction of
+    the same session ends it, also where its last command has not even arrived.
+    """
+    partitions = wiring.client[wiring.options.database]["partitions"]
+
+    def end() -> bool:
+        with pymongo.timeout(_ENDING_SECONDS), session.start_transaction(ReadConcern("local")):
+            partitions.find_one({"_id": None}, session=session)
+        session.end_session()
+        return True
+
+    wiring.of_process(DeferredWrites).add("the end of a transaction", end)
 
 
 class CommitTask(SealedMessages):
@@ -207,7 +279,21 @@ class CommitTask(SealedMessages):
 
         The listener has already chosen queue, id and label, so routes, canvas and representations of the
         arguments need not be worked out again.
+
+        It never fails: the handler has succeeded, and MongoDB knows it. Without the link the listener commits.
         """
+        try:
+            self._publish(args, options)
+        except Exception as error:  # noqa: BLE001 - whatever the broker's client raises
+            logger.warning(
+                "the commit message behind %s was not published; the listener commits: %s",
+                options.get("parent_id"),
+                error_text(error),
+                extra={"event": "commit_unpublished"},
+            )
+        return self.app.AsyncResult(options["task_id"])
+
+    def _publish(self, args: Any, options: Mapping[str, Any]) -> None:
         amqp, task_id, queue = self.app.amqp, options["task_id"], options["queue"]
         message = amqp.as_task_v2(
             task_id,
@@ -222,8 +308,15 @@ class CommitTask(SealedMessages):
             create_sent_event=self.app.conf.task_send_sent_event,
         )
         with self.app.producer_or_acquire(options.get("producer")) as producer:
-            amqp.send_task_message(producer, self.name, message, queue=queue, serializer="json", declare=[])
-        return self.app.AsyncResult(task_id)
+            amqp.send_task_message(
+                producer,
+                self.name,
+                message,
+                queue=queue,
+                serializer="json",
+                declare=[],
+                retry_policy=_LINK_RETRIES,
+            )
 
 
 def register_commit(app: Celery) -> None:
@@ -245,8 +338,19 @@ def register_commit(app: Celery) -> None:
         if run is None:
             raise Ignore
         claims = wiring.store.claims
-        if not persisted(lambda: claims.commit(run.partition_id, run.first), f"a commit of {run.partition_id}"):
-            logger.debug("commit of %s found its work done", run.partition_id)
+        try:
+            if not persisted(lambda: claims.commit(run.partition_id, run.first), f"a commit of {run.partition_id}"):
+                logger.debug("commit of %s found its work done", run.partition_id)
+        except PyMongoError as error:
+            if not is_transient(error):
+                raise
+            logger.warning(
+                "commit of %s was not written; the listener commits: %s",
+                run.partition_id,
+                error_text(error),
+                extra={"event": "commit_unwritten"},
+            )
+            raise Ignore from error
 
     base = type("CommitTask", (CommitTask, app.Task), {"abstract": True})
     register: Any = app.task

@@ -1,0 +1,94 @@
+"""
+Whose fault a failure is: the handler's, or that of the infrastructure that handler and bridge share.
+
+Infrastructure is MongoDB and the broker. A change whose handler failed through them waits and is charged nothing;
+whatever else a handler raises is its own, and counts.
+
+| left the handler | whose |
+|---|---|
+| an error of PyMongo that says that servers or network failed (`mongo.verdicts.is_outage`) | infrastructure |
+| `kombu.exceptions.OperationalError`: the broker took no message | infrastructure |
+| an error of Redis, or an `OSError`, that came up inside of kombu, or of Celery's result backends | infrastructure |
+| `SoftTimeLimitExceeded` that struck while PyMongo was looking for a server | infrastructure |
+| an exception that was raised *from* one of these (`raise ... from error`) | infrastructure |
+| an exception that was raised while one of these was handled, without `from` | the handler |
+| another error of PyMongo: a duplicate key, a query that is wrong, a time limit of the handler's own | the handler |
+| `ConnectionError`, `TimeoutError` ... of whatever else it calls | the handler |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+
+from celery.exceptions import SoftTimeLimitExceeded
+from kombu.exceptions import OperationalError
+from pymongo.errors import EncryptionError, PyMongoError
+
+from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import is_outage
+
+_CAUSE_CHARS = 300
+_CHAIN_MAX = 16  # a chain of causes may be made to be a circle
+_CLIENTS_OF_THE_BROKER = ("kombu", "celery.backends")
+_AUTORETRY = "celery.app.autoretry"
+_SERVER_SELECTION = "pymongo.synchronous.topology"
+
+
+def infrastructure_cause(error: BaseException) -> str | None:
+    """What of the infrastructure was away, in words that can be shown; None when the failure is the handler's own."""
+    for each in _causes(error):
+        if _is_infrastructure(each):
+            return cause_text(each)
+        if isinstance(each, PyMongoError) and not isinstance(each, EncryptionError) and not each.timeout:
+            return None  # MongoDB has answered: what came before has no part in it
+    return None
+
+
+def cause_text(error: BaseException) -> str:
+    """The driver's own words, of bounded length and without credentials."""
+    return f"{type(error).__name__}: {short(error)}"[:_CAUSE_CHARS]
+
+
+def names(classes: Iterable[object], error: BaseException) -> bool:
+    """Whether an `autoretry_for` speaks of this error in particular: Python's own classes take in whatever comes."""
+    return any(isinstance(each, type) and each.__module__ != "builtins" and isinstance(error, each) for each in classes)
+
+
+def is_autoretried(error: BaseException) -> bool:
+    """Whether an exception has left the handler, and is now in the hands of Celery's `autoretry_for`."""
+    return next(_modules(error.__traceback__), "") == _AUTORETRY
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception and what it was raised from, explicitly."""
+    following: BaseException | None = error
+    for _ in range(_CHAIN_MAX):
+        if following is None:
+            return
+        yield following
+        if isinstance(following, EncryptionError) and isinstance(following.cause, BaseException):
+            following = following.cause
+        else:
+            following = following.__cause__
+
+
+def _is_infrastructure(error: BaseException) -> bool:
+    if isinstance(error, OperationalError) or is_outage(error):
+        return True
+    if isinstance(error, SoftTimeLimitExceeded):
+        return any(module == _SERVER_SELECTION for module in _modules(error.__traceback__))
+    if isinstance(error, OSError) or type(error).__module__.startswith("redis."):
+        return any(_is_in(module, _CLIENTS_OF_THE_BROKER) for module in _modules(error.__traceback__))
+    return False
+
+
+def _modules(traceback: TracebackType | None) -> Iterator[str]:
+    """Names of the modules through which an exception has passed."""
+    while traceback is not None:
+        yield str(traceback.tb_frame.f_globals.get("__name__", ""))
+        traceback = traceback.tb_next
+
+
+def _is_in(module: str, packages: Iterable[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)

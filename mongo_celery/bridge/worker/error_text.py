@@ -1,0 +1,30 @@
+"""What is written down of an exception: always a text that can be stored, whatever the exception does."""
+
+from __future__ import annotations
+
+import traceback
+
+_ERROR_CHARS = 2000
+_TRACEBACK_CHARS = 4 * _ERROR_CHARS
+
+
+def error_text(error: BaseException | None) -> str:
+    """Class and message, of bounded length; one whose message cannot be told shows its class alone."""
+    name = type(error).__name__
+    try:
+        return storable(f"{name}: {error}"[:_ERROR_CHARS])
+    except Exception as failure:  # noqa: BLE001 - whatever a user's __str__ raises
+        return storable(f"{name} (its text cannot be had: {type(failure).__name__})"[:_ERROR_CHARS])
+
+
+def traceback_text(error: BaseException) -> str:
+    """The end of its traceback; what cannot be formatted shows the class alone."""
+    try:
+        return storable("".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:])
+    except Exception as failure:  # noqa: BLE001 - a user's __str__, __notes__ or attributes
+        return storable(f"{type(error).__name__} (its traceback cannot be had: {type(failure).__name__})")
+
+
+def storable(text: str) -> str:
+    """Without lone surrogates, as file names have them: BSON refuses those, and the outcome would be lost."""
+    return text.encode("utf-8", "replace").decode()

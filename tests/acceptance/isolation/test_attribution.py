@@ -1,0 +1,284 @@
+"""P14: an outage of MongoDB or the broker is charged to no change; what is the handler's own still counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from mongo_celery.bridge.operations.status import state_of
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.demo.history import Due
+from tests.acceptance.chain_rig import Chain
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient, MakeReplicaSet
+from tests.fixtures.process import wait_for
+
+Document = dict[str, Any]
+MakeChain = Callable[..., Chain]
+
+HANDLERS = "tests.acceptance.isolation.outage_handlers"
+POLICIES = ("halt", "dead_letter", "skip")
+KINDS = ("plain", "fenced", "retrying", "transactional")
+MATRIX = [f"{kind}_{policy}" for kind in KINDS for policy in POLICIES]
+
+LONG_CLAIM = {"claim_ttl": 30, "dispatch_grace": 20}
+"""Nothing may lapse meanwhile: what is judged is what the worker itself says."""
+
+
+@pytest.fixture
+def make_chain(
+    mongo_client: MongoClient[Document],
+    mongo_url: str,
+    make_replica_set: MakeReplicaSet,
+    make_client: MakeClient,
+    tmp_path: Path,
+) -> Iterator[MakeChain]:
+    """Give a function that makes a bridge with some of the handlers; its facts are on the session's MongoDB."""
+    del make_replica_set, make_client  # what they make must outlast the chain
+    with ExitStack() as stack:
+
+        def make(
+            *handlers: str,
+            client: MongoClient[Document] = mongo_client,
+            url: str = mongo_url,
+            options: Mapping[str, Any] | None = None,
+            **environment: str,
+        ) -> Chain:
+            chain = Chain(
+                client,
+                url,
+                tmp_path,
+                handlers=handlers,
+                options={"partitions": 1, **(options or {})},
+                transport={"visibility_timeout": 3600},  # Celery's own: no message is delivered twice meanwhile
+                conf={"include": [HANDLERS]},
+                environment={"CHAIN_FACTS": mongo_url, "OUTAGE_PATIENCE": "1", **environment},
+            )
+            stack.enter_context(chain)
+            chain.facts = mongo_client[chain.facts.name]
+            return chain
+
+        yield make
+
+
+def _log(chain: Chain, event: str = "") -> str:
+    """What the worker has said, or the records with these words."""
+    text = next(text for name, text in chain.logs.items() if "worker" in name)
+    return "\n".join(line for line in text.splitlines() if event in line)
+
+
+def _nothing_is_charged(chain: Chain, items: Iterable[Due]) -> None:
+    """Each change took effect; no policy was applied, no retry and no crash was counted."""
+    chain.wait_done()
+    assert chain.state["partitions"].count_documents({"state": {"$ne": "flowing"}}) == 0
+    assert list(chain.state["dead_letters"].find()) == []
+    assert _log(chain, "failed for good") == ""
+    for item in items:
+        starts = list(chain.facts["start"].find({"handler": item.handler, "key": item.key, "n": item.n}))
+        assert starts, item
+        assert [(each["retries"], each["crashes"]) for each in starts] == [(0, 0)] * len(starts), item
+    reached = {effect.due for effect in chain.effects()}
+    assert reached == {*items}
+
+
+def _together(chain: Chain, handlers: Iterable[str]) -> list[Due]:
+    """One change for each handler; all of them have started, and wait at one gate."""
+    items = [chain.write(handler, "key", 1, gate="open") for handler in handlers]
+    for item in items:
+        chain.wait_started(item)
+    return items
+
+
+# -- MongoDB is away ---------------------------------------------------------------------------------
+
+
+def test_an_outage_of_mongodb_is_charged_to_no_change(
+    make_chain: MakeChain, make_replica_set: MakeReplicaSet, make_client: MakeClient
+) -> None:
+    """P14: away longer than all waits, in the middle of each kind of handler with each policy, and of README's own."""
+    own = make_replica_set()
+    url = f"{own.url}&serverSelectionTimeoutMS=1500"
+    chain = make_chain("readme", *MATRIX, client=make_client(own.url), url=url)
+    chain.listener()
+    chain.worker("-P", "threads", concurrency=14)
+    items = _together(chain, ["readme", *MATRIX])
+    own.kill()
+    chain.open_gate("open")
+    wait_for(lambda: _log(chain, "is written as soon as it does").count("waiting of") == len(items))
+    own.restart()
+    _nothing_is_charged(chain, items)
+
+
+def test_a_frozen_mongodb_is_charged_to_no_change(
+    make_chain: MakeChain, make_replica_set: MakeReplicaSet, make_client: MakeClient
+) -> None:
+    """What was on its way when the primary froze arrives when it wakes; no claim is left behind to count as a crash."""
+    own = make_replica_set()
+    url = f"{own.url}&serverSelectionTimeoutMS=1500&socketTimeoutMS=2000"
+    chain = make_chain("readme", "plain_halt", "transactional_skip", client=make_client(own.url), url=url)
+    chain.listener()
+    chain.worker("-P", "threads", concurrency=14)
+    items = _together(chain, ["readme", "plain_halt", "transactional_skip"])
+    own.pause()
+    chain.open_gate("open")
+    wait_for(lambda: _log(chain, "is written as soon as it does").count("waiting of") == len(items))
+    own.resume()
+    _nothing_is_charged(chain, items)
+
+
+def test_a_worker_that_is_cut_off_charges_no_change(make_chain: MakeChain, failpoint: Failpoint) -> None:
+    """The listener sees claims lapse while only the worker cannot reach MongoDB."""
+    chain = make_chain("plain_halt", "fenced_skip", "retrying_dead_letter", options=LONG_CLAIM)
+    chain.listener()
+    chain.worker("-P", "threads", concurrency=4)
+    items = _together(chain, ["plain_halt", "fenced_skip", "retrying_dead_letter"])
+    commands = ["update", "insert", "find", "findAndModify", "commitTransaction", "abortTransaction"]
+    with failpoint(failCommands=commands, appName=chain.app_name("worker"), closeConnection=True):
+        chain.open_gate("open")
+        wait_for(lambda: _log(chain, "is written as soon as it does").count("waiting of") == len(items))
+    _nothing_is_charged(chain, items)
+
+
+def test_an_outcome_that_mongodb_keeps_waiting_is_written_later(make_chain: MakeChain, failpoint: Failpoint) -> None:
+    """A success whose record got no answer for longer than the worker waits counts all the same: it runs once."""
+    chain = make_chain("fenced_halt", options=LONG_CLAIM)
+    chain.both()
+    item = chain.write("fenced_halt", "key", 1, late_gate="open")
+    chain.wait_started(item)
+    wait_for(chain.effects)
+    with failpoint(failCommands=["update"], appName=chain.app_name("worker"), errorCode=189):
+        chain.open_gate("open")
+        wait_for(lambda: _log(chain, "handled of"))
+    _nothing_is_charged(chain, [item])
+    assert len(chain.starts(item)) == 1
+    assert "is written, late" in _log(chain)
+
+
+def test_status_shows_what_a_change_waits_for(make_chain: MakeChain, failpoint: Failpoint) -> None:
+    """Since when, and for what; an operator's eye needs no log."""
+    chain = make_chain("plain_halt", OUTAGE_PATIENCE="20")
+    chain.both()
+    with failpoint(
+        failCommands=["update"], appName=chain.app_name("worker"), namespace=f"{chain.data.name}.sink", errorCode=189
+    ):
+        item = chain.write("plain_halt", "key", 1)
+        stored = chain.wait_state(
+            item, lambda state: ((state["retry"] or {}).get("waiting") or {}).get("count", 0) >= 2
+        )
+        waiting = stored["retry"]["waiting"]
+        assert waiting["since"] < stored["retry"]["notBefore"] or stored["claim"]
+        assert waiting["cause"].startswith("NotPrimaryError: ")
+        assert (stored["retry"]["count"], stored["retry"]["crashes"]) == (0, 0)
+
+        store = Store(chain.client, BridgeOptions(name="chain", database=chain.state.name))
+
+        def shown() -> Image | None:
+            (image,) = store.partitions.look([stored["_id"]])
+            return image if state_of(image) == "waiting" else None
+
+        image = wait_for(shown)
+        assert image.waiting is not None
+        assert (image.waiting["cause"], image.waiting["since"]) == (waiting["cause"], waiting["since"])
+    _nothing_is_charged(chain, [item])
+    assert chain.of(item)["retry"] is None, "a real outcome clears it"
+
+
+def test_an_exception_that_says_where_it_comes_from_waits_too(make_chain: MakeChain, failpoint: Failpoint) -> None:
+    """`raise Mine(...) from error` is the same failure, told in the handler's words."""
+    chain = make_chain("translating")
+    chain.both()
+    with failpoint(
+        failCommands=["update"], appName=chain.app_name("worker"), namespace=f"{chain.data.name}.sink", errorCode=189
+    ):
+        item = chain.write("translating", "key", 1)
+        wait_for(lambda: _log(chain, "waits for infrastructure"))
+    _nothing_is_charged(chain, [item])
+
+
+def test_a_transaction_that_takes_too_long_counts_only_when_it_always_does(make_chain: MakeChain) -> None:
+    """The benefit of the doubt ends: no loop without a count."""
+    chain = make_chain("transactional_dead_letter", options={"transaction_seconds": 0.5})
+    chain.both()
+    item = chain.give_up(chain.write("transactional_dead_letter", "key", 1, seconds=0.8, times=99))
+    chain.wait_done()
+    (letter,) = chain.letters("transactional_dead_letter")
+    assert len(chain.starts(item)) == 4
+    assert letter["attempts"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [16, 60])
+@pytest.mark.parametrize("fault", ["killed", "frozen"])
+def test_the_outage_table(
+    make_chain: MakeChain,
+    make_replica_set: MakeReplicaSet,
+    make_client: MakeClient,
+    fault: str,
+    seconds: int,
+) -> None:
+    """An election of 16 s and an outage of 60 s, with the bounds as they are: README's example, and the matrix."""
+    own = make_replica_set()
+    options = {"lease_ttl": 10, "claim_ttl": 10, "dispatch_grace": None, "commit_grace": 3, "transaction_seconds": 30}
+    chain = make_chain(
+        "readme", *MATRIX, client=make_client(own.url), url=own.url, options=options, OUTAGE_PATIENCE="30"
+    )
+    chain.listener()
+    chain.worker("-P", "threads", concurrency=14)
+    items = _together(chain, ["readme", *MATRIX])
+    until = time.monotonic() + seconds
+    (own.kill if fault == "killed" else own.pause)()
+    chain.open_gate("open")
+    wait_for(lambda: time.monotonic() > until)
+    (own.restart if fault == "killed" else own.resume)()
+    _nothing_is_charged(chain, items)
+
+
+# -- the broker is away ------------------------------------------------------------------------------
+
+
+def test_a_handler_that_cannot_start_a_task_waits_for_the_broker(make_chain: MakeChain) -> None:
+    """`delay()` raises kombu's OperationalError; MongoDB is well, so the wait is stored at once."""
+    chain = make_chain("starting")
+    chain.both()
+    item = chain.write("starting", "key", 1, gate="open")
+    chain.wait_started(item)
+    chain.redis.kill()
+    chain.open_gate("open")
+    stored = chain.wait_state(item, lambda state: (state["retry"] or {}).get("waiting"))
+    assert "OperationalError" in stored["retry"]["waiting"]["cause"]
+    assert (stored["retry"]["count"], stored["retry"]["crashes"]) == (0, 0)
+    chain.redis.restart()
+    chain.worker(name="restarted")
+    chain.give_up(item)
+    chain.wait_done()
+    assert chain.letters("starting") == []
+
+
+# -- what is the handler's own -----------------------------------------------------------------------
+
+
+def test_what_is_the_handlers_own_still_counts(make_chain: MakeChain, failpoint: Failpoint) -> None:
+    """A duplicate key, also when it comes up while an outage is handled ; and a named error."""
+    chain = make_chain("duplicating", "naming")
+    chain.both()
+    mine = chain.give_up(chain.write("duplicating", "key", 1))
+    chain.wait_done()
+    (letter,) = chain.letters("duplicating")
+    assert letter["error"].startswith("DuplicateKeyError")
+    with failpoint(
+        failCommands=["update"], appName=chain.app_name("worker"), namespace=f"{chain.data.name}.sink", errorCode=189
+    ):
+        named = chain.give_up(chain.write("naming", "key", 1))
+        chain.wait_done()
+    (letter,) = chain.letters("naming")
+    assert letter["error"].startswith("NotPrimaryError")
+    assert [start.retries for start in chain.starts(named)] == [0, 1]
+    assert len(chain.starts(mine)) == 1

@@ -1,0 +1,157 @@
+"""An outcome that cannot be written down becomes one that can; no change is dispatched for ever without a count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import bson
+import pytest
+from pymongo import MongoClient
+
+from mongo_celery.demo.history import Due
+from tests.acceptance.chain_rig import Chain
+from tests.fixtures.process import wait_for
+
+Document = dict[str, Any]
+MakeChain = Callable[..., Chain]
+
+HANDLERS = "tests.acceptance.isolation.outcome_handlers"
+
+
+@pytest.fixture
+def make_chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[MakeChain]:
+    """Give a function that starts a bridge with some of the handlers, each with one partition."""
+    with ExitStack() as stack:
+
+        def make(*handlers: str, **options: Any) -> Chain:
+            made = Chain(
+                mongo_client,
+                mongo_url,
+                tmp_path,
+                handlers=handlers,
+                options={"partitions": 1, **options},
+                conf={"include": [HANDLERS]},
+            )
+            chain = stack.enter_context(made)
+            chain.both()
+            return chain
+
+        yield make
+
+
+def _write(chain: Chain, handler: str, key: str, **document: Any) -> Due:
+    """Write one change whose handler ends as the document says, and wait until it is done or stands."""
+    item = Due(handler, key, 1)
+    chain.data[handler].insert_one({"_id": key, "n": 1, **document})
+    return item
+
+
+def _letter(chain: Chain, item: Due) -> Document:
+    def there() -> Document | None:
+        found = [each for each in chain.letters(item.handler) if item.key in each["key"]]
+        return found[0] if found else None
+
+    return wait_for(there, message=lambda: str(chain.of(item)))
+
+
+def _nested(depth: int) -> Document:
+    document: Document = {"end": 1}
+    for _ in range(depth):
+        document = {"a": document}
+    return document
+
+
+def test_a_failure_that_cannot_be_told_reaches_its_policy(make_chain: MakeChain) -> None:
+    """An exception whose `__str__` and `__repr__` raise, for each policy; the handler ran once."""
+    chain = make_chain("halting_words", "skipping_words", "letter_words")
+    halted, skipped, letter = (
+        _write(chain, handler, "mute", ends="unprintable")
+        for handler in ("halting_words", "skipping_words", "letter_words")
+    )
+    state = chain.wait_state(halted, lambda state: state["state"] == "halted")
+    chain.wait_state(skipped, lambda state: state["committed"] == 1)
+    assert state["retry"]["error"] == "UnprintableError (its text cannot be had: ValueError)"
+    assert _letter(chain, letter)["error"] == state["retry"]["error"]
+    assert "_unprintable" in _letter(chain, letter)["traceback"]
+    assert [len(chain.starts(item)) for item in (halted, skipped, letter)] == [1, 1, 1]
+
+    odd = _write(chain, "letter_words", "odd", ends="oddly")
+    assert _letter(chain, odd)["error"] == "OddlyWordedError: nul \0 surrogate ? dollar $x"
+
+
+def test_a_dead_letter_that_is_too_deep_keeps_its_change_as_bytes(make_chain: MakeChain) -> None:
+    """A document that is nested as deep as the server takes one does not fit into another; nothing of it is lost."""
+    chain = make_chain("letter_words")
+    deep = _nested(177)
+    item = _write(chain, "letter_words", "deep", ends="oddly", deep=deep)
+    letter = _letter(chain, item)
+    assert letter["change"]["ns"] == {"db": chain.data.name, "coll": "letter_words"}
+    assert bson.decode(letter["change"]["bytes"])["fullDocument"]["deep"] == deep
+    assert chain.of(item)["committed"] == 1
+    assert len(chain.starts(item)) == 1
+
+
+def test_a_handler_that_changes_its_event_moves_no_position(make_chain: MakeChain) -> None:
+    """The position is that of the bytes that were read: a larger token would pass over changes."""
+    chain = make_chain("letter_words")
+    first = _write(chain, "letter_words", "first", tampers=True)
+    second = _write(chain, "letter_words", "second", tampers=True, ends="oddly")
+    third = _write(chain, "letter_words", "third")
+    state = chain.wait_state(third, lambda state: state["committed"] == 3)
+    letter = _letter(chain, second)
+    assert letter["resumeToken"]["_data"] < state["resumeToken"]["_data"] < "F" * 32
+    assert [len(chain.starts(item)) for item in (first, second, third)] == [1, 1, 1]
+
+
+def test_a_retry_without_a_time_halts_with_a_plain_text(make_chain: MakeChain) -> None:
+    """What cannot be parked stands still, and says so."""
+    chain = make_chain("skipping_words")
+    item = _write(chain, "skipping_words", "never", ends="retry_never")
+    state = chain.wait_state(item, lambda state: state["state"] == "halted")
+    assert state["retry"]["error"] == "its retry cannot be stored; the worker's log says why."
+    assert len(chain.starts(item)) == 1
+
+
+def test_a_preparation_that_fails_is_the_changes_failure(make_chain: MakeChain) -> None:
+    """`before_start` of a base class runs under the claim; it was once for each dispatch, for ever and uncounted."""
+    chain = make_chain("unprepared")
+    item = _write(chain, "unprepared", "key")
+    letter = _letter(chain, item)
+    assert letter["error"] == "RuntimeError: not prepared"
+    assert letter["attempts"] == 1
+    assert chain.facts["prepared"].count_documents({}) == 1
+    assert chain.starts(item) == []
+
+
+def test_hooks_that_fail_change_no_outcome(make_chain: MakeChain) -> None:
+    """`on_success`, `on_failure` and `after_return` come after it; a receiver of `task_prerun` is only logged."""
+    chain = make_chain("broken_hooks")
+    good = _write(chain, "broken_hooks", "good")
+    chain.wait_state(good, lambda state: state["committed"] == 1)
+    bad = _write(chain, "broken_hooks", "bad", ends="oddly")
+    chain.wait_state(bad, lambda state: state["committed"] == 2)
+    assert len(chain.letters("broken_hooks")) == 1
+    assert [len(chain.starts(item)) for item in (good, bad)] == [1, 1]
+
+
+@pytest.mark.parametrize("broker", ["refuses", pytest.param("is away", marks=pytest.mark.slow)])
+def test_a_commit_link_that_cannot_be_published_fails_no_task(make_chain: MakeChain, broker: str) -> None:
+    """I15: the handler has succeeded: in log, hooks and state. The listener commits."""
+    chain = make_chain("hooked")
+    item = _write(chain, "hooked", "key", do={"gate": "open"})
+    chain.wait_started(item)
+    if broker == "refuses":
+        with chain.broker as redis:
+            redis.config_set("maxmemory", "1")
+    else:
+        chain.redis.kill()
+    chain.open_gate("open")
+    chain.wait_state(item, lambda state: state["committed"] == 1)
+    wait_for(lambda: list(chain.facts["hook"].find({"name": {"$in": ["on_success", "on_failure"]}})))
+    worker = next(text for name, text in chain.logs.items() if "worker" in name)
+    assert worker.count("was not published; the listener commits") == 1
+    assert [each["name"] for each in chain.facts["hook"].find().sort("at")] == ["before_start", "on_success"]
+    assert "raised unexpected" not in worker

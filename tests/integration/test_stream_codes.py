@@ -1,0 +1,261 @@
+"""
+Every code that a server can answer with, on `aggregate` and on `getMore`, once and for as long as it lasts.
+
+The reader alone resumes: what the server is sent, what is counted and what is logged is the same number. Nothing that
+is written meanwhile is lost or comes twice; what does not pass ends with a sentence that names code, name and cure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+from pymongo.collection import Collection
+from pymongo.database import Database
+from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
+
+from mongo_celery.bridge.stream.reactions import UNKNOWN_LIMIT
+from mongo_celery.bridge.stream.reader import PAUSES
+from mongo_celery.errors import HistoryLostError, MongoCeleryError, StreamRefusedError
+from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import CODES, Code, Verdict
+from tests.fixtures.process import wait_for
+from tests.integration.stream_rig import APP_NAME, SHORT_PAUSES, Reading, now, scope_on
+
+Document = dict[str, Any]
+Failpoint = Callable[..., AbstractContextManager[None]]
+
+RESUMABLE = "ResumableChangeStreamError"
+TRANSIENT = sorted(CODES[Verdict.TRANSIENT] - {Code.ChangeStreamInvalidated, Code.StaleConfig})
+"""Those left out carry facts with them, without which no failpoint can make them."""
+
+FINAL = sorted(set().union(*CODES.values()) - CODES[Verdict.TRANSIENT] - CODES[Verdict.DUPLICATE_KEY])
+NO_PAUSES = Pauses(first=0.01, longest=60.0, growth=1.0)
+"""So that many errors one after the other are one row and cost no time."""
+
+
+class Commands(CommandListener):
+    """The commands that a client has sent."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def started(self, event: CommandStartedEvent) -> None:
+        self.names.append(event.command_name)
+
+    def succeeded(self, event: CommandSucceededEvent) -> None:
+        """Nothing to note."""
+
+    def failed(self, event: CommandFailedEvent) -> None:
+        """Nothing to note."""
+
+
+@pytest.fixture
+def items(database: Database[Document]) -> Collection[Document]:
+    """Give a collection to watch."""
+    return database.create_collection("items")
+
+
+@pytest.fixture
+def commands() -> Commands:
+    """Give a list of what the reader's client sends."""
+    return Commands()
+
+
+@pytest.fixture
+def read(mongo_url: str, items: Collection[Document], commands: Commands) -> Callable[..., Reading]:
+    """Give a reader of that collection from now on, to be started by `with`."""
+
+    def make(pauses: Pauses = SHORT_PAUSES) -> Reading:
+        position = now(items.database.client)
+        return Reading(mongo_url, scope_on(items.full_name), position, pauses=pauses, commands=commands)
+
+    return make
+
+
+def reopenings(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return [record for record in caplog.records if getattr(record, "event", None) == "stream_reopening"]
+
+
+# -- errors that pass --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [pytest.param([], id="without label"), pytest.param([RESUMABLE], id="with label", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("command", ["getMore", "aggregate"])
+def test_a_transient_error_is_resumed(
+    read: Callable[..., Reading],
+    items: Collection[Document],
+    commands: Commands,
+    failpoint: Failpoint,
+    caplog: pytest.LogCaptureFixture,
+    command: str,
+    labels: list[str],
+) -> None:
+    """P15: each of the codes, one after the other: one opening and one record each, and every change once."""
+    with read(NO_PAUSES) as reading:
+        for number, code in enumerate(TRANSIENT):
+            hits = {"failCommands": [command], "errorCode": code, "errorLabels": labels}
+            with failpoint(**hits, appName=APP_NAME, mode={"times": 1}):
+                if command == "aggregate":
+                    _kill_cursor(items.database.client)
+                items.insert_one({"_id": number})
+                wait_for(lambda: code in [record.code for record in reopenings(caplog)], message=f"{code!r}")  # noqa: B023
+            wait_for(lambda: number in reading.keys, message=f"{code!r}: {number} in {reading.keys}")  # noqa: B023
+        assert reading.keys == list(range(len(TRANSIENT)))
+        assert reading.failure is None
+    records = reopenings(caplog)
+    assert all(f"code {record.code}" in record.getMessage() for record in records)
+    assert commands.names.count("aggregate") == 1 + len(records) == reading.reader.status.openings
+    assert reading.reader.status.reopenings == len(records)
+
+
+def _kill_cursor(client: Any) -> None:
+    """Kill the reader's cursor, so that it opens the stream again."""
+    own = [{"$currentOp": {"idleCursors": True}}, {"$match": {"appName": APP_NAME, "cursor.cursorId": {"$exists": 1}}}]
+    running = wait_for(lambda: [each for each in client.admin.aggregate(own) if each["ns"].endswith(".items")])
+    for each in running:
+        database, _, collection = each["ns"].partition(".")
+        client[database].command("killCursors", collection, cursors=[each["cursor"]["cursorId"]])
+
+
+LASTING: dict[str, Document] = {
+    "by number": {"errorCode": 6},
+    "by number and label": {"errorCode": 262, "errorLabels": [RESUMABLE]},
+    "by label alone": {"errorCode": 9999, "errorLabels": [RESUMABLE]},
+    "by label against a number that is final": {"errorCode": 2, "errorLabels": [RESUMABLE]},
+    "the cursor is gone": {"errorCode": 43},
+    "the connection is cut": {"closeConnection": True},
+}
+
+
+@pytest.mark.parametrize("data", LASTING.values(), ids=LASTING.keys())
+def test_a_getmore_error_is_resumed(
+    read: Callable[..., Reading],
+    items: Collection[Document],
+    commands: Commands,
+    failpoint: Failpoint,
+    caplog: pytest.LogCaptureFixture,
+    data: Document,
+) -> None:
+    """P15: while it lasts there is one opening a record, and a pause before each but the first; nothing is lost."""
+    with read() as reading:
+        items.insert_one({"_id": 1})
+        reading.wait_for_keys(1)
+        with failpoint(failCommands=["getMore"], appName=APP_NAME, **data):
+            items.insert_one({"_id": 2})
+            wait_for(lambda: len(reopenings(caplog)) >= 3)
+            assert reading.reader.status.failures >= 3
+            assert reading.reader.status.last_error is not None
+        items.insert_one({"_id": 3})
+        reading.wait_for_keys(1, 2, 3)
+        wait_for(lambda: not reading.reader.status.failures)
+    records = reopenings(caplog)
+    assert commands.names.count("aggregate") == 1 + len(records) == reading.reader.status.openings
+    assert [record.pause > 0 for record in records] == [index > 0 for index in range(len(records))]
+    assert [record.failures for record in records] == list(range(1, len(records) + 1))
+
+
+def test_a_lasting_error_opens_the_stream_at_most_once_a_second(
+    read: Callable[..., Reading], failpoint: Failpoint, caplog: pytest.LogCaptureFixture, commands: Commands
+) -> None:
+    """P15: by the pauses that are the default, whatever chance takes away from them."""
+    assert min(PAUSES.nth(count) for count in range(1000)) >= 1.0
+    with failpoint(failCommands=["getMore"], appName=APP_NAME, errorCode=262), read(PAUSES) as reading:
+        wait_for(lambda: len(reopenings(caplog)) >= 3)
+    pauses = [record.pause for record in reopenings(caplog)]
+    assert pauses[0] == 0
+    assert all(pause >= 1 for pause in pauses[1:])
+    assert commands.names.count("aggregate") <= 1 + len(pauses)
+    assert reading.failure is None
+
+
+# -- errors that do not pass -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["getMore", "aggregate"])
+def test_a_final_error_ends_with_code_name_and_cure(
+    read: Callable[..., Reading], commands: Commands, failpoint: Failpoint, command: str
+) -> None:
+    """P9: each of the codes; after a few openings at most, and whatever the error might be about."""
+    for code in FINAL:
+        commands.names.clear()
+        with failpoint(failCommands=[command], appName=APP_NAME, errorCode=code), read() as reading:
+            error = reading.wait_for_failure()
+        assert f"{code.name}, code {code.value}" in str(error), code
+        assert "\n" not in str(error)
+        assert commands.names.count("aggregate") <= 3, "the stream, with small batches, and single events"
+
+
+@pytest.mark.parametrize("command", ["getMore", "aggregate"])
+def test_an_aggregate_error_is_named_when_nobody_knows_it(
+    read: Callable[..., Reading], commands: Commands, failpoint: Failpoint, command: str
+) -> None:
+    """P9: an error of unknown kind is tried a few times, with pauses, and then ends with what is known of it."""
+    with failpoint(failCommands=[command], appName=APP_NAME, errorCode=4711), read() as reading:
+        error = reading.wait_for_failure()
+    assert isinstance(error, StreamRefusedError)
+    assert "code 4711" in str(error)
+    assert "server's log" in str(error)
+    assert commands.names.count("aggregate") == UNKNOWN_LIMIT + 1
+
+
+@pytest.mark.parametrize("command", ["getMore", "aggregate"])
+def test_a_token_that_is_never_found_is_tried_once_by_its_time(
+    read: Callable[..., Reading],
+    items: Collection[Document],
+    failpoint: Failpoint,
+    caplog: pytest.LogCaptureFixture,
+    command: str,
+) -> None:
+    """P15: code 280 was tried by time for ever, where it comes with the `getMore`."""
+    with read() as reading:
+        items.insert_one({"_id": 1})
+        reading.wait_for_keys(1)
+        with failpoint(failCommands=[command], appName=APP_NAME, errorCode=Code.ChangeStreamFatalError):
+            if command == "aggregate":
+                _kill_cursor(items.database.client)
+            error: MongoCeleryError = reading.wait_for_failure()
+    assert isinstance(error, HistoryLostError)
+    assert len([record for record in reopenings(caplog) if record.code == Code.ChangeStreamFatalError]) == 1
+
+
+def test_a_token_that_is_found_later_loses_nothing(
+    read: Callable[..., Reading], items: Collection[Document], failpoint: Failpoint
+) -> None:
+    """P1: read by time, what was read before comes again and is known; the token is asked for behind it only."""
+    with read() as reading:
+        for number in range(3):
+            items.insert_one({"_id": number})
+        reading.wait_for_keys(0, 1, 2)
+        with failpoint(failCommands=["getMore"], appName=APP_NAME, errorCode=280, mode={"times": 1}):
+            items.insert_one({"_id": 3})
+            wait_for(lambda: 3 in reading.keys)
+        items.insert_one({"_id": 4})
+        wait_for(lambda: 4 in reading.keys)
+        assert list(dict.fromkeys(reading.keys)) == [0, 1, 2, 3, 4]
+        assert reading.failure is None
+
+
+# -- what others may look at -------------------------------------------------------------------------
+
+
+def test_a_reader_without_room_says_so(items: Collection[Document], mongo_url: str) -> None:
+    """P16: why nothing is read."""
+    with Reading(mongo_url, scope_on(items.full_name), now(items.database.client), room=1) as reading:
+        wait_for(lambda: reading.reader.status.last_read is not None)
+        items.insert_many([{"_id": number} for number in range(5)])
+        wait_for(lambda: reading.reader.status.waits_for_room)
+        for _ in range(10):
+            reading.reader.made_room(reading.items[0])
+        wait_for(lambda: len(reading.keys) == 5 and not reading.reader.status.waits_for_room)
+
+
+@pytest.fixture(autouse=True)
+def _all_records(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level("INFO", logger="mongo_celery"):
+        yield

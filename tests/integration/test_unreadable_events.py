@@ -1,0 +1,250 @@
+"""
+Events that the server cannot give as they were asked for.
+
+Each arrives at its place, once, with as much as can be read of it and with a flaw that names the reason and the cure.
+All others arrive as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from bson.raw_bson import RawBSONDocument
+from pymongo.collection import Collection
+from pymongo.database import Database
+
+from mongo_celery.bridge.change import FLAGS
+from mongo_celery.bridge.stream.reader import ChangeEvent, Position
+from mongo_celery.bridge.stream.source import Scope, scope_of
+from tests.fixtures.process import wait_for
+from tests.integration.stream_rig import Reading, now, scope_on, selector_of
+
+Document = dict[str, Any]
+Read = Callable[[Scope], Reading]
+
+MEGABYTE = 2**20
+DIVIDES = {"$gt": [{"$divide": [6, "$fullDocument.n"]}, 2]}
+"""Holds for n < 3, and fails where n is 0."""
+
+
+@pytest.fixture
+def items(database: Database[Document]) -> Collection[Document]:
+    """Give a collection that keeps pre- and post-images."""
+    return database.create_collection("items", changeStreamPreAndPostImages={"enabled": True})
+
+
+@pytest.fixture
+def read(mongo_url: str, items: Collection[Document]) -> Read:
+    """Give readers of a scope from now on, to be started by `with`."""
+    return lambda scope: Reading(mongo_url, scope, now(items.database.client))
+
+
+def events_of(reading: Reading, key: Any) -> list[ChangeEvent]:
+    events = [item for item in reading.items if isinstance(item, ChangeEvent)]
+    return [event for event in events if event.document["documentKey"]["_id"] == key]
+
+
+# -- too large ---------------------------------------------------------------------------------------
+
+
+def test_an_update_that_is_too_large_with_its_look_up_is_read_without_it(
+    read: Read, items: Collection[Document]
+) -> None:
+    """P12: 9 MB in the update and once more in the document looked up."""
+    with read(scope_on(items.full_name, full_document="updateLookup")) as reading:
+        items.insert_one({"_id": 1})
+        items.update_one({"_id": 1}, {"$set": {"text": "x" * 9 * MEGABYTE}})
+        items.insert_one({"_id": 2, "n": 5})
+        reading.wait_for_keys(1, 1, 2)
+    assert "full_document" in reading.flaws[1].sentence
+    assert "BSONObjectTooLarge, code 10334" in reading.flaws[1].sentence
+    assert not reading.flaws[1].only_match
+    inserted, updated = events_of(reading, 1)
+    assert inserted.flaw is None
+    assert "fullDocument" not in updated.document
+    assert len(updated.document["updateDescription"]["updatedFields"]["text"]) == 9 * MEGABYTE
+    assert list(reading.flaws) == [1]
+    assert reading.events[-1]["fullDocument"]["n"] == 5
+
+
+def test_a_change_of_twenty_megabytes_with_its_images_is_read_without_them(
+    read: Read, items: Collection[Document]
+) -> None:
+    """P12: pre-image, post-image and update of seven megabytes each."""
+    scope = scope_on(items.full_name, full_document="required", before_change="required")
+    with read(scope) as reading:
+        items.insert_one({"_id": 1, "text": "a" * 7 * MEGABYTE})
+        items.update_one({"_id": 1}, {"$set": {"text": "b" * 7 * MEGABYTE}})
+        items.update_one({"_id": 1}, {"$set": {"text": "small"}})
+        reading.wait_for_keys(1, 1, 1)
+    assert [event.flaw is None for event in events_of(reading, 1)] == [True, False, True]
+    assert reading.events[-1]["fullDocumentBeforeChange"]["text"] == "b" * 7 * MEGABYTE
+
+
+def test_an_insert_that_is_too_large_by_itself_is_read_without_its_document(
+    read: Read, items: Collection[Document]
+) -> None:
+    """P12: a document just below 16 MB with a long key, which the event repeats: no option makes it fit."""
+    key = "k" * 6000
+    with read(scope_on(items.full_name, full_document="updateLookup")) as reading:
+        items.insert_one({"_id": key, "text": "x" * (16 * MEGABYTE - len(key) - 40)})
+        items.insert_one({"_id": 2})
+        reading.wait_for_keys(key, 2)
+    assert "without its documents" in reading.flaws[key].sentence
+    (event,) = events_of(reading, key)
+    assert event.document["operationType"] == "insert"
+    assert "fullDocument" not in event.document
+    assert event.mark.cluster_time is not None
+
+
+# -- an image that is missing ------------------------------------------------------------------------
+
+
+def test_a_required_image_that_is_missing_is_the_flaw_of_its_event_alone(
+    read: Read, items: Collection[Document]
+) -> None:
+    """P12: written while the collection kept no images."""
+    with read(scope_on(items.full_name, full_document="required")) as reading:
+        items.insert_one({"_id": 1})
+        _keep_images(items, enabled=False)
+        items.update_one({"_id": 1}, {"$set": {"n": 1}})
+        _keep_images(items, enabled=True)
+        items.update_one({"_id": 1}, {"$set": {"n": 2}})
+        reading.wait_for_keys(1, 1, 1)
+    assert [event.flaw is None for event in events_of(reading, 1)] == [True, False, True]
+    assert "whenAvailable" in reading.flaws[1].sentence
+    assert "NoMatchingDocument, code 47" in reading.flaws[1].sentence
+
+
+def _keep_images(items: Collection[Document], *, enabled: bool) -> None:
+    items.database.command("collMod", items.name, changeStreamPreAndPostImages={"enabled": enabled})
+
+
+# -- expressions -------------------------------------------------------------------------------------
+
+
+def test_a_match_that_fails_on_one_document_is_its_flaw_alone(read: Read, items: Collection[Document]) -> None:
+    """P12: the event is whole but for the flag."""
+    with read(scope_on(items.full_name, match=DIVIDES)) as reading:
+        for number in (1, 2, 0, 3):
+            items.insert_one({"_id": number, "n": number})
+        reading.wait_for_keys(1, 2, 0, 3)
+    assert list(reading.flaws) == [0]
+    assert reading.flaws[0].only_match
+    assert "`match`" in reading.flaws[0].sentence
+    assert "divide by zero" in reading.flaws[0].sentence
+    assert reading.events[2]["fullDocument"]["n"] == 0
+    assert [event[FLAGS]["record"] for event in reading.events if FLAGS in event] == [True, True, False]
+
+
+def test_a_match_that_fails_leaves_the_flags_of_others(read: Read, items: Collection[Document]) -> None:
+    """P12: which of several expressions fails is found out; those that hold are judged as always."""
+    conditions = {
+        "odd": {"$eq": [{"$mod": ["$fullDocument.n", 2]}, 1]},
+        "divides": DIVIDES,
+        "zero": {"$eq": ["$fullDocument.n", 0]},
+        "sized": {"$gt": [{"$size": "$fullDocument.list"}, 0]},
+        "any": {"$literal": True},
+    }
+    selectors = [selector_of(items.full_name, name=name, match=match) for name, match in conditions.items()]
+    with read(scope_of(selectors, state_database="none")) as reading:
+        items.insert_one({"_id": 1, "n": 0})
+        items.insert_one({"_id": 2, "n": 1, "list": [1]})
+        reading.wait_for_keys(1, 2)
+    flawed, whole = reading.events
+    assert dict(flawed[FLAGS]) == {"odd": False, "zero": True, "any": True}
+    assert dict(whole[FLAGS]) == {"odd": True, "divides": True, "zero": False, "sized": True, "any": True}
+    assert list(reading.flaws) == [1]
+
+
+def test_many_documents_on_which_a_match_fails_are_found_among_others(read: Read, items: Collection[Document]) -> None:
+    """P12: every third of a batch; nothing else is read with less, lost or out of order."""
+    with read(scope_on(items.full_name, match=DIVIDES)) as reading:
+        items.insert_many([{"_id": number, "n": number % 3} for number in range(60)])
+        reading.wait_for_keys(*range(60))
+    assert list(reading.flaws) == list(range(0, 60, 3))
+    status = reading.reader.status
+    assert status.flaws == 20
+    assert reading.failure is None
+
+
+def test_a_pipeline_that_fails_on_one_document_is_its_flaw_alone(read: Read, items: Collection[Document]) -> None:
+    """P12: its documents are left out too: the pipeline may have been meant to keep them back."""
+    pipeline = [{"$addFields": {"half": {"$divide": [1, "$fullDocument.n"]}}}]
+    with read(scope_on(items.full_name, pipeline=pipeline)) as reading:
+        for number in (1, 0, 2):
+            items.insert_one({"_id": number, "n": number})
+        reading.wait_for_keys(1, 0, 2)
+    assert list(reading.flaws) == [0]
+    assert "`pipeline`" in reading.flaws[0].sentence
+    assert not reading.flaws[0].only_match
+    assert "fullDocument" not in reading.events[1]
+    assert reading.events[2]["half"] == 0.5
+
+
+def test_an_event_that_the_pipeline_leaves_out_is_not_taken_for_the_one_that_fails(
+    read: Read, items: Collection[Document]
+) -> None:
+    """P12: what a filter of the user's keeps back stays back, also right before an event that cannot be read."""
+    pipeline: list[Document] = [
+        {"$match": {"fullDocument.wanted": True}},
+        {"$addFields": {"half": {"$divide": [1, "$fullDocument.n"]}}},
+    ]
+    with read(scope_on(items.full_name, pipeline=pipeline)) as reading:
+        items.insert_many([{"_id": number, "n": number % 4, "wanted": number % 4 < 2} for number in range(12)])
+        wait_for(lambda: 9 in reading.keys)
+    assert reading.keys == [0, 1, 4, 5, 8, 9]
+    assert list(reading.flaws) == [0, 4, 8]
+
+
+def test_a_pipeline_that_always_fails_is_loud(
+    read: Read, items: Collection[Document], caplog: pytest.LogCaptureFixture
+) -> None:
+    """P15: a record for each event, and a counter."""
+    pipeline = [{"$addFields": {"number": {"$toInt": "$operationType"}}}]
+    with read(scope_on(items.full_name, pipeline=pipeline)) as reading:
+        items.insert_many([{"_id": number} for number in range(5)])
+        reading.wait_for_keys(*range(5))
+    assert list(reading.flaws) == list(range(5))
+    assert reading.reader.status.flaws == 5
+    flawed = [record for record in caplog.records if getattr(record, "event", None) == "change_flawed"]
+    assert len(flawed) == 5
+    assert "ConversionFailure, code 241" in flawed[0].getMessage()
+
+
+def test_a_flaw_inside_a_transaction_leaves_its_other_changes_whole(read: Read, items: Collection[Document]) -> None:
+    """P1: all of them have one cluster time; the token tells them apart."""
+    client = items.database.client
+    with read(scope_on(items.full_name, match=DIVIDES)) as reading:
+        with client.start_session() as session, session.start_transaction():
+            for number in range(6):
+                items.insert_one({"_id": number, "n": number % 3}, session=session)
+        items.insert_one({"_id": 6, "n": 1})
+        reading.wait_for_keys(*range(7))
+    assert list(reading.flaws) == [0, 3]
+
+
+def test_reading_goes_on_after_a_restart_behind_a_flaw(mongo_url: str, read: Read, items: Collection[Document]) -> None:
+    """P1: the place of a flawed event is one to resume from, and it does not come again."""
+    scope = scope_on(items.full_name, match=DIVIDES)
+    with read(scope) as reading:
+        items.insert_one({"_id": 1, "n": 0})
+        reading.wait_for_keys(1)
+        (event,) = events_of(reading, 1)
+    items.insert_one({"_id": 2, "n": 1})
+    with Reading(mongo_url, scope, Position(event.mark.token, event.mark.cluster_time)) as again:
+        again.wait_for_keys(2)
+
+
+def test_text_that_is_no_text_beside_the_documents_stops_nothing(read: Read, items: Collection[Document]) -> None:
+    """P12: a pipeline that lifts a field to the top makes the reader itself decode it."""
+    with read(scope_on(items.full_name, pipeline=[{"$addFields": {"s": "$fullDocument.s"}}])) as reading:
+        body = b"\x10_id\x00\x01\x00\x00\x00" + b"\x02s\x00\x03\x00\x00\x00\xff\xfe\x00"
+        items.database.get_collection("items").insert_one(
+            RawBSONDocument((len(body) + 5).to_bytes(4, "little") + body + b"\x00")
+        )
+        items.insert_one({"_id": 2})
+        reading.wait_for_keys(1, 2)
+    assert reading.flaws == {}

@@ -1,0 +1,211 @@
+"""Whose failure an exception is that leaves a handler: that of the infrastructure, or the handler's own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import pytest
+from bson.errors import InvalidDocument
+from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
+from kombu import Connection
+from kombu.exceptions import OperationalError
+from pymongo import MongoClient
+from pymongo import errors as driver
+
+from mongo_celery.bridge.worker.attribution import infrastructure_cause, is_autoretried, names
+
+NOWHERE = "redis://127.0.0.1:1/0"
+
+
+class TranslatedError(Exception):
+    """What a handler makes of an error."""
+
+
+class MuteError(Exception):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def _server_error(code: int, *labels: str) -> driver.OperationFailure:
+    return driver.OperationFailure("no", code, {"errorLabels": list(labels)})
+
+
+def _bulk_error(*codes: int) -> driver.BulkWriteError:
+    return driver.BulkWriteError({"writeErrors": [{"code": code} for code in codes], "writeConcernErrors": []})
+
+
+def _left(raising: Callable[[], object]) -> BaseException:
+    """The exception as it has left a function."""
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - any
+        raising()
+    return caught.value
+
+
+def _raise_from() -> None:
+    try:
+        raise driver.AutoReconnect("away")
+    except driver.AutoReconnect as error:
+        raise TranslatedError("the database is away") from error
+
+
+def _raise_meanwhile() -> None:
+    try:
+        raise driver.AutoReconnect("away")
+    except driver.AutoReconnect:
+        raise KeyError("a mistake") from None
+
+
+def _raise_beside() -> None:
+    try:
+        raise driver.AutoReconnect("away")
+    except driver.AutoReconnect:
+        int("a mistake")
+
+
+def _raise_answered() -> None:
+    raise driver.DuplicateKeyError("E11000", 11000) from driver.AutoReconnect("the first attempt")
+
+
+def _circle() -> None:
+    first, second = TranslatedError("a"), TranslatedError("b")
+    first.__cause__, second.__cause__ = second, first
+    raise first
+
+
+def _ask_kombu() -> None:
+    with Connection(NOWHERE, transport_options={"max_retries": 0}) as connection:
+        connection.ensure_connection(max_retries=1)
+
+
+def _ask_somebody() -> None:
+    socket.create_connection(("127.0.0.1", 1), timeout=1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        driver.AutoReconnect("away"),
+        driver.NetworkTimeout("slow"),
+        driver.ServerSelectionTimeoutError("no primary"),
+        driver.NotPrimaryError("stepped down"),
+        driver.WaitQueueTimeoutError("pool"),
+        driver.WTimeoutError("majority", 64),
+        _server_error(189),
+        _server_error(11602),
+        _server_error(11601),
+        _server_error(112, "TransientTransactionError"),
+        _server_error(50, "UnknownTransactionCommitResult"),
+        _server_error(64, "UnknownTransactionCommitResult"),
+        _bulk_error(11602, 91),
+        driver.EncryptionError(driver.AutoReconnect("the key vault")),
+        OperationalError("Connection refused"),
+        _left(_raise_from),
+        _left(_ask_kombu),
+    ],
+    ids=repr,
+)
+def test_servers_and_networks_are_infrastructure(error: BaseException) -> None:
+    """Each class, number and label by which driver and server speak of themselves; and what was raised from it."""
+    assert infrastructure_cause(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        driver.DuplicateKeyError("E11000", 11000),
+        driver.DocumentTooLarge("too large"),
+        driver.ConfigurationError("no such option"),
+        driver.InvalidOperation("closed"),
+        driver.ExecutionTimeout("a limit of its own", 50, {}),
+        _server_error(2),
+        _server_error(13),
+        _server_error(43),
+        _bulk_error(11000),
+        _bulk_error(11602, 11000),
+        _bulk_error(),
+        InvalidDocument("no BSON"),
+        ConnectionError("somebody else"),
+        TimeoutError("somebody else"),
+        SoftTimeLimitExceeded(),
+        MuteError(),
+        _left(_raise_meanwhile),
+        _left(_raise_beside),
+        _left(_raise_answered),
+        _left(_circle),
+        _left(_ask_somebody),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_everything_else_is_the_handlers_own(error: BaseException) -> None:
+    """A bad query, a limit of its own, a mistake while it deals with an outage, somebody else's service."""
+    assert infrastructure_cause(error) is None
+
+
+def test_a_soft_time_limit_in_the_search_for_a_server_is_infrastructure() -> None:
+    """There was no server at that moment: the handler has not used up its time."""
+
+    def interrupted(*_arguments: object) -> bool:
+        raise SoftTimeLimitExceeded
+
+    client: MongoClient[dict[str, object]] = MongoClient("mongodb://127.0.0.1:1/?replicaSet=none")
+    with client:
+        client._topology._condition.wait = interrupted  # type: ignore[assignment]
+        error = _left(lambda: client.admin.command("ping"))
+        del client._topology._condition.wait
+    assert isinstance(error, SoftTimeLimitExceeded)
+    assert infrastructure_cause(error)
+
+
+def test_credentials_are_not_told() -> None:
+    """The cause is stored and shown."""
+    cause = infrastructure_cause(driver.AutoReconnect("mongodb://user:secret@host:27017: away"))
+    assert cause == "AutoReconnect: ***@host:27017: away"
+
+
+@pytest.mark.parametrize(
+    ("classes", "named"),
+    [
+        ((driver.AutoReconnect,), True),
+        ((driver.PyMongoError,), True),
+        ((ValueError, driver.ConnectionFailure), True),
+        ((Exception,), False),
+        ((ConnectionError, OSError), False),
+        ((OperationalError,), False),
+        ((), False),
+    ],
+)
+def test_only_a_class_that_speaks_of_an_error_names_it(classes: tuple[type, ...], named: bool) -> None:
+    """`autoretry_for=(Exception,)` is a net for whatever comes, and says nothing of outages."""
+    assert names(classes, driver.AutoReconnect("away")) is named
+
+
+def test_celerys_autoretry_is_recognized() -> None:
+    """An exception that it holds has left the handler; one that the handler holds has not."""
+    app = Celery(broker="memory://")
+    seen: list[bool] = []
+
+    class Watching(app.Task):  # type: ignore[name-defined,misc]
+        def retry(self, exc: BaseException | None = None, **_options: object) -> None:
+            assert exc is not None
+            seen.append(is_autoretried(exc))
+            raise exc
+
+    @app.task(base=Watching, bind=True, autoretry_for=(ValueError,))
+    def lets_pass(_task: object) -> None:
+        raise ValueError
+
+    @app.task(base=Watching, bind=True)
+    def asks_itself(task: Watching) -> None:
+        try:
+            raise ValueError
+        except ValueError as error:
+            task.retry(exc=error)
+
+    for task in (lets_pass, asks_itself):
+        with pytest.raises(ValueError):  # noqa: PT011 - its own
+            task()
+    assert seen == [True, False]
