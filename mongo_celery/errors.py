@@ -115,8 +115,9 @@ class StreamError(MongoCeleryError):
 class HistoryLostError(StreamError):
     """
     The oplog no longer reaches back to the stored position: changes between it and the oldest
-    oplog entry cannot be read any more. Decide, then start the listener once with
-    `--on-history-lost oldest` (go on at the oldest entry) or `now`; enlarge the oplog.
+    oplog entry cannot be read any more. Decide for each handler that has lost it with
+    `celery -A ... changes go-on HANDLER --from oldest` (go on at the oldest entry) or `now`, or for all of them: start
+    the listener once with `--on-history-lost oldest` or `now`. Enlarge the oplog.
     """
 
 

@@ -79,6 +79,17 @@ class Window:
         if self.watermark is not None:
             self._seen = self.watermark.data
 
+    @property
+    def seen(self) -> str:
+        """Comparable part of the last place that was taken in; empty before the first."""
+        return self._seen
+
+    @property
+    def oldest(self) -> PendingChange | None:
+        """The first change that is not done, which holds the watermark; None when nothing is left to do."""
+        head = self._order[0] if self._order else None
+        return head if isinstance(head, PendingChange) else None
+
     def is_new(self, data: str) -> bool:
         """Whether a token lies after everything that was read; a reopened stream may repeat itself."""
         return data > self._seen

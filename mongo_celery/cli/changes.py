@@ -329,6 +329,47 @@ def adopt(ctx: click.Context, bridge: str | None, as_json: bool, yes: bool) -> N
     click.echo(json.dumps({"bridge": chosen.name, "adopted": True}) if as_json else f"{chosen.name}: adopted.")
 
 
+# -- go-on -----------------------------------------------------------------------------------------
+
+
+@changes.command("go-on")
+@click.argument("subscription")
+@click.option(
+    "--from",
+    "policy",
+    type=click.Choice(["oldest", "now"]),
+    required=True,
+    help="At the oldest entry of the oplog, or at this moment.",
+)
+@BRIDGE
+@JSON
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.pass_context
+def go_on(ctx: click.Context, subscription: str, policy: str, bridge: str | None, as_json: bool, yes: bool) -> None:
+    """
+    Let a subscription go on that has lost its history.
+
+    What lies between its place and there cannot be read any more, or is not read, and will not be handled. The listener
+    goes on within seconds, or the next one when it starts. Partitions that are halted or paused stay so.
+    """
+    from mongo_celery.bridge.operations import going_on
+
+    chosen = _one_bridge(ctx, bridge)
+    with one_sentence_errors():
+        lost = going_on.read_lost(chosen, subscription)
+    click.echo(f"{subscription} stands at {lost.at.as_datetime().isoformat()}: {lost.error}", err=True)
+    if lost.decided:
+        click.echo(f"  it is decided already that it goes on ({lost.decided})", err=True)
+    if not yes:
+        click.confirm("Give up what it has not read?", abort=True, err=True)
+    with one_sentence_errors():
+        going_on.go_on(chosen, lost, policy)
+    if as_json:
+        click.echo(json.dumps({"bridge": chosen.name, "subscription": subscription, "from": policy}))
+    else:
+        click.echo(f"{subscription} goes on ({policy}) as soon as a listener leads")
+
+
 # -- check -----------------------------------------------------------------------------------------
 
 

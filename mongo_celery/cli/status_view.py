@@ -23,6 +23,7 @@ _COLORS = {
     "history_lost": "red",
     "unknown": "red",
 }
+_NOTABLE_SHARE = 0.5
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 
 
@@ -49,8 +50,10 @@ def _parts(status: Mapping[str, Any], *, everything: bool) -> Iterable[Renderabl
     if status["reading_waits"]:
         yield Text(f"  reading waits: {status['reading_waits']}", style="yellow")
     yield from (_gap(gap) for gap in status["gaps"])
+    yield from (_refusal(each) for each in status["refused"])
     if status["subscriptions"]:
         yield Padding(_subscriptions(status["subscriptions"]), (0, 0, 0, 2), expand=False)
+        yield from (line for each in status["subscriptions"] for line in _history(each))
     shown = [each for each in status["partitions"] if everything or needs_attention(each)]
     if shown:
         yield Text("  Partitions:" if everything else "  Partitions that need attention:")
@@ -86,7 +89,30 @@ def _listener(listener: Mapping[str, Any] | None) -> str:
 
 
 def _gap(gap: Mapping[str, Any]) -> Text:
-    return Text(f"  history was given up before {_moment(gap['until'])} ({gap['policy']})", style="red")
+    names = "".join(f" of {name}" for name in gap["subscriptions"])
+    return Text(f"  history{names} was given up before {_moment(gap['until'])} ({gap['policy']})", style="red")
+
+
+def _history(subscription: Mapping[str, Any]) -> Iterable[Text]:
+    """What is lost, or about to be."""
+    name, lost, share = subscription["name"], subscription["lost"], subscription["oplog_share"]
+    if lost and lost["decided"]:
+        yield Text(
+            f"  {name} has lost its history; it goes on ({lost['decided']}) once a listener leads", style="yellow"
+        )
+    elif lost:
+        yield Text(
+            f"  {name} has lost its history before {_moment(lost['oldest'])} and stands still: decide with "
+            f"`celery -A ... changes go-on {name} --from oldest` or `--from now`",
+            style="red",
+        )
+    elif share is not None and share >= _NOTABLE_SHARE and subscription["state"] != "unregistered":
+        yield Text(f"  {share:.0%} of the oplog's window lie behind {name}; at 100% its history is lost", style="red")
+
+
+def _refusal(refused: Mapping[str, Any]) -> Text:
+    where = f"{refused['partition']} waits since {_moment(refused['since'])}"
+    return Text(f"  the broker refuses {refused['key']}, {refused['bytes']} bytes: {where}: {refused['error']}", "red")
 
 
 def _subscriptions(subscriptions: Sequence[Mapping[str, Any]]) -> Table:

@@ -12,26 +12,52 @@ from typing import Any
 
 from bson import Timestamp
 from pymongo import MongoClient
-from pymongo.errors import OperationFailure
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.errors import AccessError, DeploymentError, TopologyError
 from mongo_celery.mongo.verdicts import Verdict, verdict_on
 
 _TIME_BYTES = 9
 _TIMESTAMP_TYPE = 0x82
+_INITIATION = "initiating set"
+
+NEARLY_FULL = 0.9
+"""Share of its size from which on an oplog is about to remove its oldest entries, or does so already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Oplog:
-    """The reach of the oplog: its first and last entries' times."""
+    """
+    The reach of the oplog.
+
+    Attributes:
+        first: time of its oldest entry.
+        last: time of its latest one.
+        is_whole: whether it begins with the set's initiation, so that nothing was ever removed from it.
+    """
 
     first: Timestamp
     last: Timestamp
+    is_whole: bool = False
 
     @property
     def window_seconds(self) -> int:
         """How far back the oplog reaches from its last entry."""
         return self.last.time - self.first.time
+
+    def holds(self, place: Timestamp) -> bool:
+        """Whether everything from this time on can still be read; the server judges by the same rule."""
+        return self.is_whole or place >= self.first
+
+    def removes(self, fill: float | None) -> bool:
+        """Whether it removes its oldest entries, or soon will; `fill` is the share of its size that is in use."""
+        return not self.is_whole and (fill is None or fill >= NEARLY_FULL)
+
+    def share_behind(self, place: Timestamp) -> float:
+        """Which share of the window lies behind a place that is left at this time: from 1 on it can be lost."""
+        if place < self.first:
+            return max(1.0, (self.last.time - place.time) / max(self.window_seconds, 1))
+        return (self.last.time - place.time) / max(self.window_seconds, 1)
 
 
 def last_operation_time(client: MongoClient[dict[str, Any]]) -> Timestamp | None:
@@ -77,7 +103,7 @@ def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:
     """
     oplog = client.get_database("local")["oplog.rs"]
     try:
-        first = oplog.find_one({}, {"ts": 1}, sort=[("$natural", 1)])
+        first = oplog.find_one({}, {"ts": 1, "op": 1, "o.msg": 1}, sort=[("$natural", 1)])
         last = oplog.find_one({}, {"ts": 1}, sort=[("$natural", -1)])
     except OperationFailure as error:
         if verdict_on(error) is Verdict.ACCESS:
@@ -90,7 +116,17 @@ def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:
         raise DeploymentError(
             "There is no oplog to read here (a mongos has none): set start_from to 'now' or to a time.",
         )
-    return Oplog(first["ts"], last["ts"])
+    is_whole = first["op"] == "n" and first.get("o", {}).get("msg") == _INITIATION
+    return Oplog(first["ts"], last["ts"], is_whole)
+
+
+def oplog_fill(client: MongoClient[dict[str, Any]]) -> float | None:
+    """Share of the oplog's size that is in use, or None where it cannot be seen."""
+    try:
+        stats = client.get_database("local").command("collStats", "oplog.rs")
+    except PyMongoError:
+        return None
+    return float(stats["size"]) / float(stats["maxSize"]) if stats.get("maxSize") else None
 
 
 def time_of_token(token: Mapping[str, Any], fallback: Timestamp | None) -> Timestamp | None:

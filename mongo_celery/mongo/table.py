@@ -19,11 +19,14 @@ from typing import Any
 import pymongo
 from pymongo import ReturnDocument
 from pymongo.collection import Collection
-from pymongo.errors import OperationFailure
+from pymongo.errors import BulkWriteError, OperationFailure
+
+from mongo_celery.mongo.verdicts import Code
 
 Update = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 MAJORITY: Mapping[str, Any] = {"w": "majority"}
 ACKNOWLEDGED: Mapping[str, Any] = {"w": 1}
+_WHOLE = 1_000_000  # in one answer what fits into 16 MB; by default the first one has 101 documents
 
 
 def call_timeout(ttl: float) -> float:
@@ -56,7 +59,7 @@ class Table:
     def find(self, query: Mapping[str, Any], fields: Any = None) -> list[dict[str, Any]]:
         """All documents; reading them to the end counts."""
         with self.limit():
-            return list(self.collection.find(query, fields))
+            return list(self.collection.find(query, fields, batch_size=_WHOLE))
 
     def aggregate(self, stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """All rows."""
@@ -82,6 +85,29 @@ class Table:
         """Delete every document that the guard names."""
         with self.limit():
             self.collection.delete_many(guard)
+
+    def write_all(self, requests: Sequence[Any]) -> None:
+        """
+        Make many writes in one call, each for itself: one that fails keeps no other from being made.
+
+        Documents that are there already, of inserts and of upserts, are no failure: what is stored then says the rest.
+
+        Raises:
+            OperationFailure: what the first of the others said; any of them may have been made.
+        """
+        if not requests:
+            return
+        try:
+            with self.limit():
+                self.collection.bulk_write(requests, ordered=False)
+        except BulkWriteError as error:
+            found = error.details or {}
+            failures = [each for each in found.get("writeErrors", ()) if each["code"] != Code.DuplicateKey]
+            failures += found.get("writeConcernErrors", ())
+            if error.timeout:
+                raise
+            if failures:  # the whole has a code of its own, which says nothing
+                raise OperationFailure(failures[0].get("errmsg", "write failed"), failures[0]["code"], found) from error
 
     def update_unretried(self, guard: Mapping[str, Any], change: Update, concern: Mapping[str, Any] = MAJORITY) -> bool:
         """As `update`, by a plain command; the collection's own write concern does not count."""

@@ -78,15 +78,15 @@ class Rig:
 
     def take_over(self, version: int) -> Image:
         """A take-over; returns the partition's image."""
-        (image,) = self.partitions.take_over(SUBSCRIPTION, 0, version)
+        (image,) = self.partitions.take_over([SUBSCRIPTION], 0, version)
         return image
 
 
 def rig_of(client: MongoClient[Document], database: str) -> Rig:
     """A partition that was just taken over with `VERSION`."""
     store = Store(client, BridgeOptions(name=BRIDGE, database=database, lease_ttl=TTL, claim_ttl=TTL))
-    store.partitions.prepare(SUBSCRIPTION, 0, 1, VERSION)
-    store.partitions.take_over(SUBSCRIPTION, 0, VERSION)
+    store.partitions.prepare({SUBSCRIPTION: None}, 0, 1, VERSION)
+    store.partitions.take_over([SUBSCRIPTION], 0, VERSION)
     majority = client.get_database(database, write_concern=WriteConcern("majority"))
     where = store.partitions.partition_id(SUBSCRIPTION, 0, 0)
     return Rig(store, where, majority["partitions"], majority["dead_letters"])

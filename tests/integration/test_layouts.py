@@ -75,7 +75,7 @@ def test_a_leftover_of_an_older_terms_flip_is_prepared_again(begin: Begin) -> No
     begin(OLD).take_over()
     crashed = begin(NEW + 2)
     crashed.take_over()
-    crashed.store.partitions.prepare("record", 1, NEW + 2, crashed.version, DRAINED.token)
+    crashed.store.partitions.prepare({"record": DRAINED.token}, 1, NEW + 2, crashed.version)
     again = begin(NEW)
     flip(again, again.take_over(), LATER)
     found = generation(again, 1)
@@ -99,7 +99,7 @@ def test_what_a_frozen_listener_prepares_between_the_steps_of_a_flip_is_not_take
         discard(self, *arguments)
         for version in wakes:
             wakes.clear()
-            self.prepare("record", 1, NEW, version, DRAINED.token)
+            self.prepare({"record": DRAINED.token}, 1, NEW, version)
 
     monkeypatch.setattr(Partitions, "discard", wake)
     flip(rig, takeover, LATER)
@@ -130,7 +130,7 @@ def test_a_crash_right_behind_the_flip_leaves_no_generation_open(begin: Begin) -
     first = begin(OLD, "record", "audit")
     first.take_over()
     first.partitions.insert_one({"_id": f"{BRIDGE}-2/record/0/0", "epoch": Int64(1), "state": "flowing"})
-    first.store.partitions.prepare("record", 10, 1, first.version)
+    first.store.partitions.prepare({"record": None}, 10, 1, first.version)
     layout = {"generation": 1, "partitions": NEW}
     first.database["leases"].update_one({"_id": BRIDGE}, {"$set": layout})
     rig = begin(NEW)
@@ -168,7 +168,7 @@ def test_a_larger_epoch_anywhere_raises_the_version(begin: Begin) -> None:
     """P4: a lease from a backup; also what a later flip will find must lie below it."""
     rig = begin(OLD)
     ahead = rig.version + (1 << 50)
-    rig.store.partitions.prepare("record", 1, 1, ahead)
+    rig.store.partitions.prepare({"record": None}, 1, 1, ahead)
     assert rig.take_over().version == rig.version > ahead
 
 

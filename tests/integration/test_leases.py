@@ -154,8 +154,8 @@ def test_a_fence_does_not_start_again_after_the_database_was_dropped(
     for _ in range(3):
         store.leases.ensure()
         version = acquired(store.leases).version
-        store.partitions.prepare("record", 0, 1, version)
-        store.partitions.take_over("record", 0, version)
+        store.partitions.prepare({"record": None}, 0, 1, version)
+        store.partitions.take_over(["record"], 0, version)
         where = store.partitions.partition_id("record", 0, 0)
         for number in range(5):
             claim = store.claims.take(where, owner=f"o{number}", version=version, first=1, last=1, token="82")

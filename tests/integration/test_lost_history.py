@@ -7,27 +7,30 @@ The set's own oplog decides: it holds this moment, and nothing of 1970. P1 to P1
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from bson import Timestamp
 from pymongo import MongoClient
 
-from mongo_celery.bridge.listener import history
+from mongo_celery.bridge.listener import draining, history, starts
 from mongo_celery.bridge.listener.history import LostHistory
+from mongo_celery.bridge.listener.starts import find_starts, read_starts
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.listener.takeover import find_starts
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.reader import Position
-from mongo_celery.bridge.window import Mark
-from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
-from mongo_celery.mongo.oplog import operation_time, read_oplog
+from mongo_celery.bridge.window import Mark, PendingChange, Window
+from mongo_celery.errors import AccessError, HistoryLostError, LayoutError, LeaseLostError
+from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
 from tests.integration.term_rig import TermRig, begin_term, mark_at
 
 Document = dict[str, Any]
 
 ROLLED = mark_at(Timestamp(5, 1))
+ROLLED_LATER = mark_at(Timestamp(6, 1))
 PINNED = Timestamp(1, 1)
 STREAM = "the fingerprint"
 FUTURE = Timestamp(4_000_000_000, 1)
@@ -52,8 +55,19 @@ class Bridge:
             fingerprint=STREAM,
         )
 
-    def go_on(self, decision: str) -> Position:
+    def go_on(self, decision: str) -> Position | None:
         return self.history(decision).go_on(HistoryLostError(), self.led, self.watermarks)
+
+    def begin(self, decision: str = "halt") -> Position | None:
+        starts_ = read_starts(self.rig.store, list(self.led), self.rig.version)
+        return self.history(decision).begin(self.led, starts_, self.watermarks)
+
+    def look(self, decision: str = "halt") -> Position | None:
+        return self.history(decision).look(self.led, self.watermarks, time.monotonic())
+
+    def decide(self, name: str, policy: str) -> None:
+        seen = self.document(name)["lost"]
+        assert self.rig.store.subscriptions.decide(name, seen, policy, operation_time(self.client))
 
     def document(self, name: str) -> Document:
         found = self.rig.database["subscriptions"].find_one({"_id": f"shop/{name}"})
@@ -175,13 +189,14 @@ def test_without_the_right_to_read_the_oplog_the_smallest_position_is_moved(
 ) -> None:
     """P9: said in the log; the next failure moves the next one, until the stream opens."""
     caplog.set_level(logging.ERROR, "mongo_celery.listener")
-    bridge = make(record=ROLLED, audit=mark_at(Timestamp(6, 1)), third=tip)
+    bridge = make(record=ROLLED, audit=ROLLED_LATER, third=tip)
 
     def refuse(_client: object) -> None:
         raise AccessError
 
     monkeypatch.setattr(history, "read_oplog", refuse)
-    assert bridge.go_on("now").time == Timestamp(6, 1)
+    monkeypatch.setattr(starts, "read_oplog", refuse)
+    assert bridge.go_on("now") == Position(ROLLED_LATER.token, ROLLED_LATER.cluster_time)
     assert "['record'] (the oplog cannot be read here" in caplog.text
     assert bridge.go_on("now") == Position(tip.token, tip.cluster_time)
     with pytest.raises(AccessError):
@@ -196,17 +211,24 @@ def test_a_token_that_is_refused_within_the_oplog_is_replaced_by_its_time_once(m
     bridge.watermarks.store(bridge.led.values(), 0.0)
     assert bridge.document("record")["resumeToken"] is None, "the refused token does not come back"
     assert bridge.document("audit")["resumeToken"] == later.token
-    with pytest.raises(HistoryLostError):
-        bridge.go_on("oldest")
+    assert bridge.go_on("oldest") == Position(later.token, later.cluster_time)
+    assert bridge.led["record"].lost, "it stands, and the other one goes on"
+    assert bridge.document("record")["lost"]["at"] == tip.cluster_time
 
 
 def test_nothing_is_moved_until_somebody_has_decided(make: Make, tip: Mark) -> None:
-    """P1, P9: the listener stops, and its state says where."""
+    """P1, P9, P12: who lost it stands still, and its state says where; the others go on."""
     bridge = make(record=ROLLED, audit=tip)
-    with pytest.raises(HistoryLostError):
-        bridge.go_on("halt")
-    assert bridge.document("record")["resumeToken"] == ROLLED.token
+    assert bridge.go_on("halt") == Position(tip.token, tip.cluster_time)
+    stored = bridge.document("record")
+    assert stored["resumeToken"] == ROLLED.token
+    assert (stored["lost"]["at"], stored["lost"]["oldest"]) == (ROLLED.cluster_time, bridge.oldest)
     assert "gaps" not in bridge.lease
+    assert [led.lost for led in bridge.led.values()] == [True, False]
+    bridge.led["record"].take_in(tip)
+    bridge.watermarks.store(bridge.led.values(), 0.0)
+    assert bridge.document("record")["resumeToken"] == ROLLED.token, "nothing is read for it, and its watermark stands"
+    assert bridge.lease["clusterTime"] == tip.cluster_time, "who is added later begins where the others stand"
 
 
 def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_a_few_times(make: Make) -> None:
@@ -217,8 +239,184 @@ def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_a_few_times
         assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) == Position(None, bridge.oldest)
         rolled = {"startAtOperationTime": PINNED, "clusterTime": None}
         bridge.rig.database["subscriptions"].update_one({}, {"$set": rolled})
-    with pytest.raises(HistoryLostError):
+    assert lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks) is None
+    assert bridge.led["record"].lost
+
+
+@pytest.fixture
+def rolling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the set's oplog, which is whole, count as one that has removed its oldest entries."""
+
+    def read(client: MongoClient[Document]) -> Oplog:
+        return replace(read_oplog(client), is_whole=False)
+
+    monkeypatch.setattr(history, "read_oplog", read)
+
+
+def test_a_start_before_the_beginning_of_a_whole_oplog_is_not_lost(make: Make) -> None:
+    """P1, P12: nothing was ever removed from it, and the server reads from there."""
+    bridge = make(record=None)
+    assert read_oplog(bridge.client).is_whole
+    assert bridge.begin() == Position(None, PINNED)
+    assert not bridge.led["record"].lost
+
+
+@pytest.mark.usefixtures("rolling")
+def test_who_stands_before_the_oplog_is_left_out_before_the_stream_is_opened(make: Make, tip: Mark) -> None:
+    """P12: no other one is opened at a place that cannot be read."""
+    bridge = make(record=ROLLED, audit=tip)
+    assert bridge.begin() == Position(tip.token, tip.cluster_time)
+    since = bridge.document("record")["lost"]["since"]
+    assert bridge.begin() == Position(tip.token, tip.cluster_time)
+    assert bridge.document("record")["lost"]["since"] == since, "it stands since then, whoever leads"
+
+
+@pytest.mark.usefixtures("rolling")
+def test_what_can_be_read_after_all_is_no_longer_lost(make: Make) -> None:
+    """P16: the oplog of another member reaches further back."""
+    bridge = make(record=mark_at(Timestamp(FUTURE.time, 1)))
+    place = Timestamp(FUTURE.time, 1)
+    assert bridge.rig.store.subscriptions.mark_lost("record", bridge.rig.version, place, Timestamp(FUTURE.time, 9), "")
+    assert bridge.begin() == Position(mark_at(place).token, place)
+    assert bridge.document("record")["lost"] is None
+
+
+@pytest.mark.usefixtures("rolling")
+@pytest.mark.parametrize("touched", [False, True])
+def test_a_first_start_is_chosen_again_only_where_nothing_was_ever_claimed(make: Make, *, touched: bool) -> None:
+    """P1, I1: a halted first change stores no watermark, and must not be given up."""
+    bridge = make(record=None)
+    if touched:
+        head = {"resumeToken": {"_data": "82"}, "key": "k"}
+        bridge.rig.partitions.update_one({"_id": "shop/record/0/1"}, {"$set": {"state": "halted", "head": head}})
+    position = bridge.begin()
+    assert bridge.led["record"].lost is touched
+    assert position == (None if touched else Position(None, bridge.oldest))
+    assert ("gaps" in bridge.lease) is not touched
+    if not touched:
+        assert bridge.document("record")["clusterTime"] is None, "should it roll away again, it is chosen again"
+
+
+@pytest.mark.usefixtures("rolling")
+@pytest.mark.parametrize("policy", ["oldest", "now"])
+def test_a_decision_moves_one_subscription_while_the_listener_runs(make: Make, tip: Mark, policy: str) -> None:
+    """P12: what it gave up is kept, with the bridge and with itself; the other one is not touched."""
+    bridge = make(record=ROLLED, audit=tip)
+    bridge.begin()
+    assert bridge.look() is None
+    before = bridge.document("audit")
+    bridge.decide("record", policy)
+    position = bridge.look()
+    moved = bridge.document("record")
+    start = moved["startAtOperationTime"]
+    assert (start == bridge.oldest) is (policy == "oldest")
+    assert position == (Position(None, start) if policy == "oldest" else Position(tip.token, tip.cluster_time))
+    assert (moved["lost"], bridge.led["record"].lost) == (None, False)
+    (gap,) = moved["gaps"]
+    assert (gap["from"], gap["until"], gap["policy"]) == (ROLLED.cluster_time, start, policy)
+    assert [each["subscriptions"] for each in bridge.lease["gaps"]] == [["record"]]
+    assert bridge.document("audit") == before
+
+
+@pytest.mark.usefixtures("rolling")
+def test_attempts_at_a_change_that_is_given_up_are_not_charged_to_the_next_one(make: Make, tip: Mark) -> None:
+    """P14: a parked change is gone with its history; a halted one stays as the record of what is lost."""
+    bridge = make(record=ROLLED, audit=tip)
+    parked = {"count": 2, "crashes": 1, "notBefore": datetime(2100, 1, 1, tzinfo=UTC), "error": "later"}
+    halted = {"state": "halted", "retry": {"count": 3}, "head": {"resumeToken": ROLLED_LATER.token, "key": "k"}}
+    for name in ("record", "audit"):
+        bridge.rig.partitions.update_one({"_id": f"shop/{name}/0/0"}, {"$set": {"retry": parked}})
+        bridge.rig.partitions.update_one({"_id": f"shop/{name}/0/1"}, {"$set": halted})
+    before = bridge.rig.documents()
+    bridge.begin("oldest")
+    after = bridge.rig.documents()
+    changed = {name for name, document in after.items() if document != before[name]}
+    assert changed == {"shop/record/0/0"}
+    assert after["shop/record/0/0"]["retry"] is None
+
+
+def test_an_oldest_entry_that_rolls_away_before_it_is_read_is_chosen_again_a_few_times(make: Make, tip: Mark) -> None:
+    """P12: a fast oplog must not ask its operator again and again for the same decision."""
+    bridge = make(record=ROLLED, audit=tip)
+    bridge.go_on("halt")
+    bridge.decide("record", "oldest")
+    lost = bridge.history("halt")
+    assert lost.look(bridge.led, bridge.watermarks, time.monotonic()) == Position(None, bridge.oldest)
+    for again in range(3):
+        rolled = {"startAtOperationTime": PINNED, "clusterTime": PINNED}
+        bridge.rig.database["subscriptions"].update_one({"_id": "shop/record"}, {"$set": rolled})
+        bridge.led["record"].window = Window(ROLLED)
         lost.go_on(HistoryLostError(), bridge.led, bridge.watermarks)
+        assert bridge.led["record"].lost is (again == 2)
+
+
+@pytest.mark.usefixtures("rolling")
+def test_a_decision_that_nobody_saw_is_acted_upon_by_the_next_term(make: Make, tip: Mark) -> None:
+    """P12: the listener may have been down; `now` is when somebody said it."""
+    bridge = make(record=ROLLED, audit=tip)
+    bridge.begin()
+    bridge.decide("record", "now")
+    said = bridge.document("record")["lost"]["goOn"]["time"]
+    bridge.led["record"].lost = False  # a new process
+    assert bridge.begin() == Position(tip.token, tip.cluster_time)
+    assert bridge.document("record")["startAtOperationTime"] == said
+
+
+@pytest.mark.usefixtures("rolling")
+def test_a_decision_that_cannot_be_carried_out_stops_nobody_else(
+    make: Make, tip: Mark, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12: it is taken back, and said; an endless repetition would be neither."""
+    bridge = make(record=ROLLED, audit=tip)
+    bridge.begin()
+    bridge.decide("record", "oldest")
+
+    def refuse(_client: object) -> None:
+        raise AccessError
+
+    monkeypatch.setattr(history, "read_oplog", refuse)
+    monkeypatch.setattr(starts, "read_oplog", refuse)
+    assert bridge.look() == Position(tip.token, tip.cluster_time)
+    assert bridge.document("record")["lost"]["goOn"] is None
+    assert bridge.look() is None
+
+
+def test_who_was_read_further_in_this_term_is_judged_by_that(make: Make) -> None:
+    """P13: a halted change holds the watermark; what came behind it is in the buffer, and is not lost yet."""
+    bridge = make(record=ROLLED, audit=ROLLED)
+    now = operation_time(bridge.client)
+    led = bridge.led["audit"]
+    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"))
+    led.window.pass_over(mark_at(now))
+    assert bridge.go_on("halt") == Position(None, now)
+    assert [each.lost for each in bridge.led.values()] == [True, False]
+    assert led.window.depth(0) == 1
+
+
+def test_the_listener_ends_once_nothing_is_left_to_lead(make: Make) -> None:
+    """P9, P13: with the sentence; but not while it has something that only it has."""
+    bridge = make(record=ROLLED)
+    led = bridge.led["record"]
+    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"))
+    assert bridge.go_on("halt") is None
+    assert bridge.look() is None
+    led.window.complete(0, ROLLED_LATER.data)
+    with pytest.raises(HistoryLostError, match="no longer reaches back"):
+        bridge.look()
+
+
+@pytest.mark.usefixtures("rolling")
+def test_a_new_layout_does_not_wait_for_what_cannot_be_read(make: Make, tip: Mark) -> None:
+    """P9, P12: the partitions of a lost handler are ahead of its watermark, and reading will never get there."""
+    bridge = make(record=ROLLED, audit=tip)
+    bridge.begin()
+    found = bridge.rig.take_over()
+    draining.check_can_read(bridge.rig.options, found, bridge.led.values())
+    ahead = {"$set": {"resumeToken": ROLLED_LATER.token, "committed": 1}}
+    bridge.rig.partitions.update_one({"_id": "shop/record/0/1"}, ahead)
+    found = bridge.rig.take_over()
+    with pytest.raises(LayoutError, match="go-on record"):
+        draining.check_can_read(bridge.rig.options, found, bridge.led.values())
 
 
 def test_a_term_that_has_ended_moves_nothing(make: Make, tip: Mark) -> None:

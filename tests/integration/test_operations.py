@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from bson import ObjectId
+from bson import ObjectId, Timestamp
 from celery import Celery
 from celery.app.task import Context
 from pymongo import MongoClient
@@ -16,7 +16,7 @@ from pymongo.database import Database
 from mongo_celery import AccessError, Bridge, CommandRefusedError, ServerUnavailableError, TopologyError
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
-from mongo_celery.bridge.operations import commands, worker_check
+from mongo_celery.bridge.operations import commands, going_on, worker_check
 from mongo_celery.bridge.operations.findings import Finding
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.status import read_status
@@ -27,6 +27,7 @@ from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.integration.guarded import GuardedMongo
+from tests.integration.term_rig import mark_at
 
 Document = dict[str, Any]
 MakeBridge = Callable[..., Bridge]
@@ -315,6 +316,44 @@ def test_a_retry_of_all_leaves_out_what_nothing_would_run(led: Led, make_bridge:
     assert "nothing to retry" in outcomes[5].reason
 
 
+def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: Led) -> None:
+    """P16: it would flow on as if nothing were lost; unless the listener says that the change is in its buffer."""
+    led.halt()
+    place, later = Timestamp(5, 1), Timestamp(9, 1)
+    head = {"$set": {"head.resumeToken": mark_at(Timestamp(6, 1)).token}}
+    partition = led.store.partitions.partition_id("summarise", 0, 0)
+    led.bridge.client[led.bridge.options.database]["partitions"].update_one({"_id": partition}, head)
+    assert led.store.subscriptions.pin("summarise", led.version, place, None)
+    assert led.store.subscriptions.mark_lost("summarise", led.version, place, later, "rolled over")
+    with pytest.raises(CommandRefusedError, match="can no longer be read"):
+        commands.retry(led.bridge.wiring, "summarise", 0)
+    assert led.store.subscriptions.move_start("summarise", led.version, later, "oldest")
+    with pytest.raises(CommandRefusedError, match="then skip it"):
+        commands.retry(led.bridge.wiring, "summarise", 0)
+    assert led.partition()["state"] == "halted"
+    assert led.store.leases.renew(led.term, {"held": [{"subscription": "summarise", "partition": 0}]})
+    commands.retry(led.bridge.wiring, "summarise", 0)
+    assert led.partition()["state"] == "flowing"
+
+
+def test_a_decision_on_lost_history_is_refused_where_there_is_nothing_to_decide(led: Led) -> None:
+    """P12: one sentence; and two operators do not decide the same thing twice."""
+    wiring = led.bridge.wiring
+    with pytest.raises(CommandRefusedError, match="did you mean 'summarise'"):
+        going_on.read_lost(wiring, "summarize")
+    with pytest.raises(CommandRefusedError, match="has not lost its history"):
+        going_on.read_lost(wiring, "summarise")
+    assert led.store.subscriptions.pin("summarise", led.version, Timestamp(5, 1), None)
+    assert led.store.subscriptions.mark_lost("summarise", led.version, Timestamp(5, 1), Timestamp(9, 1), "why")
+    seen = going_on.read_lost(wiring, "summarise")
+    assert (seen.at, seen.oldest, seen.decided) == (Timestamp(5, 1), Timestamp(9, 1), None)
+    going_on.go_on(wiring, seen, "now")
+    assert going_on.read_lost(wiring, "summarise").decided == "now"
+    assert read_status(wiring)["subscriptions"][0]["lost"]["decided"] == "now"
+    with pytest.raises(CommandRefusedError, match="has changed meanwhile"):
+        going_on.go_on(wiring, seen, "oldest")
+
+
 def test_a_skip_passes_over_the_change_that_was_seen(led: Led) -> None:
     """The position moves by one, and a stale message of the skipped change cannot claim."""
     led.halt()
@@ -410,6 +449,15 @@ def test_a_check_of_a_sound_deployment_leaves_nothing_behind(
         assert found[name].level == "ok", found[name]
     assert found["test_commands"].level == "warning"
     assert state_database not in make_client(own.url).list_database_names()
+
+
+def test_a_check_names_who_has_lost_its_history(led: Led) -> None:
+    """P16: an error with the command that decides, as long as nobody has."""
+    assert led.store.subscriptions.pin("summarise", led.version, Timestamp(5, 1), None)
+    assert by_name(check(led.bridge.wiring))["history"].level == "ok"
+    assert led.store.subscriptions.mark_lost("summarise", led.version, Timestamp(5, 1), Timestamp(9, 1), "why")
+    lost = by_name(check(led.bridge.wiring))["history"]
+    assert (lost.level, "changes go-on summarise --from oldest" in lost.message) == ("error", True)
 
 
 def test_a_check_on_a_standalone_names_the_cure(standalone_url: str, make_bridge: MakeBridge) -> None:

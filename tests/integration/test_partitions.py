@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from bson import Timestamp
+from bson.int64 import Int64
 from pymongo import MongoClient
 
 from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.subscriptions import lost_in
 from tests.fixtures.process import wait_for
 from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, rig_of, token
 
@@ -35,7 +37,7 @@ def test_preparing_twice_changes_nothing_that_exists(rig: Rig) -> None:
     """P4: a crash in the middle of a preparation is repeated by the next term."""
     rig.claim()
     before = rig.document
-    rig.partitions.prepare(SUBSCRIPTION, 0, 3, LATER, token(9))
+    rig.partitions.prepare({SUBSCRIPTION: token(9)}, 0, 3, LATER)
     assert rig.document == before
     others = [image for image in rig.partitions.of([SUBSCRIPTION], 0) if image.index]
     assert [(image.index, image.token) for image in others] == [(1, token(9)), (2, token(9))]
@@ -44,20 +46,20 @@ def test_preparing_twice_changes_nothing_that_exists(rig: Rig) -> None:
 
 def test_names_that_begin_alike_are_kept_apart(rig: Rig) -> None:
     """A generation 1 is not 10, and a handler `a` is not `a_b`."""
-    rig.partitions.prepare(SUBSCRIPTION, 10, 1, VERSION)
-    rig.partitions.prepare(SUBSCRIPTION, 1, 1, VERSION)
-    rig.partitions.prepare(f"{SUBSCRIPTION}_more", 1, 1, VERSION)
-    assert len(rig.partitions.take_over(SUBSCRIPTION, 1, LATER)) == 1
+    rig.partitions.prepare({SUBSCRIPTION: None}, 10, 1, VERSION)
+    rig.partitions.prepare({SUBSCRIPTION: None}, 1, 1, VERSION)
+    rig.partitions.prepare({f"{SUBSCRIPTION}_more": None}, 1, 1, VERSION)
+    assert len(rig.partitions.take_over([SUBSCRIPTION], 1, LATER)) == 1
     taken = {document["_id"] for document in rig.documents.find({"epoch": LATER})}
     assert taken == {f"{BRIDGE}/{SUBSCRIPTION}/1/0"}
-    rig.partitions.discard(SUBSCRIPTION, 1, LATER)
+    rig.partitions.discard([SUBSCRIPTION], 1, LATER)
     assert rig.documents.count_documents({}) == 3
 
 
 def test_discarding_leaves_what_a_later_term_has_prepared(rig: Rig) -> None:
     """P1: there the generation may be in force, and at work."""
-    rig.partitions.prepare(SUBSCRIPTION, 1, 2, LATER)
-    rig.partitions.discard(SUBSCRIPTION, 1, VERSION)
+    rig.partitions.prepare({SUBSCRIPTION: None}, 1, 2, LATER)
+    rig.partitions.discard([SUBSCRIPTION], 1, VERSION)
     assert rig.documents.count_documents({}) == 3
 
 
@@ -323,7 +325,7 @@ def test_an_older_term_moves_nothing_of_a_subscription(rig: Rig) -> None:
     before = subscriptions.read_all()
     assert not subscriptions.advance("record", VERSION, token(3), None, "f")
     assert not subscriptions.pin("record", VERSION, Timestamp(1, 1), None)
-    assert not subscriptions.move_start("record", VERSION, Timestamp(1, 1))
+    assert not subscriptions.move_start("record", VERSION, Timestamp(1, 1), "now")
     assert subscriptions.read_all() == before
 
 
@@ -343,10 +345,12 @@ def test_moving_the_start_drops_the_token_that_the_server_no_longer_accepts(rig:
     subscriptions = rig.store.subscriptions
     subscriptions.take_over(["record"], VERSION)
     assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
-    assert subscriptions.move_start("record", VERSION, Timestamp(9, 1))
+    assert subscriptions.move_start("record", VERSION, Timestamp(9, 1), "now")
     (document,) = subscriptions.read_all()
     assert (document["resumeToken"], document["fingerprint"]) == (None, None)
     assert document["startAtOperationTime"] == document["clusterTime"] == Timestamp(9, 1)
+    (gap,) = document["gaps"]
+    assert (gap["from"], gap["until"], gap["policy"]) == (Timestamp(6, 1), Timestamp(9, 1), "now")
 
 
 def test_a_start_is_never_lowered(rig: Rig) -> None:
@@ -354,12 +358,54 @@ def test_a_start_is_never_lowered(rig: Rig) -> None:
     subscriptions = rig.store.subscriptions
     subscriptions.take_over(["record", "audit"], VERSION)
     assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
-    assert not subscriptions.move_start("record", VERSION, Timestamp(5, 1))
+    assert not subscriptions.move_start("record", VERSION, Timestamp(5, 1), "now")
     assert subscriptions.pin("audit", VERSION, Timestamp(20, 1), None)
-    assert subscriptions.move_start("audit", VERSION, Timestamp(5, 1))
+    assert subscriptions.move_start("audit", VERSION, Timestamp(5, 1), "now")
     audit, record = sorted(subscriptions.read_all(), key=lambda document: str(document["_id"]))
     assert (record["resumeToken"], record["clusterTime"]) == (token(3), Timestamp(6, 1))
     assert audit["startAtOperationTime"] == audit["clusterTime"] == Timestamp(20, 1)
+
+
+def test_a_decision_on_lost_history_counts_for_what_its_operator_has_seen(rig: Rig) -> None:
+    """P12: compared as a whole; the record is void once the subscription stands elsewhere."""
+    subscriptions = rig.store.subscriptions
+    subscriptions.take_over(["record"], VERSION)
+    assert subscriptions.pin("record", VERSION, Timestamp(5, 1), None)
+    assert subscriptions.mark_lost("record", VERSION, Timestamp(5, 1), Timestamp(9, 1), "$why")
+    (document,) = subscriptions.read_all()
+    seen = lost_in(document)
+    assert seen is not None
+    assert (seen["at"], seen["oldest"], seen["error"], seen["goOn"]) == (Timestamp(5, 1), Timestamp(9, 1), "$why", None)
+    assert subscriptions.decide("record", seen, "now", Timestamp(10, 1))
+    assert not subscriptions.decide("record", seen, "oldest", Timestamp(11, 1)), "somebody else was first"
+    (decided,) = subscriptions.read_all()
+    assert decided["lost"]["goOn"] == {"policy": "now", "time": Timestamp(10, 1)}
+    assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
+    (moved,) = subscriptions.read_all()
+    assert lost_in(moved) is None
+    assert not subscriptions.mark_lost("record", VERSION - 1, Timestamp(5, 1), None, "late")
+
+
+TRACES = (
+    {"committed": Int64(1)},
+    {"state": "halted"},
+    {"state": "paused"},
+    {"claim": {"owner": "o"}},
+    {"retry": {"count": 1}},
+    {"head": {"key": "k"}},
+    {"handled": {"last": 1}},
+)
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: next(iter(trace)))
+def test_one_trace_of_work_shows_that_a_subscription_was_begun(rig: Rig, trace: dict[str, Any]) -> None:
+    """P1: also in an old layout; what was begun is not begun again somewhere else without a decision."""
+    rig.partitions.prepare({"record": None, "recorder": None}, 0, 2, VERSION)
+    rig.partitions.close_others(1, VERSION)
+    assert not rig.partitions.are_touched("record")
+    rig.documents.update_one({"_id": f"{BRIDGE}/record/0/1"}, {"$set": trace})
+    assert rig.partitions.are_touched("record")
+    assert not rig.partitions.are_touched("recorder")
 
 
 @pytest.mark.parametrize("text", NASTY)

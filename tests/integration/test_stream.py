@@ -16,7 +16,7 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
 
-from mongo_celery.bridge.listener.takeover import start_time
+from mongo_celery.bridge.listener.starts import start_time
 from mongo_celery.bridge.stream.reader import ChangeEvent, Failed, Item, Position, StreamReader
 from mongo_celery.bridge.stream.source import scope_of
 from mongo_celery.bridge.window import Mark

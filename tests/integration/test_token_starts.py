@@ -10,7 +10,7 @@ import pytest
 from bson import Timestamp
 from pymongo import MongoClient
 
-from mongo_celery.bridge.listener.takeover import Start, find_starts, start_time
+from mongo_celery.bridge.listener.starts import Start, find_starts, start_time
 from mongo_celery.errors import ConfigurationError
 from tests.integration.term_rig import TermRig, begin_term, mark_at
 

@@ -6,6 +6,7 @@ from tests.property.protocol_model import (
     Broken,
     Fault,
     Handled,
+    Image,
     Partition,
     Policy,
     Rewind,
@@ -89,6 +90,20 @@ def reopen(world: World, state: State, which: int) -> Steps:
         again = listener._replace(opened=state.watermark, cursor=state.watermark)
         after = state._replace(listeners=put(state.listeners, which, again), budget=state.budget - 1)
         yield Step("reopen", again, fair=False), after
+
+
+def lock(world: World, state: State, which: int) -> Steps:
+    """The next partition of a take-over is locked: it is read by majority, and won later."""
+    listener = state.listeners[which]
+    index = listener.taken - 1
+    if 0 <= index < len(state.partitions) and possible(world, state, Fault.LOCK):
+        partition = state.partitions[index]
+        image = Image(partition.committed, partition.token)
+        passed = listener._replace(
+            taken=listener.taken + 1, images=(*listener.images, image), locked=listener.locked | {index}
+        )
+        after = state._replace(listeners=put(state.listeners, which, passed), budget=state.budget - 1)
+        yield Step("lock", passed, fair=False), after
 
 
 def rewind(world: World, state: State) -> Steps:

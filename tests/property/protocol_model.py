@@ -11,6 +11,8 @@ enough to try every interleaving (see ``protocol_search``). What stands behind i
   which stands for a post-batch token.
 - *A listener's buffers and its window follow* from where it opened the stream, how far it has read, and the
   last image it saw of each partition. A listener that lost its lease goes on with all of its rules for ever.
+- *A locked partition* is left behind by a take-over, which leads and wins it later. Meanwhile everybody else may act
+  there as before, which is more than its lock allows.
 - *Runs carry one change*, and any message or listener may commit what is handled, as the design allows.
 - *A rewind is a term of the operator*: it takes the lease's next version and writes it, with the new
   position, to the subscription and to the partitions in one transaction.
@@ -49,6 +51,7 @@ class Broken(StrEnum):
     CLAIM_IGNORES_EPOCH = "a claim does not compare the epoch"
     NUMBERED_AT_READING = "the sequence number is fixed at reading"
     KEY_CHANGES = "a change read again has another partition key"
+    WATERMARK_PASSES_LOCKED = "the watermark does not wait for a partition that is locked at the take-over"
     REWIND_IN_TWO_WRITES = "a rewind is two writes: the watermark, then the positions"
     REWIND_COUNTS_ALONE = "a rewind takes each document's epoch plus one, not the lease's next version"
 
@@ -63,6 +66,7 @@ class Fault(StrEnum):
     ROLLBACK = "a failover loses the mark `handled`, which was written with w:1"
     LOSS = "the broker loses a message"
     REOPEN = "the stream breaks and is opened again at the watermark"
+    LOCK = "a transaction that nobody ends keeps a partition from being won by a take-over"
 
 
 class Policy(StrEnum):
@@ -166,7 +170,10 @@ class Partition(NamedTuple):
 
 
 class Listener(NamedTuple):
-    """What one term keeps in memory; ``taken`` counts the documents taken over, subscription first."""
+    """What one term keeps in memory; ``taken`` counts the documents taken over, subscription first.
+
+    Of those the ``locked`` ones are not won yet: their images are known, their epochs are older.
+    """
 
     term: int
     config: int
@@ -175,6 +182,7 @@ class Listener(NamedTuple):
     cursor: int = 0
     images: tuple[Image, ...] = ()
     at_opening: tuple[Image, ...] = ()
+    locked: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         """Return the listener as a part of a trace."""

@@ -133,6 +133,18 @@ def taken_over(world: World, state: State, index: int, listener: Listener) -> tu
     return with_partition(after, index, partition), Image(partition.committed, token)
 
 
+def win(world: World, state: State, which: int) -> Steps:
+    """A partition that was locked at the take-over is free now, and won like the others."""
+    listener = state.listeners[which]
+    for index in listener.locked:
+        after, image = taken_over(world, state, index, listener)
+        if after.partitions[index].epoch == listener.term:
+            won = listener._replace(images=put(listener.images, index, image), locked=listener.locked - {index})
+        else:
+            won = ended(listener)
+        yield Step("win", won), after._replace(listeners=put(state.listeners, which, won))
+
+
 def read(world: World, state: State, which: int) -> Steps:
     """The listener reads on, or takes a fresh image of a partition."""
     listener = state.listeners[which]
@@ -158,7 +170,7 @@ def buffered(world: World, listener: Listener, index: int, after: int) -> list[i
 def dispatch(world: World, state: State, which: int) -> Steps:
     """Window 1: the first change that is not done goes out; again and again, which is the sweep.
 
-    More than the design allows: a live claim does not hold it back. Waiting saves messages, not safety.
+    More than the design allows: neither a live claim nor a lock holds it back. Waiting saves messages, not safety.
     """
     listener = state.listeners[which]
     for index, image in enumerate(listener.images):
@@ -177,7 +189,10 @@ def complete(world: World, listener: Listener, token: int) -> bool:
     """Tell whether an item of the window is complete, as far as the listener knows."""
     if not world.matched(listener.config, token):
         return True
-    return token <= listener.images[world.partition(listener.config, token)].token
+    index = world.partition(listener.config, token)
+    if world.broken is Broken.WATERMARK_PASSES_LOCKED and index in listener.locked:
+        return True
+    return token <= listener.images[index].token
 
 
 def low_watermark(world: World, listener: Listener) -> int:

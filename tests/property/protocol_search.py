@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tests.property.protocol_faults import lapse, misfortune_of_runs, misfortune_of_stores, reopen, rewind
+from tests.property.protocol_faults import lapse, lock, misfortune_of_runs, misfortune_of_stores, reopen, rewind
 from tests.property.protocol_model import MARK, Item, Policy, Run, State, Step, Steps, World, initial
 from tests.property.protocol_rules import (
     acquire,
@@ -24,6 +24,7 @@ from tests.property.protocol_rules import (
     release,
     store_watermark,
     take_over,
+    win,
 )
 
 
@@ -193,8 +194,10 @@ def steps(world: World, state: State) -> Steps:
             yield from dispatch(world, state, which)
             yield from store_watermark(world, state, which)
             yield from reopen(world, state, which)
+            yield from win(world, state, which)
         else:
             yield from take_over(world, state, which)
+            yield from lock(world, state, which)
     yield from deliver(world, state)
     for run in state.runs:
         yield from execute(world, state, run)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from tests.property.protocol_model import MARK, Broken, Fault, Policy, Rewind, World
 
-EVERY = frozenset(Fault)
+LOCKS = frozenset({Fault.LOCK, Fault.LAPSE})
+EVERY = frozenset(Fault) - {Fault.LOCK}
 LAPSE = frozenset({Fault.LAPSE})
 WIDER = (frozenset({2, 3}), frozenset({1, 2, 3}))
 """A second configuration matches a change that lies before those of the first."""
@@ -46,6 +47,11 @@ def faulty(floor: int, name: str, stream: tuple[int, ...], terms: int, faults: i
     return Sound(World(name, stream, terms, budget=faults, faults=EVERY), floor)
 
 
+def locked(floor: int, name: str, stream: tuple[int, ...], terms: int, faults: int) -> Sound:
+    """Return a scenario in which partitions are locked at take-overs, and claims may lapse."""
+    return Sound(World(name, stream, terms, budget=faults, faults=LOCKS), floor)
+
+
 def also(
     base: Sound,
     *,
@@ -71,6 +77,10 @@ SOUND = (
     also(faulty(40_000, "a later term matches less", (0, 0, 0), terms=2, faults=1), matches=NARROWER),
     also(sound(12_000, "a rewind, number kept", (0, 0), terms=1, lapses=1), rewind=Rewind.NUMBER_KEPT),
     also(sound(25_000, "a rewind of the number, two terms", (0, 0), terms=2), rewind=Rewind.NUMBER_BACK),
+    locked(40_000, "a locked partition, two changes, two terms", (0, 0), terms=2, faults=2),
+    locked(50_000, "a locked partition beside another, a mark, two terms", (0, MARK, 1), terms=2, faults=1),
+    also(locked(35_000, "a locked partition, a later term matches more", (0, 0, 0), terms=2, faults=1), matches=WIDER),
+    also(locked(5_000, "a locked partition and a rewind", (0, 0), terms=1, faults=1), rewind=Rewind.NUMBER_BACK),
 )
 
 
@@ -84,6 +94,7 @@ TWO_TERMS = World("one partition, two terms", (0, 0), terms=2)
 LAPSING = World("one partition, a lapse", (0, 0), terms=1, budget=1, faults=LAPSE)
 KEPT = World("a rewind that keeps the number", (0, 0), terms=1, rewind=Rewind.NUMBER_KEPT)
 BACK = World("a rewind of the number", (0, 0), terms=1, rewind=Rewind.NUMBER_BACK)
+LOCKED = World("two partitions, one of them locked", (0, 1), terms=2, budget=1, faults=LOCKS)
 MATCHES_MORE = World("a later term matches more", (0, 0, 0), terms=2, matches=WIDER)
 MOVING = World("two partitions, a key that changes", (0, 1), terms=2, moved=(1, 1))
 
@@ -105,6 +116,7 @@ CAUGHT = (
     caught(Broken.NUMBERED_AT_READING, MATCHES_MORE, "P1"),
     caught(Broken.KEY_CHANGES, MOVING, "P6"),
     caught(Broken.KEY_CHANGES, MOVING, "P5", watched="P1 P2 P3 P4 P5"),
+    caught(Broken.WATERMARK_PASSES_LOCKED, LOCKED, "P5"),
     caught(Broken.REWIND_IN_TWO_WRITES, KEPT, "P1", watched="P1"),
     caught(Broken.REWIND_COUNTS_ALONE, TWO_TERMS._replace(rewind=Rewind.NUMBER_BACK), "P1"),
 )

@@ -15,7 +15,7 @@ from mongo_celery.bridge.operations.findings import error, ok, warning
 from mongo_celery.bridge.operations.status import shape
 from mongo_celery.cli.check_view import check_view
 from mongo_celery.cli.status_view import duration, needs_attention, status_view
-from tests.unit.test_status import facts, image, lease
+from tests.unit.test_status import LOST, facts, image, lease, subscription
 
 
 def shown(view: RenderableType) -> str:
@@ -66,6 +66,18 @@ def test_what_needs_attention(change: dict[str, Any], wanted: bool) -> None:
     """What stands still, has crashed, or has lost its claim."""
     partition = shape(facts(images=[image(0, **change)]))["partitions"][0]
     assert needs_attention(partition) is wanted
+
+
+def test_lost_history_is_told_with_the_command_that_decides() -> None:
+    """And once somebody has, that it is decided; and before it is lost, how near that is."""
+    lost = shown(status_view([shape(facts(subscriptions=[subscription(lost=LOST)]))], everything=False))
+    assert "summarise has lost its history" in lost
+    assert "changes go-on summarise --from oldest" in lost
+    decided = {**LOST, "goOn": {"policy": "oldest"}}
+    text = shown(status_view([shape(facts(subscriptions=[subscription(lost=decided)]))], everything=False))
+    assert "it goes on (oldest)" in text
+    late = facts(lease=lease(report={}), oplog_window=16, oplog_rolls=True)
+    assert "62% of the oplog's window lie behind summarise" in shown(status_view([shape(late)], everything=False))
 
 
 def test_failure_and_absence_are_told_in_words() -> None:

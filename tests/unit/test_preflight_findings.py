@@ -112,13 +112,28 @@ def test_a_small_oplog_window_is_told_once_the_oplog_is_full(hours: int, fill: f
     assert deployment._judge_window(oplog, fill).level == level
 
 
-def test_a_position_that_the_oplog_has_passed_is_an_error() -> None:
-    """History is lost, and the remedy is named."""
+@pytest.mark.parametrize(
+    ("time", "level", "name"),
+    [(9000, "ok", "history"), (4900, "warning", "history_at_risk"), (1700, "error", "history_at_risk")],
+)
+def test_a_handler_that_falls_back_behind_the_oplogs_window_is_named(time: int, level: str, name: str) -> None:
+    """With the partition that holds it, and the command that frees it; but only where entries are removed."""
     oplog = Oplog(Timestamp(1000, 1), Timestamp(9000, 1))
-    assert deployment._judge_position(oplog, Timestamp(2000, 1)).level == "ok"
-    lost = deployment._judge_position(oplog, Timestamp(999, 1))
-    assert lost.level == "error"
-    assert "--on-history-lost" in lost.message
+    history = deployment.History("record", Timestamp(time, 1), partition=3, state="halted")
+    (finding,) = deployment.judge_histories([history], oplog, rolls=True)
+    assert (finding.level, finding.name) == (level, name)
+    assert ("changes retry record --partition 3" in finding.message) is (level != "ok")
+    (young,) = deployment.judge_histories([history], oplog, rolls=False)
+    assert young.level == "ok"
+
+
+def test_lost_history_is_an_error_for_each_handler_that_lost_it() -> None:
+    """The remedy is named, and acts on that one alone."""
+    oplog = Oplog(Timestamp(1000, 1), Timestamp(9000, 1))
+    lost = deployment.History("record", Timestamp(10, 1), is_lost=True)
+    (finding,) = deployment.judge_histories([lost, deployment.History("audit", Timestamp(9000, 1))], oplog, rolls=True)
+    assert (finding.level, finding.name) == ("error", "history")
+    assert "changes go-on record --from oldest" in finding.message
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pymongo import MongoClient
 
-from mongo_celery.bridge.listener.takeover import start_time
+from mongo_celery.bridge.listener.starts import start_time
 from mongo_celery.mongo.oplog import Oplog, time_of_token
 
 FALLBACK = Timestamp(1, 1)

@@ -273,3 +273,34 @@ def test_a_change_that_waits_for_infrastructure_is_told_from_a_parked_one() -> N
     assert state_of(image(0, waiting=waiting, live=True)) == "flowing"
     assert state_of(image(0, waiting=waiting, state="paused")) == "paused"
     assert state_of(image(0, due_in=2.5)) == "parked"
+
+
+LOST = {"since": NOON, "at": Timestamp(SECOND, 1), "oldest": Timestamp(SECOND + 5, 1), "error": "why", "goOn": None}
+
+
+def test_a_subscription_that_has_lost_its_history_says_so_and_what_was_decided() -> None:
+    """P16: also beside a listener that has read everything that it can; and only as long as it stands there."""
+    for go_on, decided in ((None, None), ({"policy": "now", "time": Timestamp(SECOND, 1)}, "now")):
+        stored = subscription(lost={**LOST, "goOn": go_on})
+        (shown,) = shape(facts(subscriptions=[stored]))["subscriptions"]
+        assert (shown["state"], shown["lag_seconds"]) == ("history_lost", 10)
+        assert shown["lost"]["decided"] == decided
+        assert shown["lost"]["oldest"] > shown["lost"]["at"]
+    (elsewhere,) = shape(facts(subscriptions=[subscription(lost={**LOST, "at": Timestamp(1, 1)})]))["subscriptions"]
+    assert (elsewhere["state"], elsewhere["lost"]) == ("flowing", None)
+
+
+@pytest.mark.parametrize(("rolls", "window", "share"), [(True, 40, 0.25), (False, 40, None), (True, None, None)])
+def test_the_share_of_the_oplog_that_lies_behind_a_subscription(
+    *, rolls: bool, window: int | None, share: float | None
+) -> None:
+    """P16: unknown where the oplog cannot be read, and none where it removes nothing."""
+    stands = shape(facts(lease=lease(report={}), oplog_window=window, oplog_rolls=rolls))
+    assert stands["subscriptions"][0]["oplog_share"] == share
+
+
+def test_what_a_subscription_gave_up_is_shown_with_it() -> None:
+    """P9: for as long as the record is kept."""
+    gap = {"from": Timestamp(SECOND - 9, 1), "until": Timestamp(SECOND, 1), "policy": "oldest", "at": NOON}
+    (shown,) = shape(facts(subscriptions=[subscription(gaps=[gap])]))["subscriptions"]
+    assert [(each["policy"], each["from"] < each["until"]) for each in shown["gaps"]] == [("oldest", True)]

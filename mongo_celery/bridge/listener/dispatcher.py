@@ -3,6 +3,12 @@ Publishing runs: one message a run, with the commit task as the link behind it.
 
 A message is a hint. If publishing fails the outcome is unknown, and the run is dispatched again later;
 the claim in MongoDB drops whatever arrives twice.
+
+A broker that is away takes nothing, a broker that is there may refuse one message: too large, or not to be
+serialised. A change that is larger than `run_bytes` therefore never travels with others. A batch that fails on two
+connections is tried run by run, the smallest first, on connections that work; a run that fails on two of them while
+the broker takes a third is refused (Redis ends the connection on which a message was too large). At the first
+connection that cannot be made all attempts end, so an absence costs no more than before.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from celery import Celery
@@ -29,6 +35,9 @@ from mongo_celery.broker.queues import declare_queues
 logger = logging.getLogger("mongo_celery.listener")
 
 _BROKER_SECONDS = 5
+_ATTEMPTS = 2  # the first connection may have been cut while it was idle, or a broker started again
+_REFUSALS_AT_FIRST = 3
+"""So many refusals before anything was taken mean that the broker takes nothing, as when its memory is full."""
 _SECRET_BYTES = 8
 """Of a task id: remote control revokes by ids, so that they must not be guessed."""
 
@@ -49,6 +58,27 @@ class Dispatch:
     attempt: int
     label: str
 
+    @property
+    def size(self) -> int:
+        """Bytes of its changes; the message is larger by its encoding."""
+        return sum(map(len, self.run.changes))
+
+
+@dataclass(slots=True)
+class Published:
+    """
+    What became of some dispatches; of those in neither list nobody knows it.
+
+    Attributes:
+        sent: the broker has taken them.
+        refused: the broker takes others, but not these.
+        failure: why the rest has to wait: the broker is away, or takes nothing.
+    """
+
+    sent: list[Dispatch] = field(default_factory=list)
+    refused: list[tuple[Dispatch, Exception]] = field(default_factory=list)
+    failure: Exception | None = None
+
 
 class Dispatcher:
     """
@@ -67,24 +97,32 @@ class Dispatcher:
         self._key: bytes | None = None
         self._connection: Connection | None = None
         self._producer: Any = None
+        self._careful: Connection | None = None
         self._origin = f"listener.{options.name}.{os.getpid()}@{socket.gethostname()}"
         declare_queues(app, options.queue_names)
 
-    def publish(self, dispatches: Sequence[Dispatch]) -> None:
+    def publish(self, together: Sequence[Dispatch], alone: Sequence[Dispatch] = ()) -> Published:
         """
-        Publish in one batch where the transport can. Ends within a bound, also when the broker is frozen.
+        Publish, most of it in one batch where the transport can. Ends within a bound, also when the broker is frozen.
 
-        Raises:
-            Exception: of the broker's client; none, some or all of the messages may have been published.
+        Args:
+            together: what may share a batch.
+            alone: what the broker has refused before, and what may therefore harm only itself.
         """
+        done = Published()
+        largest = self._options.run_bytes
         try:
-            producer = self._ready_producer()
-            with _batch(producer):
-                for dispatch in dispatches:
-                    self._publish(producer, dispatch)
-        except Exception:
+            self._publish_together([each for each in together if each.size <= largest], done)
+            for dispatch in together:
+                if dispatch.size > largest:
+                    self._publish_alone(dispatch, done)
+            for dispatch in alone:
+                self._publish_alone(dispatch, done, attempts=1)
+        except Exception as error:  # noqa: BLE001 - whatever the broker's client raises: the outcome is unknown
             self.close()
-            raise
+            done.failure = error
+        self._release_careful()
+        return done
 
     def close(self) -> None:
         """Drop the connection; the next publish makes a new one."""
@@ -92,6 +130,42 @@ class Dispatcher:
         if connection is not None:
             with contextlib.suppress(Exception):
                 connection.release()
+
+    def _publish_together(self, dispatches: Sequence[Dispatch], done: Published) -> None:
+        if not dispatches:
+            return
+        for _ in range(_ATTEMPTS):
+            producer = self._ready_producer()
+            try:
+                with _batch(producer):
+                    for dispatch in dispatches:
+                        self._publish(producer, dispatch)
+                self._demand_verdict()
+            except Exception:  # noqa: BLE001 - of the broker's client; what follows finds out what it means
+                self.close()
+                continue
+            done.sent += dispatches
+            return
+        for dispatch in sorted(dispatches, key=lambda each: each.size):
+            self._publish_alone(dispatch, done)
+            if len(done.refused) >= _REFUSALS_AT_FIRST and not done.sent:
+                raise done.refused[-1][1]
+
+    def _publish_alone(self, dispatch: Dispatch, done: Published, attempts: int = _ATTEMPTS) -> None:
+        """Publish one message on a connection that is known to work; raises when there is none."""
+        refusals: list[Exception] = []
+        while len(refusals) < attempts:
+            producer = self._careful_producer()
+            try:
+                self._publish(producer, dispatch)
+            except Exception as error:  # noqa: BLE001 - of the broker's client, or of what makes the message
+                refusals.append(error)
+                self._release_careful()
+                continue
+            done.sent.append(dispatch)
+            return
+        self._careful_producer()  # raises where the broker is away: then nothing was refused
+        done.refused.append((dispatch, refusals[-1]))
 
     def _ready_producer(self) -> Any:
         """On a new connection the queues are declared: RabbitMQ drops a message to an unknown queue silently."""
@@ -103,6 +177,31 @@ class Dispatcher:
                 self._app.amqp.queues[name].bind(channel).declare()
             self._producer = self._app.amqp.Producer(channel, auto_declare=False)
         return self._producer
+
+    def _demand_verdict(self) -> None:
+        """RabbitMQ answers no publishing: what it refused, with all behind it, shows at the channel's next call."""
+        connection = self._connection
+        if connection is not None and connection.transport.driver_type == "amqp":
+            channel: Any = connection.default_channel
+            channel.queue_declare(self._options.queue_names[0], passive=True)
+
+    def _careful_producer(self) -> Any:
+        """
+        A producer on a connection that is made anew in each call of `publish`, and after each failure.
+
+        RabbitMQ refuses a message by closing its channel some time later, so there it has to confirm each one.
+        """
+        if self._careful is None:
+            self._ready_producer()  # the queues are declared there
+            self._careful = bounded_connection(self._app, _BROKER_SECONDS, confirm=True)
+            demand_answer(self._careful, _BROKER_SECONDS)
+        return self._app.amqp.Producer(self._careful.default_channel, auto_declare=False)
+
+    def _release_careful(self) -> None:
+        connection, self._careful = self._careful, None
+        if connection is not None:
+            with contextlib.suppress(Exception):
+                connection.release()
 
     def _sealed_with(self) -> Sealing:
         sealing = self._sealing()

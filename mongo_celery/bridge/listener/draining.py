@@ -20,7 +20,7 @@ removes only what no later term has prepared, and a flip goes on only with parti
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +90,27 @@ def _check_flows(options: BridgeOptions, takeover: Takeover, name: str, image: I
         )
 
 
+def check_can_read(options: BridgeOptions, takeover: Takeover, subscriptions: Iterable[Subscription]) -> None:
+    """
+    Refuse a change of layout that waits for what cannot be read any more.
+
+    Raises:
+        LayoutError: a subscription has lost its history in front of what its partitions have done.
+    """
+    for subscription in subscriptions:
+        position = _data_of(takeover.documents[subscription.name])
+        if subscription.lost and any(image.data > position for image in takeover.images[subscription.name]):
+            raise LayoutError(
+                f"The partitions of bridge {options.name} cannot change from {takeover.layout.partitions} to "
+                f"{takeover.wanted.partitions}: handler {subscription.name} has lost its history. Decide first: "
+                f"`celery -A ... changes go-on {subscription.name} --from oldest` or `--from now`.",
+            )
+
+
 def _check_is_drained(options: BridgeOptions, takeover: Takeover, orphan: OrphanedSubscription) -> None:
     position = _data_of(orphan.document)
     for image in orphan.images:
-        reason = _remainder(image, position)
+        reason = _remainder(image, position, takeover.version)
         if reason is None:
             continue
         where = f"{options.name}/{orphan.name}"
@@ -107,7 +124,9 @@ def _check_is_drained(options: BridgeOptions, takeover: Takeover, orphan: Orphan
         )
 
 
-def _remainder(image: Image, position: str) -> str | None:
+def _remainder(image: Image, position: str, version: int) -> str | None:
+    if image.epoch < version:
+        return "is locked by an open transaction, which the server ends within a minute"
     if image.state in {"halted", "paused"}:
         return f"is {image.state}"
     if image.claim is not None:
@@ -161,7 +180,7 @@ def end_dead_claims(store: Store, subscriptions: Iterable[Subscription]) -> None
     for subscription in subscriptions:
         for tracker in subscription.trackers.values():
             image = tracker.image
-            if image.claim is not None and image.handled is None and not image.live:
+            if tracker.won and image.claim is not None and image.handled is None and not image.live:
                 store.partitions.clear_impossible_claim(tracker.partition_id, image.fence, image.claim["until"])
 
 
@@ -178,9 +197,7 @@ def flip(store: Store, renewal: Renewal, takeover: Takeover, subscriptions: Iter
         LeaseLostError: the term ended before the flip; nothing has changed.
     """
     layout = Layout(takeover.layout.generation + 1, takeover.wanted.partitions, takeover.wanted.keys)
-    led = list(subscriptions)
-    for subscription in led:
-        _prepare(store, layout, takeover.version, subscription)
+    _prepare(store, layout, takeover.version, list(subscriptions))
     if not store.leases.set_layout(renewal.term, layout):
         raise LeaseLostError
     store.partitions.close_others(layout.generation, takeover.version)
@@ -192,27 +209,22 @@ def flip(store: Store, renewal: Renewal, takeover: Takeover, subscriptions: Iter
     )
 
 
-def _prepare(store: Store, layout: Layout, version: int, subscription: Subscription) -> None:
+def _prepare(store: Store, layout: Layout, version: int, subscriptions: Sequence[Subscription]) -> None:
     """
-    Make the new partitions of a subscription, all of them mine.
+    Make the new partitions of all subscriptions, all of them mine.
 
     A listener that wakes in between may put its own there, at an older place; then it is done again. Once all
     are mine, nobody can get in between: what is there is not prepared again.
     """
-    mark = subscription.window.watermark
-    mine = dict.fromkeys(range(layout.partitions), version)
+    marks = {subscription.name: subscription.window.watermark for subscription in subscriptions}
+    positions = {name: mark.token if mark is not None else None for name, mark in marks.items()}
+    mine = {(name, index): version for name in marks for index in range(layout.partitions)}
     for _ in range(_ROUNDS):
-        store.partitions.discard(subscription.name, layout.generation, version)
-        if any(image.epoch > version for image in store.partitions.of([subscription.name], layout.generation)):
+        store.partitions.discard(marks, layout.generation, version)
+        if any(image.epoch > version for image in store.partitions.of(marks, layout.generation)):
             break
-        store.partitions.prepare(
-            subscription.name,
-            layout.generation,
-            layout.partitions,
-            version,
-            mark.token if mark is not None else None,
-        )
-        made = store.partitions.of([subscription.name], layout.generation)
-        if {image.index: image.epoch for image in made} == mine:
+        store.partitions.prepare(positions, layout.generation, layout.partitions, version)
+        made = store.partitions.of(marks, layout.generation)
+        if {(image.subscription, image.index): image.epoch for image in made} == mine:
             return
     raise LeaseLostError

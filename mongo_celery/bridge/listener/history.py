@@ -1,31 +1,49 @@
 """
-Going on after lost history, once somebody has decided to.
+History lost: the oplog no longer reaches back to where a subscription stands.
 
-Only subscriptions that stand before the oldest entry of the oplog are moved; what the others have not read
-yet can still be read, and they go on where they are. Where the oplog may not be read, the one that stands
-first is moved, since it is certain that its place is lost; if that was not all, the next failure moves the
-next one.
+It concerns each subscription for itself. One whose place is in the oplog goes on, whatever happens to others.
+What becomes of the rest, in this order:
 
-No start is ever lowered: neither by the oldest entry, if a handler's own start was pinned behind it, nor for
-a handler whose place is in the oplog.
+1. somebody has decided: for this subscription (`changes go-on`), or for the bridge (`on_history_lost`, the option or
+   the one of the process). It is moved, and what it gave up is kept among the lease's `gaps`.
+2. `start_from="oldest"` has chosen a place that rolled away before anything was stored or claimed there: it is chosen
+   again, a few times. So is an `oldest` of a decision before anything was read behind it.
+3. else it stands still, loudly: `lost` in its document says since when and where. The stream is opened without it, and
+   its watermark stands; its partitions stay as they are. It waits for a decision, also while the listener runs.
+
+Judged twice: before the stream is opened, by the oldest entry of the oplog where it may be read; and when the server
+refuses the place at which the stream was opened. Then each is judged by how far it has been read in this term, since
+what is buffered is not lost: it runs as long as the listener lives. Where the oplog may not be read, the one that
+stands first is lost for certain; if that was not all, the next refusal shows the next one.
+
+Where nobody is left who can be read, the listener ends with the sentence, once nothing is buffered any more: there is
+nothing to lead, and a supervisor's alarm is louder than a record.
+
+No start is ever lowered: neither by the oldest entry, if a handler's own start was pinned behind it, nor for a handler
+whose place is in the oplog.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import pymongo
 from bson import Timestamp
 from pymongo import MongoClient
+from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.starts import Start, open_position, read_starts, start_time, starts_now
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.listener.takeover import Start, open_position, read_starts, start_time
 from mongo_celery.bridge.stream.reader import Position
+from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import DeploymentError, HistoryLostError, LeaseLostError
-from mongo_celery.mongo.oplog import read_oplog
+from mongo_celery.mongo.opening import ANSWER_SECONDS
+from mongo_celery.mongo.oplog import Oplog, read_oplog, time_of_token
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.watermarks import Watermarks
@@ -34,18 +52,41 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.listener")
 
-_REPIN_LIMIT = 3
+_AGAIN_LIMIT = 3
+_DECISION_SECONDS = 1.0
+
+Subscriptions = Mapping[str, Subscription]
 
 
 @dataclass(frozen=True, slots=True)
-class _Lost:
-    names: list[str]
-    note: str
+class _Choice:
+    """How one goes on: from the oldest entry, or at a time."""
+
+    policy: str
+    time: Timestamp | None = None
+    is_first: bool = False
+
+
+class _Places:
+    """The places at which some go on at this moment: each policy means one place for all of them."""
+
+    def __init__(self, client: MongoClient[dict[str, Any]], oplog: Oplog | None) -> None:
+        self._client = client
+        self._oplog = oplog
+        self._known: dict[str, Timestamp] = {}
+
+    def of(self, choice: _Choice) -> Timestamp:
+        if choice.time is not None:  # somebody said when, which may be long ago
+            return max(choice.time, self._oplog.first) if self._oplog is not None else choice.time
+        if choice.policy not in self._known:
+            known = self._oplog.first if self._oplog is not None and choice.policy == "oldest" else None
+            self._known[choice.policy] = known or start_time(self._client, choice.policy)
+        return self._known[choice.policy]
 
 
 class LostHistory:
     """
-    Moves what has lost its history, for one term.
+    Judges who has lost its history in one term, and what becomes of it.
 
     Args:
         client: of the watched data; its oplog is asked how far it reaches back.
@@ -69,92 +110,272 @@ class LostHistory:
         self._options = options
         self._decision = decision
         self._fingerprint = fingerprint
-        self._repins = 0
+        self._again: Counter[str] = Counter()
+        self._looked_at = 0.0
+        self._error = HistoryLostError()
 
-    def go_on(
-        self,
-        error: HistoryLostError,
-        subscriptions: Mapping[str, Subscription],
-        watermarks: Watermarks,
-    ) -> Position:
+    # -- when it is judged -------------------------------------------------------------------------
+
+    def begin(
+        self, subscriptions: Subscriptions, starts: Mapping[str, Start], watermarks: Watermarks
+    ) -> Position | None:
         """
-        Move the subscriptions whose place is lost, and say so.
+        Judge every place before the stream is opened.
 
         Returns:
-            Where to read on: at the smallest place of all.
+            Where to open it: at the smallest place of those that can be read; None when there is none.
 
         Raises:
-            HistoryLostError: nobody has decided to go on, or moving on by that decision cannot help.
             LeaseLostError: the term has ended.
             AccessError: the oldest entry is asked for and may not be read.
         """
-        policy = self._policy(subscriptions)
-        if policy == "halt":
-            raise error
+        oplog = self._oplog()
+        lost = []
+        for name, start in starts.items():
+            if oplog is not None and not oplog.holds(start.place[0]):
+                lost.append(name)
+            elif start.lost is not None:
+                if oplog is not None and _was_rolled_over(start.lost):  # a member with a longer oplog, or a larger one
+                    self._store.subscriptions.clear_lost(name, self._renewal.term.version)
+                else:
+                    lost.append(name)
+        if not lost:
+            return open_position(starts, self._fingerprint)
+        return self._settle(lost, starts, oplog, HistoryLostError(), subscriptions, watermarks)
+
+    def go_on(self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks) -> Position | None:
+        """
+        The server refuses the place at which the stream is read: judge who has lost something by that.
+
+        Returns:
+            Where to read on: at the smallest place of those that can be read; None when there is none.
+
+        Raises:
+            LeaseLostError: the term has ended.
+            AccessError: the oldest entry is asked for and may not be read.
+        """
         watermarks.store(subscriptions.values(), 0.0)  # what is done is not judged by an older place
-        version = self._renewal.term.version
-        before = read_starts(self._store, list(subscriptions), version)
-        oldest = self._oldest(required=policy == "oldest")
-        start = oldest if oldest is not None and policy == "oldest" else start_time(self._client, policy)
-        lost = _lost(before, oldest)
-        if all(before[name].watermark is None and before[name].place[0] >= start for name in lost.names):
-            raise error
-        for name in lost.names:
-            self._store.subscriptions.move_start(name, version, max(start, before[name].place[0]))
-        after = read_starts(self._store, list(subscriptions), version)
-        for name in lost.names:
+        before = read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        reached = self._reached(subscriptions, before)
+        oplog = self._oplog()
+        smallest = min((start.place for start in reached.values()), default=None)
+        # Where none stands before the oldest entry, the server has refused the token at which the stream was opened.
+        rolled = [name for name, start in reached.items() if oplog is not None and start.place[0] < oplog.first]
+        lost = rolled or [name for name, start in reached.items() if start.place == smallest]
+        return self._settle(lost, before, oplog, error, subscriptions, watermarks)
+
+    def look(self, subscriptions: Subscriptions, watermarks: Watermarks, now: float) -> Position | None:
+        """
+        See whether somebody has decided for those that stand still; asks MongoDB once a second while there are any.
+
+        Returns:
+            Where to read on when somebody has; else None.
+
+        Raises:
+            HistoryLostError: nobody is left who can be read, and nothing is buffered.
+            LeaseLostError: the term has ended.
+            AccessError: the oldest entry is asked for and may not be read.
+        """
+        standing = [name for name, subscription in subscriptions.items() if subscription.lost]
+        if not standing:
+            return None
+        buffered = any(subscription.window.count for subscription in subscriptions.values())
+        if len(standing) == len(subscriptions) and not buffered:
+            raise self._error
+        if now - self._looked_at < _DECISION_SECONDS:
+            return None
+        self._looked_at = now
+        starts = starts_now(self._store, subscriptions, self._renewal.term.version)
+        decided = [name for name in standing if (starts[name].lost or {}).get("goOn")]
+        moved = [name for name in standing if starts[name].lost is None]  # by hand, in the state database
+        for name in moved:
+            _move(subscriptions[name], starts[name].time, watermarks)
+        if not decided and not moved:
+            return None
+        return self._settle(decided, starts, self._oplog(), self._error, subscriptions, watermarks)
+
+    # -- what becomes of it ------------------------------------------------------------------------
+
+    def _settle(
+        self,
+        lost: Sequence[str],
+        before: Mapping[str, Start],
+        oplog: Oplog | None,
+        error: HistoryLostError,
+        subscriptions: Subscriptions,
+        watermarks: Watermarks,
+    ) -> Position | None:
+        """Move those for whom somebody has decided, let the others stand still, and say so."""
+        moved: dict[tuple[str, Timestamp], list[str]] = {}
+        places = _Places(self._client, oplog)
+        for name in lost:
+            choice = self._choice(subscriptions[name], before[name])
+            start = self._start(choice, places) if choice is not None else None
+            if choice is None or start is None or not self._moves(name, choice, start, before[name]):
+                self._stand(subscriptions[name], before[name], oplog, error)
+            else:
+                self._forget_attempts(subscriptions[name])
+                moved.setdefault((choice.policy, start), []).append(name)
+        after = read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        for name in (name for names in moved.values() for name in names):
             _move(subscriptions[name], after[name].time, watermarks)
-        self._note(error, lost, start, policy, after)
-        return open_position(after, self._fingerprint)
+        reached = self._reached(subscriptions, after)
+        for (policy, start), names in moved.items():
+            self._note(error, sorted(names), start, policy, reached, oplog)
+        return open_position(reached, self._fingerprint) if reached else None
 
-    def _policy(self, subscriptions: Mapping[str, Subscription]) -> str:
-        """A start at the oldest entry that rolled away before it was read is chosen again, a few times."""
-        unread = all(subscription.window.watermark is None for subscription in subscriptions.values())
-        if unread and self._options.start_from == "oldest" and self._repins < _REPIN_LIMIT:
-            self._repins += 1
-            return "oldest"
-        return self._decision
+    def _choice(self, subscription: Subscription, start: Start) -> _Choice | None:
+        decided = (start.lost or {}).get("goOn")
+        if decided:
+            return _Choice(decided["policy"], decided["time"] if decided["policy"] == "now" else None)
+        if self._decision != "halt":
+            return _Choice(self._decision)
+        name, untouched = subscription.name, False
+        if start.is_first and self._options.start_from == "oldest" and not subscription.window.seen:
+            untouched = not self._store.partitions.are_touched(name)
+        again = untouched or (self._again[name] and not _has_read(subscription))
+        if again and self._again[name] < _AGAIN_LIMIT:
+            return _Choice("oldest", is_first=untouched)
+        return None
 
-    def _oldest(self, *, required: bool) -> Timestamp | None:
+    def _start(self, choice: _Choice, places: _Places) -> Timestamp | None:
+        """The place that was chosen; None where it cannot be found, which must not end the bridge for the others."""
         try:
-            return read_oplog(self._client).first
-        except DeploymentError:  # no right to read it, or a mongos, which has none
-            if required:
+            return places.of(choice)
+        except DeploymentError as error:
+            if self._decision != "halt":  # so it was configured for all of them
                 raise
+            logger.error("going on is not possible: %s", error, extra={"event": "decision_refused"})
             return None
 
-    def _note(
-        self, error: HistoryLostError, lost: _Lost, start: Timestamp, policy: str, starts: Mapping[str, Start]
-    ) -> None:
-        names = sorted(lost.names)
+    def _moves(self, name: str, choice: _Choice, start: Timestamp, before: Start) -> bool:
+        """Whether it goes on; False where that place itself was refused, so that moving there cannot help."""
+        if before.watermark is None and before.place[0] >= start:
+            return False
+        self._again[name] += 1
+        version, subscriptions = self._renewal.term.version, self._store.subscriptions
+        start = max(start, before.place[0])
+        moved = choice.is_first and subscriptions.pin_again(name, version, start, choice.policy)
+        return moved or subscriptions.move_start(name, version, start, choice.policy)
+
+    def _forget_attempts(self, subscription: Subscription) -> None:
+        """What is counted of a change that is given up must not be charged to the one that comes next."""
+        generation, partitions = subscription.plan.layout.generation, self._store.partitions
+        for image in partitions.of([subscription.name], generation):
+            counted = image.retries or image.crashes or image.claim is not None
+            if counted and image.state == "flowing" and not image.live and image.handled is None:
+                partitions.retry(image, generation)
+
+    def _stand(self, subscription: Subscription, start: Start, oplog: Oplog | None, error: HistoryLostError) -> None:
+        name, place = subscription.name, start.place[0]
+        oldest = oplog.first if oplog is not None else None
+        reason = _reason(place, oldest, error)
+        # What stands there undecided is left as it is: somebody may decide at this very moment.
+        if (start.lost is None or start.lost.get("goOn")) and not self._store.subscriptions.mark_lost(
+            name, self._renewal.term.version, place, oldest, reason
+        ):
+            raise LeaseLostError
+        subscription.lost = subscription.has_gap = True
+        self._error = error
         logger.error(
-            "history was lost; going on from %s (%s), as on_history_lost says, with handlers %s%s; others go on where "
-            "they stand: %s",
+            "handler %s has lost its history: it stands at %s, and %s. It stands still until somebody decides; others "
+            "whose place can be read go on. Run `celery -A ... changes go-on %s --from oldest` or `--from now`",
+            name,
+            place.as_datetime().isoformat(),
+            reason,
+            name,
+            extra={"event": "subscription_lost", "subscription": name},
+        )
+
+    def _note(
+        self,
+        error: HistoryLostError,
+        names: Sequence[str],
+        start: Timestamp,
+        policy: str,
+        reached: Mapping[str, Start],
+        oplog: Oplog | None,
+    ) -> None:
+        unseen = "" if oplog is not None else " (the oplog cannot be read here; they had the smallest position)"
+        said = _said(error)
+        logger.error(
+            "history was lost; going on from %s (%s), as was decided, with handlers %s%s; others go on where they "
+            "stand%s",
             start.as_datetime().isoformat(),
             policy,
-            names,
-            lost.note,
-            error,
-            extra={"event": "history_lost", "subscriptions": names},
+            list(names),
+            unseen,
+            f": {said}" if said else "",
+            extra={"event": "history_lost", "subscriptions": list(names)},
         )
-        smallest = min(starts.values(), key=lambda each: each.place)
-        token = smallest.watermark.token if smallest.watermark is not None else None
-        gap = {"until": start, "policy": policy, "subscriptions": names, "error": str(error)}
+        smallest = min(reached.values(), key=lambda each: each.place)
+        # Of a stream that is under way only a stored token is known as a whole.
+        token = smallest.watermark.token if smallest.watermark is not None and smallest.fingerprint else None
+        gap = {"until": start, "policy": policy, "subscriptions": list(names), "error": str(error)}
         if not self._store.leases.record_gap(self._renewal.term, gap, token, smallest.place[0]):
             raise LeaseLostError
 
+    # -- where they stand --------------------------------------------------------------------------
 
-def _lost(starts: Mapping[str, Start], oldest: Timestamp | None) -> _Lost:
-    smallest = min(start.place for start in starts.values())
-    first = [name for name, start in starts.items() if start.place == smallest]
-    if oldest is None:
-        return _Lost(first, " (the oplog cannot be read here, so these are the ones with the smallest position)")
-    # Where none stands before it, the server has refused the token at which the stream was opened.
-    return _Lost([name for name, start in starts.items() if start.place[0] < oldest] or first, "")
+    def _reached(self, subscriptions: Subscriptions, starts: Mapping[str, Start]) -> dict[str, Start]:
+        """Up to where each one that can be read has been read; in front of its start nothing is owed."""
+        return {
+            name: max(starts[name], _read_up_to(subscription, starts[name]), key=lambda each: each.place)
+            for name, subscription in subscriptions.items()
+            if not subscription.lost
+        }
+
+    def _oplog(self) -> Oplog | None:
+        """How far it reaches back; None where that cannot be seen: no right, a mongos, no answer in time."""
+        try:
+            with pymongo.timeout(ANSWER_SECONDS):
+                return read_oplog(self._client)
+        except (DeploymentError, PyMongoError):
+            return None
+
+
+def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError) -> str:
+    """Why a place cannot be read, as part of a sentence; what the server has said about it, where it was asked."""
+    reason = "the server refuses that place"
+    if oldest is not None and place < oldest:
+        reason = f"the oplog begins at {oldest.as_datetime().isoformat()}"
+    said = _said(error)
+    return f"{reason} ({said})" if said else reason
+
+
+def _said(error: HistoryLostError) -> str:
+    """The server's own words; empty where it was not asked."""
+    return str(error).partition("The server said: ")[2]
+
+
+def _was_rolled_over(lost: Mapping[str, Any]) -> bool:
+    """Whether the oplog said so; a token that was refused is refused again."""
+    return lost.get("oldest") is not None and lost["at"] < lost["oldest"]
+
+
+def _has_read(subscription: Subscription) -> bool:
+    """Whether anything was read behind its present start."""
+    seen = subscription.window.seen
+    time_ = time_of_token({"_data": seen}, None) if seen else None
+    return time_ is not None and time_ >= subscription.plan.start
+
+
+def _read_up_to(subscription: Subscription, start: Start) -> Start:
+    """
+    How far a subscription has been read, as a place to read on.
+
+    By its time, not by its token, of which only the comparable part is kept: what has that very time comes again and
+    is not new.
+    """
+    seen = subscription.window.seen
+    if not seen or (start.watermark is not None and seen <= start.watermark.data):
+        return start
+    return Start(start.time, Mark({"_data": seen}, seen, time_of_token({"_data": seen}, start.place[0])), None)
 
 
 def _move(subscription: Subscription, start: Timestamp, watermarks: Watermarks) -> None:
     """What is buffered stays and is handled; nothing between it and the new start is owed."""
     subscription.plan = replace(subscription.plan, start=start, watermark=None)
     subscription.stored = None
+    subscription.lost, subscription.has_gap = False, True
     watermarks.floors[subscription.name] = start

@@ -16,21 +16,25 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import pymongo
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener import draining
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
 from mongo_celery.bridge.listener.evidence import BrokerWatch, MessageEvidence
 from mongo_celery.bridge.listener.history import LostHistory
+from mongo_celery.bridge.listener.horizon import Horizon
+from mongo_celery.bridge.listener.publishing import Publishing, refusals
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.starts import find_starts
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
-from mongo_celery.bridge.listener.takeover import Takeover, find_starts, open_position, take_over
+from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.signing import sealing_of
 from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
-from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.table import call_timeout
 from mongo_celery.mongo.verdicts import raise_if_final
 
 if TYPE_CHECKING:
@@ -48,8 +52,8 @@ _BUSY = 3
 _ITEMS_A_TURN = 2000
 _ITEMS_A_CHECK = 16
 _READ_AHEAD = 2000
-_BROKER_PAUSES = Pauses(first=0.5, longest=10.0)
 _COMPLAINT_SECONDS = 30.0
+_LOCKED_NAMED = 10
 _SILENCE_SECONDS = 5
 
 
@@ -91,6 +95,7 @@ class Leader:
         self._reader: StreamReader | None = None
         self._subscriptions: dict[str, Subscription] = {}
         self._takeover: Takeover | None = None
+        self._locked: LockedPartitions | None = None
         self._watermarks = Watermarks(self._store, renewal, scope.fingerprint, self.report)
         self._history = LostHistory(
             self._store,
@@ -100,13 +105,12 @@ class Leader:
             decision=on_history_lost,
             fingerprint=scope.fingerprint,
         )
+        self._horizon = Horizon(wiring)
         self._at_end = False
         self._full = ""
         self._opened_at = self._looked_at = self._swept_at = self._moved_at = 0.0
-        self._broker_failures = 0
-        self._broker_at = 0.0
         self._complained_at = -math.inf
-        self._dispatcher = Dispatcher(wiring.app, self._options, lambda: sealing_of(renewal.term.document))
+        self._publishing = Publishing(Dispatcher(wiring.app, self._options, lambda: sealing_of(renewal.term.document)))
         self._evidence = MessageEvidence(wiring.app, self._options, BrokerWatch(wiring.app))
 
     def lead(self) -> None:
@@ -119,6 +123,7 @@ class Leader:
             MongoCeleryError: something that waiting cannot cure.
         """
         self._begin()
+        self._horizon.start()
         try:
             while not self._stopping.is_set():
                 if not self._renewal.trusted():
@@ -130,8 +135,10 @@ class Leader:
         finally:
             if self._reader is not None:
                 self._reader.stop()
-            self._watermarks.store(self._subscriptions.values(), time.monotonic())
-            self._dispatcher.close()
+            self._horizon.stop()
+            with pymongo.timeout(call_timeout(self._options.lease_ttl)):  # one call's time for all, however it ends
+                self._watermarks.store(self._subscriptions.values(), time.monotonic())
+            self._publishing.close()
             self._evidence.close()
 
     def wake(self) -> None:
@@ -142,15 +149,22 @@ class Leader:
         """What `status` shows of this term beside the stored positions."""
         subscriptions = list(self._subscriptions.values())
         standing = sum(len(subscription.standing) for subscription in subscriptions)
+        lost = (subscription.lost for subscription in subscriptions)
         reading = self._reading()
+        refused = refusals(tracker for subscription in subscriptions for tracker in subscription.trackers.values())
+        stuck = standing or refused["refusedCount"] or reading["unreadSeconds"]
         return {
             "outstanding": sum(len(subscription.outstanding) for subscription in subscriptions),
             "buffered": sum(subscription.window.count for subscription in subscriptions),
             "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
             "standing": standing,
-            "caughtUp": self._at_end and not standing and not reading["unreadSeconds"],
-            "brokerDown": self._broker_failures > 0,
+            "caughtUp": self._at_end and not stuck and not any(lost),
+            "brokerDown": self._publishing.is_down,
+            "locked": self._locked.names[:_LOCKED_NAMED] if self._locked is not None else [],
+            **refused,
             **reading,
+            "atRisk": [risk.report() for risk in self._horizon.risks],
+            "held": [place for each in subscriptions if each.has_gap for place in each.held()],
         }
 
     def _reading(self) -> dict[str, Any]:
@@ -195,8 +209,25 @@ class Leader:
             }
             trackers = make_trackers(images, ids, takeover.version, self._options)
             subscriptions[handler.name] = Subscription(self._options, plan, trackers)
+        self._locked = LockedPartitions(
+            self._store, takeover.version, [each for led in subscriptions.values() for each in led.trackers.values()]
+        )
         self._subscriptions = subscriptions  # at once: the renewal thread reports from it
-        self._read_from(open_position(starts, self._scope.fingerprint))
+        position = self._history.begin(subscriptions, starts, self._watermarks)
+        if takeover.layout is not takeover.wanted:
+            draining.check_can_read(self._options, takeover, subscriptions.values())
+        self._read_on(position)
+
+    def _read_on(self, position: Position | None) -> None:
+        """Read from there, and nothing more of what was read before; or not at all, where nobody can be read."""
+        if self._reader is not None:
+            self._reader.stop()
+        # A place that the reader before hands over at this very moment must not be taken for the new one's.
+        self._inbox = SimpleQueue()
+        self._held = None
+        self._at_end = False
+        if position is not None:
+            self._read_from(position)
 
     def _read_from(self, position: Position) -> None:
         logger.info(
@@ -222,7 +253,9 @@ class Leader:
         now = time.monotonic()
         self._take_in(now)
         try:
+            self._win_locked(now)
             self._look(now)
+            self._look_at_history(now)
             self._drain()
         except PyMongoError as error:
             raise_if_final(error, self._wiring.state_concern)
@@ -303,8 +336,8 @@ class Leader:
         seen = time.monotonic()
         for image in images:
             self._observe(image, seen)
-        if self._evidence.weigh(self._subscriptions.values(), began, seen, broker_down=self._broker_failures > 0):
-            self._broker_at = 0.0  # it answers again: publish now, not at the next try
+        if self._evidence.weigh(self._subscriptions.values(), began, seen, broker_down=self._publishing.is_down):
+            self._publishing.ready_at = 0.0  # it answers again: publish now, not at the next try
 
     def _observe(self, image: Image, now: float) -> None:
         subscription = self._subscriptions[image.subscription]
@@ -329,6 +362,12 @@ class Leader:
             )
             assert image.claim is not None, "only a claim has an expiry"
             self._store.partitions.clear_impossible_claim(tracker.partition_id, image.fence, image.claim["until"])
+
+    def _win_locked(self, now: float) -> None:
+        """Take over, one by one, what an open transaction had kept from the take-over."""
+        assert self._locked is not None, "a term wins the rest after it has taken over"
+        for image in self._locked.win(now):
+            self._observe(image, time.monotonic())
 
     def _look_pause(self, now: float) -> float:
         """Short after something moved, longer while handlers take their time; infinite with nothing out."""
@@ -357,36 +396,25 @@ class Leader:
 
     def _dispatch(self) -> None:
         now = time.monotonic()
-        if now < self._broker_at:
+        if now < self._publishing.ready_at:
             return
         due = [pair for subscription in self._subscriptions.values() for pair in subscription.due(now)]
-        if not due or not self._renewal.trusted():
-            return
-        try:
-            self._dispatcher.publish([dispatch for _, dispatch in due])
-        except Exception as error:  # noqa: BLE001 - whatever the broker's client raises: the outcome is unknown
-            pause = _BROKER_PAUSES.nth(self._broker_failures)
-            self._broker_failures += 1
-            self._broker_at = time.monotonic() + pause
-            logger.error(
-                "publishing failed, next try in %.1f s: %s",
-                pause,
-                error,
-                extra={"event": "publish_failed"},
-            )
-            return
-        self._broker_failures = 0
-        sent = time.monotonic()
-        for tracker, _ in due:
-            tracker.sent(sent)
-        self._moved_at = sent
+        if due and self._renewal.trusted() and self._publishing.publish(due):
+            self._moved_at = time.monotonic()
 
     # -- failures of the stream --------------------------------------------------------------------
 
     def _failed(self, error: MongoCeleryError) -> None:
         if not isinstance(error, HistoryLostError):
             raise error
-        self._read_from(self._history.go_on(error, self._subscriptions, self._watermarks))
+        self._read_on(self._history.go_on(error, self._subscriptions, self._watermarks))
+
+    def _look_at_history(self, now: float) -> None:
+        """Warn of histories that are about to be lost, and go on where somebody has decided about a lost one."""
+        self._horizon.judge(self._subscriptions.values())
+        position = self._history.look(self._subscriptions, self._watermarks, now)
+        if position is not None:
+            self._read_on(position)
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -396,7 +424,7 @@ class Leader:
         until = min(
             self._swept_at + _SWEEP_SECONDS,
             self._looked_at + self._look_pause(now),
-            max(next_run, self._broker_at),
+            max(next_run, self._publishing.ready_at),
         )
         pause = max(until - now, 0.0)
         if self._held is not None:  # full: new items cannot be taken in

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
@@ -49,6 +50,9 @@ class Subscription:
     Attributes:
         until: while an old layout is drained, the place up to which this is done.
         left: the first place behind it that was read, and left.
+        lost: whether its history is lost: nothing more is read for it, and its watermark stands. What is buffered
+            runs, since it was read before.
+        has_gap: whether its history is lost, or was given up in this term; what is buffered is older then.
     """
 
     def __init__(self, options: BridgeOptions, plan: Plan, trackers: Mapping[int, Tracker]) -> None:
@@ -58,6 +62,8 @@ class Subscription:
         self.window = Window(plan.watermark)
         self.until: Mark | None = None
         self.left: str | None = None
+        self.lost = False
+        self.has_gap = False
         self.stored: Mark | None = plan.watermark
         self._options = options
         self._candidates: set[int] = set()
@@ -80,12 +86,12 @@ class Subscription:
     @property
     def is_full(self) -> bool:
         """Whether no more may be read for this subscription."""
-        return self.window.count >= self._options.buffer_changes
+        return self.window.count >= self._options.buffer_changes and not self.lost
 
     def take_in(self, item: ChangeEvent | Mark) -> None:
         """Put what the reader handed over into the window."""
         mark = item if isinstance(item, Mark) else item.mark
-        if not self.window.is_new(mark.data):
+        if self.lost or not self.window.is_new(mark.data):
             return
         if self.until is not None and mark.data > self.until.data:
             if self.left is None:  # up to here old partitions are drained; all behind it is left for the new layout
@@ -116,6 +122,14 @@ class Subscription:
                 f"partition_by of handler {self.name} failed for {describe(document)}: {error!r}. "
                 "It must give a key for every event.",
             ) from error
+
+    def held(self) -> list[dict[str, Any]]:
+        """Partitions that stand still with changes in the buffer, which need not be read again."""
+        return [
+            {"subscription": self.name, "partition": index}
+            for index, tracker in self.trackers.items()
+            if tracker.image.state != "flowing" and self.window.depth(index)
+        ]
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in an image of one of the partitions."""
@@ -148,10 +162,10 @@ class Subscription:
         return min((self.trackers[index].ready_at for index in self._candidates), default=float("inf"))
 
     def _limit(self, tracker: Tracker) -> int:
-        """After an unclean end runs are one change each, so that only the guilty change is charged."""
+        """After an unclean end or a refusal runs are one change each, so that only the guilty change is charged."""
         claim = tracker.image.claim  # a lapsed one: its successor will note it in `single`
         unclean = max(tracker.image.single, claim["last"] if claim else 0)
-        if self.plan.handler.transactional or tracker.next_sequence <= unclean:
+        if self.plan.handler.transactional or tracker.next_sequence <= unclean or tracker.refusal is not None:
             return 1
         return self._options.run_size
 

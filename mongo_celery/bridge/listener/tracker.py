@@ -13,7 +13,8 @@ the protocol, the sweep:
    with each repetition up to five minutes, because a message may just be waiting behind slow ones; a sign of
    life makes it short again. A message that is known to be gone is dispatched again without it.
    Whatever signs there are, nothing stays out for longer than `LONGEST_WAIT`: they are hints, and may deceive.
-4. a claim that was taken and has ended without an outcome (a retry, a recorded crash): its message is used
+4. a partition that is not won yet belongs to an older term: wait, and take in what that term commits.
+5. a claim that was taken and has ended without an outcome (a retry, a recorded crash): its message is used
    up, so the change is dispatched as soon as it is due.
 """
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from datetime import datetime
 from enum import Enum
 from typing import Any
 
@@ -66,6 +68,28 @@ class GracePeriods:
     commit_grace: float
 
 
+@dataclass(frozen=True, slots=True)
+class BrokerRefusal:
+    """
+    The broker refuses the message of a partition's next run, while it takes others.
+
+    Attributes:
+        label: names the change, without contents of its document.
+        size: bytes of the run's changes.
+        error: the broker's reason.
+        since: when it was first refused.
+        count: how often it was refused.
+        until: monotonic time of the next attempt.
+    """
+
+    label: str
+    size: int
+    error: str
+    since: datetime
+    count: int
+    until: float
+
+
 class Tracker:
     """
     One partition in one term.
@@ -78,6 +102,9 @@ class Tracker:
         attempt: how often the change at the head was dispatched, for the task id.
         repeats: how often it was dispatched again since the last sign of life.
         taken: of the last run that was seen to be claimed, when it was dispatched and when that was seen.
+        refusal: why the broker does not take the next run; None while nothing is wrong.
+        won: whether the take-over has raised the partition's epoch to this term's; if not, an open transaction has
+            locked it, and an older term may still act there.
     """
 
     def __init__(self, partition_id: str, image: Image, version: int, graces: GracePeriods, now: float) -> None:
@@ -86,6 +113,8 @@ class Tracker:
         self.outstanding: Outstanding | None = None
         self.ready_at = _NEVER
         self.attempt = 0
+        self.refusal: BrokerRefusal | None = None
+        self.won = image.epoch >= version
         self._version = version
         self._graces = graces
         self.repeats = 0
@@ -106,7 +135,9 @@ class Tracker:
     def is_awaited(self) -> bool:
         """Whether a message is out that nobody is known to have taken."""
         run, image = self.outstanding, self.image
-        return run is not None and image.fence == run.fence and image.handled is None and not image.live
+        if run is None or not self.won:
+            return False
+        return image.fence == run.fence and image.handled is None and not image.live
 
     def sign_of_life(self, at: float) -> None:
         """Whoever takes messages is there, or the message itself is known to wait: the grace begins anew, and short."""
@@ -125,9 +156,15 @@ class Tracker:
         """A run that begins with `next_sequence` was published."""
         self.outstanding = Outstanding(self.next_sequence, self.image.fence, now)
         self.ready_at = _NEVER
+        self.refusal = None
         self.attempt += 1
         self.repeats += self._is_repeat
         self._is_repeat = False
+
+    def refused(self, refusal: BrokerRefusal) -> None:
+        """The run that begins with `next_sequence` was refused: this partition waits, and no other."""
+        self.refusal = refusal
+        self.ready_at = refusal.until
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in a newer image."""
@@ -136,9 +173,10 @@ class Tracker:
             if image.committed != self.image.committed:
                 self.attempt = self.repeats = 0
                 self._is_repeat = False
+                self.refusal = None
         self.image = image
-        if image.epoch != self._version:  # a smaller one: what was won is gone, and somebody has put it there anew
-            return Step.SUPERSEDED
+        if image.epoch != self._version or not self.won:
+            return self._under_another_term(image, now)
         if self.outstanding is None:
             return self._without_run(image, now)
         if image.fence > self.outstanding.fence or image.committed >= self.outstanding.first:
@@ -158,6 +196,22 @@ class Tracker:
         if self.taken is None or self.taken[0] != run.sent_at:
             self.taken = run.sent_at, now
 
+    def _under_another_term(self, image: Image, now: float) -> Step:
+        """
+        What an older term does in a locked partition is awaited like a run of mine, until the partition is won.
+
+        Else my term is over; a smaller epoch says that what was won is gone, and somebody has put it there anew.
+        """
+        if self.won or image.epoch > self._version:
+            return Step.SUPERSEDED
+        run, self.outstanding, self.ready_at = self.outstanding, None, _NEVER
+        self.won = image.epoch == self._version
+        if self.won:
+            self._without_run(image, now)
+            return Step.ENDED
+        self.outstanding = Outstanding(image.committed + 1, image.fence, now)
+        return Step.ENDED if run is not None and image.committed != run.first - 1 else Step.WAIT
+
     def _without_run(self, image: Image, now: float) -> Step:
         """Nothing of mine is out: adopt what runs, or be ready when the head is due."""
         if image.handled is not None or (image.claim is not None and not self._is_given_up(image)):
@@ -165,7 +219,8 @@ class Tracker:
             self.outstanding = Outstanding(image.committed + 1, image.fence - 1, now)
             self.ready_at = _NEVER
         else:
-            self.ready_at = now + max(image.due_in, 0.0) if image.state == "flowing" else _NEVER
+            due = max(now + max(image.due_in, 0.0), self.refusal.until if self.refusal else 0.0)
+            self.ready_at = due if image.state == "flowing" else _NEVER
         return Step.WAIT
 
     def _is_given_up(self, image: Image) -> bool:

@@ -11,6 +11,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.bridge.state.subscriptions import Advance
 from mongo_celery.bridge.window import Mark
 
 if TYPE_CHECKING:
@@ -64,23 +65,35 @@ class Watermarks:
         """Store what has moved; failing is harmless, since the next time stores more."""
         self._flushed_at = now
         try:
-            for subscription in subscriptions:
-                self._advance(subscription)
+            self._advance(subscriptions)
             self._record_smallest(subscriptions)
         except PyMongoError as error:
             logger.warning("storing watermarks failed, trying again: %s", error, extra={"event": "watermark_failed"})
 
-    def _advance(self, subscription: Subscription) -> None:
-        mark = subscription.window.watermark
-        if mark is None or mark is subscription.stored or self._below_floor(subscription.name, mark):
-            return
-        self._store.subscriptions.advance(
-            subscription.name, subscription.plan.version, mark.token, mark.cluster_time, self._fingerprint
+    def _advance(self, subscriptions: Collection[Subscription]) -> None:
+        """One write for all of them."""
+        moved = [(each, mark) for each in subscriptions if (mark := self._moved(each)) is not None]
+        self._store.subscriptions.advance_all(
+            [Advance(each.name, each.plan.version, mark.token, mark.cluster_time) for each, mark in moved],
+            self._fingerprint,
         )
-        subscription.stored = mark
+        for each, mark in moved:
+            each.stored = mark
+
+    def _moved(self, subscription: Subscription) -> Mark | None:
+        mark = subscription.window.watermark
+        if (
+            subscription.lost
+            or mark is None
+            or mark is subscription.stored
+            or self._below_floor(subscription.name, mark)
+        ):
+            return None
+        return mark
 
     def _record_smallest(self, subscriptions: Collection[Subscription]) -> None:
-        marks = [subscription.stored for subscription in subscriptions]
+        # One that has lost its history is left out: a handler that is added later begins at this position.
+        marks = [subscription.stored for subscription in subscriptions if not subscription.lost]
         known = [mark for mark in marks if mark is not None]
         smallest = min(known, key=lambda mark: mark.data) if known and len(known) == len(marks) else None
         report = self._report()

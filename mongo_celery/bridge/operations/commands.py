@@ -8,7 +8,7 @@ that its operator has not seen, and two operators cannot undo each other unseen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +20,7 @@ from mongo_celery.bridge.operations.status import state_of
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import name_in
+from mongo_celery.bridge.state.subscriptions import is_out_of_reach, name_in
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import translated
 
@@ -31,6 +31,10 @@ _ROUNDS = 2
 _UNSERVED = (
     "has no handler in this app, so nothing would run it: import the module with its @bridge.on_change function, for "
     "example with include=[...] of the Celery app, or name the app that has it with -A; then retry"
+)
+_GONE = (
+    "has halted at a change that can no longer be read, since its history was lost: `status` has its key; repair by "
+    "hand what it stands for, then skip it"
 )
 
 
@@ -82,7 +86,7 @@ class _Command:
         goal: the stored state in which there is nothing left to do; None where there is no such state.
         objection: why the command does not fit a partition; None when it does.
         write: False when the partition has moved since it was read.
-        runs: whether it is pointless for a subscription that no handler of this app serves.
+        runs: whether it is pointless where no handler of this app serves the subscription, or its change is gone.
     """
 
     name: str
@@ -122,7 +126,8 @@ def retry(wiring: Wiring, subscription: str | None = None, partition: int | None
     Run the first change of halted or parked partitions again at once, with its counts at zero.
 
     Subscriptions without a handler in this app are left as they are, for nothing here would run them; a named one is
-    refused. Arguments and errors as for `pause`.
+    refused. So is a change that can no longer be read, unless the listener still has it. Arguments and errors as for
+    `pause`.
     """
     command = _Command("retry", None, _not_retriable, Partitions.retry, "flowing", runs=True)
     return _run(wiring, command, subscription, partition)
@@ -168,8 +173,9 @@ def _run(wiring: Wiring, command: _Command, subscription: str | None, partition:
         generation, images = _choose(store, wiring.name, subscription, partition)
         if command.runs and subscription is not None and subscription not in served:
             raise CommandRefusedError(f"Subscription {subscription} {_UNSERVED}.")
+        unable = _unable_to_run(store, images, served) if command.runs else {}
         results = [
-            _apply(store.partitions, command, generation, image, served=image.subscription in served)
+            _apply(store.partitions, command, generation, image, unable.get((image.subscription, image.index)))
             for image in images
         ]
     except PyMongoError as error:
@@ -179,9 +185,29 @@ def _run(wiring: Wiring, command: _Command, subscription: str | None, partition:
     return results
 
 
-def _apply(partitions: Partitions, command: _Command, generation: int, image: Image, *, served: bool) -> CommandResult:
+def _unable_to_run(store: Store, images: Sequence[Image], served: Collection[str]) -> dict[tuple[str, int], str]:
+    """Partitions whose next change nothing here would run, and why."""
+    lease = store.leases.read() or {}
+    report = (lease.get("live") and lease.get("report")) or {}
+    held = {(each["subscription"], each["partition"]) for each in report.get("held", ())}
+    documents = {name_in(document): document for document in store.subscriptions.read_all()}
+    found = {}
+    for image in images:
+        place = image.subscription, image.index
+        if image.subscription not in served:
+            found[place] = _UNSERVED
+        elif image.head is not None and place not in held:
+            document = documents.get(image.subscription, {})
+            if is_out_of_reach(document, image.head["resumeToken"]):
+                found[place] = _GONE
+    return found
+
+
+def _apply(
+    partitions: Partitions, command: _Command, generation: int, image: Image, unable: str | None
+) -> CommandResult:
     for _ in range(_ROUNDS):
-        objection = command.objection(image) or (_UNSERVED if command.runs and not served else None)
+        objection = command.objection(image) or unable
         if objection is not None:
             return CommandResult(
                 image.subscription,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pymongo
@@ -12,12 +13,17 @@ from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
+from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS, remedy
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
+from mongo_celery.bridge.operations.status import state_of
+from mongo_celery.bridge.state.leases import layout_of
+from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
-from mongo_celery.errors import ConfigurationError, DeploymentError, MongoCeleryError, TopologyError
+from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
 from mongo_celery.mongo.opening import ANSWER_SECONDS, translated
-from mongo_celery.mongo.oplog import Oplog, check_topology, read_oplog
+from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Code, Concern
 
@@ -29,10 +35,27 @@ Client = MongoClient[dict[str, Any]]
 OPLOG_HOURS_MIN = 24
 """Below this reach of a full oplog a listener that is away for a night loses history."""
 
+_STANDING = ("halted", "paused", "parked")
 _STATE_COLLECTIONS = ("leases", "subscriptions", "partitions", "dead_letters")
-_NEARLY_FULL = 0.9
 _WANTS_IMAGES = ("whenAvailable", "required")
 _SERVER_DATABASES = frozenset({"admin", "config", "local"})
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """
+    Where one subscription stands.
+
+    Attributes:
+        is_lost: whether it stands still since the oplog no longer holds its place.
+        partition: the one that holds it there, and its `state`; None where nothing stands.
+    """
+
+    name: str
+    place: Timestamp
+    is_lost: bool = False
+    partition: int | None = None
+    state: str | None = None
 
 
 def check_mongodb(client: Client, wiring: Wiring) -> Iterator[Finding]:
@@ -194,10 +217,9 @@ def _check_oplog(client: Client, wiring: Wiring) -> Iterator[Finding]:
             yield warning("oplog_rights", f"How far the oplog reaches back cannot be seen here. {failure}")
         return
     yield ok("oplog_rights", "The oplog can be read.")
-    yield _judge_window(oplog, _oplog_fill(client))
-    position = lease.get("clusterTime") or lease.get("startAtOperationTime")
-    if position is not None:
-        yield _judge_position(oplog, position)
+    fill = _oplog_fill(client)
+    yield _judge_window(oplog, fill)
+    yield from judge_histories(_histories(wiring, lease), oplog, rolls=oplog.removes(fill))
 
 
 def _lease(wiring: Wiring) -> Mapping[str, Any]:
@@ -212,7 +234,7 @@ def _judge_window(oplog: Oplog, fill: float | None) -> Finding:
     text = f"It reaches {hours:.1f} h back"
     if hours >= OPLOG_HOURS_MIN:
         return ok("oplog_window", f"{text}: a listener may be away for so long.")
-    if fill is not None and fill < _NEARLY_FULL:
+    if fill is not None and fill < NEARLY_FULL:
         return ok("oplog_window", f"{text}, to the beginning of this cluster; {fill:.0%} of it are in use.")
     return warning(
         "oplog_window",
@@ -221,24 +243,67 @@ def _judge_window(oplog: Oplog, fill: float | None) -> Finding:
     )
 
 
-def _judge_position(oplog: Oplog, position: Timestamp) -> Finding:
-    if position < oplog.first:
-        return error(
-            "history",
-            f"The stored position, {position.as_datetime().isoformat()}, lies before the oldest oplog entry: changes "
-            "in between cannot be read any more. Start the listener once with --on-history-lost oldest or now.",
-        )
-    return ok("history", "The oplog reaches back to the stored position.")
+def _histories(wiring: Wiring, lease: Mapping[str, Any]) -> list[History]:
+    """Where the registered subscriptions stand, as far as they have been led with."""
+    registered = {handler.name for handler in wiring.handlers}
+    layout = layout_of(lease)
+    try:
+        documents = {name_in(document): document for document in wiring.store.subscriptions.read_all()}
+        names = sorted(registered & documents.keys())
+        images = wiring.store.partitions.of(names, layout.generation) if layout and names else []
+    except OperationFailure:
+        return []  # no right to read the state; a finding of its own says so
+    reported = {risk["subscription"]: risk for risk in (lease.get("report") or {}).get("atRisk", ())}
+    found = []
+    for name in names:
+        place = documents[name].get("clusterTime") or documents[name].get("startAtOperationTime")
+        if place is not None:
+            holder = _holder(reported.get(name), [image for image in images if image.subscription == name])
+            found.append(History(name, place, lost_in(documents[name]) is not None, *holder))
+    return found
+
+
+def _holder(reported: Mapping[str, Any] | None, images: Iterable[Image]) -> tuple[int | None, str | None]:
+    """The partition that holds a subscription: as the listener says, else one that stands; and its state."""
+    if reported is not None and reported.get("partition") is not None:
+        return reported["partition"], reported["state"]
+    standing = {state_of(image): image.index for image in images if state_of(image) != "flowing"}
+    return next(((standing[state], state) for state in _STANDING if state in standing), (None, None))
+
+
+def judge_histories(histories: Sequence[History], oplog: Oplog, *, rolls: bool) -> Iterator[Finding]:
+    """Who has lost its history, and who is about to: each with the command that helps."""
+    well = bool(histories)
+    for history in histories:
+        share = oplog.share_behind(history.place) if rolls else 0.0
+        if history.is_lost:
+            well = False
+            yield error(
+                "history",
+                f"Handler {history.name} has lost its history: it stands at {history.place.as_datetime().isoformat()}, "
+                "and the oplog no longer reaches back so far. It stands still until somebody decides: "
+                f"`celery -A ... changes go-on {history.name} --from oldest` or `--from now`.",
+            )
+        elif share >= THRESHOLDS[0]:
+            well = False
+            yield (error if share >= SERIOUS else warning)(
+                "history_at_risk",
+                f"{share:.0%} of the oplog's window lie behind handler {history.name}, which stands at "
+                f"{history.place.as_datetime().isoformat()}; from 100% on changes are lost, but for what a running "
+                f"listener has buffered. {_sentence_on(history)}.",
+            )
+    if well:
+        yield ok("history", "The oplog reaches back to where each handler stands.")
+
+
+def _sentence_on(history: History) -> str:
+    held = f"Partition {history.partition}, which is {history.state}, holds it: " if history.state else "Free it: "
+    return held + remedy(history.name, history.partition, history.state)
 
 
 def _oplog_fill(client: Client) -> float | None:
-    """Share of the oplog's size that is in use, or None where it cannot be seen."""
-    try:
-        with pymongo.timeout(ANSWER_SECONDS):
-            stats = client.get_database("local").command("collStats", "oplog.rs")
-    except (PyMongoError, MongoCeleryError):
-        return None
-    return float(stats["size"]) / float(stats["maxSize"]) if stats.get("maxSize") else None
+    with pymongo.timeout(ANSWER_SECONDS):
+        return oplog_fill(client)
 
 
 def _check_test_commands(client: Client) -> Iterator[Finding]:

@@ -22,10 +22,10 @@ from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.state.subscriptions import name_in
+from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.opening import ANSWER_SECONDS, translated
-from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
+from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, read_oplog, time_of_token
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -48,6 +48,7 @@ class Facts:
         dead_letters: number of dead letters by subscription.
         now: the cluster's latest operation time.
         oplog_window: seconds that the oplog reaches back; None without the right to read it.
+        oplog_rolls: whether its oldest entries are being removed, so that who stands too far back loses history.
     """
 
     options: BridgeOptions
@@ -58,6 +59,7 @@ class Facts:
     dead_letters: Mapping[str, int]
     now: Timestamp
     oplog_window: int | None
+    oplog_rolls: bool = False
 
 
 def read_status(wiring: Wiring) -> dict[str, Any]:
@@ -74,13 +76,19 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `outstanding`, `buffered`: changes under way and waiting, from the listener's report. Without one,
       `outstanding` counts the partitions that are claimed, and `buffered` is 0 where nobody leads and None
       where a new listener has not reported yet.
+    - `refused`: some of the messages that the broker refuses while it takes others, `refused_count` of them in all:
+      their partition, the change, its bytes, the broker's reason and since when.
+    - `locked`: some of the partitions that this term could not win yet, because an open transaction has locked them.
     - `caught_up`: the listener has read to the end of the stream within the last seconds, and nothing stands.
       `standing` counts the partitions whose next change waits for a person or for its retry time.
     - `unread_seconds`: for how long no read of the stream has succeeded; 0 while one does every few seconds, None
       without a report. `reading_waits` is why: a full buffer, or the stream's last error; `reopenings` counts those of
       this term.
     - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `flowing`), or
-      `new` (registered, but no listener has led with it yet), or `unregistered`.
+      `new` (registered, but no listener has led with it yet), or `unregistered`; `history_lost` where the oplog
+      no longer holds its place: then `lost` says since when and where, and what was `decided`.
+    - a subscription's `oplog_share`: which share of the oplog's window lies behind it; None while the oplog removes
+      nothing, or cannot be read. From 1 on, what no listener has buffered is lost.
 
     Raises:
         ServerUnavailableError: MongoDB did not answer.
@@ -102,6 +110,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
     subscriptions = store.subscriptions.read_all()
     names = [name_in(document) for document in subscriptions]
     images = store.partitions.of(names, layout.generation) if layout and names else []
+    oplog = _oplog(client)
     return Facts(
         options=options,
         registered=tuple(handler.name for handler in wiring.handlers),
@@ -110,14 +119,15 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         images=images,
         dead_letters=store.dead_letters.count(),
         now=operation_time(client),
-        oplog_window=_oplog_window(client),
+        oplog_window=oplog.window_seconds if oplog is not None else None,
+        oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
     )
 
 
-def _oplog_window(client: MongoClient[dict[str, Any]]) -> int | None:
+def _oplog(client: MongoClient[dict[str, Any]]) -> Oplog | None:
     try:
         with pymongo.timeout(ANSWER_SECONDS):
-            return read_oplog(client).window_seconds
+            return read_oplog(client)
     except (DeploymentError, PyMongoError):
         return None  # no right to read it, or a mongos, which has none
 
@@ -147,6 +157,9 @@ def shape(facts: Facts) -> dict[str, Any]:
         "standing": report.get("standing"),
         "caught_up": report.get("caughtUp", False),
         "broker_down": report.get("brokerDown", False),
+        "refused": [{**each, "since": _iso(each["since"])} for each in report.get("refused", ())],
+        "refused_count": report.get("refusedCount", 0),
+        "locked": list(report.get("locked", ())),
         "unread_seconds": _unread(lease, report),
         "reading_waits": report.get("readingWaits"),
         "reopenings": report.get("reopenings"),
@@ -203,15 +216,20 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
         document = documents.get(name, {})
         images = [image for image in facts.images if image.subscription == name]
         # A report speaks for the subscriptions of its own term; an epoch shows which these are.
-        done = idle and name in facts.registered and document.get("epoch") == version
+        lost = lost_in(document)
+        done = idle and name in facts.registered and document.get("epoch") == version and not lost
+        lag = 0 if done else _lag(document, facts.now)
         shaped.append(
             {
                 "name": name,
                 "state": _subscription_state(facts, name, document, images),
                 "watermark": _data(document.get("resumeToken")),
                 "watermark_at": _iso(document.get("clusterTime")),
-                "lag_seconds": 0 if done else _lag(document, facts.now),
+                "lag_seconds": lag,
+                "oplog_share": _share(facts, lag),
                 "dead_letters": facts.dead_letters.get(name, 0),
+                "lost": _lost(lost) if lost else None,
+                "gaps": [_gap(gap) for gap in document.get("gaps", ())],
             },
         )
     return shaped
@@ -222,6 +240,8 @@ def _subscription_state(facts: Facts, name: str, document: Mapping[str, Any], im
         return "unregistered"
     if not document:
         return "new"
+    if lost_in(document):
+        return "history_lost"
     states = {state_of(image) for image in images}
     return next((state for state in _WORST_FIRST if state in states), "flowing")
 
@@ -232,6 +252,22 @@ def _lag(document: Mapping[str, Any], now: Timestamp) -> int | None:
     reached = document.get("clusterTime") or (time_of_token(token, None) if token else None)
     reached = reached or document.get("startAtOperationTime")
     return None if reached is None else max(0, now.time - reached.time)
+
+
+def _share(facts: Facts, lag: int | None) -> float | None:
+    if lag is None or facts.oplog_window is None or not facts.oplog_rolls:
+        return None
+    return round(lag / max(facts.oplog_window, 1), 3)
+
+
+def _lost(lost: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "since": _iso(lost.get("since")),
+        "at": _iso(lost.get("at")),
+        "oldest": _iso(lost.get("oldest")),
+        "error": lost.get("error"),
+        "decided": (lost.get("goOn") or {}).get("policy"),
+    }
 
 
 def _partition(image: Image, options: BridgeOptions) -> dict[str, Any]:
@@ -294,7 +330,13 @@ def _head(image: Image) -> dict[str, Any] | None:
 
 
 def _gap(gap: Mapping[str, Any]) -> dict[str, Any]:
-    return {"until": _iso(gap.get("until")), "policy": gap.get("policy"), "error": gap.get("error")}
+    return {
+        "from": _iso(gap.get("from")),
+        "until": _iso(gap.get("until")),
+        "policy": gap.get("policy"),
+        "subscriptions": list(gap.get("subscriptions", ())),
+        "error": gap.get("error"),
+    }
 
 
 def _data(token: Mapping[str, Any] | None) -> str | None:

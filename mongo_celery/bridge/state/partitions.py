@@ -4,7 +4,9 @@ The partitions as the listener and the operator see them.
 A take-over raises every epoch to the new version in one bulk update, commits what is handled on the
 spot, and leaves live claims alone with their fences: their executions may finish, because they prove
 themselves by fence and owner. So neither a deploy nor a crash of the listener repeats handlers that
-are running.
+are running. A partition that an open transaction has written (a client that died before it could commit) keeps
+the epoch that it has: messages of the older term may still claim there, as before, and nobody else's can. It is
+won when it is free.
 
 `committed` and `resumeToken` are always taken from one image of the document: a number from one
 reading and a token from another could pass a change.
@@ -14,19 +16,20 @@ An operator's command compares `committed` and `fence` as seen, raises the fence
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from bson.int64 import Int64
+from pymongo import InsertOne
 from pymongo.collection import Collection
-from pymongo.errors import BulkWriteError
 
 from mongo_celery.bridge.state.claims import CHARGE, COMMIT
 from mongo_celery.mongo.expressions import literal, next_number
+from mongo_celery.mongo.locked import update_around_locks, update_unlocked
 from mongo_celery.mongo.table import Table, call_timeout
-from mongo_celery.mongo.verdicts import Code
 
+_WINNING_SECONDS = 0.25  # the leading thread has other things to do
 _DEFAULTS: dict[str, Any] = {
     "epoch": Int64(0),
     "committed": Int64(0),
@@ -39,6 +42,9 @@ _DEFAULTS: dict[str, Any] = {
     "head": None,
     "state": "flowing",
 }
+
+_TRACES = ("resumeToken", "claim", "handled", "retry", "single", "head")
+"""Fields that are null in a partition at which nobody has ever worked."""
 
 _PROJECTION: dict[str, Any] = {
     **dict.fromkeys(_DEFAULTS, 1),
@@ -101,65 +107,77 @@ class Partitions:
 
     def prepare(
         self,
-        subscription: str,
+        positions: Mapping[str, Mapping[str, Any] | None],
         generation: int,
         count: int,
         version: int,
-        token: Mapping[str, Any] | None = None,
     ) -> None:
         """
-        Create the partitions of a subscription that are missing, positioned at `token`.
+        Create the partitions of some subscriptions that are missing, positioned at each one's token.
 
         Their fences count from the lease's version, which is above all that was ever given. Their epoch is that
-        version too: so it shows whose they are, and a later term knows what an older one has left.
+        version too: so it shows whose they are, and a later term knows what an older one has left. The number of
+        calls does not depend on that of subscriptions.
         """
-        prefix = self.partition_id(subscription, generation, 0)[:-1]
-        with self._table.limit():
-            present = {doc["_id"] for doc in self._table.find(_under(prefix), {"_id": 1})}
-            missing = [
-                {
-                    "_id": f"{prefix}{index}",
-                    **_DEFAULTS,
-                    "epoch": Int64(version),
-                    "fence": Int64(version),
-                    "resumeToken": dict(token) if token else None,
-                }
-                for index in range(count)
-                if f"{prefix}{index}" not in present
+        if not positions:
+            return
+        present = {doc["_id"] for doc in self._table.find(self._scope(positions, generation), {"_id": 1})}
+        wanted = {
+            self.partition_id(name, generation, index): token
+            for name, token in positions.items()
+            for index in range(count)
+        }
+        self._table.write_all(
+            [
+                InsertOne(
+                    {
+                        "_id": partition_id,
+                        **_DEFAULTS,
+                        "epoch": Int64(version),
+                        "fence": Int64(version),
+                        "resumeToken": dict(token) if token else None,
+                    }
+                )
+                for partition_id, token in wanted.items()
+                if partition_id not in present
             ]
-            if missing:
-                self._insert(missing)
+        )
 
-    def _insert(self, documents: Sequence[dict[str, Any]]) -> None:
-        try:
-            self._table.collection.insert_many(documents, ordered=False)
-        except BulkWriteError as error:
-            if any(failure["code"] != Code.DuplicateKey for failure in error.details["writeErrors"]):
-                raise
-
-    def discard(self, subscription: str, generation: int, version: int) -> None:
+    def discard(self, subscriptions: Iterable[str], generation: int, version: int) -> None:
         """
         Remove partitions of a generation that never became valid, before they are prepared again.
 
         What a later term has prepared stays: there the generation may be in force, and at work.
         """
-        prefix = self.partition_id(subscription, generation, 0)[:-1]
-        self._table.delete_all({**_under(prefix), "epoch": {"$lte": version}})
+        self._table.delete_all({**self._scope(subscriptions, generation), "epoch": {"$lte": version}})
 
-    def take_over(self, subscription: str, generation: int, version: int) -> list[Image]:
+    def take_over(self, subscriptions: Iterable[str], generation: int, version: int) -> list[Image]:
         """
-        Close the partitions of a subscription to all older terms, and commit what is handled.
+        Close the partitions of some subscriptions to all older terms, and commit what is handled.
+
+        The number of calls does not depend on that of partitions, unless some are locked by open transactions.
 
         Returns:
-            Their images afterwards. One whose epoch is larger than `version` was not won.
+            Their images afterwards. One whose epoch is larger than `version` was not won, one whose epoch is smaller
+            is locked; see `win`.
         """
-        handled = {"$gt": ["$handled", None]}
-        change: dict[str, Any] = {"epoch": Int64(version)}
-        for name, value in COMMIT.items():
-            change[name] = {"$cond": [handled, value, f"${name}"]}
-        scope = _under(f"{self._bridge}/{subscription}/{generation}/")
-        self._table.update_all({**scope, "epoch": {"$lt": version}}, [{"$set": change}])
+        names = list(subscriptions)
+        if not names:
+            return []
+        scope = self._scope(names, generation)
+        update_around_locks(self._table, scope, _older(version), _winning(version))
         return self._images(scope)
+
+    def win(self, ids: Iterable[str], version: int) -> list[Image]:
+        """
+        Take over partitions that were locked, as far as they are free now; bounded, and waits for none of them.
+
+        Returns:
+            Their images afterwards, as of `take_over`.
+        """
+        locked = list(ids)
+        update_unlocked(self._table, locked, _older(version), _winning(version), seconds=_WINNING_SECONDS)
+        return self.look(locked)
 
     def look(self, ids: Iterable[str]) -> list[Image]:
         """Some partitions, by `_id`."""
@@ -167,9 +185,14 @@ class Partitions:
 
     def of(self, subscriptions: Iterable[str], generation: int) -> list[Image]:
         """All partitions of some subscriptions in a generation."""
-        return self._images(
-            {"$or": [_under(f"{self._bridge}/{name}/{generation}/") for name in subscriptions]},
-        )
+        return self._images(self._scope(subscriptions, generation))
+
+    def are_touched(self, subscription: str) -> bool:
+        """Whether anything has ever been claimed, decided or stored in a subscription's partitions, of any layout."""
+        marks: list[dict[str, Any]] = [{name: {"$ne": None}} for name in _TRACES]
+        traces = [{"committed": {"$gt": 0}}, {"state": {"$nin": ["flowing", "closed"]}}, *marks]
+        found = self._table.find_one({**_under(f"{self._bridge}/{subscription}/"), "$or": traces}, {"_id": 1})
+        return found is not None
 
     def clear_impossible_claim(self, partition_id: str, fence: int, until: Any) -> bool:
         """
@@ -191,14 +214,14 @@ class Partitions:
         """
         Shut every generation but this one, of all subscriptions: no version can claim there any more.
 
-        Also those of subscriptions that have no handler now, and what a crash has left open.
+        Also those of subscriptions that have no handler now, and what a crash has left open. What an open transaction
+        has locked there is left to the next take-over: in a generation that is over nothing is dispatched.
         """
         others = {"$not": {"$regex": f"/{generation}/[0-9]+$"}}
-        scope = _under(f"{self._bridge}/")["_id"]
-        self._table.update_all(
-            {"_id": {**scope, **others}, "epoch": {"$lte": version}, "state": {"$ne": "closed"}},
-            {"$set": {"epoch": Int64(version), "state": "closed"}},
-        )
+        scope = {"_id": {**_under(f"{self._bridge}/")["_id"], **others}}
+        still_open = {"epoch": {"$lte": version}, "state": {"$ne": "closed"}}
+        change = {"$set": {"epoch": Int64(version), "state": "closed"}}
+        update_around_locks(self._table, scope, still_open, change)
 
     def largest_epoch(self) -> int:
         """The largest epoch of any partition of the bridge, in whatever generation; 0 where there is none."""
@@ -244,6 +267,9 @@ class Partitions:
             del guard["fence"], guard["committed"], guard["handled"]
         return self._table.update(guard, [{"$set": dict(change)}])
 
+    def _scope(self, subscriptions: Iterable[str], generation: int) -> dict[str, Any]:
+        return {"$or": [_under(f"{self._bridge}/{name}/{generation}/") for name in subscriptions]}
+
     def _images(self, query: Mapping[str, Any]) -> list[Image]:
         return [image_of(document) for document in self._table.find(query, _PROJECTION)]
 
@@ -273,6 +299,19 @@ def image_of(document: Mapping[str, Any]) -> Image:
         head=document["head"],
         waiting=retry.get("waiting"),
     )
+
+
+def _older(version: int) -> dict[str, Any]:
+    return {"epoch": {"$lt": Int64(version)}}
+
+
+def _winning(version: int) -> list[dict[str, Any]]:
+    """The update of a take-over: my epoch, and the commit of what is handled."""
+    handled = {"$gt": ["$handled", None]}
+    change: dict[str, Any] = {"epoch": Int64(version)}
+    for name, value in COMMIT.items():
+        change[name] = {"$cond": [handled, value, f"${name}"]}
+    return [{"$set": change}]
 
 
 def _under(prefix: str) -> dict[str, Any]:

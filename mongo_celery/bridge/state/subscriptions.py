@@ -1,21 +1,28 @@
 """
 A subscription's own position: its start, its low watermark and the fingerprint of the stream it came from.
 
-Every write is guarded by `epoch`, which a take-over sets to the version of its lease: a listener whose
-term has ended can move nothing here. A watermark only grows.
+Every write of a listener is guarded by `epoch`, which a take-over sets to the version of its lease: a listener
+whose term has ended can move nothing here. A watermark only grows.
+
+A subscription whose place the oplog no longer holds carries `lost`: `since`, `at` (its place), `oldest` (the oldest
+entry that was seen then, or null), `error`, and `goOn` once somebody has decided: `policy`, `time` (of the decision),
+for the listener to act on. It counts only while the subscription stands at `at`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bson import Timestamp
 from bson.int64 import Int64
+from pymongo import UpdateOne
 from pymongo.collection import Collection
 
 from mongo_celery.mongo.expressions import literal
-from mongo_celery.mongo.table import Table, call_timeout
+from mongo_celery.mongo.oplog import time_of_token
+from mongo_celery.mongo.table import Table, Update, call_timeout
 
 _DEFAULTS: dict[str, Any] = {
     "epoch": Int64(0),
@@ -24,6 +31,18 @@ _DEFAULTS: dict[str, Any] = {
     "fingerprint": None,
     "startAtOperationTime": None,
 }
+
+_GAPS_KEPT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """A watermark to be stored: of which subscription, under which version, with its token and cluster time."""
+
+    name: str
+    version: int
+    token: Mapping[str, Any]
+    cluster_time: Timestamp | None
 
 
 class Subscriptions:
@@ -37,21 +56,18 @@ class Subscriptions:
         """
         Raise the epoch of each subscription to this version, creating what is missing.
 
+        Two calls, however many they are. Somebody else who creates one at the same time may leave it with its epoch.
+
         Returns:
-            The documents by name. One whose epoch is larger than `version` was not won.
+            The documents by name. One whose epoch is not `version` was not won.
         """
-        with self._table.limit():
-            for name in names:
-                self._table.update(
-                    {"_id": self._id(name)},
-                    [
-                        {"$replaceWith": {"$mergeObjects": [literal(_DEFAULTS), "$$ROOT"]}},
-                        {"$set": {"epoch": {"$max": ["$epoch", Int64(version)]}}},
-                    ],
-                    upsert=True,
-                )
-            wanted = {self._id(name): name for name in names}
-            return {wanted[doc["_id"]]: doc for doc in self._table.find({"_id": {"$in": list(wanted)}})}
+        change: Update = [
+            {"$replaceWith": {"$mergeObjects": [literal(_DEFAULTS), "$$ROOT"]}},
+            {"$set": {"epoch": {"$max": ["$epoch", Int64(version)]}}},
+        ]
+        wanted = {self._id(name): name for name in names}
+        self._table.write_all([UpdateOne({"_id": where}, change, upsert=True) for where in wanted])
+        return {wanted[doc["_id"]]: doc for doc in self._table.find({"_id": {"$in": list(wanted)}})}
 
     def pin(self, name: str, version: int, start: Timestamp, position: Mapping[str, Any] | None) -> bool:
         """
@@ -66,12 +82,12 @@ class Subscriptions:
         guard = {"_id": self._id(name), "epoch": version, "startAtOperationTime": None}
         return self._table.update(guard, {"$set": change})
 
-    def move_start(self, name: str, version: int, start: Timestamp) -> bool:
+    def move_start(self, name: str, version: int, start: Timestamp, policy: str) -> bool:
         """
         Begin again at a later time, after history was lost and an operator decided to go on.
 
         The token is dropped, since the server no longer accepts it; what partitions have committed stays. A start
-        that was pinned later still is kept.
+        that was pinned later still is kept. What is given up is noted among `gaps` by the same write.
 
         Returns:
             False when the epoch has moved on, or the subscription stands behind this time already.
@@ -83,10 +99,57 @@ class Subscriptions:
                 "$or": [{"clusterTime": None}, {"clusterTime": {"$lte": start}}],
             },
             [
-                {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}}},
+                {"$set": {"gaps": _with_gap(start, policy)}},
+                {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}, "lost": None}},
                 {"$set": {"resumeToken": None, "clusterTime": "$startAtOperationTime", "fingerprint": None}},
             ],
         )
+
+    def pin_again(self, name: str, version: int, start: Timestamp, policy: str) -> bool:
+        """
+        Begin later than was pinned, where nothing was ever stored: the pinned place rolled away before it was read.
+
+        Returns:
+            False when the epoch has moved on, or a place was stored.
+        """
+        never = {"resumeToken": None, "clusterTime": None}
+        return self._table.update(
+            {"_id": self._id(name), "epoch": version, **never},
+            [
+                {"$set": {"gaps": _with_gap(start, policy)}},
+                {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}, "lost": None}},
+            ],
+        )
+
+    def mark_lost(self, name: str, version: int, place: Timestamp, oldest: Timestamp | None, error: str) -> bool:
+        """
+        Record that the place of a subscription can no longer be read, and that nobody has decided.
+
+        Returns:
+            False when the epoch has moved on.
+        """
+        lost = {"at": place, "oldest": oldest, "error": error, "goOn": None}
+        change = {"lost": {"$mergeObjects": [{"since": "$$NOW"}, literal(lost)]}}
+        return self._table.update({"_id": self._id(name), "epoch": version}, [{"$set": change}])
+
+    def clear_lost(self, name: str, version: int) -> bool:
+        """The place can be read after all; False when the epoch has moved on."""
+        return self._table.update({"_id": self._id(name), "epoch": version}, {"$set": {"lost": None}})
+
+    def decide(self, name: str, seen: Mapping[str, Any], policy: str, now: Timestamp) -> bool:
+        """
+        Record an operator's decision on lost history, for the listener to act on.
+
+        Args:
+            seen: `lost` as the operator has seen it.
+            policy: `oldest` or `now`.
+            now: the time that `now` means.
+
+        Returns:
+            False when `lost` is another one by now.
+        """
+        change = {"lost.goOn": {"policy": policy, "time": now}}
+        return self._table.update({"_id": self._id(name), "lost": dict(seen)}, {"$set": change})
 
     def advance(
         self,
@@ -102,13 +165,26 @@ class Subscriptions:
         Returns:
             False when the epoch has moved on (the term has ended) or the stored token is not smaller.
         """
-        change = {"resumeToken": dict(token), "clusterTime": cluster_time, "fingerprint": fingerprint}
+        return self._table.update(*self._advance(Advance(name, version, token, cluster_time), fingerprint))
+
+    def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
+        """
+        Store watermarks as `advance` does, in one call; which of them were refused is not said.
+
+        Raises:
+            PyMongoError: some may have been stored. Storing them again is harmless.
+        """
+        self._table.write_all([UpdateOne(*self._advance(each, fingerprint)) for each in advances])
+
+    def _advance(self, to: Advance, fingerprint: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Guard and change of storing a watermark."""
         guard = {
-            "_id": self._id(name),
-            "epoch": version,
-            "$or": [{"resumeToken": None}, {"resumeToken._data": {"$lt": token["_data"]}}],
+            "_id": self._id(to.name),
+            "epoch": to.version,
+            "$or": [{"resumeToken": None}, {"resumeToken._data": {"$lt": to.token["_data"]}}],
         }
-        return self._table.update(guard, {"$set": change})
+        change = {"resumeToken": dict(to.token), "clusterTime": to.cluster_time, "fingerprint": fingerprint}
+        return guard, {"$set": change}
 
     def read_all(self) -> list[dict[str, Any]]:
         """All subscriptions of the bridge, also those that no handler serves any more."""
@@ -116,6 +192,29 @@ class Subscriptions:
 
     def _id(self, name: str) -> str:
         return f"{self._bridge}/{name}"
+
+
+def _with_gap(start: Timestamp, policy: str) -> dict[str, Any]:
+    """The noted gaps, the last 20 of them, and one more: from where it stands to where it goes on."""
+    place = {"$ifNull": ["$clusterTime", "$startAtOperationTime"]}
+    gap = {"from": place, "until": start, "policy": literal(policy), "at": "$$NOW"}
+    return {"$slice": [{"$concatArrays": [{"$ifNull": ["$gaps", []]}, [gap]]}, -_GAPS_KEPT]}
+
+
+def lost_in(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a stored document says of its lost history; None where it stands elsewhere by now, or has lost none."""
+    lost, start = document.get("lost"), document.get("startAtOperationTime")
+    if not lost or start is None:
+        return None
+    return lost if lost.get("at") == max(start, document.get("clusterTime") or start) else None
+
+
+def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bool:
+    """Whether a change of this subscription can no longer be read: it lies in history that was lost, or given up."""
+    start, time_ = document.get("startAtOperationTime"), time_of_token(token, None)
+    if start is None or time_ is None:
+        return False
+    return bool(time_ < max(start, (lost_in(document) or {}).get("oldest") or start))
 
 
 def name_in(document: Mapping[str, Any]) -> str:

@@ -76,3 +76,5 @@ _handler(
     retry_kwargs={"countdown": 0.1},
     max_retries=3,
 )
+for _number in range(int(os.environ.get("CHAIN_MANY", "0"))):
+    _handler(f"many_{_number}")

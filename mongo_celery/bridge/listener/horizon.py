@@ -1,0 +1,225 @@
+"""
+How far the oplog reaches back beside each subscription, so that nobody loses history without having been told.
+
+A thread of its own reads the oldest and the latest entry, every few seconds: a slow MongoDB delays a warning, and
+never the listener. The leading thread judges what was read last against where each subscription stands. Only an oplog
+that removes entries endangers anybody: one that is whole, or has room left, only grows.
+
+What stands is one partition, as a rule: the one whose change is the oldest that is not done. It holds the place up to
+which its subscription must be read again; the record names it, and the command that frees it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pymongo
+from bson import Timestamp
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.errors import DeploymentError
+from mongo_celery.mongo.opening import ANSWER_SECONDS
+from mongo_celery.mongo.oplog import Oplog, oplog_fill, read_oplog
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
+
+logger = logging.getLogger("mongo_celery.listener")
+
+THRESHOLDS = (0.5, 0.75, 0.9, 1.0)
+"""Shares of the oplog's window that lie behind a subscription; at each of them it is named once."""
+
+SERIOUS = 0.9
+"""From this share on it is an error."""
+
+_SLACK = 0.05
+_LONGEST_PAUSE = 10.0
+_SHORTEST_PAUSE = 0.5
+_LOOKS_A_WINDOW = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Risk:
+    """
+    A subscription that may lose its history.
+
+    Attributes:
+        share: of the oplog's window that lies behind it; from 1 on a restart loses changes.
+        partition: the one that holds it; None where nothing read is left to do, and reading itself is late.
+        state: of that partition: `halted`, `paused`, `parked`, `running` or `waiting`.
+    """
+
+    subscription: str
+    share: float
+    partition: int | None
+    state: str | None
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it, as part of a sentence."""
+        return remedy(self.subscription, self.partition, self.state)
+
+    def report(self) -> dict[str, Any]:
+        """As the listener's report has it."""
+        return {
+            "subscription": self.subscription,
+            "share": round(self.share, 3),
+            "partition": self.partition,
+            "state": self.state,
+        }
+
+
+class Horizon:
+    """
+    Watches the oplog for one term.
+
+    Attributes:
+        risks: the subscriptions behind which at least half of the oplog's window lies, by the last judgement.
+    """
+
+    def __init__(self, wiring: Wiring) -> None:
+        self.risks: tuple[Risk, ...] = ()
+        self._wiring = wiring
+        self._read: Oplog | None = None
+        self._judged: Oplog | None = None
+        self._named: dict[str, float] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mongo_celery-horizon", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read the oplog's ends."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Read no more. Does not wait: a read that is under way has a limit."""
+        self._stopping.set()
+
+    def judge(self, subscriptions: Iterable[Subscription]) -> None:
+        """Compare with what was read last, if that is new, and name those who have passed a threshold."""
+        oplog = self._read
+        if oplog is self._judged:
+            return
+        self._judged = oplog
+        if oplog is None:  # it has room again
+            self.risks = ()
+            return
+        found = [risk_of(subscription, oplog) for subscription in subscriptions if not subscription.lost]
+        for risk in found:
+            self._name(risk)
+        self.risks = tuple(risk for risk in found if risk.share >= THRESHOLDS[0])
+
+    def _name(self, risk: Risk) -> None:
+        passed = max((threshold for threshold in THRESHOLDS if risk.share >= threshold), default=0.0)
+        named = self._named.get(risk.subscription, 0.0)
+        if passed > named:
+            self._named[risk.subscription] = passed
+            self._say(risk)
+        elif risk.share < named - _SLACK:  # a share that trembles at a threshold is named once
+            self._named[risk.subscription] = passed
+
+    def _say(self, risk: Risk) -> None:
+        extra = {"subscription": risk.subscription, "partition": risk.partition, "share": risk.share}
+        if risk.share >= SERIOUS:
+            logger.error("%s", _sentence(risk), extra={"event": "history_at_risk", **extra})
+        else:
+            logger.warning("%s", _sentence(risk), extra={"event": "history_at_risk", **extra})
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.wait(_pause(self._look())):
+                pass
+        except DeploymentError as error:  # no right to read it, or a mongos, which has none
+            self._say_unseen(error)
+
+    def _look(self) -> Oplog | None:
+        try:
+            with pymongo.timeout(ANSWER_SECONDS):
+                oplog = read_oplog(self._wiring.client)
+                self._read = oplog if oplog.removes(oplog_fill(self._wiring.client)) else None
+        except PyMongoError:  # asked again soon; that MongoDB does not answer is said by those who need it
+            return None
+        return oplog
+
+    def _say_unseen(self, error: DeploymentError) -> None:
+        said = self._wiring.of_process(_Said)
+        if not said.unseen:
+            said.unseen = True
+            logger.info(
+                "nothing can warn before history is lost, since the oplog cannot be read here: %s",
+                error,
+                extra={"event": "horizon_unseen"},
+            )
+
+
+class _Said:
+    """What one process has said already of one bridge."""
+
+    def __init__(self, _wiring: Wiring) -> None:
+        self.unseen = False
+
+
+def risk_of(subscription: Subscription, oplog: Oplog) -> Risk:
+    """Where a subscription stands beside the oplog, and what holds it there."""
+    head = subscription.window.oldest
+    partition = head.index if head is not None else None
+    share = max(oplog.share_behind(_place(subscription)), 0.0)
+    state = _state(subscription, partition) if partition is not None else None
+    return Risk(subscription.name, share, partition, state)
+
+
+def remedy(subscription: str, partition: int | None, state: str | None) -> str:
+    """The command that frees a partition, or where to look."""
+    where = f"{subscription} --partition {partition}"
+    if state == "halted":
+        return f"`celery -A ... changes retry {where}` or `changes skip {where}`"
+    if state == "paused":
+        return f"`celery -A ... changes resume {where}`"
+    if state == "parked":
+        return f"`celery -A ... changes retry {where}` runs its change at once"
+    if state == "running":
+        return "look for a handler that hangs, or workers that are gone"
+    if state == "waiting":
+        return "see to it that workers consume its queue, and enough of them"
+    return "`celery -A ... changes status` shows what is full or slow; or enlarge the oplog with replSetResizeOplog"
+
+
+def _sentence(risk: Risk) -> str:
+    held = "the stream is not read so far"
+    if risk.partition is not None:
+        held = f"held by partition {risk.partition}, which is {risk.state}"
+    if risk.share < 1:
+        return (
+            f"handler {risk.subscription} stands so far back ({held}) that {risk.share:.0%} of the oplog's window lie "
+            f"behind it; at 100% its history is lost. Free it: {risk.remedy}"
+        )
+    return (
+        f"the oplog no longer reaches back to where handler {risk.subscription} stands ({held}): what this listener "
+        f"has buffered is all that is left, and is lost when it ends. Free it now: {risk.remedy}"
+    )
+
+
+def _place(subscription: Subscription) -> Timestamp:
+    """Where it would be read again; in front of its start nothing is owed."""
+    mark = subscription.window.watermark
+    start = subscription.plan.start
+    return max(mark.cluster_time, start) if mark is not None and mark.cluster_time is not None else start
+
+
+def _state(subscription: Subscription, partition: int) -> str:
+    tracker = subscription.trackers[partition]
+    if tracker.image.state != "flowing":
+        return tracker.image.state
+    if tracker.image.parked:
+        return "parked"
+    return "running" if tracker.outstanding is not None and tracker.image.live else "waiting"
+
+
+def _pause(oplog: Oplog | None) -> float:
+    """Seconds to the next look: often in a window, and seldom by the clock."""
+    window = oplog.window_seconds if oplog is not None else _LONGEST_PAUSE * _LOOKS_A_WINDOW
+    return min(max(window / _LOOKS_A_WINDOW, _SHORTEST_PAUSE), _LONGEST_PAUSE)

@@ -1,0 +1,202 @@
+"""
+Where the subscriptions of a term begin.
+
+A start is pinned where there is none: in the lease, before the first read, so that a crash before the first
+commit loses nothing. `oldest` reads the first entry of `local.oplog.rs`, whatever it is: on a young set that is
+the no-op of the set's initiation, from which everything ever written follows, also a write that races the
+bridge's first start.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from bson import Timestamp
+from pymongo import MongoClient
+
+from mongo_celery.bridge.change import token_data
+from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.takeover import Takeover
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.subscriptions import lost_in, name_in
+from mongo_celery.bridge.stream.reader import Position
+from mongo_celery.bridge.window import Mark
+from mongo_celery.errors import ConfigurationError, LeaseLostError
+from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.state.store import Store
+
+logger = logging.getLogger("mongo_celery.listener")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """
+    Where a subscription stands.
+
+    Attributes:
+        is_first: whether it is the time that was pinned by `start_from`, and no place was ever stored.
+        lost: what is recorded of its lost history, if it is lost there.
+    """
+
+    time: Timestamp
+    watermark: Mark | None
+    fingerprint: str | None
+    is_first: bool = False
+    lost: Mapping[str, Any] | None = None
+
+    @property
+    def place(self) -> tuple[Timestamp, str]:
+        """Where it must be read from: comparable, by cluster time and then by token."""
+        if self.watermark is None:
+            return self.time, ""
+        return self.watermark.cluster_time or self.time, self.watermark.data
+
+
+def find_starts(
+    store: Store,
+    client: MongoClient[dict[str, Any]],
+    renewal: Renewal,
+    options: BridgeOptions,
+    takeover: Takeover,
+) -> dict[str, Start]:
+    """
+    The start of each subscription, pinned where it has none.
+
+    Raises:
+        LeaseLostError: the term ended meanwhile.
+        AccessError: `oldest` was asked for and the oplog may not be read.
+    """
+    fresh = [name for name, document in takeover.documents.items() if document["startAtOperationTime"] is None]
+    if fresh:
+        _pin(store, client, renewal, options, takeover, fresh)
+        return read_starts(store, list(takeover.documents), takeover.version)
+    return {name: _start(document, takeover.version) for name, document in takeover.documents.items()}
+
+
+def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, Start]:
+    """
+    The starts of some subscriptions, as they are stored now.
+
+    Raises:
+        LeaseLostError: a later term has taken one of them.
+    """
+    documents = store.subscriptions.take_over(names, version)
+    return {name: _start(document, version) for name, document in documents.items()}
+
+
+def starts_now(store: Store, names: Collection[str], version: int) -> dict[str, Start]:
+    """As `read_starts`, without writing anything."""
+    documents = {name_in(document): document for document in store.subscriptions.read_all()}
+    if not documents.keys() >= set(names):
+        raise LeaseLostError
+    return {name: _start(documents[name], version) for name in names}
+
+
+def _start(document: Mapping[str, Any], version: int) -> Start:
+    start, token, time_ = document["startAtOperationTime"], document["resumeToken"], document["clusterTime"]
+    if start is None or document["epoch"] != version:
+        raise LeaseLostError  # somebody else has taken the epoch meanwhile
+    if token is None or (time_ is not None and time_ < start):  # before its start nothing is owed
+        found = Start(start, None, document["fingerprint"], is_first=token is None and time_ is None)
+    else:
+        found = Start(start, Mark(token, token_data(token), time_), document["fingerprint"])
+    return replace(found, lost=lost_in(document))
+
+
+def _pin(
+    store: Store,
+    client: MongoClient[dict[str, Any]],
+    renewal: Renewal,
+    options: BridgeOptions,
+    takeover: Takeover,
+    fresh: Sequence[str],
+) -> None:
+    lease = renewal.term.document
+    pinned = lease["startAtOperationTime"]
+    if pinned is None:
+        pinned = store.leases.pin_start(renewal.term, start_time(client, options.start_from))
+        if pinned is None:
+            raise LeaseLostError
+        age = max(0, int(time.time()) - pinned.time)
+        logger.warning(
+            "bridge %s starts for the first time, at %s (%s, %d s ago)",
+            options.name,
+            pinned.as_datetime().isoformat(),
+            options.start_from if isinstance(options.start_from, str) else "as given",
+            age,
+            extra={"event": "start_pinned", "age_seconds": age},
+        )
+    position = lease if lease["resumeToken"] else given_position(pinned, options.start_from)
+    start = (position or {}).get("clusterTime") or pinned
+    for name in fresh:
+        store.subscriptions.pin(name, takeover.version, start, position)
+        if position is lease:
+            logger.warning(
+                "handler %s is new: it begins where the bridge stands, at %s",
+                name,
+                start.as_datetime().isoformat(),
+                extra={"event": "subscription_added"},
+            )
+
+
+def given_position(pinned: Timestamp, start_from: object) -> Mapping[str, Any] | None:
+    """
+    The position that `start_from` gives as a resume token, for a bridge that has none yet.
+
+    Only while the start that is pinned is that of the token: a later option changes nothing, as for other starts. The
+    token may come from any stream, so this one is opened at its cluster time, and what is not behind it is left out.
+    """
+    if not isinstance(start_from, Mapping) or time_of_token(start_from, None) != pinned:
+        return None
+    return {"resumeToken": dict(start_from), "clusterTime": pinned}
+
+
+def open_position(starts: Mapping[str, Start], fingerprint: str) -> Position:
+    """
+    Where the stream is opened: at the smallest position of all subscriptions.
+
+    After its token when the token came from a stream with the same fingerprint, else at its cluster time.
+    """
+    smallest = min(starts.values(), key=lambda start: start.place)
+    mark = smallest.watermark
+    return Position(mark.token if mark is not None and smallest.fingerprint == fingerprint else None, smallest.place[0])
+
+
+def start_time(
+    client: MongoClient[dict[str, Any]], start_from: str | Timestamp | datetime | Mapping[str, Any]
+) -> Timestamp:
+    """
+    The cluster time that an option `start_from` means at this moment.
+
+    Raises:
+        ConfigurationError: a resume token that no stream of this cluster can have given yet.
+        AccessError: `oldest` was asked for and the oplog may not be read.
+    """
+    if isinstance(start_from, Mapping):
+        return _time_of_given(start_from, operation_time(client))
+    if isinstance(start_from, Timestamp):
+        return start_from
+    if isinstance(start_from, datetime):
+        return Timestamp(start_from, 0)
+    if start_from == "now":
+        now = operation_time(client)
+        return Timestamp(now.time, now.inc + 1)
+    return read_oplog(client).first
+
+
+def _time_of_given(token: Mapping[str, Any], now: Timestamp) -> Timestamp:
+    """A stream that is opened ahead of the cluster's time would wait for it, and pass over everything until then."""
+    time_ = time_of_token(token, None)
+    if time_ is None or time_.time > now.time:
+        raise ConfigurationError(
+            f"start_from={dict(token)!r} lies ahead of the cluster's time: the token is from another cluster. "
+            "Give one of this cluster, or 'oldest', 'now' or a time.",
+        )
+    return time_

@@ -1,0 +1,102 @@
+"""
+An operator's decision on lost history: one subscription goes on, and what it has not read is given up.
+
+The command records the decision; the listener acts on it within seconds, or the next one when it begins. So a place is
+moved by one hand only, and the oldest entry is looked up when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bson import Timestamp
+from pymongo.errors import PyMongoError
+
+from mongo_celery.arguments import nearest
+from mongo_celery.bridge.state.subscriptions import lost_in, name_in
+from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.opening import translated
+from mongo_celery.mongo.oplog import operation_time, read_oplog
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
+
+
+@dataclass(frozen=True, slots=True)
+class LostPlace:
+    """
+    Where a subscription has lost its history.
+
+    Attributes:
+        at: its place: what came behind it is owed.
+        oldest: the oldest entry of the oplog when it was noticed; None where the oplog cannot be read.
+        decided: `oldest` or `now` where somebody has decided already, and no listener has acted on it yet.
+        seen: the record as it was read; only this one is decided.
+    """
+
+    subscription: str
+    at: Timestamp
+    oldest: Timestamp | None
+    error: str
+    decided: str | None
+    seen: Mapping[str, Any] = field(repr=False)
+
+
+def read_lost(wiring: Wiring, subscription: str) -> LostPlace:
+    """
+    What there is to decide.
+
+    Raises:
+        CommandRefusedError: there is no such subscription, or it has not lost its history.
+        ServerUnavailableError: MongoDB did not answer.
+        DeploymentError: it cannot serve a bridge, or a right is missing.
+    """
+    try:
+        wiring.reach()
+        documents = {name_in(document): document for document in wiring.store.subscriptions.read_all()}
+    except PyMongoError as error:
+        raise translated(error, wiring.state_concern) from error
+    if subscription not in documents:
+        raise CommandRefusedError(
+            f"Bridge {wiring.name} has no subscription {subscription!r}{nearest(subscription, list(documents))}; "
+            f"it has {', '.join(sorted(documents)) or 'none yet'}.",
+        )
+    lost = lost_in(documents[subscription])
+    if not lost:
+        raise CommandRefusedError(
+            f"Subscription {subscription} has not lost its history, as far as a listener has seen: nothing to decide.",
+        )
+    decided = (lost.get("goOn") or {}).get("policy")
+    return LostPlace(subscription, lost["at"], lost.get("oldest"), str(lost.get("error")), decided, lost)
+
+
+def go_on(wiring: Wiring, lost: LostPlace, policy: str) -> None:
+    """
+    Decide that a subscription goes on; what lies between its place and there will not be handled.
+
+    Afterwards the decision is stored, and a listener acts on it once one leads. What partitions have committed, and
+    where they are halted or paused, stays.
+
+    Args:
+        lost: as the operator has seen it.
+        policy: `oldest`, from the oldest entry of the oplog when a listener acts on it; `now`, from this moment.
+
+    Raises:
+        CommandRefusedError: it is no longer as it was seen.
+        ServerUnavailableError, DeploymentError: as for `read_lost`.
+    """
+    try:
+        client = wiring.reach()
+        if policy == "oldest":
+            read_oplog(client)
+        now = operation_time(client)
+        later = Timestamp(now.time, now.inc + 1)
+        done = wiring.store.subscriptions.decide(lost.subscription, lost.seen, policy, later)
+    except PyMongoError as error:
+        raise translated(error, wiring.state_concern) from error
+    if not done:
+        raise CommandRefusedError(
+            f"Subscription {lost.subscription} has changed meanwhile; look at status, then repeat the command.",
+        )

@@ -1,0 +1,94 @@
+"""
+Updating many documents around those that an open transaction has written.
+
+A plain update waits for such a document until that transaction ends, for a minute by default
+(`transactionLifetimeLimitSeconds`), and whatever lies behind it waits too. Within a transaction of one's own the
+server refuses the same write at once. So the plain update has a short time; after that, groups, and parts of the
+groups that were refused, are tried in transactions, until what is locked stands alone. Nothing then waits for a lock.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pymongo
+from pymongo import WriteConcern
+from pymongo.client_session import ClientSession
+from pymongo.errors import OperationFailure, PyMongoError
+
+from mongo_celery.mongo.table import Table, Update
+
+_PATIENCE_SECONDS = 1.0
+_ATTEMPT_SECONDS = 0.5
+_GROUP = 128
+_PARTS = 4
+_TRANSIENT = "TransientTransactionError"
+
+
+def update_around_locks(table: Table, scope: Mapping[str, Any], condition: Mapping[str, Any], change: Update) -> None:
+    """
+    Update all documents of a scope that fulfil a condition, but those that are locked; bounded.
+
+    Documents that were not updated still fulfil the condition: a read by majority shows them. That may be more than
+    what is locked, where the time did not suffice.
+
+    Raises:
+        PyMongoError: for any other reason than a lock.
+    """
+    query = {**scope, **condition}
+    try:
+        with pymongo.timeout(min(table.timeout, _PATIENCE_SECONDS)):
+            table.collection.update_many(query, change)
+            return
+    except PyMongoError as error:
+        if not error.timeout:
+            raise
+    left = [document["_id"] for document in table.find(query, {"_id": 1})]
+    update_unlocked(table, left, condition, change, seconds=2 * table.timeout)
+
+
+def update_unlocked(
+    table: Table, ids: Sequence[Any], condition: Mapping[str, Any], change: Update, *, seconds: float
+) -> None:
+    """
+    Update documents by `_id` that fulfil a condition, without waiting for those that are locked; ends within a time.
+
+    What the time did not suffice for is chosen by chance, so that repeating this reaches everything that is free.
+    """
+    until = time.monotonic() + seconds
+    pending = deque(_parts(ids, _GROUP))
+    random.shuffle(pending)
+    with table.collection.database.client.start_session() as session:
+        while pending and time.monotonic() < until:
+            group = pending.popleft()
+            done = _updated(table, session, {"_id": {"$in": list(group)}, **condition}, change)
+            if not done and len(group) > 1:
+                pending.extend(_parts(group, math.ceil(len(group) / _PARTS)))
+
+
+def _parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _updated(table: Table, session: ClientSession, query: Mapping[str, Any], change: Update) -> bool:
+    """Whether the update was made; one that met a lock has changed nothing. The next one ends what this leaves open."""
+    session.start_transaction(write_concern=WriteConcern("majority"))
+    limit = min(table.timeout, _ATTEMPT_SECONDS)
+    try:
+        with pymongo.timeout(limit):
+            table.collection.update_many(query, change, session=session)
+        with pymongo.timeout(limit):
+            session.commit_transaction()
+    except OperationFailure as error:
+        if session.in_transaction:
+            with table.limit():
+                session.abort_transaction()
+        if not (error.timeout or error.has_error_label(_TRANSIENT)):
+            raise
+        return False
+    return True

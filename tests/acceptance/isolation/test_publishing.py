@@ -1,0 +1,116 @@
+"""One message that the broker refuses holds its own partition; the others flow, and it is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from mongo_celery.demo.history import Due
+from mongo_celery.embedded import RedisServer
+from tests.acceptance.chain_rig import Chain
+from tests.fixtures.process import ProjectProcess, wait_for
+
+Document = dict[str, Any]
+
+_MEGABYTE = 1 << 20
+_SMALL = 20
+
+
+@pytest.fixture
+def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
+    """Give a bridge with one handler, on a broker that takes no message above a megabyte, also after a restart."""
+    made = Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"])
+    made.redis = RedisServer(options=("--proto-max-bulk-len", "1mb"))
+    with made:
+        yield made
+
+
+def lift_the_limit(chain: Chain) -> None:
+    """Let the broker take messages of any size."""
+    with chain.broker as broker:
+        broker.config_set("proto-max-bulk-len", 512 * _MEGABYTE)
+
+
+def write_huge(chain: Chain, partition: int, megabytes: int) -> tuple[Due, Due]:
+    """Write a change whose message is too large, and a small one behind it in its partition."""
+    key = next(chain.keys("plain", partition))
+    return chain.write("plain", key, 1, text="x" * megabytes * _MEGABYTE), chain.write("plain", key, 2)
+
+
+def write_small(chain: Chain, *partitions: int, prefix: str = "small") -> list[Due]:
+    """Write small changes of these partitions, one a key."""
+    keys = {partition: chain.keys("plain", partition, prefix) for partition in partitions}
+    return [chain.write("plain", next(keys[partition]), 1) for _ in range(_SMALL // len(keys)) for partition in keys]
+
+
+def wait_started(chain: Chain, items: list[Due]) -> None:
+    """Wait until the handler has started for each of these changes."""
+    wanted = {(item.key, item.n) for item in items}
+
+    def missing() -> set[tuple[str, int]]:
+        return wanted - {(start.key, start.n) for start in chain.starts()}
+
+    wait_for(lambda: not missing(), message=lambda: f"not started: {missing()}")
+
+
+def reported(chain: Chain, condition: Callable[[list[Document]], object]) -> list[Document]:
+    """Wait until what the lease says of refused messages fulfils a condition, and return it."""
+
+    def found() -> list[Document] | None:
+        lease = chain.state["leases"].find_one({"_id": "chain"}) or {}
+        refused = (lease.get("report") or {}).get("refused", [])
+        return [*refused, {}] if condition(refused) else None
+
+    return wait_for(found, message=lambda: f"lease: {chain.state['leases'].find_one()}")[:-1]
+
+
+def refusals(listener: ProjectProcess) -> list[str]:
+    """What the listener has said of refused messages."""
+    return re.findall(r"broker refuses the message .*", listener.text)
+
+
+def test_messages_that_the_broker_refuses_hold_their_own_partitions_only(chain: Chain) -> None:
+    """P12: two changes of 2 and 12 MB among small ones; once the limit is lifted all is done, each key in order."""
+    listener, _ = chain.both()
+    huge = [*write_huge(chain, 0, 2), *write_huge(chain, 1, 12)]
+    wait_started(chain, write_small(chain, 2, 3))
+
+    refused = reported(chain, lambda found: len(found) == 2)
+    assert {each["partition"] for each in refused} == {"chain/plain/0/0", "chain/plain/0/1"}
+    assert all(each["key"] and each["error"] and each["since"] for each in refused)
+    assert all(chain.of(item)["committed"] == 0 for item in huge)
+    said = "\n".join(refusals(listener))
+    for item in huge[::2]:
+        assert f"'{item.key}'" in said, "the record names the change"
+        assert f"chain/plain/0/{chain.partition_of('plain', item.key)}" in said, "and its partition"
+    wait_started(chain, write_small(chain, 2, 3, prefix="later"))
+
+    lift_the_limit(chain)
+    chain.wait_done()
+    chain.judge()
+    assert reported(chain, lambda found: not found) == []
+
+
+def test_a_broker_that_goes_away_beside_a_refused_message_is_waited_for_as_a_whole(chain: Chain) -> None:
+    """P12, P16: its absence is no refusal of the small ones; when it is back they flow, and the large one waits on."""
+    listener, _ = chain.both()
+    huge, _ = write_huge(chain, 0, 2)
+    reported(chain, len)
+    chain.redis.kill()
+    small = write_small(chain, 1, 2, 3)
+    listener.wait_for_output("publishing failed")
+    chain.redis.restart()
+    wait_started(chain, small)
+
+    (refused,) = reported(chain, len)
+    assert refused["partition"] == "chain/plain/0/0"
+    assert all(f"'{huge.key}'" in line for line in refusals(listener)), "nothing small was taken for refused"
+
+    lift_the_limit(chain)
+    chain.wait_done()
+    chain.judge()

@@ -1,0 +1,100 @@
+"""What the dispatcher says of messages that a real broker takes, refuses, or is not there for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import redis
+from celery import Celery
+
+from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.signing import Sealing
+from mongo_celery.bridge.worker.envelope import Run
+from mongo_celery.embedded import RedisServer
+
+MakeRedis = Callable[..., RedisServer]
+
+_MEGABYTE = 1 << 20
+_SMALL = 100
+
+
+def dispatch(number: int, size: int = _SMALL, label: str = "") -> Dispatch:
+    run = Run("shop", "record", 0, number, 1, 1, 1, [b"x" * size])
+    return Dispatch(run, "shop.record", 0, label or f"({number})")
+
+
+def dispatcher_on(server: RedisServer) -> Dispatcher:
+    options = BridgeOptions(name="shop", partitions=4, queues=1)
+    return Dispatcher(Celery("shop", broker=server.url), options, lambda: Sealing(b"k" * 32, "here"))
+
+
+def queued(server: RedisServer) -> int:
+    """Messages in the one queue."""
+    return cast("int", ask(server, "llen", "shop.0"))
+
+
+def ask(server: RedisServer, command: str, *arguments: Any, **options: Any) -> Any:
+    """The answer of the server to one command."""
+    with redis.Redis.from_url(server.url) as client:
+        return getattr(client, command)(*arguments, **options)
+
+
+@pytest.mark.parametrize("large", [2 * _MEGABYTE, 12 * _MEGABYTE])
+def test_messages_that_are_too_large_are_refused_and_no_other(make_redis: MakeRedis, large: int) -> None:
+    """P12: wherever they stand among others, and however often."""
+    server = make_redis(options=("--proto-max-bulk-len", "1mb"))
+    sender = dispatcher_on(server)
+    sizes = [_SMALL, large, _SMALL, large, _SMALL]
+    together = [dispatch(number, size) for number, size in enumerate(sizes)]
+    done = sender.publish(together)
+    assert done.failure is None
+    assert [each.run.index for each in done.sent] == [0, 2, 4]
+    assert [each.run.index for each, _ in done.refused] == [1, 3]
+    again = sender.publish([dispatch(5)], alone=[together[1]])
+    assert (len(again.sent), len(again.refused), again.failure) == (1, 1, None)
+    assert queued(server) == 4, "nothing was sent twice"
+    sender.close()
+
+
+def test_a_message_that_cannot_be_serialised_is_refused_by_itself(make_redis: MakeRedis) -> None:
+    """P12: it fails before any broker has seen it; also where it is the smallest of all."""
+    server = make_redis()
+    sender = dispatcher_on(server)
+    broken = dispatch(0, 1, label=cast("str", object()))
+    done = sender.publish([dispatch(1), broken, dispatch(2)])
+    assert done.failure is None
+    assert [each.run.index for each in done.sent] == [1, 2]
+    assert [each for each, _ in done.refused] == [broken]
+    sender.close()
+
+
+def test_a_broker_that_takes_nothing_is_asked_a_few_times_only(make_redis: MakeRedis) -> None:
+    """P12: its memory is full; no storm of single attempts, and when there is room again all goes out."""
+    server = make_redis(options=("--maxmemory", "1kb"))
+    sender = dispatcher_on(server)
+    together = [dispatch(number) for number in range(50)]
+    done = sender.publish(together)
+    assert "memory" in str(done.failure)
+    assert not done.sent
+    assert len(done.refused) < 5
+    ask(server, "config_set", "maxmemory", 0)
+    assert len(sender.publish(together).sent) == 50
+    sender.close()
+
+
+def test_a_broker_that_is_away_refuses_nothing(make_redis: MakeRedis) -> None:
+    """P16: neither before the first connection nor after; what was cut while it was idle is simply opened again."""
+    server = make_redis()
+    sender = dispatcher_on(server)
+    assert sender.publish([dispatch(0)]).failure is None
+    ask(server, "client_kill_filter", skipme=True)
+    after_the_cut = sender.publish([dispatch(0), dispatch(1, _MEGABYTE)])
+    assert (len(after_the_cut.sent), after_the_cut.refused, after_the_cut.failure) == (2, [], None)
+    server.kill()
+    for _ in range(2):
+        done = sender.publish([dispatch(2), dispatch(3, _MEGABYTE)], alone=[dispatch(4)])
+        assert done.failure is not None
+        assert (done.sent, done.refused) == ([], [])

@@ -1,0 +1,166 @@
+"""
+Warning before history is lost: whom the oplog is about to pass, who holds it, and what frees it.
+
+The oplogs are given, and so is what is read; P12 to P16 are the invariants of the isolation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from bson import Timestamp
+from celery import Celery
+from pymongo import MongoClient
+
+from mongo_celery.bridge.listener.horizon import THRESHOLDS, Horizon, risk_of
+from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.bridge.window import PendingChange
+from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.mongo.oplog import Oplog
+from tests.fixtures.rights import UrlOf
+from tests.integration.term_rig import begin_term, mark_at
+
+Document = dict[str, Any]
+
+BEGIN, END = 1_000_000, 1_001_000
+RECORD = "mongo_celery.listener"
+
+
+def oplog(first: int = BEGIN) -> Oplog:
+    """An oplog that ends at a fixed time."""
+    return Oplog(Timestamp(first, 1), Timestamp(END, 1))
+
+
+@dataclass
+class Scene:
+    """A subscription at a place of the test's choice, beside an oplog of its choice."""
+
+    led: Subscription
+    horizon: Horizon
+
+    def judge(self, read: Oplog | None) -> None:
+        self.horizon._read = read
+        self.horizon.judge([self.led])
+
+
+MakeWiring = Callable[[str], Wiring]
+
+
+@pytest.fixture
+def wiring_of(state_database: str) -> Iterator[MakeWiring]:
+    """Give what makes a bridge's wiring for a server."""
+    made = []
+
+    def make(url: str) -> Wiring:
+        wiring = Wiring("shop", url, {"name": "shop", "database": state_database})
+        wiring.bound = Celery("horizon", set_as_current=False)
+        made.append(wiring)
+        return wiring
+
+    yield make
+    for wiring in made:
+        wiring.client.close()
+
+
+@pytest.fixture
+def scene(mongo_client: MongoClient[Document], mongo_url: str, state_database: str, wiring_of: MakeWiring) -> Scene:
+    """Give one whose change at half of the window is not done."""
+    rig = begin_term(mongo_client, state_database, 2)
+    (led,) = rig.led(rig.take_over(), {"record": mark_at(Timestamp(BEGIN + 500, 1))})
+    led.window.add(PendingChange(mark_at(Timestamp(BEGIN + 501, 1)), 1, b"change"))
+    return Scene(led, Horizon(wiring_of(mongo_url)))
+
+
+def stands(scene: Scene, **changes: Any) -> None:
+    tracker = scene.led.trackers[1]
+    tracker.image = replace(tracker.image, **changes)
+
+
+def test_each_threshold_is_named_once_as_the_oplog_comes_nearer(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """P16: 50, 75, 90 and 100 %, with the partition that holds the place and the command that frees it."""
+    caplog.set_level(logging.WARNING, RECORD)
+    stands(scene, state="halted")
+    for first in range(BEGIN - 400, BEGIN + 520, 5):
+        scene.judge(oplog(first))
+    shares = [record.__dict__["share"] for record in caplog.records]
+    assert [max(limit for limit in THRESHOLDS if limit <= share) for share in shares] == list(THRESHOLDS)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "ERROR", "ERROR"]
+    for record in caplog.records:
+        assert (record.__dict__["event"], record.__dict__["subscription"]) == ("history_at_risk", "record")
+        assert "held by partition 1, which is halted" in record.getMessage()
+        assert "changes retry record --partition 1" in record.getMessage()
+    assert "no longer reaches back" in caplog.records[-1].getMessage()
+
+
+def test_a_share_that_trembles_is_named_once_and_one_that_comes_again_anew(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P16: oplogs are truncated in pieces, so a share goes up and down; once freed, the next fall is a new one."""
+    caplog.set_level(logging.WARNING, RECORD)
+    for first in (BEGIN, BEGIN - 10, BEGIN, BEGIN - 10, BEGIN):
+        scene.judge(oplog(first))
+    assert len(caplog.records) == 1
+    scene.judge(oplog(BEGIN - 4000))
+    assert scene.horizon.risks == ()
+    scene.judge(oplog())
+    assert len(caplog.records) == 2
+    scene.judge(None)
+    assert scene.horizon.risks == (), "there is room again"
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "command"),
+    [
+        ({"state": "halted"}, "halted", "changes skip record --partition 1"),
+        ({"state": "paused"}, "paused", "changes resume record --partition 1"),
+        ({"due_in": 9.0}, "parked", "changes retry record --partition 1"),
+        ({}, "waiting", "workers"),
+    ],
+)
+def test_the_remedy_fits_what_holds_it(scene: Scene, changes: Document, state: str, command: str) -> None:
+    """P16: who is told to retry what is paused learns nothing."""
+    stands(scene, **changes)
+    risk = risk_of(scene.led, oplog())
+    assert (risk.partition, risk.state) == (1, state)
+    assert command in risk.remedy
+
+
+def test_who_has_nothing_left_to_do_is_held_by_reading_alone(scene: Scene) -> None:
+    """P16: another handler's full buffer, or a slow server: no partition of this one is to blame."""
+    scene.led.window.complete(1, scene.led.window.seen)
+    risk = risk_of(scene.led, oplog(BEGIN + 2))
+    assert (risk.partition, risk.state) == (None, None)
+    assert "changes status" in risk.remedy
+
+
+def test_a_lost_subscription_is_not_warned_of(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """P16: that is said elsewhere, and nothing can be freed any more."""
+    caplog.set_level(logging.WARNING, RECORD)
+    scene.led.lost = True
+    scene.judge(oplog(BEGIN + 900))
+    assert caplog.records == []
+
+
+def test_a_whole_oplog_endangers_nobody(scene: Scene) -> None:
+    """P16: it has never removed an entry, however far back somebody stands."""
+    found = scene.horizon._look()
+    assert found is not None
+    assert found.is_whole
+    assert scene.horizon._read is None
+
+
+def test_without_the_right_to_see_the_oplog_it_is_said_once(
+    guarded_url: UrlOf, wiring_of: MakeWiring, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P16: a mongos has none, either; the next term of this process says nothing."""
+    caplog.set_level(logging.INFO, RECORD)
+    wiring = wiring_of(guarded_url("without_oplog"))
+    for _ in range(2):
+        horizon = Horizon(wiring)
+        horizon.start()
+        horizon._thread.join()
+    assert [record.__dict__["event"] for record in caplog.records] == ["horizon_unseen"]

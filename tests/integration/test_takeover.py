@@ -1,0 +1,263 @@
+"""
+A take-over in a constant number of calls, and around partitions that an open transaction has locked.
+
+P1 to P12 are the design's invariants.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from bson import Timestamp
+from bson.int64 import Int64
+from pymongo import MongoClient
+from pymongo.monitoring import CommandListener, CommandStartedEvent
+
+from mongo_celery.bridge.listener import draining
+from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover
+from mongo_celery.bridge.listener.tracker import GracePeriods, Tracker
+from mongo_celery.bridge.listener.watermarks import Watermarks
+from tests.fixtures.mongo import MakeClient
+from tests.fixtures.process import wait_for
+from tests.integration.term_rig import BRIDGE, TermRig, begin_term, mark_at
+
+Document = dict[str, Any]
+
+_FEW, _MANY = 2, 60
+_PLACE = mark_at(Timestamp(1000, 5))
+_LATER = mark_at(Timestamp(1000, 9))
+_PARTITIONS = 4
+
+
+class Calls(CommandListener):
+    """Counts the commands of a client."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def started(self, event: CommandStartedEvent) -> None:
+        self.count += event.command_name not in {"hello", "endSessions"}
+
+    def succeeded(self, event: object) -> None:
+        """Nothing to count."""
+
+    def failed(self, event: object) -> None:
+        """Nothing to count."""
+
+
+@contextmanager
+def open_transaction(client: MongoClient[Document], database: str, *ids: str) -> Iterator[None]:
+    """Write partitions in a transaction that stays open, as a client does that has died before its commit."""
+    with client.start_session() as session, session.start_transaction():
+        for where in ids:
+            found = client[database]["partitions"].update_one({"_id": where}, {"$set": {"note": 1}}, session=session)
+            assert found.matched_count == 1
+        yield
+        session.abort_transaction()
+
+
+def names_of(count: int) -> list[str]:
+    return [f"handler_{number}" for number in range(count)]
+
+
+def trackers_of(takeover: Takeover) -> dict[str, Tracker]:
+    """A tracker of each partition, by its `_id`."""
+    found = {}
+    for image in [image for images in takeover.images.values() for image in images]:
+        where = f"{BRIDGE}/{image.subscription}/{takeover.layout.generation}/{image.index}"
+        found[where] = Tracker(where, image, takeover.version, GracePeriods(1, 1), time.monotonic())
+    return found
+
+
+# -- a constant number of calls ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls_of(make_client: MakeClient, state_database: str) -> Callable[[int, str], dict[str, int]]:
+    """Give what counts the commands of each step of a term with so many handlers."""
+
+    def count(handlers: int, step: str) -> dict[str, int]:
+        calls = Calls()
+        client = make_client(event_listeners=[calls])
+        names = names_of(handlers)
+        found: dict[str, int] = {}
+
+        @contextmanager
+        def counted(name: str) -> Iterator[None]:
+            before = calls.count
+            yield
+            found[name] = calls.count - before
+
+        database = f"{state_database}_{step}"
+        try:
+            first = begin_term(client, database, 4, names)
+            with counted("first take-over"):
+                first.take_over()
+            second = begin_term(client, database, 4, names)
+            with counted("second take-over"):
+                takeover = second.take_over()
+            led = second.led(takeover, dict.fromkeys(names))
+            for subscription in led:
+                subscription.window.pass_over(_PLACE)
+            with counted("watermarks"):
+                Watermarks(second.store, second.renewal, "f", dict).store(led, 0.0)
+            stored = second.database["subscriptions"].count_documents({"resumeToken": _PLACE.token})
+            assert stored == handlers
+            third = begin_term(client, database, 8, names[: handlers // 2])
+            with counted("take-over before a new layout"):
+                takeover = third.take_over()
+            with counted("new layout"):
+                draining.flip(third.store, third.renewal, takeover, third.led(takeover, {}))
+        finally:
+            client.drop_database(database)
+        return found
+
+    return count
+
+
+def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
+    calls_of: Callable[[int, str], dict[str, int]],
+) -> None:
+    """P12: a take-over, watermarks and a new layout cost as many round trips for 60 handlers as for 2."""
+    assert calls_of(_MANY, "many") == calls_of(_FEW, "few")
+
+
+# -- around a locked partition -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def begin(mongo_client: MongoClient[Document], state_database: str) -> Callable[[], TermRig]:
+    """Give what begins a term with two handlers."""
+    return lambda: begin_term(mongo_client, state_database, _PARTITIONS, ("record", "audit"))
+
+
+def where(index: int, name: str = "record") -> str:
+    return f"{BRIDGE}/{name}/0/{index}"
+
+
+def test_a_locked_partition_keeps_no_other_from_being_won(begin: Callable[[], TermRig]) -> None:
+    """P12: two of eight are locked by a transaction that nobody ends; the other six are mine at once."""
+    before = begin()
+    before.take_over()
+    rig = begin()
+    client = rig.database.client
+    with open_transaction(client, rig.database.name, where(0), where(2, "audit")):
+        takeover = rig.take_over()
+        lock = {f"{BRIDGE}/{image.subscription}/0/{image.index}" for image in _images(takeover, before.version)}
+        assert lock == {where(0), where(2, "audit")}
+        assert len(_images(takeover, rig.version)) == 2 * _PARTITIONS - 2
+    assert {document["epoch"] for document in begin().documents().values()} == {before.version, rig.version}
+
+
+def test_many_locked_partitions_are_found_among_very_many(
+    mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """P12: as after the death of a machine with many workers; each lock keeps its own partition only."""
+    begin_term(mongo_client, state_database, _PARTITIONS, names_of(_MANY)).take_over()
+    rig = begin_term(mongo_client, state_database, _PARTITIONS, names_of(_MANY))
+    locked = {where(number % _PARTITIONS, f"handler_{number}") for number in range(0, _MANY, 3)}
+    with open_transaction(mongo_client, state_database, *locked):
+        rig.take_over()
+
+        def all_others_are_won() -> bool:
+            rig.store.partitions.win(_left(rig), rig.version)  # a slow machine may not have found all at once
+            return _left(rig) == locked
+
+        wait_for(all_others_are_won)
+    rig.store.partitions.win(locked, rig.version)
+    assert not _left(rig)
+
+
+def _left(rig: TermRig) -> set[str]:
+    return {name for name, document in rig.documents().items() if document["epoch"] < rig.version}
+
+
+def _images(takeover: Takeover, epoch: int) -> list[Any]:
+    return [image for images in takeover.images.values() for image in images if image.epoch == epoch]
+
+
+def test_a_locked_partition_is_taken_over_when_its_transaction_has_ended(begin: Callable[[], TermRig]) -> None:
+    """P3, P12: until then a message of the older term may claim there, and none of mine; afterwards only mine."""
+    before = begin()
+    before.take_over()
+    rig = begin()
+    with open_transaction(rig.database.client, rig.database.name, where(0)):
+        takeover = rig.take_over()
+        trackers = trackers_of(takeover)
+        locked = LockedPartitions(rig.store, rig.version, trackers.values())
+        assert locked.names == [where(0)]
+        assert [each for each in trackers.values() if each.outstanding] == [trackers[where(0)]]
+        wait_for(lambda: locked.win(time.monotonic()))
+        assert locked.names == [where(0)]
+
+    def take(version: int) -> object:
+        return rig.store.claims.take(where(0), owner="a", version=version, first=1, last=1, token=_LATER.data)
+
+    assert take(rig.version) is None, "it is not mine yet"
+    images = wait_for(lambda: locked.win(time.monotonic()))
+    for image in images:
+        trackers[where(0)].observe(image, time.monotonic())
+    assert trackers[where(0)].won
+    assert trackers[where(0)].outstanding is None
+    assert take(before.version) is None
+    assert take(rig.version) is not None
+    assert not locked.win(time.monotonic() + 10)
+    assert not locked.names
+
+
+def test_what_an_older_term_commits_in_a_locked_partition_counts(begin: Callable[[], TermRig]) -> None:
+    """P1, P5: the transaction was alive after all; its outcome is taken in, and committed when the partition is won."""
+    before = begin()
+    before.take_over()
+    rig = begin()
+    handled = {"owner": "a", "last": Int64(1), "resumeToken": _PLACE.token}
+    client, partitions = rig.database.client, rig.partitions
+    with client.start_session() as session:
+        with session.start_transaction():
+            partitions.update_one({"_id": where(0)}, {"$set": {"handled": handled}}, session=session)
+            takeover = rig.take_over()
+        tracker = trackers_of(takeover)[where(0)]
+        assert tracker.image.handled is None
+        assert not tracker.won
+    (image,) = rig.store.partitions.win([where(0)], rig.version)
+    assert (image.epoch, image.committed, image.data, image.handled) == (rig.version, 1, _PLACE.data, None)
+    tracker.observe(image, time.monotonic())
+    assert tracker.next_sequence == 2
+
+
+def test_a_position_that_an_older_term_moves_is_seen_before_the_partition_is_won(begin: Callable[[], TermRig]) -> None:
+    """P5: the watermark may pass what is committed, whoever has committed it, and nothing else."""
+    before = begin()
+    before.take_over()
+    rig = begin()
+    with open_transaction(rig.database.client, rig.database.name, where(0)):
+        takeover = rig.take_over()
+    subscription = next(each for each in rig.led(takeover, {}) if each.name == "record")
+    tracker = subscription.trackers[0]
+    (image,) = rig.store.partitions.look([where(0)])
+    assert subscription.observe(image, time.monotonic()).value == "wait"
+    moved = replace(image, committed=1, token=_PLACE.token, data=_PLACE.data)
+    assert subscription.observe(moved, time.monotonic()).value == "ended"
+    assert tracker.outstanding is not None
+    assert tracker.outstanding.first == 2
+    later = replace(moved, epoch=rig.version + 1)
+    assert subscription.observe(later, time.monotonic()).value == "superseded"
+
+
+def test_a_new_layout_waits_for_a_locked_partition(begin: Callable[[], TermRig]) -> None:
+    """P2: what an older term may still commit there lies before the place at which the new layout begins."""
+    begin().take_over()
+    rig = begin_term(begin().database.client, begin().database.name, _PARTITIONS + 1, ("record", "audit"))
+    with open_transaction(rig.database.client, rig.database.name, where(0)):
+        takeover = rig.take_over()
+    draining.check_can_drain(rig.options, rig.handlers, takeover)
+    led = rig.led(takeover, {})
+    assert draining.limit(rig.options, takeover, led) is draining.Drain.RUNNING
+    (image,) = rig.store.partitions.win([where(0)], rig.version)
+    led[0].observe(image, time.monotonic())
+    assert draining.limit(rig.options, takeover, led) is draining.Drain.DONE
