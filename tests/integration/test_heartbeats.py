@@ -31,7 +31,7 @@ def _slow_store(make_client: Callable[..., MongoClient[Document]], database: str
 
 
 def _all_claims(store: Store) -> list[Claim]:
-    store.partitions.prepare(SUBSCRIPTION, 0, CLAIMS, VERSION)
+    store.partitions.prepare({SUBSCRIPTION: None}, 0, CLAIMS, VERSION)
 
     def take(index: int) -> Claim:
         where = store.partitions.partition_id(SUBSCRIPTION, 0, index)
