@@ -251,11 +251,114 @@ def test_relinquishing_counts_nothing_and_touches_nobody_elses_claim(rig: Rig) -
     assert rig.document["claim"] is not None
 
 
+# -- what counts as a crash --------------------------------------------------------------------------
+
+
+def test_an_owner_that_lives_withdraws_the_crash_that_was_charged_in_its_name_once(rig: Rig) -> None:
+    """P14, rule 5: whoever replaces a lapsed claim cannot know whether its worker lives."""
+    rig.claim()
+    rig.lapse()
+    assert rig.claim(owner="second").crashes == 1
+    assert rig.claims.withdraw(rig.where, "me")
+    assert not rig.claims.withdraw(rig.where, "me")
+    rig.lapse()
+    assert rig.claim(owner="third").crashes == 1, "the second's own"
+
+
+def test_a_withdrawal_leaves_the_crashes_of_others_whatever_comes_in_between(rig: Rig) -> None:
+    """P14: the successor's own death, or that of a third, is counted before, meanwhile and after."""
+    rig.claim()
+    rig.lapse()
+    rig.claim(owner="second")
+    rig.lapse()
+    third = rig.claim(owner="third")
+    assert rig.claims.crash(third, "killed")
+    assert rig.claims.withdraw(rig.where, "me")
+    assert rig.claim(owner="fourth").crashes == 2
+    assert not rig.claims.withdraw(rig.where, "third"), "it said itself that it crashed"
+    assert rig.claims.withdraw(rig.where, "second")
+    assert rig.document["retry"]["crashes"] == 1
+
+
+def test_a_withdrawal_that_comes_after_the_commit_changes_nothing(rig: Rig) -> None:
+    """P14: the next change has counts of its own."""
+    rig.claim()
+    rig.lapse()
+    second = rig.claim(owner="second")
+    assert rig.claims.handle(second, 1, token(1))
+    assert rig.claims.commit(rig.where)
+    before = rig.document
+    assert not rig.claims.withdraw(rig.where, "me")
+    assert rig.document == before
+
+
+def test_a_retry_between_lapse_and_withdrawal_keeps_both_counts(rig: Rig) -> None:
+    """Retries and crashes are counted apart; neither forgets whose crashes there are."""
+    rig.claim()
+    rig.lapse()
+    assert rig.claims.park(rig.claim(owner="second"), delay=0.0, not_before=None, error="again")
+    assert rig.claims.withdraw(rig.where, "me")
+    third = wait_for(lambda: rig.try_claim(owner="third"))
+    assert (third.retries, third.crashes) == (1, 0)
+
+
+def test_what_an_older_version_has_counted_is_kept_and_never_goes_below_zero(rig: Rig) -> None:
+    """A rolling deploy: it knows no owners, and drops those that it finds."""
+    rig.spoil(retry={"count": 0, "crashes": 2, "notBefore": None, "error": None})
+    assert not rig.claims.withdraw(rig.where, "me")
+    rig.claim()
+    rig.lapse()
+    assert rig.claim(owner="second").crashes == 3
+    rig.spoil(**{"retry.crashes": 0})
+    assert rig.claims.withdraw(rig.where, "me")
+    assert rig.document["retry"]["crashes"] == 0
+
+
+def test_the_list_of_owners_is_bounded(rig: Rig) -> None:
+    """State does not grow with a change that is tried for ever."""
+    rig.claim()
+    for number in range(40):
+        rig.lapse()
+        rig.claim(owner=f"o{number}")
+    assert len(rig.document["retry"]["lapsed"]) == 16
+    assert rig.document["retry"]["crashes"] == 40
+
+
+def test_the_lapse_of_a_claim_whose_worker_was_told_to_end_is_no_crash(rig: Rig) -> None:
+    """P14: a deploy kills long handlers; the changes of its run still go one by one, since its end was unclean."""
+    claim = rig.claim(1, 7)
+    assert rig.claims.extend([claim], leaving=True) == []
+    rig.lapse()
+    second = rig.claim(owner="second")
+    assert second.crashes == 0
+    assert rig.document["single"] == 7
+    rig.lapse()
+    assert rig.claim(owner="third").crashes == 1, "the second was not told to end"
+
+
+def test_a_mark_that_an_older_version_left_in_the_claim_that_it_took_means_nothing(rig: Rig) -> None:
+    """`$set` of a document in a pipeline merges, and older versions do not know the mark."""
+    rig.claim()
+    rig.spoil(**{"claim.leaving": "somebody before"})
+    rig.lapse()
+    assert rig.claim(owner="second").crashes == 1
+
+
+def test_an_impossible_claim_is_charged_in_the_name_of_its_owner_too(rig: Rig) -> None:
+    """P14: ended by the listener because of a wrong clock, while its worker lives."""
+    claim = rig.claim()
+    stored = rig.document["claim"]
+    assert rig.partitions.clear_impossible_claim(rig.where, claim.fence, stored["until"])
+    assert rig.document["retry"]["crashes"] == 1
+    assert rig.claims.withdraw(rig.where, "me")
+    assert rig.document["retry"]["crashes"] == 0
+
+
 # -- outcomes: who may write them --------------------------------------------------------------------
 
 Outcome = Callable[[Rig, Claim], bool]
 OUTCOMES: dict[str, Outcome] = {
-    "heartbeat": lambda rig, claim: rig.claims.extend(claim),
+    "heartbeat": lambda rig, claim: not rig.claims.extend([claim]),
     "is mine": lambda rig, claim: rig.claims.is_mine(claim),
     "handled": lambda rig, claim: rig.claims.handle(claim, claim.first, token(claim.first)),
     "park": lambda rig, claim: rig.claims.park(claim, delay=1.0, not_before=None, error="e"),
@@ -331,7 +434,7 @@ def test_a_heartbeat_extends_the_claim_by_its_own_ttl(rig: Rig) -> None:
     claim = rig.claim(ttl=60.0)
     before = rig.document["claim"]["until"]
     rig.spoil(**{"claim.until": before - timedelta(seconds=30)})
-    assert rig.claims.extend(claim)
+    assert rig.claims.extend([claim]) == []
     assert rig.document["claim"]["until"] >= before
 
 
@@ -456,7 +559,7 @@ def test_strings_of_users_survive_every_outcome(rig: Rig, text: str) -> None:
     assert rig.document["retry"]["error"] == text
     claim = rig.claim(owner=owner)
     assert rig.document["claim"]["owner"] == owner
-    assert rig.claims.extend(claim)
+    assert not rig.claims.extend([claim])
     assert rig.claims.park(claim, delay=-1.0, not_before=None, error=text)
     assert rig.document["retry"]["error"] == text
     assert rig.claims.set_aside(rig.claim(owner=owner), token(1), {**a_dead_letter(error=text), "key": text})

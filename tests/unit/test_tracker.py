@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mongo_celery.bridge.listener.tracker import LONGEST_GRACE, BrokerRefusal, GracePeriods, Step, Tracker
+from mongo_celery.bridge.listener.tracker import (
+    LONGEST_GRACE,
+    LONGEST_WAIT,
+    BrokerRefusal,
+    GracePeriods,
+    Step,
+    Tracker,
+)
 from mongo_celery.bridge.state.partitions import Image
 from tests.fixtures.samples import image
 
@@ -340,7 +347,7 @@ def test_a_live_claim_of_an_earlier_term_is_adopted() -> None:
     partition = tracker(CLAIMED)
     assert partition.outstanding is not None
     assert partition.ready_at == math.inf
-    assert partition.observe(CLAIMED, START + 3600) is Step.WAIT
+    assert partition.observe(CLAIMED, START + 200) is Step.WAIT
     assert partition.observe(COMMITTED, START + 3601) is Step.ENDED
     assert is_ready(partition, START + 3601)
 
@@ -479,6 +486,77 @@ def test_a_lapsed_claim_whose_heartbeat_comes_after_all_is_adopted_again() -> No
 
     assert one.outstanding is not None
     assert one.ready_at == math.inf
+
+
+# Evidence
+
+
+def is_awaited(partition: Tracker) -> bool:
+    return partition.is_awaited
+
+
+def test_a_sign_of_life_begins_the_grace_anew_and_makes_it_short() -> None:
+    """I14: five minutes of silence must not be answered by five minutes more."""
+    partition = tracker()
+    waits(partition, 7)
+    partition.sent(START)
+    partition.sign_of_life(START + 200)
+    partition.observe(FLOWING, START + 200 + GRACE - 0.01)
+    assert partition.outstanding is not None
+    partition.observe(FLOWING, START + 200 + GRACE)
+    assert is_ready(partition, START + 200 + GRACE)
+
+
+def test_old_news_is_no_sign_of_life() -> None:
+    """I14: what was before the dispatch, or was told already, neither prolongs nor shortens anything."""
+    partition = tracker()
+    waits(partition, 2)
+    partition.sent(START + 100)
+    partition.sign_of_life(START + 100)
+    assert partition.repeats == 2
+    partition.sign_of_life(START + 101)
+    assert partition.repeats == 0
+
+
+def test_signs_of_life_without_end_do_not_keep_a_change_out_for_ever() -> None:
+    """P8: they are hints of a broker that may err; liveness does not rest on them."""
+    partition = dispatched()
+    for second in range(int(LONGEST_WAIT) + 1):
+        assert partition.outstanding is not None
+        partition.sign_of_life(START + second)
+        partition.observe(FLOWING, START + second)
+    assert is_ready(partition, START + LONGEST_WAIT)
+
+
+def test_a_message_that_is_lost_is_sent_again_without_grace() -> None:
+    """I14: and the next one has twice the grace, since nobody was seen to take it."""
+    partition = dispatched()
+    partition.observe(FLOWING, START + 1)
+    partition.repeat(START + 1)
+    assert is_ready(partition, START + 1)
+    partition.sent(START + 1)
+    assert partition.repeats == 1
+
+
+def test_a_message_is_awaited_until_it_is_claimed() -> None:
+    """Evidence of the broker concerns messages, not executions."""
+    partition = dispatched()
+    assert is_awaited(partition)
+    partition.observe(CLAIMED, START + 2)
+    assert not is_awaited(partition)
+    partition.observe(LAPSED, START + 3)
+    assert not is_awaited(partition), "its message is used up"
+    assert partition.taken == (START, START + 2)
+    partition.repeat(START + 4)
+    partition.sent(START + 4)
+    assert is_awaited(partition), "the next one, for a claim that has lapsed"
+
+
+def test_a_run_that_was_never_seen_claimed_was_taken_all_the_same() -> None:
+    """Claim and commit may both fall between two reads."""
+    partition = dispatched()
+    partition.observe(COMMITTED, START + 1)
+    assert partition.taken == (START, START + 1)
 
 
 # A message that the broker refuses

@@ -21,6 +21,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener import draining
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
+from mongo_celery.bridge.listener.evidence import BrokerWatch, MessageEvidence
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.publishing import Publishing, refusals
@@ -110,6 +111,7 @@ class Leader:
         self._opened_at = self._looked_at = self._swept_at = self._moved_at = self._noting_at = 0.0
         self._complained_at = -math.inf
         self._publishing = Publishing(Dispatcher(wiring.app, self._options, lambda: sealing_of(renewal.term.document)))
+        self._evidence = MessageEvidence(wiring.app, self._options, BrokerWatch(wiring.app))
 
     def lead(self) -> None:
         """
@@ -137,6 +139,7 @@ class Leader:
             with pymongo.timeout(call_timeout(self._options.lease_ttl)):  # one call's time for all, however it ends
                 self._watermarks.store(self._subscriptions.values(), time.monotonic())
             self._publishing.close()
+            self._evidence.close()
 
     def wake(self) -> None:
         """End the current wait; callable from any thread."""
@@ -317,7 +320,8 @@ class Leader:
     # -- looking at partitions ---------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        """Read partitions: all of them once a second, those with something out more often."""
+        """Read partitions: all of them once a second, those with something out more often; weigh what is known."""
+        began = time.monotonic()
         if now - self._swept_at >= _SWEEP_SECONDS:
             self._swept_at = self._looked_at = now
             assert self._takeover is not None, "a term looks after it has taken over"
@@ -334,6 +338,8 @@ class Leader:
         seen = time.monotonic()
         for image in images:
             self._observe(image, seen)
+        if self._evidence.weigh(self._subscriptions.values(), began, seen, broker_down=self._publishing.is_down):
+            self._publishing.ready_at = 0.0  # it answers again: publish now, not at the next try
 
     def _observe(self, image: Image, now: float) -> None:
         subscription = self._subscriptions[image.subscription]

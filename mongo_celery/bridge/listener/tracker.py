@@ -8,9 +8,11 @@ the protocol, the sweep:
 1. handled: commit it after `commit_grace`, whatever the claim says.
 2. a live claim: wait, whoever owns it; so handlers of an earlier term finish undisturbed.
 3. a lapsed claim, or no sign that the message was ever taken: dispatch again after the grace, counted by
-   the monotonic clock from the latest of my last dispatch, the last change seen, and the first successful
-   read that showed the claim lapsed. It doubles with each repetition up to five minutes, because a message
-   may just be waiting behind slow ones.
+   the monotonic clock from the latest of my last dispatch, the last change seen, the first successful
+   read that showed the claim lapsed, and the last sign of life (`evidence` says what that is). It doubles
+   with each repetition up to five minutes, because a message may just be waiting behind slow ones; a sign of
+   life makes it short again. A message that is known to be gone is dispatched again without it.
+   Whatever signs there are, nothing stays out for longer than `LONGEST_WAIT`: they are hints, and may deceive.
 4. a partition that is not won yet belongs to an older term: wait, and take in what that term commits.
 5. a claim that was taken and has ended without an outcome (a retry, a recorded crash): its message is used
    up, so the change is dispatched as soon as it is due.
@@ -27,6 +29,7 @@ from typing import Any
 from mongo_celery.bridge.state.partitions import Image
 
 LONGEST_GRACE = 300.0
+LONGEST_WAIT = 900.0
 _DOUBLINGS = 16
 _CLOCK_SLACK = 1.0
 _NEVER = math.inf
@@ -97,6 +100,8 @@ class Tracker:
         ready_at: monotonic time from which the next run may be dispatched; infinite while something is out
             or the partition stands still.
         attempt: how often the change at the head was dispatched, for the task id.
+        repeats: how often it was dispatched again since the last sign of life.
+        taken: of the last run that was seen to be claimed, when it was dispatched and when that was seen.
         refusal: why the broker does not take the next run; None while nothing is wrong.
         won: whether the take-over has raised the partition's epoch to this term's; if not, an open transaction has
             locked it, and an older term may still act there.
@@ -112,7 +117,9 @@ class Tracker:
         self.won = image.epoch >= version
         self._version = version
         self._graces = graces
-        self._repeats = 0
+        self.repeats = 0
+        self.taken: tuple[float, float] | None = None
+        self._alive_at = 0.0
         self._is_repeat = False
         self._given_up: int | None = None
         self._changed_at = now
@@ -124,13 +131,34 @@ class Tracker:
         """Number of the next change, given at dispatch."""
         return self.image.committed + 1
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a message is out that nobody is known to have taken."""
+        run, image = self.outstanding, self.image
+        if run is None or not self.won:
+            return False
+        return image.fence == run.fence and image.handled is None and not image.live
+
+    def sign_of_life(self, at: float) -> None:
+        """Whoever takes messages is there, or the message itself is known to wait: the grace begins anew, and short."""
+        sent_at = self.outstanding.sent_at if self.outstanding is not None else 0.0
+        if at > max(sent_at, self._alive_at):  # news: the same sign may be told again and again
+            self._alive_at = at
+            self.repeats = 0
+
+    def repeat(self, now: float) -> None:
+        """The message that is out will not be taken any more: dispatch the change again."""
+        self._give_up()
+        self._is_repeat = True
+        self.ready_at = now + max(self.image.due_in, 0.0)
+
     def sent(self, now: float) -> None:
         """A run that begins with `next_sequence` was published."""
         self.outstanding = Outstanding(self.next_sequence, self.image.fence, now)
         self.ready_at = _NEVER
         self.refusal = None
         self.attempt += 1
-        self._repeats += self._is_repeat
+        self.repeats += self._is_repeat
         self._is_repeat = False
 
     def refused(self, refusal: BrokerRefusal) -> None:
@@ -143,7 +171,7 @@ class Tracker:
         if _essence(image) != _essence(self.image):
             self._changed_at = now
             if image.committed != self.image.committed:
-                self.attempt = self._repeats = 0
+                self.attempt = self.repeats = 0
                 self._is_repeat = False
                 self.refusal = None
         self.image = image
@@ -151,6 +179,8 @@ class Tracker:
             return self._under_another_term(image, now)
         if self.outstanding is None:
             return self._without_run(image, now)
+        if image.fence > self.outstanding.fence or image.committed >= self.outstanding.first:
+            self._note_taken(self.outstanding, now)
         if image.committed != self.outstanding.first - 1:
             self.outstanding = None
             self._without_run(image, now)
@@ -161,6 +191,10 @@ class Tracker:
             self.outstanding.lapsed_at = None
             return self._suspicious(image, now)
         return self._unclaimed(self.outstanding, image, now)
+
+    def _note_taken(self, run: Outstanding, now: float) -> None:
+        if self.taken is None or self.taken[0] != run.sent_at:
+            self.taken = run.sent_at, now
 
     def _under_another_term(self, image: Image, now: float) -> Step:
         """
@@ -204,18 +238,17 @@ class Tracker:
             return Step.WAIT
         if image.claim is None and image.fence > run.fence:
             self._give_up()
-            self._repeats = 0
+            self.repeats = 0
             self.ready_at = now + max(image.due_in, 0.0)
             return Step.WAIT
         if image.claim is not None:
             run.lapsed_at = run.lapsed_at or now
         since = max(run.sent_at, self._changed_at, run.lapsed_at or 0.0)
-        doublings = min(self._repeats, _DOUBLINGS)  # unbounded, the power outgrows a float after some days
+        doublings = min(self.repeats, _DOUBLINGS)  # unbounded, the power outgrows a float after some days
         grace = min(self._graces.dispatch_grace * 2**doublings, LONGEST_GRACE)
-        if now >= max(since + grace, now + image.due_in):
-            self._give_up()
-            self._is_repeat = True
-            self.ready_at = now
+        until = max(since + grace, min(self._alive_at + grace, since + LONGEST_WAIT))
+        if now >= max(until, now + image.due_in):
+            self.repeat(now)
         return Step.WAIT
 
     def _give_up(self) -> None:

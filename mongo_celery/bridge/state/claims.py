@@ -8,7 +8,7 @@ The partition's document is the authority on who may run what::
        ^                                   |  |  |
        |<--- retry (parked until notBefore)+  |  +--- halt ---> halted (until an operator acts)
        |<--- wait (the same, not counted) -+  |
-       |<--- claim lapses: crash + 1 ---------+--- dead letter or skip --> waiting (committed + 1)
+       |<--- claim lapses: crash + 1 (*) -----+--- dead letter or skip --> waiting (committed + 1)
 
 1. Every execution claims anew (first delivery, redelivery, retry) and gets a strictly larger fence.
    With the lease's version alone as fencing token a redelivered change runs twice under one number,
@@ -18,18 +18,23 @@ The partition's document is the authority on who may run what::
    state again would beat the fence by waiting.
 4. A commit takes its values from `handled`, which was fenced when it was written; so whoever commits is
    right, and the commit message carries no authority.
+5. (*) A crash is charged in the name of its owner, by whoever replaces the lapsed claim, and kept in
+   `retry.lapsed`. An owner that proves to be alive, by asking, withdraws what was charged in its name, once.
+   One that was told to leave marks its claim before, and its lapse is charged to nobody. Runs are one change
+   each after any lapse, charged or not.
 
 | failure | what happens |
 |---|---|
 | the answer of a claim is lost | ended by owner, best effort, and claimed anew; no crash is counted |
-| a heartbeat is late | the claim lapses; the execution may still finish if nobody claimed since |
+| a heartbeat is late | the claim lapses; the execution may finish if nobody claimed since, else the crash is undone |
+| the worker is told to shut down, and killed later | the claim lapses; no crash is counted |
 | `handled` is lost in a rollback (it is written with w:1) | the change runs once more, nothing else |
 | the worker dies | the claim lapses; the next claim counts a crash and runs change by change |
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -46,6 +51,21 @@ from mongo_celery.mongo.expressions import after, literal, millis, next_number
 from mongo_celery.mongo.table import ACKNOWLEDGED, Table, call_timeout
 
 _TRANSACTION_SECONDS = 5.0
+_LAPSED_MAX = 16
+_REPLACED: dict[str, Any] = {"$gt": ["$claim", None]}
+# The mark is the owner itself: an older version keeps unknown keys of the claim that it replaces.
+_CHARGED: dict[str, Any] = {"$and": [_REPLACED, {"$ne": ["$claim.leaving", "$claim.owner"]}]}
+
+CHARGE: dict[str, Any] = {
+    "crashes": {"$add": [{"$ifNull": ["$retry.crashes", 0]}, {"$cond": [_CHARGED, 1, 0]}]},
+    "lapsed": {
+        "$slice": [
+            {"$concatArrays": [{"$ifNull": ["$retry.lapsed", []]}, {"$cond": [_CHARGED, ["$claim.owner"], []]}]},
+            -_LAPSED_MAX,
+        ],
+    },
+}
+"""What of `retry` changes where a lapsed claim, if there is one, is replaced or ended."""
 
 COMMIT: dict[str, Any] = {
     "committed": "$handled.last",
@@ -117,22 +137,22 @@ class Claims:
         Returns:
             The claim, or None: the message is a duplicate, stale or early, and is dropped.
         """
-        replaced = {"$gt": ["$claim", None]}
         claim = {
             "owner": literal(owner),
             "first": Int64(first),
             "last": Int64(last),
             "ttl": millis(ttl or self._ttl),
             "until": after(ttl or self._ttl),
+            "leaving": None,
             "session": session,
         }
         retry = {
             "count": {"$ifNull": ["$retry.count", 0]},
-            "crashes": {"$add": [{"$ifNull": ["$retry.crashes", 0]}, {"$cond": [replaced, 1, 0]}]},
+            **CHARGE,
             "notBefore": None,
             "error": {"$ifNull": ["$retry.error", None]},
         }
-        single = {"$cond": [replaced, {"$max": ["$single", "$claim.last"]}, "$single"]}
+        single = {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]}
         document = self._table.find_and_update_unretried(
             {
                 "_id": partition_id,
@@ -192,9 +212,38 @@ class Claims:
         guard = {"_id": partition_id, "claim.owner": owner, "handled": None}
         return self._table.update(guard, {"$set": {"claim": None}})
 
-    def extend(self, claim: Claim) -> bool:
-        """The heartbeat; False when the claim is no longer ours."""
-        return self._table.update(_own(claim), [{"$set": {"claim.until": {"$add": ["$$NOW", "$claim.ttl"]}}}])
+    def withdraw(self, partition_id: str, owner: str) -> bool:
+        """
+        Take back the crash that was charged in the name of an owner whose process lives; once, and never below 0.
+
+        Returns:
+            False when none is charged: nobody replaced its claim, it was withdrawn, or the change is done.
+        """
+        rest = {"$filter": {"input": "$retry.lapsed", "cond": {"$ne": ["$$this", literal(owner)]}}}
+        crashes = {"$max": [{"$subtract": [{"$ifNull": ["$retry.crashes", 0]}, 1]}, 0]}
+        retry = {"$mergeObjects": ["$retry", {"crashes": crashes, "lapsed": rest}]}
+        return self._table.update({"_id": partition_id, "retry.lapsed": owner}, [{"$set": {"retry": retry}}])
+
+    def extend(self, claims: Sequence[Claim], *, leaving: bool = False) -> list[Claim]:
+        """
+        The heartbeat of several claims, in one write; another call only where one was refused.
+
+        Args:
+            claims: what to renew.
+            leaving: whether their process was told to end: if they lapse from now on, nobody is charged.
+
+        Returns:
+            Those that are no longer ours.
+        """
+        change: dict[str, Any] = {"claim.until": {"$add": ["$$NOW", "$claim.ttl"]}}
+        if leaving:
+            change["claim.leaving"] = "$claim.owner"
+        matched = self._table.update_each_unretried([_own(claim) for claim in claims], [{"$set": change}])
+        if matched == len(claims):
+            return []
+        standing = self._table.find({"_id": {"$in": [claim.partition_id for claim in claims]}}, _OWN_FIELDS)
+        mine = {(found["_id"], found["fence"], (found.get("claim") or {}).get("owner")): found for found in standing}
+        return [claim for claim in claims if not _stands(claim, mine)]
 
     def is_mine(self, claim: Claim) -> bool:
         """Whether the claim still stands, by a majority read."""
@@ -342,6 +391,15 @@ def _own(claim: Claim) -> dict[str, Any]:
         "committed": claim.first - 1,
         "handled": None,
     }
+
+
+_OWN_FIELDS = {"fence": 1, "claim.owner": 1, "committed": 1, "handled": 1}
+
+
+def _stands(claim: Claim, documents: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> bool:
+    """Whether a claim is found as `_own` asks for it."""
+    found = documents.get((claim.partition_id, claim.fence, claim.owner))
+    return found is not None and found["committed"] == claim.first - 1 and found["handled"] is None
 
 
 def _passed(claim: Claim, token: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from bson.int64 import Int64
 from pymongo import InsertOne
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.state.claims import COMMIT
+from mongo_celery.bridge.state.claims import CHARGE, COMMIT
 from mongo_celery.mongo.expressions import literal, next_number, remaining
 from mongo_celery.mongo.locked import update_around_locks, update_unlocked
 from mongo_celery.mongo.table import Table, call_timeout
@@ -198,9 +198,9 @@ class Partitions:
         """
         End a claim as it was seen: one whose expiry only a wrong clock can have written, or one that has lapsed.
 
-        It counts as a crash, like a claim that lapsed.
+        It is charged like any claim that lapsed.
         """
-        retry = {"$mergeObjects": ["$retry", {"crashes": {"$add": [{"$ifNull": ["$retry.crashes", 0]}, 1]}}]}
+        retry = {"$mergeObjects": ["$retry", CHARGE]}
         change = {
             "fence": next_number("fence"),
             "claim": None,

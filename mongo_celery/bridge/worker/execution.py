@@ -44,6 +44,7 @@ from mongo_celery.bridge.state.dead_letters import CHANGE_BYTES, dead_letter, ke
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import cause_text, infrastructure_cause, is_autoretried, names
 from mongo_celery.bridge.worker.deferred import DeferredWrites
+from mongo_celery.bridge.worker.departure import is_leaving
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.bridge.worker.error_text import error_text, storable, traceback_text
 from mongo_celery.bridge.worker.retry_times import retry_time
@@ -149,14 +150,13 @@ class Execution:
         if claim.crashes > self._wiring.options.max_crashes:
             self._fail(claim, self._crashed(claim), self._run.changes[0])
         beats = self._wiring.of_process(WorkerRuntime).heartbeats
-        beat = None if self._handler.transactional else beats.begin(claim, started)
+        beat = beats.begin(claim, started, renew=not self._handler.transactional)
         token = current.set(self)
         try:
-            self._run_changes(claim, call, lambda: beat is not None and beat.lost)
+            self._run_changes(claim, call, lambda: beat.lost)
         finally:
             current.reset(token)
-            if beat is not None:
-                beats.end(beat)
+            beats.end(beat)
 
     def handle_in(self, session: ClientSession, change: Change) -> None:
         """The last write of a transactional handler's transaction; SupersededError when a newer execution decides."""
@@ -245,9 +245,9 @@ class Execution:
 
     def _relinquish(self, owner: str) -> None:
         """End a claim that is not used: now, or as soon as MongoDB answers again; else it would count as a crash."""
-        partition_id = self._run.partition_id
+        partition_id, claims = self._run.partition_id, self._store.claims
         try:
-            if self._store.claims.relinquish(partition_id, owner):
+            if claims.relinquish(partition_id, owner):
                 return
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             logger.warning(
@@ -258,7 +258,7 @@ class Execution:
             )
         self._wiring.of_process(DeferredWrites).add(
             f"the end of a claim of {partition_id}",
-            lambda: self._store.claims.relinquish(partition_id, owner),
+            lambda: claims.relinquish(partition_id, owner) or claims.withdraw(partition_id, owner),
             answers=_LOST_CLAIM_ANSWERS,
         )
 
@@ -487,6 +487,8 @@ class Execution:
         try:
             if done is not None:
                 self._store.claims.handle(claim, done.seq, self._token_of(self._run.changes[done.seq - claim.first]))
+            elif is_leaving():  # a shutdown that was announced is nobody's crash
+                self._store.claims.relinquish(claim.partition_id, claim.owner)
             else:
                 self._store.claims.crash(claim, error_text(error))
         except PyMongoError:

@@ -1,0 +1,98 @@
+"""What counts as a crash of a change: a worker that ends with its handler, not one that is slow or cut off."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from tests.acceptance.chain_rig import Chain, frozen
+from tests.fixtures.failpoint import Failpoint
+
+Document = dict[str, Any]
+
+
+@pytest.fixture
+def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
+    """Give a bridge of one partition, whose changes may crash once."""
+    options = {"partitions": 1, "max_crashes": 1}
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=options) as made:
+        yield made
+
+
+def _crashes(state: Document) -> int:
+    return int((state["retry"] or {}).get("crashes", 0))
+
+
+def test_a_frozen_worker_that_wakes_is_no_crash(chain: Chain) -> None:
+    """P14: a machine that was asleep; its successor runs meanwhile, and loses nothing by the withdrawal."""
+    _, worker = chain.both()
+    item = chain.allow(chain.write("plain", "frozen", 1, gate="open"))
+    zombie = chain.wait_started(item)
+    with frozen(worker, zombie.pid):
+        chain.wait_started(item, 2)
+        assert _crashes(chain.of(item)) == 1, "nobody could know yet"
+    state = chain.wait_state(item, lambda state: _crashes(state) == 0)
+    assert state["claim"]["owner"], "the successor still runs"
+    chain.open_gate("open")
+    chain.wait_done()
+    chain.judge()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_cut_off_from_mongodb_is_no_crash(chain: Chain, failpoint: Failpoint) -> None:
+    """P14: its handler goes on, its heartbeats do not get through, and another worker starts the change."""
+    chain.listener()
+    chain.worker(name="first", concurrency=1)
+    item = chain.allow(chain.write("plain", "cut off", 1, gate="open"))
+    chain.wait_started(item)
+    with failpoint(failCommands=["update"], appName=chain.app_name("first"), closeConnection=True):
+        chain.worker(name="second", concurrency=1)
+        chain.wait_started(item, 2)
+        assert _crashes(chain.of(item)) == 1, "nobody could know yet"
+    chain.wait_state(item, lambda state: _crashes(state) == 0)
+    chain.open_gate("open")
+    chain.wait_done()
+    chain.judge()
+
+
+@pytest.mark.parametrize("pool", ["prefork", pytest.param("threads", marks=pytest.mark.slow)])
+def test_a_deploy_that_kills_long_handlers_is_no_crash(chain: Chain, pool: str) -> None:
+    """P14: SIGTERM to the worker's main process, and SIGKILL to all of it when the supervisor's patience ends."""
+    chain.listener()
+    worker = chain.worker("-P", pool, name="deployed")
+    item = chain.allow(chain.write("plain", "long", 1, gate="open"))
+    chain.wait_started(item)
+    worker.send(signal.SIGTERM)
+    chain.wait_state(item, lambda state: (state["claim"] or {}).get("leaving"))
+    worker.send_group(signal.SIGKILL)
+    chain.worker(name="next")
+    chain.wait_started(item, 2)
+    assert _crashes(chain.of(item)) == 0
+    chain.open_gate("open")
+    chain.wait_done()
+    chain.judge()
+
+
+@pytest.mark.slow
+def test_a_death_beside_a_lapse_stays_charged(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """P14: the first worker freezes, its successor dies, the first wakes: one crash is left."""
+    options = {"partitions": 1, "max_crashes": 2}
+    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=options) as chain:
+        _, worker = chain.both()
+        item = chain.allow(chain.write("plain", "both", 1, gate="open"), 2)
+        with frozen(worker, chain.wait_started(item).pid):
+            os.kill(chain.wait_started(item, 2).pid, signal.SIGKILL)
+            chain.wait_started(item, 3)
+            assert _crashes(chain.of(item)) == 2, "nobody could know yet"
+        chain.wait_state(item, lambda state: _crashes(state) == 1)
+        chain.open_gate("open")
+        chain.wait_done()
+        chain.judge()

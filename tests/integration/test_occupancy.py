@@ -1,0 +1,107 @@
+"""What brokers say of their queues: a real Redis, and a transport that tells little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import Celery
+from kombu import Connection
+
+from mongo_celery.broker.occupancy import Occupancy, occupancy_of
+
+TASK = "shop.handle"
+
+
+def handle(_body: str) -> None:
+    """A task."""
+
+
+def an_app(url: str, **transport: Any) -> Celery:
+    app = Celery("shop", broker=url, set_as_current=False)
+    app.conf.broker_transport_options = transport
+    app.task(name=TASK)(handle)
+    return app
+
+
+def send(app: Celery, queue: str, count: int = 1, size: int = 10, **options: Any) -> None:
+    for _ in range(count):
+        app.tasks[TASK].apply_async(("x" * size,), queue=queue, **options)
+
+
+def take(connection: Connection, queue: str, count: int = 1) -> None:
+    """Take messages as a worker does that does not acknowledge them."""
+    channel: Any = connection.default_channel
+    for _ in range(count):
+        assert channel.basic_get(queue) is not None
+
+
+def test_redis_shows_what_waits_and_what_workers_have(redis_url: str) -> None:
+    """By queue and by task; messages of others do not count as ours."""
+    app = an_app(redis_url)
+    send(app, "shop.0", 5)
+    send(app, "shop.1", 1)
+    send(app, "else", 1)
+    with app.connection_for_write() as worker, app.connection_for_write() as asking:
+        take(worker, "shop.0", 2)
+        take(worker, "else", 1)
+        found = occupancy_of(asking, ["shop.0", "shop.1", "shop.2"])
+        assert found == {
+            "shop.0": Occupancy(3, taken={TASK: 2}),
+            "shop.1": Occupancy(1, taken={}),
+            "shop.2": Occupancy(0, taken={}),
+        }
+
+
+def test_redis_counts_all_priorities_under_a_prefix_of_its_own(redis_url: str) -> None:
+    """Queues of other priorities are other lists; a prefix stands before every key."""
+    app = an_app(redis_url, global_keyprefix="mine:")
+    send(app, "shop.0", 2, priority=9)
+    send(app, "shop.0", 1, priority=0)
+    with app.connection_for_write() as worker, app.connection_for_write() as asking:
+        take(worker, "shop.0")
+        assert occupancy_of(asking, ["shop.0"]) == {"shop.0": Occupancy(2, taken={TASK: 1})}
+
+
+def test_too_much_to_look_at_is_unknown(redis_url: str) -> None:
+    """The server is not held up by megabytes of messages that workers have."""
+    app = an_app(redis_url)
+    send(app, "shop.0", 2, size=5 << 20)
+    with app.connection_for_write() as worker, app.connection_for_write() as asking:
+        take(worker, "shop.0", 2)
+        assert occupancy_of(asking, ["shop.0"]) == {"shop.0": Occupancy(0, taken=None)}
+
+
+def test_a_redis_that_refuses_scripts_still_says_what_waits(redis_url: str, redis_client: Any) -> None:
+    """A restricted user; what is not known is None."""
+    redis_client.acl_setuser(
+        "restricted", enabled=True, nopass=True, keys=["*"], channels=["*"], commands=["+@all", "-eval"]
+    )
+    try:
+        app = an_app(redis_url.replace("redis://", "redis://restricted:any@"))
+        send(app, "shop.0")
+        with app.connection_for_write() as asking:
+            assert occupancy_of(asking, ["shop.0"]) == {"shop.0": Occupancy(1, taken=None)}
+    finally:
+        redis_client.acl_deluser("restricted")
+
+
+def test_a_redis_that_is_not_there_is_an_error(make_redis: Any) -> None:
+    """No answer is not the same as nothing."""
+    server = make_redis()
+    app = an_app(server.url)
+    with app.connection_for_write() as asking:
+        assert occupancy_of(asking, ["shop.0"])
+        server.kill()
+        with pytest.raises(asking.connection_errors):
+            occupancy_of(asking, ["shop.0"])
+
+
+def test_another_transport_says_what_waits_and_nothing_else() -> None:
+    """A queue that was never declared holds nothing."""
+    app = an_app("memory://")
+    send(app, "shop.0", 3)
+    with app.connection_for_write() as asking:
+        found = occupancy_of(asking, ["shop.0", "shop.1"])
+        assert found["shop.0"] == Occupancy(3)
+        assert found["shop.1"].waiting == 0
