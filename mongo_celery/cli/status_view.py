@@ -50,7 +50,7 @@ def _parts(status: Mapping[str, Any], *, everything: bool) -> Iterable[Renderabl
     if status["reading_waits"]:
         yield Text(f"  reading waits: {status['reading_waits']}", style="yellow")
     yield from (_gap(gap) for gap in status["gaps"])
-    yield from (_refusal(each) for each in status["refused"])
+    yield from (_refusal(each) for each in status["refused_by_broker"])
     if status["subscriptions"]:
         yield Padding(_subscriptions(status["subscriptions"]), (0, 0, 0, 2), expand=False)
         yield from (line for each in status["subscriptions"] for line in _history(each))
@@ -85,7 +85,11 @@ def _summary(status: Mapping[str, Any]) -> Text:
 def _listener(listener: Mapping[str, Any] | None) -> str:
     if listener is None:
         return "no listener: start one with `celery -A ... listener`"
-    return f"listener on {listener['host']}, pid {listener['pid']}, since {_moment(listener['since'])}"
+    served = _number(len(listener["handlers"]), "handler", "handlers")
+    return (
+        f"listener on {listener['host']}, pid {listener['pid']}, since {_moment(listener['since'])}, serving {served} of "
+        f"app {listener['app'] or '?'}"
+    )
 
 
 def _gap(gap: Mapping[str, Any]) -> Text:

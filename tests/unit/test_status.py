@@ -122,7 +122,9 @@ def test_a_lease_that_nobody_holds_shows_how_the_last_term_ended(stored: str, st
 
 def test_a_live_listener_is_shown_and_an_old_error_is_not() -> None:
     """What ended an earlier term is past."""
-    status = shape(facts(lease=lease(error="old")))
+    served = {"app": "shop", "definitions": {"summarise": "d1", "audit": "d2"}, "definedAt": NOON}
+    status = shape(facts(lease=lease(error="old", **served, refused={"forged": Int64(2)})))
+    assert status["refused_by_workers"] == {"forged": 2}
     assert status["state"] == "leading"
     assert status["error"] is None
     assert status["listener"] == {
@@ -131,6 +133,9 @@ def test_a_live_listener_is_shown_and_an_old_error_is_not() -> None:
         "pid": 42,
         "since": "2030-01-01T12:00:00+00:00",
         "expires": "2030-01-01T12:00:13+00:00",
+        "app": "shop",
+        "handlers": ["audit", "summarise"],
+        "defined": "2030-01-01T12:00:00+00:00",
     }
 
 
