@@ -41,9 +41,8 @@ _LARGEST_WRITE = 2048
 _SMALLEST_WRITE = 32
 _FAILURES_A_TURN = 2
 _CHARGES_MAX = 1000
-_OWN_WORK = (
-    0.1  # of the time that it was late: a frozen process works nothing, a busy one has this even on a crowded machine
-)
+_OWN_WORK = 0.1
+"""Of the time that it was late: a frozen process works nothing, a busy one has this even on a crowded machine."""
 
 
 @dataclass(slots=True, eq=False)
