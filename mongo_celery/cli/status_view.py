@@ -87,8 +87,8 @@ def _listener(listener: Mapping[str, Any] | None) -> str:
         return "no listener: start one with `celery -A ... listener`"
     served = _number(len(listener["handlers"]), "handler", "handlers")
     return (
-        f"listener on {listener['host']}, pid {listener['pid']}, since {_moment(listener['since'])}, serving {served} of "
-        f"app {listener['app'] or '?'}"
+        f"listener on {listener['host']}, pid {listener['pid']}, since {_moment(listener['since'])}, "
+        f"serving {served} of app {listener['app'] or '?'}"
     )
 
 

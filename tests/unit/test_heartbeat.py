@@ -49,7 +49,7 @@ class FakeClaims:
 
 
 def regex_of(seconds: float) -> Callable[[], None]:
-    """A match that holds the interpreter at least so long: each letter more doubles its time, told by the processor's."""
+    """A match that holds the interpreter at least so long by the processor's clock: each letter doubles it."""
     pattern = re.compile("(a+)+b")
     length, took = 16, 0.0
     while took < seconds / 8:

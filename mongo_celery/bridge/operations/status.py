@@ -77,8 +77,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       `outstanding` counts the partitions that are claimed, and `buffered` is 0 where nobody leads and None
       where a new listener has not reported yet.
     - `refused_by_workers`: how many messages workers have dropped since the bridge exists, by reason.
-    - `refused_by_broker`: some of the messages that the broker refuses while it takes others, `refused_by_broker_count` of them in all:
-      their partition, the change, its bytes, the broker's reason and since when.
+    - `refused_by_broker`: some of the messages that the broker refuses while it takes others, of
+      `refused_by_broker_count` in all: their partition, the change, its bytes, the broker's reason and since when.
     - `locked`: some of the partitions that this term could not win yet, because an open transaction has locked them.
     - `caught_up`: the listener has read to the end of the stream within the last seconds, and nothing stands.
       `standing` counts the partitions whose next change waits for a person or for its retry time.
