@@ -440,7 +440,7 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 
 
 def test_a_check_of_a_sound_deployment_leaves_nothing_behind(
-    make_bridge: MakeBridge, make_replica_set: MakeReplicaSet, make_client: MakeClient, state_database: str
+    make_replica_set: MakeReplicaSet, make_client: MakeClient, make_bridge: MakeBridge, state_database: str
 ) -> None:
     """Rights are tried in transactions that are aborted. On a set of its own: the session's oplog may be full."""
     own = make_replica_set()
