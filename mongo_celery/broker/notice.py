@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from celery import Celery
@@ -59,7 +59,7 @@ class NoticeBoard:
     def take(self) -> list[dict[str, Any]]:
         """Take down what is there, the oldest first; what is no notice is thrown away, and so is a heap of them."""
         queue = self._ready_queue()
-        found = []
+        found: list[Any] = []
         for _ in range(_AT_ONCE):
             message = queue.get(no_ack=True)
             if message is None:
@@ -93,7 +93,7 @@ class NoticeBoard:
         return self._queue
 
 
-def _read(messages: list[Any]) -> list[dict[str, Any]]:
+def _read(messages: Iterable[Any]) -> list[dict[str, Any]]:
     """Anybody may have written them: nothing but small JSON objects is read."""
     notices = []
     for message in messages:

@@ -68,7 +68,7 @@ def _foreign_leader(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding
         yield error(
             "foreign_leader",
             f"Another listener leads a bridge of this name on this broker, with a state of its own ({found['who']}): "
-            "each takes the other's messages, and a restart of either is refused while the other leads. Give each "
+            "each takes the other's messages, and a restart of either is refused while only the other leads. Give each "
             "bridge a name of its own, or each app a broker, virtual host, database or global_keyprefix of its own.",
         )
 
