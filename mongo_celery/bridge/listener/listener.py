@@ -187,8 +187,8 @@ class Listener:
         )
         renewal = Renewal(leases, term, self._options.lease_ttl, self._report, definitions, ForeignMessages().notice)
         mark = MarkKeeper(self._wiring, sealing_of(term.document).installation)
-        renewal.start()
         mark.start()
+        renewal.start()
         ended_by: Exception | None = None
         try:
             if not leases.serve(term, definitions):

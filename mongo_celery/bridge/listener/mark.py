@@ -236,7 +236,8 @@ class MarkKeeper:
         logger.error(
             "another listener leads a bridge named %s on this broker, with a state database of its own: %s. Each takes "
             "the other's messages, and a restart of either is refused while only the other leads. Give each bridge a "
-            "name of its own with name='...', or each app a broker, virtual host, database or global_keyprefix of its own",
+            "name of its own with name='...', or each app a broker, virtual host, database or global_keyprefix of its "
+            "own",
             self._bridge,
             mark.who,
             extra={"event": "foreign_leader"},
