@@ -7,7 +7,7 @@ The listener: standby -> lease -> take-over -> stream -> window -> dispatch -> w
          ^                                                                               |
          +-------------------------------------------------------------------------------+
 
-One thread leads and decides; one reads the stream; one renews the lease. The leading thread trusts the
-lease until its own monotonic clock says otherwise, then stops to dispatch at once, without waiting for
-an answer. A listener that has lost its lease stands by; it does not exit.
+One thread leads and decides; one reads the stream; one renews the lease; one keeps the leader's mark at the
+broker. The leading thread trusts the lease until its own monotonic clock says otherwise, then stops to
+dispatch at once, without waiting for an answer. A listener that has lost its lease stands by; it does not exit.
 """

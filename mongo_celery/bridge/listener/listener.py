@@ -17,9 +17,11 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.candidacy import Candidacy, ForeignMessages
 from mongo_celery.bridge.listener.leader import Leader, Relayout
+from mongo_celery.bridge.listener.mark import MarkKeeper, refuse_foreign_leader
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.state.candidates import Definitions
 from mongo_celery.bridge.state.leases import Leases, Term
+from mongo_celery.bridge.state.signing import sealing_of
 from mongo_celery.bridge.stream.source import Scope, Selector
 from mongo_celery.broker.connection import reach_broker
 from mongo_celery.errors import (
@@ -80,7 +82,7 @@ class Listener:
         Raises:
             ConfigurationError: nothing to listen for, or an option or source is wrong.
             DeploymentError: a wrong topology, a missing right, servers that stay away, or another app's bridge
-                of this name.
+                of this name, on the same MongoDB or leading on the same broker.
             StreamError: the stream cannot go on; also HistoryLostError.
         """
         self._check_app()
@@ -89,6 +91,7 @@ class Listener:
         leases = self._wiring.store.leases
         candidacy = Candidacy(self._wiring, selectors)
         candidacy.refuse_forgotten_name()
+        refuse_foreign_leader(self._wiring, self._stopping)
         while not self._stopping.is_set():
             term = self._stand_by(leases, candidacy)
             if term is not None:
@@ -183,6 +186,8 @@ class Listener:
             extra={"event": "lease_acquired", "version": term.version},
         )
         renewal = Renewal(leases, term, self._options.lease_ttl, self._report, definitions, ForeignMessages().notice)
+        mark = MarkKeeper(self._wiring, sealing_of(term.document).installation)
+        mark.start()
         renewal.start()
         ended_by: Exception | None = None
         try:
@@ -209,6 +214,7 @@ class Listener:
         finally:
             self._leader = None
             renewal.stop()
+            mark.stop()
             self._release(leases, renewal, ended_by, definitions)
 
     def _lead_until_done(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:

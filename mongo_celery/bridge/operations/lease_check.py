@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 _RECENT = timedelta(hours=1)
+_STANDING = timedelta(minutes=2)
+"""For what a listener repeats every half minute while it lasts."""
 
 
 def check_lease(wiring: Wiring) -> Iterator[Finding]:
@@ -56,7 +58,19 @@ def judge_lease(lease: Mapping[str, Any], mine: Definitions, now: datetime) -> I
             )
         else:
             yield ok("definitions", "The listener that leads knows every handler of this app.")
+    yield from _foreign_leader(lease, now)
     yield from _refused(lease, now)
+
+
+def _foreign_leader(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
+    found = lease.get("foreignLeader") or {}
+    if found and now - _aware(found["at"]) < _STANDING:
+        yield error(
+            "foreign_leader",
+            f"Another listener leads a bridge of this name on this broker, with a state of its own ({found['who']}): "
+            "each takes the other's messages, and a restart of either is refused while only the other leads. Give each "
+            "bridge a name of its own, or each app a broker, virtual host, database or global_keyprefix of its own.",
+        )
 
 
 def _refused(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:

@@ -1,4 +1,7 @@
-"""How many messages the workers of a bridge have refused, by reason: counted in the lease document."""
+"""
+What came to a bridge from elsewhere, in its lease document: how many messages its workers have refused, by reason, and
+who else leads a bridge of its name on the broker.
+"""
 
 from __future__ import annotations
 
@@ -36,4 +39,9 @@ class Refusals:
         }
         if sender is not None:
             change["$set"] = {"foreignSender": sender}
+        self._table.update({"_id": self._bridge}, change)
+
+    def name_foreign_leader(self, who: str) -> None:
+        """Record that another installation leads a bridge of this name on the same broker."""
+        change = {"$set": {"foreignLeader.who": who}, "$currentDate": {"foreignLeader.at": True}}
         self._table.update({"_id": self._bridge}, change)

@@ -21,6 +21,7 @@ Document = dict[str, Any]
 OLD: Any = {"CHAIN_HANDLERS": "plain"}
 NEW: Any = {"CHAIN_HANDLERS": "plain,other"}
 BROKEN: Any = {"CHAIN_HANDLERS": "plain,other,skipping"}
+MARK = "chain.leader"
 
 
 @pytest.fixture
@@ -88,31 +89,88 @@ def lambda_handler(_change: object) -> None:
     """A handler in this process, where none runs."""
 
 
-def test_another_app_on_the_same_broker_is_named_and_counted(
-    chain: Chain, mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+@pytest.fixture
+def neighbour(chain: Chain, mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
+    """Give a bridge of the same name on the same broker, with a state of its own."""
+    shared = {"CHAIN_BROKER": chain.redis.url, "CHAIN_APP": "billing"}
+    with Chain(mongo_client, mongo_url, tmp_path, options={"partitions": 1}, environment=shared) as made:
+        yield made
+
+
+def _has_begun_without_mark(chain: Chain, process: ProjectProcess) -> bool:
+    """Whether a process reads; until then nobody's mark is left at the broker."""
+    with chain.broker as broker:
+        broker.delete(MARK)
+    return "reading from" in process.text
+
+
+def test_another_app_on_the_same_broker_is_refused_while_somebody_leads(chain: Chain, neighbour: Chain) -> None:
+    """One sentence says who leads there; where Redis was emptied meanwhile, too. The first goes on undisturbed."""
+    first = chain.listener(**OLD)
+    chain.worker(**OLD)
+    with chain.broker as broker:
+        wait_for(lambda: broker.exists(MARK))
+        broker.flushall()
+        wait_for(lambda: broker.exists(MARK))
+    stranger = neighbour.run("listener", name="stranger", **OLD)
+    item = chain.write("plain", "mine", 1)
+    assert stranger.wait() == 1
+    said = stranger.wait_for_output(r"the bridge name 'chain' is taken on the broker redis:.*: (.*) leads a bridge")
+    assert said.group(1).startswith(f"app chain, process {first.pid} on ")
+    assert "Traceback" not in stranger.text
+    assert "reading from" not in stranger.text
+    standby = chain.run("listener", name="standby", **OLD)
+    standby.wait_for_output("standing by")
+    chain.wait_done()
+    chain.judge()
+    assert len(chain.starts(item)) == 1
+    assert first.running
+    assert "bridge named" not in first.text + standby.text, "who does not lead, leaves no mark"
+
+
+def test_a_mark_that_was_left_behind_stops_no_start(chain: Chain, neighbour: Chain) -> None:
+    """A listener was killed, and the state database is another one now. In good order nothing is left behind."""
+    first = chain.listener(**OLD)
+    with chain.broker as broker:
+        wait_for(lambda: broker.exists(MARK))
+        first.kill()
+        first.wait()
+        assert broker.exists(MARK)
+        second = neighbour.listener(**OLD)
+        assert "looking whether it lives" in second.text
+        wait_for(lambda: broker.exists(MARK))
+        assert second.terminate() == 0
+        assert not broker.exists(MARK)
+
+
+def test_two_apps_that_began_on_one_broker_at_the_same_time_are_named_and_counted(
+    chain: Chain, neighbour: Chain, mongo_url: str
 ) -> None:
-    """With a state of its own it cannot be refused; its messages are no forgeries, and its listener is named."""
+    """Nobody who leads steps down for the other; its messages are no forgeries, and its listener is named."""
     listener = chain.listener(**OLD)
-    shared = {"CHAIN_BROKER": chain.redis.url}
-    with Chain(mongo_client, mongo_url, tmp_path, options={"partitions": 1}, environment=shared) as other:
-        theirs = other.listener(**OLD)
-        worker = chain.worker(**OLD)
-        wait_for(lambda: _lease(chain)["renewedAt"] > _lease(chain)["acquiredAt"])
-        item = other.write("plain", "taken", 1)
-        listener.wait_for_output("another app uses this bridge's name on this broker")
-        worker.wait_for_output("another app uses the bridge name chain on this broker")
-        assert f".{theirs.pid}@" in worker.text, "the listener that sent it"
-        lease = wait_for(lambda: _lease(chain) if (_lease(chain).get("refused") or {}).get("foreign") else None)
-        assert "forged" not in lease["refused"]
-        bridge = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
-        bridge.on_change("shop.orders", name="plain")(lambda_handler)
-        assert [each.name for each in check_lease(bridge.wiring) if each.level == "error"] == ["foreign_bridge"]
-        bridge.client.close()
-        assert worker.terminate() == 0
-        other.worker(name="theirs", **OLD)
-        other.wait_done()
-        other.judge()
-        assert len(other.starts(item)) == 1
+    theirs = neighbour.run("listener", name="theirs", **OLD)
+    wait_for(lambda: _has_begun_without_mark(chain, theirs))
+    worker = chain.worker(**OLD)
+    wait_for(lambda: _lease(chain)["renewedAt"] > _lease(chain)["acquiredAt"])
+    item = neighbour.write("plain", "taken", 1)
+    listener.wait_for_output("another app uses this bridge's name on this broker")
+    worker.wait_for_output("another app uses the bridge name chain on this broker")
+    assert f".{theirs.pid}@" in worker.text, "the listener that sent it"
+    lease = wait_for(lambda: _lease(chain) if (_lease(chain).get("refused") or {}).get("foreign") else None)
+    assert "forged" not in lease["refused"]
+    for here, there in ((listener, theirs), (theirs, listener)):
+        here.wait_for_output(f"another listener leads a bridge named chain on this broker.* process {there.pid} on")
+    wait_for(lambda: _lease(chain).get("foreignLeader"))
+    bridge = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
+    bridge.on_change("shop.orders", name="plain")(lambda_handler)
+    found = [each.name for each in check_lease(bridge.wiring) if each.level == "error"]
+    assert found == ["foreign_leader", "foreign_bridge"]
+    bridge.client.close()
+    assert worker.terminate() == 0
+    neighbour.worker(name="theirs-worker", **OLD)
+    neighbour.wait_done()
+    neighbour.judge()
+    assert len(neighbour.starts(item)) == 1
 
 
 def test_a_task_that_a_worker_does_not_know_is_named_with_its_sender(chain: Chain) -> None:
