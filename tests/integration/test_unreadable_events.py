@@ -157,6 +157,7 @@ def test_a_match_that_fails_leaves_the_flags_of_others(read: Read, items: Collec
     assert dict(flawed[FLAGS]) == {"odd": False, "zero": True, "any": True}
     assert dict(whole[FLAGS]) == {"odd": True, "divides": True, "zero": False, "sized": True, "any": True}
     assert list(reading.flaws) == [1]
+    assert "The `match` of divides, sized failed" in reading.flaws[1].sentence
 
 
 def test_many_documents_on_which_a_match_fails_are_found_among_others(read: Read, items: Collection[Document]) -> None:

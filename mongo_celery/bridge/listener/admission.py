@@ -7,7 +7,7 @@ refusal of one change, in the order of one partition (P12).
 | what goes wrong | partition | what happens |
 |---|---|---|
 | the event could not be read as asked for (`ChangeEvent.flaw`) | by document key | failure policy |
-| nothing but a `match` failed on it | by the rule | failure policy |
+| nothing but this handler's `match` failed on it | by the rule | failure policy |
 | `partition_by` raises, or gives what has no hash | by document key | failure policy |
 | the bridge's pipeline has removed what the event is judged by | by document key | halt |
 
@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.change import describe
+from mongo_celery.bridge.change import FLAGS, describe
 from mongo_celery.bridge.partitioning import Partitioner, document_index
 from mongo_celery.bridge.refusal import Refusal, words_of
 from mongo_celery.bridge.window import PendingChange
@@ -120,7 +120,7 @@ class Admission:
         """Whether the event is owed, for all that can be told, and why it is refused if it is."""
         flaw, selector = event.flaw, self._selector
         try:
-            if flaw is not None and (not flaw.only_match or selector.filter.match is not None):
+            if flaw is not None and not (flaw.only_match and self._is_judged(event)):
                 return selector.may_select(event.document), Refusal.because(flaw.sentence)
             return selector.selects(event.document), None
         except ConfigurationError as error:
@@ -128,6 +128,11 @@ class Admission:
         except Exception as error:  # noqa: BLE001 - whatever a pipeline has made of the event
             reason = f"it cannot be told whether handler {selector.name} gets it: {words_of(error)}"
             return True, Refusal.because(reason, halts=True)
+
+    def _is_judged(self, event: ChangeEvent) -> bool:
+        """Whether the `match` of this handler, if it has one, did not fail: the event has the flags of those alone."""
+        flags = event.document.get(FLAGS)
+        return self._selector.filter.match is None or (isinstance(flags, Mapping) and self._selector.name in flags)
 
     # -- refused changes keep their partition ------------------------------------------------------
 

@@ -32,6 +32,7 @@ Open = Callable[["Scope", Position, int], "CommandCursor[RawBSONDocument]"]
 
 _DOCUMENTS = ("fullDocument", "fullDocumentBeforeChange", "updateDescription")
 _WITHOUT_DOCUMENTS = {"$project": dict.fromkeys(_DOCUMENTS, 0)}
+_NAMES_MAX = 5
 _IMAGES = ("full_document", "full_document_before_change")
 
 
@@ -102,9 +103,10 @@ class Narrowing:
         names = self._flag_names()
         flagless = self._with_flags(())
         if names and self._attempt(candidate, flagless) is not None:
-            document = self._attempt(candidate, self._with_flags(self._sound(candidate, names)))
+            sound = self._sound(candidate, names)
+            document = self._attempt(candidate, self._with_flags(sound))
             if document is not None:
-                return Reread(document, _of_match(error), only_match=True)
+                return Reread(document, _of_match(error, sorted({*names} - {*sound})), only_match=True)
         if any(name in self._scope.options for name in _IMAGES):
             options = {name: value for name, value in self._scope.options.items() if name not in _IMAGES}
             document = self._attempt(candidate, replace(flagless, options=options))
@@ -173,10 +175,11 @@ class Narrowing:
         return replace(self._scope, pipeline=(*stages, *self._scope.given_stages))
 
 
-def _of_match(error: PyMongoError) -> str:
+def _of_match(error: PyMongoError, failed: Sequence[str]) -> str:
+    handlers = ", ".join(failed[:_NAMES_MAX]) + (" and others" if len(failed) > _NAMES_MAX else "")
     return (
-        "A `match` expression failed on this change; make it hold for every document, for example with $ifNull, $type "
-        f"or $convert. The server said ({named(error)}): {said(error)}"
+        f"The `match` of {handlers} failed on this change; make it hold for every document, for example with $ifNull, "
+        f"$type or $convert. The server said ({named(error)}): {said(error)}"
     )
 
 
