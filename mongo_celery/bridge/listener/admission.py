@@ -11,6 +11,8 @@ refusal of one change, in the order of one partition (P12).
 | `partition_by` raises, or gives what has no hash | by document key | failure policy |
 | the bridge's pipeline has removed what the event is judged by | by document key | halt |
 
+A flawed event whose flag says that a handler's `match` does not hold is not owed to it.
+
 A pipeline halts under every policy: it is configuration, it mostly spoils all changes alike, and to skip or set them
 aside would lose what a corrected pipeline brings back, since a new one is read again from the watermark.
 
@@ -121,7 +123,8 @@ class Admission:
         flaw, selector = event.flaw, self._selector
         try:
             if flaw is not None and not (flaw.only_match and self._is_judged(event)):
-                return selector.may_select(event.document), Refusal.because(flaw.sentence)
+                is_owed = self._flag(event) is not False and selector.may_select(event.document)
+                return is_owed, Refusal.because(flaw.sentence)
             return selector.selects(event.document), None
         except ConfigurationError as error:
             return True, Refusal.because(str(error), halts=True)
@@ -131,8 +134,12 @@ class Admission:
 
     def _is_judged(self, event: ChangeEvent) -> bool:
         """Whether the `match` of this handler, if it has one, did not fail: the event has the flags of those alone."""
+        return self._selector.filter.match is None or self._flag(event) is not None
+
+    def _flag(self, event: ChangeEvent) -> Any:
+        """What the server says of this handler's `match`; None where it could not be asked, or there is none."""
         flags = event.document.get(FLAGS)
-        return self._selector.filter.match is None or (isinstance(flags, Mapping) and self._selector.name in flags)
+        return flags.get(self._selector.name) if isinstance(flags, Mapping) else None
 
     # -- refused changes keep their partition ------------------------------------------------------
 

@@ -112,7 +112,7 @@ class ChangeTask(SealedMessages):
         """Apply `task_annotations`; a `before_start` of theirs has to wait for the claim, like that of a class."""
         super().annotate()  # type: ignore[misc]
         if "before_start" in vars(cls):
-            cls._begin = vars(cls)["before_start"]
+            cls._begin = vars(cls)["before_start"]  # type: ignore[method-assign]
             del cls.before_start
 
     def before_start(self, *arguments: Any) -> None:

@@ -120,8 +120,9 @@ MATCHES: Mapping[str, Mapping[str, Any] | None] = {
     "any": None,
     "sound": {"$ne": ["$fullDocument.good", "never"]},
     "picky": {"$gte": [{"$toInt": "$fullDocument.good"}, 0]},
+    "aloof": {"$eq": ["$fullDocument.good", "never"]},
 }
-"""Handlers of one collection: without a `match`, with one that never fails, and with one that may."""
+"""Handlers of one collection: without a `match`, with one that holds, one that may fail, and one that never holds."""
 
 
 def _updated(kind: str, policy: str) -> None:

@@ -421,7 +421,7 @@ def test_a_field_that_the_pipeline_takes_from_some_events_halts_their_partitions
 
 # -- every poison, with every policy -----------------------------------------------------------------
 
-KINDS = ("any", "sound", "picky")
+KINDS = ("any", "sound", "picky", "aloof")
 POLICIES = ("halt", "dead_letter", "skip")
 WIDE = 8
 MATRIX_OPTIONS = {"partitions": WIDE, "full_document": "updateLookup", "full_document_before_change": "required"}
@@ -445,7 +445,7 @@ class Poison:
     fields: Mapping[str, Any] = field(default_factory=dict)
     keeps_images: bool = True
     error: str = "RefusedChangeError: This change could not be read with its look-up and images"
-    concerns: Collection[str] = KINDS
+    concerns: Collection[str] = ("any", "sound", "picky")
 
 
 WHOLESOME = Poison()
@@ -453,7 +453,7 @@ POISONS = {
     "an _id that is no UTF-8": Poison(key="????", error="InvalidBSON: "),
     "above 16 MB with the look-up": Poison(fields={"text": "x" * int(8.1 * MEGABYTE)}),
     "20 MB with look-up and image": Poison(first={"text": "x" * 10 * MEGABYTE}),
-    "a required image that is missing": Poison(keeps_images=False),
+    "a required image that is missing": Poison(keeps_images=False, concerns=KINDS),  # nobody can tell
     "a match that fails": Poison(
         fields={"good": "no number"},
         error="RefusedChangeError: The `match` of picky_dead_letter, picky_halt, picky_skip failed on this change",
@@ -465,7 +465,7 @@ POISONS = {
 def test_every_poison_meets_the_policy_of_those_whom_it_concerns_and_no_other_change_does(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
 ) -> None:
-    """I4, P12: a poison in a partition each, before handlers of three kinds, each of them with every policy."""
+    """I4, P12: a poison in a partition each, before handlers of four kinds, each of them with every policy."""
     with Rig(mongo_client, mongo_url, tmp_path / "matrix", POISON_OPTIONS=json.dumps(MATRIX_OPTIONS)) as rig:
         rig.data.create_collection("updated", changeStreamPreAndPostImages={"enabled": True})
         listener, worker = rig.listener(), rig.worker()
@@ -481,6 +481,7 @@ def test_every_poison_meets_the_policy_of_those_whom_it_concerns_and_no_other_ch
         errors = [poison.error for poison in POISONS.values()]
         guilty = {kind: [i for i, each in enumerate(POISONS.values()) if kind in each.concerns] for kind in KINDS}
         flows = {kind: words | {(key, 0) for i, key in enumerate(poisoned) if i not in guilty[kind]} for kind in KINDS}
+        flows["aloof"] = set()
 
         for kind in KINDS:
             _wait_updates(rig, f"{kind}_halt", flows[kind] - {(beside[index], 1) for index in guilty[kind]})
@@ -517,7 +518,8 @@ def _key_in(rig: Rig, index: int, words: str) -> str:
     """A key of this partition."""
 
     def event(key: str) -> Mapping[str, Any]:
-        return event_of(broken({"ns": {"db": rig.data.name, "coll": "updated"}, "documentKey": {"_id": key}}).raw)
+        document = {"ns": {"db": rig.data.name, "coll": "updated"}, "documentKey": {"_id": key}}
+        return event_of(bytes(broken(document).raw))
 
     keys = (f"{words} {number}" for number in range(1000))
     return next(key for key in keys if document_index(event(key), WIDE) == index)
