@@ -97,3 +97,19 @@ def test_a_crash_is_withdrawn_when_the_server_answers_again(
     with failpoint(failCommands=["update"], appName="withdrawing", closeConnection=True, mode={"times": 2}):
         beats.end(beat)
         wait_for(lambda: rig.document["retry"]["crashes"] == 0)
+
+
+def test_a_process_that_replaces_its_own_claim_charges_nothing(
+    mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """P14: an outage is over, and a message that was delivered again comes before the heartbeat."""
+    rig = rig_of(mongo_client, state_database)
+    beats = Heartbeats(rig.claims, 3600.0)
+    beat = beats.begin(rig.claim(owner="of this process", ttl=3600.0), time.monotonic())
+    rig.lapse()
+    assert rig.claim(owner="next", living=beats.living(rig.where), ttl=3600.0).crashes == 0
+    assert not rig.document["retry"]["lapsed"]
+    assert rig.document["single"] == 1, "its change is still run alone"
+    beats.end(beat)
+    rig.lapse()
+    assert rig.claim(owner="last", living=beats.living(rig.where), ttl=3600.0).crashes == 1, "of another process"

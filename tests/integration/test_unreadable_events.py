@@ -25,6 +25,7 @@ Document = dict[str, Any]
 Read = Callable[[Scope], Reading]
 
 MEGABYTE = 2**20
+LONG = {"$gt": [{"$strLenBytes": "$fullDocument.text"}, 100]}
 DIVIDES = {"$gt": [{"$divide": [6, "$fullDocument.n"]}, 2]}
 """Holds for n < 3, and fails where n is 0."""
 
@@ -72,30 +73,37 @@ def test_an_update_that_is_too_large_with_its_look_up_is_read_without_it(
 def test_a_change_of_twenty_megabytes_with_its_images_is_read_without_them(
     read: Read, items: Collection[Document]
 ) -> None:
-    """P12: pre-image, post-image and update of seven megabytes each."""
-    scope = scope_on(items.full_name, full_document="required", before_change="required")
+    """P12: pre-image, post-image and update of seven megabytes each; a `match` sees them all the same."""
+    scope = scope_on(items.full_name, full_document="required", before_change="required", match=LONG)
     with read(scope) as reading:
         items.insert_one({"_id": 1, "text": "a" * 7 * MEGABYTE})
         items.update_one({"_id": 1}, {"$set": {"text": "b" * 7 * MEGABYTE}})
         items.update_one({"_id": 1}, {"$set": {"text": "small"}})
         reading.wait_for_keys(1, 1, 1)
     assert [event.flaw is None for event in events_of(reading, 1)] == [True, False, True]
+    assert [event.document[FLAGS]["record"] for event in events_of(reading, 1)] == [True, True, False]
+    assert "fullDocument" not in events_of(reading, 1)[1].document
     assert reading.events[-1]["fullDocumentBeforeChange"]["text"] == "b" * 7 * MEGABYTE
 
 
 def test_an_insert_that_is_too_large_by_itself_is_read_without_its_document(
     read: Read, items: Collection[Document]
 ) -> None:
-    """P12: a document just below 16 MB with a long key, which the event repeats: no option makes it fit."""
+    """
+    P12: a document just below 16 MB with a long key, which the event repeats: no option makes it fit.
+
+    A `match` sees the document all the same.
+    """
     key = "k" * 6000
-    with read(scope_on(items.full_name, full_document="updateLookup")) as reading:
+    with read(scope_on(items.full_name, full_document="updateLookup", match=LONG)) as reading:
         items.insert_one({"_id": key, "text": "x" * (16 * MEGABYTE - len(key) - 40)})
-        items.insert_one({"_id": 2})
+        items.insert_one({"_id": 2, "text": ""})
         reading.wait_for_keys(key, 2)
     assert "without its documents" in reading.flaws[key].sentence
     (event,) = events_of(reading, key)
     assert event.document["operationType"] == "insert"
     assert "fullDocument" not in event.document
+    assert [each[FLAGS]["record"] for each in reading.events] == [True, False]
     assert event.mark.cluster_time is not None
 
 
@@ -157,6 +165,7 @@ def test_a_match_that_fails_leaves_the_flags_of_others(read: Read, items: Collec
     assert dict(flawed[FLAGS]) == {"odd": False, "zero": True, "any": True}
     assert dict(whole[FLAGS]) == {"odd": True, "divides": True, "zero": False, "sized": True, "any": True}
     assert list(reading.flaws) == [1]
+    assert "The `match` of divides, sized failed" in reading.flaws[1].sentence
 
 
 def test_many_documents_on_which_a_match_fails_are_found_among_others(read: Read, items: Collection[Document]) -> None:

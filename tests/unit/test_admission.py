@@ -133,20 +133,25 @@ def test_a_flawed_event_is_refused_for_those_whom_it_may_concern() -> None:
     assert refusal(admission(), ChangeEvent(mark(1), {}, b"", flaw)).reason == "it is larger than 16 MB"
     assert admission().admit(read(1, flaw, ns={"db": "shop", "coll": "other"})) is None
     assert admission().admit(read(1, flaw, operation="drop")) is None
+    assert admission(match=MATCH).admit(read(1, flaw, _mongoCelery={"summarise": False})) is None
+    assert refusal(admission(match=MATCH), read(1, flaw, _mongoCelery={"summarise": True})).reason == flaw.sentence
     change = admission(region).admit(read(1, flaw, documentKey={"_id": 1, "region": "eu"}))
     assert change is not None
     assert change.index == document_index(read().document, PARTITIONS)  # a rule might see too little
 
 
-def test_a_match_that_fails_concerns_only_handlers_that_have_one() -> None:
-    """The event is whole, so it stands where its key says."""
+def test_a_match_that_fails_concerns_its_handler_alone() -> None:
+    """The event is whole, so it stands where its key says; it has the flags of the `match`es that did not fail."""
     flaw = Flaw("match fails on it", only_match=True)
     change = admission(region, match=MATCH).admit(read(1, flaw, documentKey={"_id": 1, "region": "eu"}))
     assert change is not None
     assert (change.refusal, change.index) == (Refusal("match fails on it"), partition_index("eu", PARTITIONS))
-    change = admission().admit(read(1, flaw))
-    assert change is not None
-    assert change.refusal is None
+    for innocent in (admission(), admission(match=MATCH)):
+        change = innocent.admit(read(1, flaw, _mongoCelery={"summarise": True}))
+        assert change is not None
+        assert change.refusal is None
+    assert admission(match=MATCH).admit(read(1, flaw, _mongoCelery={"summarise": False})) is None
+    assert refusal(admission(match=MATCH), read(1, flaw, _mongoCelery={"other": True})).reason == "match fails on it"
     assert admission(match=MATCH).admit(read(1, flaw, ns={"db": "shop", "coll": "other"})) is None
 
 

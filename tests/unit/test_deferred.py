@@ -54,11 +54,16 @@ def _is_idle(deferred: DeferredWrites) -> Callable[[], bool]:
 def test_a_write_is_made_until_it_is_answered(
     deferred: DeferredWrites, answers: tuple[bool | Exception, ...], patience: int, calls: int
 ) -> None:
-    """An outage is no answer; a refusal is one, after as many as are asked for; an error that stays ends it."""
-    write = Script(*answers)
-    deferred.add("an outcome", write, answers=patience)
+    """
+    An outage is no answer; a refusal is one, after as many as are asked for; an error that stays ends it.
+
+    Its end is told once, whatever it was.
+    """
+    write, ended = Script(*answers), []
+    deferred.add("an outcome", write, answers=patience, ended=lambda: ended.append(write.calls))
     wait_for(_is_idle(deferred))
     assert write.calls == calls
+    assert ended == [calls]
 
 
 def test_one_that_gets_no_answer_holds_up_no_other(deferred: DeferredWrites) -> None:

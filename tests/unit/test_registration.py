@@ -316,6 +316,15 @@ def test_annotations_that_override_the_protocol_are_found() -> None:
         assert overridden_attributes(app) == {name: ["acks_late"], COMMIT_TASK: ["acks_late"]}
 
 
+def test_annotations_that_replace_the_methods_of_the_protocol_are_found() -> None:
+    """P9: replaced or wrapped; a `before_start` is none of them, since it is called under the claim."""
+    annotations = {"__call__": lambda *_: None, "@retry": lambda retry: retry, "before_start": lambda *_: None}
+    with make_app(task_annotations={"tests.*": {}, "*": annotations}) as app:
+        bridge = Bridge(app, URL)
+        name = bridge.on_change("shop.orders")(handle).name
+        assert overridden_attributes(app)[name] == ["__call__", "retry"]
+
+
 @pytest.mark.parametrize("option", sorted(TASK_OPTIONS - {"base", "bind", "autoretry_for", "dont_autoretry_for"}))
 def test_celerys_own_options_reach_the_task(bridge: Bridge, option: str) -> None:
     """What is taken has an effect."""

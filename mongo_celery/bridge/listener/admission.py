@@ -7,9 +7,11 @@ refusal of one change, in the order of one partition (P12).
 | what goes wrong | partition | what happens |
 |---|---|---|
 | the event could not be read as asked for (`ChangeEvent.flaw`) | by document key | failure policy |
-| nothing but a `match` failed on it | by the rule | failure policy |
+| nothing but this handler's `match` failed on it | by the rule | failure policy |
 | `partition_by` raises, or gives what has no hash | by document key | failure policy |
 | the bridge's pipeline has removed what the event is judged by | by document key | halt |
+
+A flawed event whose flag says that a handler's `match` does not hold is not owed to it.
 
 A pipeline halts under every policy: it is configuration, it mostly spoils all changes alike, and to skip or set them
 aside would lose what a corrected pipeline brings back, since a new one is read again from the watermark.
@@ -31,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.change import describe
+from mongo_celery.bridge.change import FLAGS, describe
 from mongo_celery.bridge.partitioning import Partitioner, document_index
 from mongo_celery.bridge.refusal import Refusal, words_of
 from mongo_celery.bridge.window import PendingChange
@@ -120,14 +122,24 @@ class Admission:
         """Whether the event is owed, for all that can be told, and why it is refused if it is."""
         flaw, selector = event.flaw, self._selector
         try:
-            if flaw is not None and (not flaw.only_match or selector.filter.match is not None):
-                return selector.may_select(event.document), Refusal.because(flaw.sentence)
+            if flaw is not None and not (flaw.only_match and self._is_judged(event)):
+                is_owed = self._flag(event) is not False and selector.may_select(event.document)
+                return is_owed, Refusal.because(flaw.sentence)
             return selector.selects(event.document), None
         except ConfigurationError as error:
             return True, Refusal.because(str(error), halts=True)
         except Exception as error:  # noqa: BLE001 - whatever a pipeline has made of the event
             reason = f"it cannot be told whether handler {selector.name} gets it: {words_of(error)}"
             return True, Refusal.because(reason, halts=True)
+
+    def _is_judged(self, event: ChangeEvent) -> bool:
+        """Whether the `match` of this handler, if it has one, did not fail: the event has the flags of those alone."""
+        return self._selector.filter.match is None or self._flag(event) is not None
+
+    def _flag(self, event: ChangeEvent) -> Any:
+        """What the server says of this handler's `match`; None where it could not be asked, or there is none."""
+        flags = event.document.get(FLAGS)
+        return flags.get(self._selector.name) if isinstance(flags, Mapping) else None
 
     # -- refused changes keep their partition ------------------------------------------------------
 

@@ -19,7 +19,8 @@ The partition's document is the authority on who may run what::
 4. A commit takes its values from `handled`, which was fenced when it was written; so whoever commits is
    right, and the commit message carries no authority.
 5. (*) A crash is charged in the name of its owner, by whoever replaces the lapsed claim, and kept in
-   `retry.lapsed`. An owner that proves to be alive, by asking, withdraws what was charged in its name, once.
+   `retry.lapsed`, unless it is of a process that is known to live, since it replaces the claim itself. An owner
+   that proves to be alive, by asking, withdraws what was charged in its name, once.
    One that was told to leave marks its claim before, and its lapse is charged to nobody. Runs are one change
    each after any lapse, charged or not.
 
@@ -56,15 +57,18 @@ _REPLACED: dict[str, Any] = {"$gt": ["$claim", None]}
 # The mark is the owner itself: an older version keeps unknown keys of the claim that it replaces.
 _CHARGED: dict[str, Any] = {"$and": [_REPLACED, {"$ne": ["$claim.leaving", "$claim.owner"]}]}
 
-CHARGE: dict[str, Any] = {
-    "crashes": {"$add": [{"$ifNull": ["$retry.crashes", 0]}, {"$cond": [_CHARGED, 1, 0]}]},
-    "lapsed": {
-        "$slice": [
-            {"$concatArrays": [{"$ifNull": ["$retry.lapsed", []]}, {"$cond": [_CHARGED, ["$claim.owner"], []]}]},
-            -_LAPSED_MAX,
-        ],
-    },
-}
+
+def _charge(living: Sequence[str] = ()) -> dict[str, Any]:
+    lives = {"$in": ["$claim.owner", {"$literal": [*living]}]}
+    charged = {"$and": [_CHARGED, {"$not": [lives]}]} if living else _CHARGED
+    owners = {"$concatArrays": [{"$ifNull": ["$retry.lapsed", []]}, {"$cond": [charged, ["$claim.owner"], []]}]}
+    return {
+        "crashes": {"$add": [{"$ifNull": ["$retry.crashes", 0]}, {"$cond": [charged, 1, 0]}]},
+        "lapsed": {"$slice": [owners, -_LAPSED_MAX]},
+    }
+
+
+CHARGE = _charge()
 """What of `retry` changes where a lapsed claim, if there is one, is replaced or ended."""
 
 COMMIT: dict[str, Any] = {
@@ -123,6 +127,7 @@ class Claims:
         token: str,
         ttl: float | None = None,
         session: Binary | None = None,
+        living: Sequence[str] = (),
     ) -> Claim | None:
         """
         Claim a run.
@@ -133,6 +138,7 @@ class Claims:
             token: comparable part of the first change's resume token.
             ttl: seconds; the bridge's `claim_ttl` by default.
             session: of the server, in which a transactional handler will write.
+            living: owners whose process is known to live: the lapse of a claim of theirs is charged to nobody.
 
         Returns:
             The claim, or None: the message is a duplicate, stale or early, and is dropped.
@@ -148,7 +154,7 @@ class Claims:
         }
         retry = {
             "count": {"$ifNull": ["$retry.count", 0]},
-            **CHARGE,
+            **_charge(living),
             "notBefore": None,
             "error": {"$ifNull": ["$retry.error", None]},
         }

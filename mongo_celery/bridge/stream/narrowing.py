@@ -2,8 +2,9 @@
 Reading one event that the server cannot give as it was asked for.
 
 The stream is opened on that event alone, by narrower and narrower pipelines, until the server can give it: without the
-flags of `match`, then without look-up and images, at last without its documents. So nobody has to guess from an error
-which part has failed, and no other event is read with less.
+flags of `match`, then without look-up and images, at last without its documents. What is only too large to be sent is
+still judged by all of it. So nobody has to guess from an error which part has failed, and no other event is read with
+less.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ Open = Callable[["Scope", Position, int], "CommandCursor[RawBSONDocument]"]
 
 _DOCUMENTS = ("fullDocument", "fullDocumentBeforeChange", "updateDescription")
 _WITHOUT_DOCUMENTS = {"$project": dict.fromkeys(_DOCUMENTS, 0)}
+_NAMES_MAX = 5
 _IMAGES = ("full_document", "full_document_before_change")
 
 
@@ -102,15 +104,41 @@ class Narrowing:
         names = self._flag_names()
         flagless = self._with_flags(())
         if names and self._attempt(candidate, flagless) is not None:
-            document = self._attempt(candidate, self._with_flags(self._sound(candidate, names)))
-            if document is not None:
-                return Reread(document, _of_match(error), only_match=True)
+            sound = self._sound(candidate, names)
+            document = self._attempt(candidate, self._with_flags(sound))
+            failed = sorted({*names} - {*sound})
+            if document is not None:  # none has failed when the look-up finds something else by now
+                return Reread(document, _of_match(error, failed), only_match=True) if failed else Reread(document)
+        judged = self._judged(candidate, error)
+        if judged is not None:
+            return judged
         if any(name in self._scope.options for name in _IMAGES):
             options = {name: value for name, value in self._scope.options.items() if name not in _IMAGES}
             document = self._attempt(candidate, replace(flagless, options=options))
             if document is not None:
                 return Reread(document, _of_images(error))
         return Reread(candidate, _of_rest(error, given=bool(self._scope.given)))
+
+    def _judged(self, candidate: RawBSONDocument, error: PyMongoError) -> Reread | None:
+        """
+        What is too large only to be sent, judged whole and sent with less; None for what fails otherwise.
+
+        So an event concerns nobody whose `match` rules it out. Left out are look-up and images, at last all documents.
+        """
+        if verdict_on(error) is not Verdict.TOO_LARGE:
+            return None
+        is_own = candidate.get("operationType") != "update"  # the document of others is no look-up
+        images = ["fullDocumentBeforeChange"] if is_own else ["fullDocumentBeforeChange", "fullDocument"]
+        shorter: list[tuple[Mapping[str, Any], str]] = [
+            ({"$unset": images}, _of_images(error)),
+            (_WITHOUT_DOCUMENTS, _of_rest(error, given=False)),
+        ]
+        for stage, complaint in shorter if any(name in self._scope.options for name in _IMAGES) else shorter[1:]:
+            scope = replace(self._scope, pipeline=(*self._scope.pipeline, stage), given=self._scope.given + 1)
+            document = self._attempt(candidate, scope)
+            if document is not None:
+                return Reread(document, complaint)
+        return None
 
     def _attempt(
         self, candidate: RawBSONDocument, scope: Scope, *, in_fragments: bool = False
@@ -173,10 +201,11 @@ class Narrowing:
         return replace(self._scope, pipeline=(*stages, *self._scope.given_stages))
 
 
-def _of_match(error: PyMongoError) -> str:
+def _of_match(error: PyMongoError, failed: Sequence[str]) -> str:
+    handlers = ", ".join(failed[:_NAMES_MAX]) + (" and others" if len(failed) > _NAMES_MAX else "")
     return (
-        "A `match` expression failed on this change; make it hold for every document, for example with $ifNull, $type "
-        f"or $convert. The server said ({named(error)}): {said(error)}"
+        f"The `match` of {handlers} failed on this change; make it hold for every document, for example with $ifNull, "
+        f"$type or $convert. The server said ({named(error)}): {said(error)}"
     )
 
 

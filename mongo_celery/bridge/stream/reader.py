@@ -68,7 +68,8 @@ class Flaw:
 
     Attributes:
         sentence: what failed and what the server said, for people.
-        only_match: whether nothing but a `match` expression failed on it; then only handlers with one are concerned.
+        only_match: whether nothing but `match` expressions failed on it; then only their handlers are concerned, which
+            are those whose flag the event lacks.
     """
 
     sentence: str

@@ -34,11 +34,13 @@ class DeferredWrite:
         what: for the log.
         write: makes it; whether it was accepted.
         answers: how often a refusal is not believed: a command whose answer was lost may still take effect.
+        ended: called when it is owed no longer, however that came.
     """
 
     what: str
     write: Callable[[], bool]
     answers: int = 0
+    ended: Callable[[], None] = lambda: None
     due: float = 0.0
     failures: int = 0
 
@@ -57,10 +59,16 @@ class DeferredWrites:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def add(self, what: str, write: Callable[[], bool], *, answers: int = 0) -> None:
-        """Make a write until it is answered; with `answers`, until it is accepted or was refused so often."""
+    def add(
+        self, what: str, write: Callable[[], bool], *, answers: int = 0, ended: Callable[[], None] = lambda: None
+    ) -> None:
+        """
+        Make a write until it is answered; with `answers`, until it is accepted or was refused so often.
+
+        Then `ended` is called, which must not raise.
+        """
         with self._changed:
-            self._owed.append(DeferredWrite(what, write, answers))
+            self._owed.append(DeferredWrite(what, write, answers, ended))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -78,6 +86,7 @@ class DeferredWrites:
                     self._changed.wait(pause)
                     continue
             if self._is_done(following):
+                following.ended()
                 with self._changed:
                     self._owed.remove(following)
             else:

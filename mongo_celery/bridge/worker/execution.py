@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.bridge.worker.heartbeat import Heartbeat
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -122,6 +123,8 @@ class Execution:
         self._decided: BaseException | None = None
         self._timed_out: BaseException | None = None
         self._met: str | None = None
+        self._beat: Heartbeat | None = None
+        self._owes = False
 
     def execute(self, call: Callable[[Change, int], None]) -> None:
         """
@@ -145,18 +148,19 @@ class Execution:
     def _execute(self, call: Callable[[Change, int], None]) -> None:
         started = time.monotonic()
         claim = self.claim = self._take_claim(started)
-        if self._run.refusal is not None:
-            self._fail(claim, RefusedChangeError(self._run.refusal.reason), self._run.changes[0])
-        if claim.crashes > self._wiring.options.max_crashes:
-            self._fail(claim, self._crashed(claim), self._run.changes[0])
         beats = self._wiring.of_process(WorkerRuntime).heartbeats
-        beat = beats.begin(claim, started, renew=not self._handler.transactional)
+        beat = self._beat = beats.begin(claim, started, renew=not self._handler.transactional)
         token = current.set(self)
         try:
+            if self._run.refusal is not None:
+                self._fail(claim, RefusedChangeError(self._run.refusal.reason), self._run.changes[0])
+            if claim.crashes > self._wiring.options.max_crashes:
+                self._fail(claim, self._crashed(claim), self._run.changes[0])
             self._run_changes(claim, call, lambda: beat.lost)
         finally:
             current.reset(token)
-            beats.end(beat)
+            if not self._owes:
+                beats.end(beat)
 
     def handle_in(self, session: ClientSession, change: Change) -> None:
         """The last write of a transactional handler's transaction; SupersededError when a newer execution decides."""
@@ -225,6 +229,7 @@ class Execution:
                 token=token_data(self._token_of(run.changes[0])),
                 ttl=ttl,
                 session=session,
+                living=self._wiring.of_process(WorkerRuntime).heartbeats.living(run.partition_id),
             )
         except SoftTimeLimitExceeded as error:
             self._relinquish(owner)
@@ -479,7 +484,12 @@ class Execution:
             error_text(error),
             extra={"event": "outcome_deferred", "outcome": outcome},
         )
-        self._wiring.of_process(DeferredWrites).add(f"{outcome} of {claim.partition_id}", write)
+        beats, beat = self._wiring.of_process(WorkerRuntime).heartbeats, self._beat
+        assert beat is not None, "it began with the claim"
+        self._owes = True
+        self._wiring.of_process(DeferredWrites).add(
+            f"{outcome} of {claim.partition_id}", write, ended=lambda: beats.end(beat)
+        )
         raise Ignore from error
 
     def _record_crash(self, claim: Claim, done: Change | None, error: BaseException) -> None:

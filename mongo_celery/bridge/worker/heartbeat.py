@@ -16,9 +16,11 @@ process lives, and so it withdraws what was charged while it does:
 |---|---|
 | a heartbeat is refused | the crash is withdrawn |
 | an execution ends after its claim may have lapsed | the crash is withdrawn if there is one |
+| this process itself replaces the claim | it is not charged at all |
 | the handler itself kept the whole process busy for longer than the claim | nothing: this is the handler's doing |
 
-A withdrawal is asked for until it is answered, for as long as the process lives.
+A withdrawal is asked for until it is answered, for as long as the process lives. An execution that still owes its
+outcome has not ended: its claim is renewed as soon as MongoDB answers.
 """
 
 from __future__ import annotations
@@ -100,6 +102,12 @@ class Heartbeats:
             self._beats.pop(id(beat), None)
         if not beat.lost and not beat.charged and time.monotonic() - beat.renewed > self._ttl:
             self._withdraw(beat.claim)
+
+    def living(self, partition_id: str) -> list[str]:
+        """Owners of this process whose claims of a partition, if they have lapsed, are no crashes."""
+        with self._changed:
+            beats = [*self._beats.values()]
+        return [beat.claim.owner for beat in beats if beat.claim.partition_id == partition_id and not beat.charged]
 
     def _withdraw(self, claim: Claim) -> None:
         """See to it that the lapse of a claim is not charged if it was replaced."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pymongo
 from celery import Celery
+from celery.app.annotations import resolve_all
 from celery.app.task import Task
 from celery.exceptions import Ignore, Reject, Retry
 from kombu.utils.imports import symbol_by_name
@@ -73,6 +74,11 @@ PROTOCOL_ATTRIBUTES: dict[str, Any] = {
 }
 """What the protocol needs of a task; `check` and every worker look whether annotations override it."""
 
+PROTOCOL_METHODS = frozenset(
+    {"Request", "__call__", "add_to_chord", "apply_async", "replace", "retry", "signature_from_request"}
+)
+"""What makes a task one of ours; annotations that replace or wrap one of these run outside the claim, without count."""
+
 
 class SealedMessages:
     """Mixed into the classes of both kinds of task: of a message, only what is signed has power."""
@@ -101,8 +107,22 @@ class ChangeTask(SealedMessages):
         name: str
         time_limit: float | None
 
-    def before_start(self, *_arguments: Any) -> None:
-        """Nothing yet: Celery calls it before there is a claim. `__call__` calls the user's own, under the claim."""
+    @classmethod
+    def annotate(cls) -> None:
+        """Apply `task_annotations`; a `before_start` of theirs has to wait for the claim, like that of a class."""
+        super().annotate()  # type: ignore[misc]
+        if "before_start" in vars(cls):
+            cls._begin = vars(cls)["before_start"]  # type: ignore[method-assign]
+            del cls.before_start
+
+    def before_start(self, *arguments: Any) -> None:
+        """The user's own, under a claim. Celery calls it before there is one: nothing happens yet."""
+        if current.get() is not None:
+            super().before_start(*arguments)  # type: ignore[misc]
+
+    def _begin(self, *arguments: Any) -> None:
+        """What annotations have put in the place of `before_start`, or around it; else the same."""
+        self.before_start(*arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one message, or, with a `Change`, just the function."""
@@ -130,7 +150,7 @@ class ChangeTask(SealedMessages):
         request = self.request
         request.retries = retries
         if change.seq == first:
-            super().before_start(request.id, request.args, request.kwargs)  # type: ignore[misc]
+            self._begin(request.id, request.args, request.kwargs)
         inherited = super().__call__  # type: ignore[misc]
         if getattr(inherited, "__func__", None) is Task.__call__:
             self.run(change)  # Celery's own would push another request, without attempts
@@ -358,12 +378,14 @@ def register_commit(app: Celery) -> None:
 
 
 def overridden_attributes(app: Celery) -> dict[str, list[str]]:
-    """Attributes of our tasks that `task_annotations` have changed, by task name."""
+    """Attributes and methods of our tasks that `task_annotations` have changed, by task name."""
     found: dict[str, list[str]] = {}
     for name, task in app.tasks.items():
         if name != COMMIT_TASK and not hasattr(task, "handler"):
             continue
         wrong = [key for key, value in PROTOCOL_ATTRIBUTES.items() if getattr(task, key, value) != value]
+        annotated = {key.removeprefix("@") for each in resolve_all(app.annotations, task) for key in each}
+        wrong += sorted(annotated & PROTOCOL_METHODS)
         if wrong:
             found[name] = wrong
     return found

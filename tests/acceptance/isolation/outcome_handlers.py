@@ -10,7 +10,7 @@ from celery.signals import task_prerun
 
 from mongo_celery import Change
 from tests.acceptance.chain_project.acts import perform
-from tests.acceptance.chain_project.application import DATA, bridge
+from tests.acceptance.chain_project.application import DATA, app, bridge
 from tests.acceptance.chain_project.recording import record, starts_of
 
 _CHOSEN = set(filter(None, os.environ.get("CHAIN_HANDLERS", "").split(",")))
@@ -36,6 +36,15 @@ class RefusingTask(Task):  # type: ignore[type-arg] # generic for type checkers 
         """Fail, as a connection that cannot be opened would."""
         record("prepared", handler=self.name)
         raise RuntimeError("not prepared")
+
+
+def refuse_to_start(task: Any, *_arguments: Any) -> NoReturn:
+    """What an annotation puts in the place of `before_start`."""
+    RefusingTask.before_start(task)
+    raise AssertionError
+
+
+app.conf.task_annotations = {f"{__name__}.annotated": {"before_start": refuse_to_start}}
 
 
 class HookedTask(Task):  # type: ignore[type-arg] # generic for type checkers only
@@ -125,5 +134,6 @@ _handler("halting_words", failure_policy="halt")
 _handler("skipping_words", failure_policy="skip")
 _handler("letter_words", failure_policy="dead_letter")
 _handler("unprepared", failure_policy="dead_letter", base=RefusingTask)
+_handler("annotated", failure_policy="dead_letter")
 _handler("hooked", failure_policy="dead_letter", base=HookedTask)
 _handler("broken_hooks", failure_policy="dead_letter", base=BrokenHooksTask)

@@ -28,12 +28,12 @@ bridge = Bridge(
     database=f"{NAME}_state",
     autodiscover=False,
     pipeline=json.loads(os.environ.get("POISON_PIPELINE", "[]")),
-    partitions=4,
     lease_ttl=2,
     claim_ttl=4,
     dispatch_grace=3,
     commit_grace=1,
     max_crashes=1,
+    **{"partitions": 4, **json.loads(os.environ.get("POISON_OPTIONS", "{}"))},
 )
 _facts: dict[int, Any] = {}
 
@@ -114,3 +114,29 @@ def fielded(change: Change) -> None:
 def matched(change: Change) -> None:
     """Judged by a flag; the server cannot tell it of what is no number."""
     record("matched", change)
+
+
+MATCHES: Mapping[str, Mapping[str, Any] | None] = {
+    "any": None,
+    "sound": {"$ne": ["$fullDocument.good", "never"]},
+    "picky": {"$gte": [{"$toInt": "$fullDocument.good"}, 0]},
+    "aloof": {"$eq": ["$fullDocument.good", "never"]},
+}
+"""Handlers of one collection: without a `match`, with one that holds, one that may fail, and one that never holds."""
+
+
+def _updated(kind: str, policy: str) -> None:
+    name = f"{kind}_{policy}"
+
+    def handle(change: Change) -> None:
+        record(name, change)
+
+    handle.__name__ = handle.__qualname__ = name
+    bridge.on_change(f"{DATA}.updated", name=name, operations={"update"}, match=MATCHES[kind], failure_policy=policy)(
+        handle
+    )
+
+
+for each in ("halt", "dead_letter", "skip"):
+    for matching in MATCHES:
+        _updated(matching, each)

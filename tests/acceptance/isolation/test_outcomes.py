@@ -118,10 +118,15 @@ def test_a_retry_without_a_time_is_the_handlers_failure(make_chain: MakeChain) -
     )
 
 
-def test_a_preparation_that_fails_is_the_changes_failure(make_chain: MakeChain) -> None:
-    """`before_start` of a base class runs under the claim; it was once for each dispatch, for ever and uncounted."""
-    chain = make_chain("unprepared")
-    item = _write(chain, "unprepared", "key")
+@pytest.mark.parametrize("handler", ["unprepared", "annotated"])
+def test_a_preparation_that_fails_is_the_changes_failure(make_chain: MakeChain, handler: str) -> None:
+    """
+    `before_start` of a base class or of `task_annotations` runs under the claim.
+
+    It ran before it: once for each dispatch, for ever and uncounted.
+    """
+    chain = make_chain(handler)
+    item = _write(chain, handler, "key")
     letter = _letter(chain, item)
     assert letter["error"] == "RuntimeError: not prepared"
     assert letter["attempts"] == 1

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,7 @@ from bson.datetime_ms import DatetimeMS
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 
+from mongo_celery.bridge.change import event_of
 from mongo_celery.bridge.partitioning import document_index, partition_index
 from mongo_celery.embedded import RedisServer
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
@@ -38,7 +40,7 @@ NO_CUSTOMER = partition_index(None, PARTITIONS)
 class Rig:
     """One bridge of the project, with databases and a broker of its own."""
 
-    def __init__(self, client: MongoClient[Document], url: str, directory: Path) -> None:
+    def __init__(self, client: MongoClient[Document], url: str, directory: Path, **environment: str) -> None:
         self.name = f"poison_{uuid4().hex[:8]}"
         self.client = client
         self.data = client[f"{self.name}_data"]
@@ -47,6 +49,7 @@ class Rig:
         directory.mkdir(exist_ok=True)
         self._processes = Processes(directory)
         self._url = f"{url}&uuidRepresentation=standard"
+        self._environment = environment
 
     def __enter__(self) -> Self:
         self.redis.start()
@@ -61,7 +64,7 @@ class Rig:
     def run(self, *arguments: str, **environment: str) -> ProjectProcess:
         """Start one of the project's commands."""
         needed = {"POISON_NAME": self.name, "POISON_MONGO": self._url, "POISON_BROKER": self.redis.url}
-        return self._processes.celery(APP, *arguments, environment={**needed, **environment})
+        return self._processes.celery(APP, *arguments, environment={**needed, **self._environment, **environment})
 
     def listener(self, **environment: str) -> ProjectProcess:
         """Start a listener that leads."""
@@ -414,3 +417,128 @@ def test_a_field_that_the_pipeline_takes_from_some_events_halts_their_partitions
         rig.insert("dead_letter", "flows", customer=_customer(0))
         rig.wait_ids("dead_letter", {"flows"})
         assert sorted(map(str, rig.ids("skip"))) == sorted([str(key), *(f"beside {number}" for number in range(4))])
+
+
+# -- every poison, with every policy -----------------------------------------------------------------
+
+KINDS = ("any", "sound", "picky", "aloof")
+POLICIES = ("halt", "dead_letter", "skip")
+WIDE = 8
+MATRIX_OPTIONS = {"partitions": WIDE, "full_document": "updateLookup", "full_document_before_change": "required"}
+MEGABYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Poison:
+    """
+    What spoils an update.
+
+    Attributes:
+        first: of the document that is updated.
+        fields: what is set.
+        error: how the words begin by which it meets the policy.
+        concerns: the kinds of handlers that it concerns.
+    """
+
+    key: str = "poison"
+    first: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    keeps_images: bool = True
+    error: str = "RefusedChangeError: This change could not be read with its look-up and images"
+    concerns: Collection[str] = ("any", "sound", "picky")
+
+
+WHOLESOME = Poison()
+POISONS = {
+    "an _id that is no UTF-8": Poison(key="????", error="InvalidBSON: "),
+    "above 16 MB with the look-up": Poison(fields={"text": "x" * int(8.1 * MEGABYTE)}),
+    "20 MB with look-up and image": Poison(first={"text": "x" * 10 * MEGABYTE}),
+    "a required image that is missing": Poison(keeps_images=False, concerns=KINDS),  # nobody can tell
+    "a match that fails": Poison(
+        fields={"good": "no number"},
+        error="RefusedChangeError: The `match` of picky_dead_letter, picky_halt, picky_skip failed on this change",
+        concerns={"picky"},
+    ),
+}
+
+
+def test_every_poison_meets_the_policy_of_those_whom_it_concerns_and_no_other_change_does(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """I4, P12: a poison in a partition each, before handlers of four kinds, each of them with every policy."""
+    with Rig(mongo_client, mongo_url, tmp_path / "matrix", POISON_OPTIONS=json.dumps(MATRIX_OPTIONS)) as rig:
+        rig.data.create_collection("updated", changeStreamPreAndPostImages={"enabled": True})
+        listener, worker = rig.listener(), rig.worker()
+        beside = [_key_in(rig, index, "beside") for index in range(WIDE)]
+        poisoned = [_key_in(rig, index, poison.key) for index, poison in enumerate(POISONS.values())]
+        for key in beside:
+            _update(rig, key)
+        for key, poison in zip(poisoned, POISONS.values(), strict=True):
+            _update(rig, key, poison)
+        for key in beside:
+            rig.data["updated"].update_one({"_id": key}, {"$set": {"n": 1}})
+        words = {(key, n) for key in beside for n in (0, 1)}
+        errors = [poison.error for poison in POISONS.values()]
+        guilty = {kind: [i for i, each in enumerate(POISONS.values()) if kind in each.concerns] for kind in KINDS}
+        flows = {kind: words | {(key, 0) for i, key in enumerate(poisoned) if i not in guilty[kind]} for kind in KINDS}
+        flows["aloof"] = set()
+
+        for kind in KINDS:
+            _wait_updates(rig, f"{kind}_halt", flows[kind] - {(beside[index], 1) for index in guilty[kind]})
+            rig.wait_halted(f"{kind}_halt", {*guilty[kind]})
+            for policy in ("dead_letter", "skip"):
+                _wait_updates(rig, f"{kind}_{policy}", flows[kind])
+                rig.wait_halted(f"{kind}_{policy}", set())
+            letters = rig.wait_letters(f"{kind}_dead_letter", len(guilty[kind]))
+            assert sorted(letter["partition"] for letter in letters) == guilty[kind]
+            for letter in letters:
+                assert letter["error"].startswith(errors[letter["partition"]])
+                assert letter["change"]["updateDescription"]["updatedFields"]["n"] == 0  # what could be read
+        halted = [each for each in rig.status()["partitions"] if each["state"] == "halted"]
+        assert {(each["subscription"], each["index"]) for each in halted} == {
+            (f"{kind}_halt", index) for kind in KINDS for index in guilty[kind]
+        }
+        assert all(each["retry"]["error"].startswith(errors[each["index"]]) for each in halted)
+
+        # A retry makes nothing better and nothing worse; what is skipped lets the others pass.
+        fences = [each["fence"] for each in rig.partitions("picky_halt")]
+        rig.command("retry")
+        for index in guilty["picky"]:
+            wait_for(lambda index=index: rig.partitions("picky_halt")[index]["fence"] > fences[index])  # type: ignore[misc]
+        rig.wait_halted("picky_halt", {*guilty["picky"]})
+        skips = [rig.run("changes", "skip", "picky_halt", "--partition", str(i), "--yes") for i in guilty["picky"]]
+        assert [skip.wait() for skip in skips] == [0] * len(skips)
+        _wait_updates(rig, "picky_halt", flows["picky"])
+        rig.wait_halted("picky_halt", set())
+        assert listener.running
+        assert worker.running
+
+
+def _key_in(rig: Rig, index: int, words: str) -> str:
+    """A key of this partition."""
+
+    def event(key: str) -> Mapping[str, Any]:
+        document = {"ns": {"db": rig.data.name, "coll": "updated"}, "documentKey": {"_id": key}}
+        return event_of(bytes(broken(document).raw))
+
+    keys = (f"{words} {number}" for number in range(1000))
+    return next(key for key in keys if document_index(event(key), WIDE) == index)
+
+
+def _update(rig: Rig, key: str, poison: Poison = WHOLESOME) -> None:
+    """Insert a document, which is nobody's change, and update it."""
+    rig.data["updated"].insert_one(broken({"_id": key, "good": "1", **poison.first}))
+    images = {"enabled": poison.keeps_images}
+    rig.data.command("collMod", "updated", changeStreamPreAndPostImages=images)
+    change = {"$set": {"n": 0, **poison.fields}}
+    assert rig.data["updated"].update_one(broken({"_id": key}), change).matched_count == 1
+    rig.data.command("collMod", "updated", changeStreamPreAndPostImages={"enabled": True})
+
+
+def _wait_updates(rig: Rig, handler: str, expected: set[tuple[str, int]]) -> None:
+    """Wait until a handler has had exactly these updates: keys, and what `n` was set to."""
+
+    def had() -> set[tuple[str, int]]:
+        return {(bson.decode(fact["key"])[""], fact["n"]) for fact in rig.handled(handler)}
+
+    wait_for(lambda: had() == expected, message=lambda: f"{handler}: {sorted(had() ^ expected)} missing or too many")
