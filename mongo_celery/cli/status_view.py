@@ -151,7 +151,8 @@ def _details(partition: Mapping[str, Any]) -> Iterable[str]:
     if head:
         yield f"stands at {head['key']}"
     if claim:
-        yield f"changes {claim['first']} to {claim['last']} are {'running' if claim['live'] else 'abandoned'}"
+        now = "running" if claim["live"] else "no longer running, and due again"
+        yield f"changes {claim['first']} to {claim['last']} are {now}"
     waiting = partition.get("waiting")
     if waiting:
         yield f"waits for infrastructure since {_moment(waiting['since'])}: {waiting['cause']}"

@@ -33,7 +33,7 @@ def test_only_noeviction_keeps_queued_tasks(policy: str | None, level: str) -> N
 
 @pytest.mark.parametrize(
     ("limit", "used", "level"),
-    [(0, 10**9, "ok"), (1000, 100, "ok"), (1000, 950, "warning")],
+    [(0, 10**9, "ok"), (1000, 100, "ok"), (1000, 950, "warning"), (1000, 1000, "error")],
 )
 def test_a_redis_that_is_nearly_full_is_told(limit: int, used: int, level: str) -> None:
     """Then it refuses tasks."""

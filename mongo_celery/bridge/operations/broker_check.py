@@ -90,6 +90,8 @@ def judge_memory(info: Mapping[str, Any]) -> Finding:
         return ok("redis_memory", "maxmemory is not set; the machine's memory is the limit.")
     if used < _NEARLY_FULL * limit:
         return ok("redis_memory", f"{used / limit:.0%} of maxmemory are in use.")
+    if used >= limit:
+        return error("redis_memory", f"{used / limit:.0%} of maxmemory are in use: Redis takes no tasks. Raise it.")
     return warning(
         "redis_memory",
         f"{used / limit:.0%} of maxmemory are in use: soon Redis refuses to take tasks, and the listener waits. Raise "

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import bson
 from bson.binary import Binary
 from bson.raw_bson import RawBSONDocument
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.change import decoded, event_of
+from mongo_celery.bridge.change import event_of
 from mongo_celery.mongo.table import Table, call_timeout
 
 CHANGE_BYTES = 15 << 20
@@ -46,7 +47,7 @@ def dead_letter(
     partition: int,
     token: Mapping[str, Any],
     key: str,
-    change: Mapping[str, Any] | Binary,
+    change: Mapping[str, Any],
     error: str,
     traceback: str,
     attempts: int,
@@ -66,15 +67,30 @@ def dead_letter(
     }
 
 
-def kept(change: bytes) -> Mapping[str, Any] | Binary:
-    """What a dead letter holds of an event: all of it, as the server sent it; its bytes where that is no valid BSON."""
+def kept(change: bytes) -> Mapping[str, Any]:
+    """
+    What a dead letter holds of an event: all of it, as the server sent it, where that fits.
+
+    Whoever lists dead letters must be able to read each of them: an event that clients could not decode is kept as
+    `bytes`, with what names it.
+    """
+    if len(change) > CHANGE_BYTES:  # it must fit into a document
+        return _named(change)
     try:
-        if len(change) > CHANGE_BYTES:  # it must fit into a document
-            return naming(change)
-        decoded(change)  # to the end: a document can only be stored where all of it is valid
+        bson.decode(change)
         return RawBSONDocument(change)
     except Exception:  # noqa: BLE001 - whatever broken bytes do to a decoder
-        return Binary(change[:CHANGE_BYTES])
+        return {**_named(change, "documentKey"), "bytes": Binary(change)}
+
+
+def _named(change: bytes, *without: str) -> Mapping[str, Any]:
+    """As `naming`, or nothing where that could not be decoded either."""
+    try:
+        found = naming(change, *without)
+        bson.decode(bson.encode(found))
+        return found
+    except Exception:  # noqa: BLE001 - as above
+        return {}
 
 
 def naming(change: bytes, *without: str) -> dict[str, Any]:

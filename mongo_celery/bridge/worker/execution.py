@@ -550,7 +550,7 @@ class Execution:
         return self._run.token if self._run.token is not None else token_of(raw)
 
 
-def _forms_of(raw: bytes, token: Mapping[str, Any]) -> Iterator[Callable[[], Mapping[str, Any] | Binary]]:
+def _forms_of(raw: bytes, token: Mapping[str, Any]) -> Iterator[Callable[[], Mapping[str, Any]]]:
     """How a dead letter may hold its change, the fullest first: an event may be too large, too deep or broken."""
     yield lambda: kept(raw)
     if len(raw) <= CHANGE_BYTES:
