@@ -82,7 +82,7 @@ class WorkerRuntime:
     def _refuse_unsigned(self, kind: str, envelope: object, request: Any) -> None:
         theirs, ours = installation_of(envelope), self._ring.installation if self._ring else ""
         if theirs and ours and theirs != ours:
-            self._refuser.foreign(request.origin)
+            self._refuser.foreign(request.origin if kind == "run" else None)  # else it names a worker
         else:
             self._refuser.forged(kind)
 
