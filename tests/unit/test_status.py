@@ -14,6 +14,7 @@ from bson.int64 import Int64
 from mongo_celery.bridge.operations.status import Facts, shape, state_of
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.mongo.oplog import Oplog
 
 Document = dict[str, Any]
 
@@ -92,7 +93,7 @@ def facts(**changes: Any) -> Facts:
         images=[image(0), image(1)],
         dead_letters={},
         now=Timestamp(SECOND + 10, 1),
-        oplog_window=3600,
+        oplog=Oplog(Timestamp(SECOND - 3590, 1), Timestamp(SECOND + 10, 1)),
     )
     return replace(calm, **changes)
 
@@ -295,13 +296,28 @@ def test_a_subscription_that_has_lost_its_history_says_so_and_what_was_decided()
     assert (elsewhere["state"], elsewhere["lost"]) == ("flowing", None)
 
 
-@pytest.mark.parametrize(("rolls", "window", "share"), [(True, 40, 0.25), (False, 40, None), (True, None, None)])
+REACHES_BACK = Oplog(Timestamp(SECOND - 30, 1), Timestamp(SECOND + 10, 1))
+AHEAD = Oplog(Timestamp(SECOND + 9, 1), Timestamp(SECOND + 13, 1))
+BEGUN_SINCE = Oplog(Timestamp(SECOND, 5), Timestamp(SECOND + 100, 1))
+
+
+@pytest.mark.parametrize(
+    ("rolls", "oplog", "share"),
+    [
+        (True, REACHES_BACK, 0.25),
+        (False, REACHES_BACK, None),
+        (True, None, None),
+        (True, AHEAD, 3.25),
+        (True, BEGUN_SINCE, 1.0),
+    ],
+)
 def test_the_share_of_the_oplog_that_lies_behind_a_subscription(
-    *, rolls: bool, window: int | None, share: float | None
+    *, rolls: bool, oplog: Oplog | None, share: float | None
 ) -> None:
-    """P16: unknown where the oplog cannot be read, and none where it removes nothing."""
-    stands = shape(facts(lease=lease(report={}), oplog_window=window, oplog_rolls=rolls))
-    assert stands["subscriptions"][0]["oplog_share"] == share
+    """P16: as `check` counts it; unknown where the oplog cannot be read, and none where it removes nothing."""
+    for report in ({}, IDLE_REPORT):  # a listener that has caught up has no more behind it on a restart than is stored
+        stands = shape(facts(lease=lease(report=report), oplog=oplog, oplog_rolls=rolls))
+        assert stands["subscriptions"][0]["oplog_share"] == share
 
 
 def test_what_a_subscription_gave_up_is_shown_with_it() -> None:

@@ -15,7 +15,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS, remedy
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
-from mongo_celery.bridge.operations.status import state_of
+from mongo_celery.bridge.operations.status import place_in, state_of
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
@@ -256,7 +256,7 @@ def _histories(wiring: Wiring, lease: Mapping[str, Any]) -> list[History]:
     reported = {risk["subscription"]: risk for risk in (lease.get("report") or {}).get("atRisk", ())}
     found = []
     for name in names:
-        place = documents[name].get("clusterTime") or documents[name].get("startAtOperationTime")
+        place = place_in(documents[name])
         if place is not None:
             holder = _holder(reported.get(name), [image for image in images if image.subscription == name])
             found.append(History(name, place, lost_in(documents[name]) is not None, *holder))
