@@ -69,7 +69,7 @@ def test_a_leader_is_overtaken_by_newer_definitions_only(leases: Leases) -> None
     assert not _overtaken(leases, term, OLD)
     leases.announce(NEW)
     assert _overtaken(leases, term, OLD)
-    assert leases.release(term, definitions=OLD)
+    assert leases.release(term, OLD)
     assert leases.acquire(OLD) is None, "somebody with newer ones is there"
     term = _led(leases, NEW)
     leases.announce(OLD)
@@ -91,7 +91,7 @@ def test_a_candidate_that_has_ended_or_is_silent_for_the_ttl_stands_in_nobodys_w
     """So older definitions lead again when the newer ones are gone."""
     leases.announce(OLD)
     term = _led(leases, NEW)
-    assert leases.release(term, definitions=NEW)
+    assert leases.release(term, NEW)
     term = _led(leases, OLD)
     leases.announce(NEW)
     assert _overtaken(leases, term, OLD), "it keeps its place for a while"
@@ -103,7 +103,7 @@ def test_definitions_that_fail_are_not_newer_for_some_minutes(leases: Leases, do
     """A crash loop of new code does not interrupt the old one again and again."""
     leases.announce(OLD)
     term = _led(leases, NEW)
-    assert leases.release(term, "failed", "$it has failed", definitions=NEW)
+    assert leases.release(term, NEW, "failed", "$it has failed")
     assert leases.read()["error"] == "$it has failed"  # type: ignore[index]
     term = _led(leases, OLD)
     leases.announce(NEW)
@@ -134,14 +134,24 @@ def test_what_was_not_named_for_long_is_forgotten(leases: Leases, documents: Col
     assert list(documents.find_one({"_id": BRIDGE})["candidates"]) == ["bb"]  # type: ignore[index]
 
 
-def test_a_listener_of_an_earlier_version_leads_and_is_waited_for_as_before(leases: Leases) -> None:
-    """It writes none of these fields, and looks at none."""
-    term = leases.acquire()
-    assert term is not None
+def _earlier_version_leads(documents: Collection[Document], seconds: int = 60) -> None:
+    """Take the lease as a listener does that writes none of these fields, and looks at none."""
+    held = {"version": {"$add": ["$version", 1]}, "listenerId": "earlier", "expiresAt": _in(seconds)}
+    documents.update_one({"_id": BRIDGE}, [{"$set": held}])
+
+
+def _in(seconds: int) -> Document:
+    return {"$add": ["$$NOW", seconds * 1000]}
+
+
+def test_a_listener_of_an_earlier_version_leads_and_is_waited_for_as_before(
+    leases: Leases, documents: Collection[Document]
+) -> None:
+    """Until it ends, or its lease expires."""
+    _earlier_version_leads(documents)
     leases.announce(NEW)
     assert leases.acquire(NEW) is None
-    assert leases.renew(term, {}) is not None
-    assert leases.release(term)
+    documents.update_one({"_id": BRIDGE}, {"$set": {"listenerId": None, "expiresAt": None}})
     assert leases.acquire(NEW) is not None
 
 

@@ -117,7 +117,7 @@ class Candidacy:
         try:
             self.refuse_other_app(term.document)
         except ForeignBridgeError:
-            self._leases.release(term)
+            self._leases.release(term, self.definitions)
             raise
         return term
 
