@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -14,9 +14,11 @@ from pymongo.collection import Collection
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.listener.candidacy import Candidacy
+from mongo_celery.bridge.operations.lease_check import judge_lease
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.candidates import Definitions
 from mongo_celery.bridge.state.leases import Leases, Term
+from mongo_celery.bridge.state.signing import SigningKeys
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import ConfigurationError
 
@@ -34,6 +36,12 @@ def leases(mongo_client: MongoClient[Document], state_database: str) -> Leases:
     found = Store(mongo_client, BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=60)).leases
     found.ensure()
     return found
+
+
+@pytest.fixture
+def signing(mongo_client: MongoClient[Document], state_database: str) -> SigningKeys:
+    """Give what a worker reads of the same lease."""
+    return Store(mongo_client, BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=60)).signing
 
 
 @pytest.fixture
@@ -153,6 +161,32 @@ def test_a_listener_of_an_earlier_version_leads_and_is_waited_for_as_before(
     assert leases.acquire(NEW) is None
     documents.update_one({"_id": BRIDGE}, {"$set": {"listenerId": None, "expiresAt": None}})
     assert leases.acquire(NEW) is not None
+
+
+def test_what_an_earlier_term_served_is_not_told_of_one_that_does_not_say(
+    leases: Leases, documents: Collection[Document], signing: SigningKeys
+) -> None:
+    """An earlier version leaves the fields as it finds them: then nobody knows whose handlers are led."""
+    term = _led(leases, NEW)
+    raised = leases.raise_version(term, term.version + 2**40)
+    assert raised is not None
+    ring = signing.read()
+    assert ring is not None
+    assert ring.definitions == {"summarise": "2"}, "the term is the same with a larger version"
+    assert _judged(leases, NEW) == [("definitions", "ok")]
+
+    assert leases.release(raised, NEW)
+    _earlier_version_leads(documents)
+    ring = signing.read()
+    assert ring is not None
+    assert ring.definitions is None
+    assert _judged(leases, NEW) == [("definitions", "warning")]
+
+
+def _judged(leases: Leases, mine: Definitions) -> list[tuple[str, str]]:
+    lease = leases.read()
+    assert lease is not None
+    return [(each.name, each.level) for each in judge_lease(lease, mine, datetime.now(UTC))]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from mongo_celery.bridge.operations.status import shape
 from mongo_celery.cli.check_view import check_view
 from mongo_celery.cli.status_view import duration, needs_attention, status_view
 from mongo_celery.mongo.oplog import Oplog
-from tests.unit.test_status import LOST, SECOND, facts, image, lease, subscription
+from tests.unit.test_status import LOST, SECOND, SERVED, facts, image, lease, subscription
 
 
 def shown(view: RenderableType) -> str:
@@ -68,6 +68,14 @@ def test_what_needs_attention(change: dict[str, Any], wanted: bool) -> None:
     """What stands still, has crashed, or has lost its claim."""
     partition = shape(facts(images=[image(0, **change)]))["partitions"][0]
     assert needs_attention(partition) is wanted
+
+
+def test_a_listener_that_does_not_say_whose_handlers_it_serves_is_not_said_to_serve_none() -> None:
+    """One of an earlier version."""
+    silent = shown(status_view([shape(facts())], everything=False))
+    assert "which does not say whose handlers it serves" in silent
+    says = shown(status_view([shape(facts(lease=lease(**SERVED)))], everything=False))
+    assert "serving 2 handlers of app shop" in says
 
 
 def test_lost_history_is_told_with_the_command_that_decides() -> None:

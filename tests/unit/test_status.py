@@ -24,6 +24,15 @@ VERSION = Int64(7 << 20)
 IDLE_REPORT = {"outstanding": 0, "buffered": 0, "bufferedBytes": 0, "caughtUp": True, "brokerDown": False}
 
 
+SERVED = {
+    "app": "shop",
+    "definitions": {"summarise": "1", "bill": "2"},
+    "definedAt": NOON,
+    "served": "aa",
+    "servedBy": "5f0c",
+}
+
+
 def lease(**changes: Any) -> Document:
     """A lease that is held and has been renewed once."""
     return {
@@ -123,8 +132,7 @@ def test_a_lease_that_nobody_holds_shows_how_the_last_term_ended(stored: str, st
 
 def test_a_live_listener_is_shown_and_an_old_error_is_not() -> None:
     """What ended an earlier term is past."""
-    served = {"app": "shop", "definitions": {"summarise": "d1", "audit": "d2"}, "definedAt": NOON}
-    status = shape(facts(lease=lease(error="old", **served, refused={"forged": Int64(2)})))
+    status = shape(facts(lease=lease(error="old", **SERVED, refused={"forged": Int64(2)})))
     assert status["refused_by_workers"] == {"forged": 2}
     assert status["state"] == "leading"
     assert status["error"] is None
@@ -135,7 +143,7 @@ def test_a_live_listener_is_shown_and_an_old_error_is_not() -> None:
         "since": "2030-01-01T12:00:00+00:00",
         "expires": "2030-01-01T12:00:13+00:00",
         "app": "shop",
-        "handlers": ["audit", "summarise"],
+        "handlers": ["bill", "summarise"],
         "defined": "2030-01-01T12:00:00+00:00",
     }
 
@@ -279,6 +287,13 @@ def test_a_change_that_waits_for_infrastructure_is_told_from_a_parked_one() -> N
     assert state_of(image(0, waiting=waiting, live=True)) == "flowing"
     assert state_of(image(0, waiting=waiting, state="paused")) == "paused"
     assert state_of(image(0, due_in=2.5)) == "parked"
+
+
+def test_whose_handlers_the_listener_serves_is_told_only_if_it_says_so_itself() -> None:
+    """What an earlier term has left in the lease is not what this one serves."""
+    for unsaid in (lease(**{**SERVED, "servedBy": "4e9b"}), lease()):
+        listener = shape(facts(lease=unsaid))["listener"]
+        assert (listener["app"], listener["handlers"], listener["defined"]) == (None, None, None)
 
 
 LOST = {"since": NOON, "at": Timestamp(SECOND, 1), "oldest": Timestamp(SECOND + 5, 1), "error": "why", "goOn": None}

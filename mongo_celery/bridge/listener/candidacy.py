@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.definitions import definitions_of
-from mongo_celery.bridge.state.candidates import has_failed, is_other_app
+from mongo_celery.bridge.state.candidates import has_failed, is_of_this_term, is_other_app
 from mongo_celery.bridge.state.leases import Term, has_begun
 from mongo_celery.bridge.state.refusals import FOREIGN
 from mongo_celery.errors import ConfigurationError, ForeignBridgeError
@@ -126,7 +126,7 @@ class Candidacy:
         lease = self._leases.read() or {}
         mine = (lease.get("candidates") or {}).get(self.definitions.digest) or {}
         reason = "same"
-        if lease.get("served") not in (None, self.definitions.digest) and mine:
+        if mine and is_of_this_term(lease) and lease["served"] != self.definitions.digest:
             reason = "older" if lease["definedAt"] > mine["definedAt"] else "newer"
         if has_failed(mine):
             reason = "failed"

@@ -20,6 +20,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.candidates import is_of_this_term
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
@@ -72,6 +73,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       last listener ended with `error`).
     - `lag_seconds`: from the watermark to the cluster's latest operation, the largest of the registered
       subscriptions; 0 when the listener has read everything and nothing is left to do.
+    - `listener`: who leads; its `app`, `handlers` and `defined` are None where it does not say whose handlers it
+      serves, as one of an earlier version.
     - `outstanding`, `buffered`: changes under way and waiting, from the listener's report. Without one,
       `outstanding` counts the partitions that are claimed, and `buffered` is 0 where nobody leads and None
       where a new listener has not reported yet.
@@ -191,15 +194,16 @@ def _state(lease: Mapping[str, Any], *, live: bool) -> str:
 
 
 def _listener(lease: Mapping[str, Any]) -> dict[str, Any]:
+    says = is_of_this_term(lease)
     return {
         "id": lease["listenerId"],
         "host": lease.get("host"),
         "pid": lease.get("pid"),
         "since": _iso(lease.get("acquiredAt")),
         "expires": _iso(lease.get("expiresAt")),
-        "app": lease.get("app"),
-        "handlers": sorted(lease.get("definitions") or ()),
-        "defined": _iso(lease.get("definedAt")),
+        "app": lease.get("app") if says else None,
+        "handlers": sorted(lease["definitions"]) if says else None,
+        "defined": _iso(lease.get("definedAt")) if says else None,
     }
 
 

@@ -16,7 +16,8 @@ So old and new processes may run side by side for as long as they like, and old 
 the newer definitions lead. A deploy of old code soon after the new one leads when the last listener of the new one has
 ended, and at once when the new one has been in place for longer.
 
-`app` and `tasks` tell another app, which may not lead at all: see `is_other_app`.
+`app` and `tasks` tell another app, which may not lead at all: see `is_other_app`. Whose handlers the present term
+serves is known only where `is_of_this_term` holds: a listener of an earlier version leaves what it finds.
 """
 
 from __future__ import annotations
@@ -106,6 +107,11 @@ def has_failed(entry: Mapping[str, Any]) -> bool:
     return bool(failed and (entry["seenAt"] - failed).total_seconds() < _DISTRUST_SECONDS)
 
 
+def is_of_this_term(lease: Mapping[str, Any]) -> bool:
+    """Whether the term that has the lease has said itself what it serves."""
+    return lease.get("listenerId") is not None and lease.get("servedBy") == lease["listenerId"]
+
+
 def served(mine: Definitions) -> dict[str, Any]:
     """Stage: the lease serves these definitions now."""
     return {
@@ -114,6 +120,7 @@ def served(mine: Definitions) -> dict[str, Any]:
             "tasks": literal(dict(mine.tasks)),
             "definitions": literal(dict(mine.handlers)),
             "served": literal(mine.digest),
+            "servedBy": "$listenerId",
             "definedAt": f"$candidates.{mine.digest}.definedAt",
         },
     }

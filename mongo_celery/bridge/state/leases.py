@@ -128,7 +128,13 @@ class Leases:
     def adopt(self, definitions: Definitions) -> bool:
         """Let the lease belong to the app of these definitions from now on; False while somebody leads."""
         free = {"_id": self._bridge, "$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
-        owner = {"app": definitions.app, "tasks": dict(definitions.tasks), "served": None, "candidates": {}}
+        owner = {
+            "app": definitions.app,
+            "tasks": dict(definitions.tasks),
+            "served": None,
+            "servedBy": None,
+            "candidates": {},
+        }
         return self._table.update(free, {"$set": owner})
 
     def acquire(self, definitions: Definitions, *, observed: Mapping[str, Any] | None = None) -> Term | None:
