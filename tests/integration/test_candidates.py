@@ -120,6 +120,59 @@ def test_definitions_that_fail_are_not_newer_for_some_minutes(leases: Leases, do
     assert _overtaken(leases, term, OLD)
 
 
+def _kill(documents: Collection[Document]) -> None:
+    """Let the lease expire as that of a process that is gone."""
+    documents.update_one({"_id": BRIDGE}, [{"$set": {"expiresAt": "$$NOW"}}])
+
+
+def _failed(documents: Collection[Document]) -> list[str]:
+    candidates = documents.find_one({"_id": BRIDGE})["candidates"]  # type: ignore[index]
+    return [digest for digest, each in candidates.items() if each["failedAt"] is not None]
+
+
+def test_definitions_whose_listener_is_killed_have_failed_as_well(
+    leases: Leases, documents: Collection[Document]
+) -> None:
+    """Where others can lead, they do for some minutes, however soon the killed ones are there again."""
+    leases.announce(OLD)
+    _led(leases, NEW)
+    _kill(documents)
+    leases.announce(NEW)
+    assert leases.acquire(NEW) is None, "started again at once, it leaves the lease to the others"
+    term = _led(leases, OLD)
+    assert _failed(documents) == ["bb"]
+    assert not _overtaken(leases, term, OLD)
+    _age(documents, "bb", failedAt=301)
+    assert _overtaken(leases, term, OLD)
+
+
+def test_definitions_that_are_the_only_ones_lead_again_at_once_however_often_their_listener_is_killed(
+    leases: Leases, documents: Collection[Document]
+) -> None:
+    """Distrust keeps nobody from leading where there is nobody else: none, a silent one, or one that has failed too."""
+    for _ in range(3):
+        _led(leases, NEW)
+        _kill(documents)
+    leases.announce(OLD)
+    _age(documents, "aa", seenAt=61)
+    term = _led(leases, NEW)
+    assert leases.release(term, NEW)
+    term = _led(leases, OLD)
+    assert leases.release(term, OLD, "failed", "it has failed")
+    leases.announce(OLD)
+    _led(leases, NEW)
+
+
+def test_the_death_of_a_listener_of_an_earlier_version_is_charged_to_nobody(
+    leases: Leases, documents: Collection[Document]
+) -> None:
+    """Nor an orderly end: only the set that the dead term has said to serve has failed."""
+    assert leases.release(_led(leases, NEW), NEW)
+    _earlier_version_leads(documents, seconds=0)
+    _led(leases, NEW)
+    assert _failed(documents) == []
+
+
 def test_definitions_that_nobody_has_had_for_ten_minutes_are_new_again(
     leases: Leases, documents: Collection[Document]
 ) -> None:

@@ -128,7 +128,7 @@ class Candidacy:
         reason = "same"
         if mine and is_of_this_term(lease) and lease["served"] != self.definitions.digest:
             reason = "older" if lease["definedAt"] > mine["definedAt"] else "newer"
-        if has_failed(mine):
+        if reason == "newer" and has_failed(mine):
             reason = "failed"
         if reason != self._said:
             self._said = reason
@@ -186,7 +186,7 @@ def _log_older(lease: Mapping[str, Any]) -> None:
 def _log_failed(_lease: Mapping[str, Any]) -> None:
     logger.warning(
         "standing by: another listener leads, and these definitions do not replace its own for some minutes, since a "
-        "listener with them has failed",
+        "listener with them has failed or was killed",
         extra={"event": "standing_by_failed"},
     )
 

@@ -41,7 +41,7 @@ from bson.int64 import Int64
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
-from mongo_celery.bridge.state.candidates import Definitions, ended, is_overtaken, named, served
+from mongo_celery.bridge.state.candidates import Definitions, died, ended, is_overtaken, named, served, stands_back
 from mongo_celery.bridge.state.signing import EXCHANGE, installation_kept, new_key
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
@@ -139,7 +139,7 @@ class Leases:
 
     def acquire(self, definitions: Definitions, *, observed: Mapping[str, Any] | None = None) -> Term | None:
         """
-        Take the lease if it is free or expired, and nobody is there with newer definitions.
+        Take the lease if it is free or expired, and nobody is there to whom these definitions leave it.
 
         Args:
             definitions: what the new term would serve, announced before.
@@ -150,13 +150,14 @@ class Leases:
         """
         listener_id = str(ObjectId())
         expired = {"$lte": ["$expiresAt", "$$NOW"]}
-        free: dict[str, Any] = {"$expr": {"$and": [expired, {"$not": [is_overtaken(definitions.digest)]}]}}
+        free: dict[str, Any] = {"$expr": {"$and": [expired, {"$not": [stands_back(definitions.digest)]}]}}
         if observed is not None:
             free = {name: observed[name] for name in ("listenerId", "version", "expiresAt")}
         started = time.monotonic()
         document = self._table.find_and_update(
             {"_id": self._bridge, **free},
             [
+                died(),
                 {
                     "$set": {
                         "version": next_number("version"),
