@@ -33,7 +33,13 @@ def definitions_of(wiring: Wiring, selectors: Iterable[Selector]) -> Definitions
         handler.name: _digest(_defined(handler, selector, options))
         for handler, selector in zip(wiring.handlers, selectors, strict=True)
     }
-    stream = [options.partitions, options.queue_count, options.full_document, options.full_document_before_change]
+    stream = [
+        options.partitions,
+        options.queue_count,
+        options.full_document,
+        options.full_document_before_change,
+        options.show_expanded_events,
+    ]
     return Definitions(
         app_name(wiring.app),
         {handler.name: handler.task_name for handler in wiring.handlers},

@@ -85,11 +85,10 @@ def _summary(status: Mapping[str, Any]) -> Text:
 def _listener(listener: Mapping[str, Any] | None) -> str:
     if listener is None:
         return "no listener: start one with `celery -A ... listener`"
-    served = _number(len(listener["handlers"]), "handler", "handlers")
-    return (
-        f"listener on {listener['host']}, pid {listener['pid']}, since {_moment(listener['since'])}, "
-        f"serving {served} of app {listener['app'] or '?'}"
-    )
+    who = f"listener on {listener['host']}, pid {listener['pid']}, since {_moment(listener['since'])}"
+    if listener["handlers"] is None:
+        return f"{who}, which does not say whose handlers it serves"
+    return f"{who}, serving {_number(len(listener['handlers']), 'handler', 'handlers')} of app {listener['app'] or '?'}"
 
 
 def _gap(gap: Mapping[str, Any]) -> Text:

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pymongo
 from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.errors import AccessError, DeploymentError, TopologyError
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.verdicts import Verdict, verdict_on
 
 _TIME_BYTES = 9
@@ -55,9 +57,8 @@ class Oplog:
 
     def share_behind(self, place: Timestamp) -> float:
         """Which share of the window lies behind a place that is left at this time: from 1 on it can be lost."""
-        if place < self.first:
-            return max(1.0, (self.last.time - place.time) / max(self.window_seconds, 1))
-        return (self.last.time - place.time) / max(self.window_seconds, 1)
+        share = max(0.0, (self.last.time - place.time) / max(self.window_seconds, 1))
+        return max(1.0, share) if place < self.first else share
 
 
 def last_operation_time(client: MongoClient[dict[str, Any]]) -> Timestamp | None:
@@ -118,6 +119,15 @@ def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:
         )
     is_whole = first["op"] == "n" and first.get("o", {}).get("msg") == _INITIATION
     return Oplog(first["ts"], last["ts"], is_whole)
+
+
+def oplog_or_none(client: MongoClient[dict[str, Any]]) -> Oplog | None:
+    """As `read_oplog`; None where it cannot be seen: no right, a mongos, no answer in time."""
+    try:
+        with pymongo.timeout(ANSWER_SECONDS):
+            return read_oplog(client)
+    except (DeploymentError, PyMongoError):
+        return None
 
 
 def oplog_fill(client: MongoClient[dict[str, Any]]) -> float | None:

@@ -19,6 +19,7 @@ from mongo_celery.bridge.listener.takeover import Takeover, take_over
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.window import Mark
+from tests.fixtures.samples import DEFINITIONS
 
 Document = dict[str, Any]
 
@@ -92,10 +93,10 @@ def begin_term(
     store = Store(client, options)
     store.leases.ensure()
     client[database]["leases"].update_one({"_id": BRIDGE}, {"$set": {"expiresAt": None}})
-    term = store.leases.acquire()
+    term = store.leases.acquire(DEFINITIONS)
     assert term is not None, "the lease has lapsed"
     handlers = [_handler(name, options) for name in names]
-    return TermRig(store, Renewal(store.leases, term, TTL, dict), options, handlers, client[database])
+    return TermRig(store, Renewal(store.leases, term, TTL, dict, DEFINITIONS), options, handlers, client[database])
 
 
 def _handler(name: str, options: BridgeOptions) -> Handler:

@@ -26,6 +26,7 @@ from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
+from tests.fixtures.samples import DEFINITIONS
 from tests.integration.guarded import GuardedMongo
 from tests.integration.term_rig import mark_at
 
@@ -85,10 +86,10 @@ class Led:
         self.bridge = bridge
         self.store = Store(bridge.client, bridge.options)
         self.store.leases.ensure()
-        term = self.store.leases.acquire()
+        term = self.store.leases.acquire(DEFINITIONS)
         assert term is not None, "the lease is free"
         self.term: Term = term
-        renewal = Renewal(self.store.leases, term, bridge.options.lease_ttl, dict)
+        renewal = Renewal(self.store.leases, term, bridge.options.lease_ttl, dict, DEFINITIONS)
         self.version = take_over(self.store, renewal, bridge.options, bridge.handlers).version
 
     def claim(self, index: int = 0, number: int = 1, subscription: str = "summarise") -> Claim | None:
@@ -153,17 +154,17 @@ def test_the_status_follows_the_lease(led: Led) -> None:
     assert status["listener"]["expires"] > status["listener"]["since"]
     assert [each["index"] for each in status["partitions"]] == [0, 1, 2]
     assert [each["queue"] for each in status["partitions"]] == ["shop.0", "shop.1", "shop.2"]
-    led.store.leases.release(led.term, "history_lost", "too late")
+    led.store.leases.release(led.term, DEFINITIONS, "history_lost", "too late")
     status = read_status(led.bridge.wiring)
     assert (status["state"], status["error"], status["listener"]) == ("history_lost", "too late", None)
 
 
 def test_the_status_follows_the_reports_of_the_listener(led: Led) -> None:
     """Lag is zero only for a listener that says it has caught up."""
-    led.store.leases.renew(led.term, {"outstanding": 2, "buffered": 5, "caughtUp": True})
+    led.store.leases.renew(led.term, {"outstanding": 2, "buffered": 5, "caughtUp": True}, DEFINITIONS)
     status = read_status(led.bridge.wiring)
     assert (status["outstanding"], status["buffered"]) == (2, 5)
-    led.store.leases.renew(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True})
+    led.store.leases.renew(led.term, {"outstanding": 0, "buffered": 0, "caughtUp": True}, DEFINITIONS)
     assert read_status(led.bridge.wiring)["lag_seconds"] == 0
 
 
@@ -294,7 +295,7 @@ def test_a_retry_of_all_leaves_out_what_nothing_would_run(led: Led, make_bridge:
     def audit(change: object) -> None:
         del change
 
-    led.store.leases.release(led.term, "idle", None)
+    led.store.leases.release(led.term, DEFINITIONS, "idle", None)
     again = Led(both)
     again.halt()
     again.park(1)
@@ -331,7 +332,7 @@ def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: Led) -> No
     with pytest.raises(CommandRefusedError, match="then skip it"):
         commands.retry(led.bridge.wiring, "summarise", 0)
     assert led.partition()["state"] == "halted"
-    assert led.store.leases.renew(led.term, {"held": [{"subscription": "summarise", "partition": 0}]})
+    assert led.store.leases.renew(led.term, {"held": [{"subscription": "summarise", "partition": 0}]}, DEFINITIONS)
     commands.retry(led.bridge.wiring, "summarise", 0)
     assert led.partition()["state"] == "flowing"
 

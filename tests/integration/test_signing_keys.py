@@ -15,6 +15,7 @@ from mongo_celery.bridge.state.refusals import FOREIGN, FORGED
 from mongo_celery.bridge.state.signing import sealing_of
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.refusing import Refuser, named_by_itself
+from tests.fixtures.samples import DEFINITIONS
 
 Document = dict[str, Any]
 
@@ -36,13 +37,13 @@ def documents(mongo_client: MongoClient[Document], state_database: str) -> Colle
 
 
 def _led(store: Store) -> Term:
-    term = store.leases.acquire()
+    term = store.leases.acquire(DEFINITIONS)
     assert term is not None
     return term
 
 
 def _renewed(store: Store, term: Term) -> Term:
-    renewed = store.leases.renew(term, {})
+    renewed = store.leases.renew(term, {}, DEFINITIONS)
     assert renewed is not None
     return renewed
 

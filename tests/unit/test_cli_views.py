@@ -9,13 +9,15 @@ from io import StringIO
 from typing import Any
 
 import pytest
+from bson import Timestamp
 from rich.console import Console, RenderableType
 
 from mongo_celery.bridge.operations.findings import error, ok, warning
 from mongo_celery.bridge.operations.status import shape
 from mongo_celery.cli.check_view import check_view
 from mongo_celery.cli.status_view import duration, needs_attention, status_view
-from tests.unit.test_status import LOST, facts, image, lease, subscription
+from mongo_celery.mongo.oplog import Oplog
+from tests.unit.test_status import LOST, SECOND, SERVED, facts, image, lease, subscription
 
 
 def shown(view: RenderableType) -> str:
@@ -68,6 +70,14 @@ def test_what_needs_attention(change: dict[str, Any], wanted: bool) -> None:
     assert needs_attention(partition) is wanted
 
 
+def test_a_listener_that_does_not_say_whose_handlers_it_serves_is_not_said_to_serve_none() -> None:
+    """One of an earlier version."""
+    silent = shown(status_view([shape(facts())], everything=False))
+    assert "which does not say whose handlers it serves" in silent
+    says = shown(status_view([shape(facts(lease=lease(**SERVED)))], everything=False))
+    assert "serving 2 handlers of app shop" in says
+
+
 def test_lost_history_is_told_with_the_command_that_decides() -> None:
     """And once somebody has, that it is decided; and before it is lost, how near that is."""
     lost = shown(status_view([shape(facts(subscriptions=[subscription(lost=LOST)]))], everything=False))
@@ -76,7 +86,7 @@ def test_lost_history_is_told_with_the_command_that_decides() -> None:
     decided = {**LOST, "goOn": {"policy": "oldest"}}
     text = shown(status_view([shape(facts(subscriptions=[subscription(lost=decided)]))], everything=False))
     assert "it goes on (oldest)" in text
-    late = facts(lease=lease(report={}), oplog_window=16, oplog_rolls=True)
+    late = facts(oplog=Oplog(Timestamp(SECOND - 6, 1), Timestamp(SECOND + 10, 1)), oplog_rolls=True)
     assert "62% of the oplog's window lie behind summarise" in shown(status_view([shape(late)], everything=False))
 
 

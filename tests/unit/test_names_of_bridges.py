@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 from celery import Celery
 
@@ -83,8 +86,8 @@ def test_another_app_is_told_by_its_name_or_by_having_nothing_in_common(mine: De
     assert not is_other_app({}, mine)
 
 
-def _defined(**handler: object) -> Definitions:
-    bridge = Bridge(celery_app("shop"), URL, autodiscover=False)
+def _defined(options: Mapping[str, Any] | None = None, **handler: object) -> Definitions:
+    bridge = Bridge(celery_app("shop"), URL, autodiscover=False, **(options or {}))
     bridge.on_change("shop.orders", **{"name": "summarise", **handler})(handle)  # type: ignore[arg-type]
     return definitions_of(bridge.wiring, bridge.wiring.stream()[0])
 
@@ -102,3 +105,16 @@ def test_definitions_are_the_same_in_every_process_and_other_after_every_change(
         _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, name="other"),
     ]
     assert len({plain.digest, *(each.digest for each in others)}) == len(others) + 1
+
+
+def test_an_option_of_the_stream_makes_other_definitions() -> None:
+    """Each one that decides what is read, or where it runs."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"partitions": 5},
+        {"full_document": "whenAvailable"},
+        {"full_document_before_change": "whenAvailable"},
+        {"show_expanded_events": True},
+        {"pipeline": [{"$match": {"operationType": "insert"}}]},
+    ]
+    assert len({_defined(each).digest for each in options}) == len(options)

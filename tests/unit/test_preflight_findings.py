@@ -16,6 +16,7 @@ from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import Oplog
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import Concern
+from tests.fixtures.samples import image
 
 HOUR = 3600
 QUEUES = ["shop.0", "shop.1"]
@@ -125,6 +126,18 @@ def test_a_handler_that_falls_back_behind_the_oplogs_window_is_named(time: int, 
     assert ("changes retry record --partition 3" in finding.message) is (level != "ok")
     (young,) = deployment.judge_histories([history], oplog, rolls=False)
     assert young.level == "ok"
+
+
+def test_a_partition_that_waits_for_infrastructure_is_named_as_what_holds_its_handler() -> None:
+    """The listener's report calls a partition waiting that waits for a worker, which has another remedy."""
+    outage = {"since": None, "cause": "AutoReconnect: gone", "count": 900}
+    holder = deployment._holder(None, [image(index=0), image(index=1, waiting=outage)])
+    assert holder == (1, "waiting for infrastructure")
+    sentence = deployment._sentence_on(deployment.History("record", Timestamp(1, 1), False, *holder))
+    assert (
+        "Partition 1, which is waiting for infrastructure, holds it: `celery -A ... changes retry record --p"
+        in sentence
+    )
 
 
 def test_lost_history_is_an_error_for_each_handler_that_lost_it() -> None:
@@ -243,6 +256,22 @@ def test_many_halted_partitions_are_counted() -> None:
     found = list(judge_state(state(partitions=[partition(index, "halted") for index in range(16)])))
     messages = [each.message for each in found if each.name == "halted"]
     assert messages[-1].startswith("13 more")
+
+
+def waiting(index: int, since: str) -> dict[str, Any]:
+    outage = {"since": since, "cause": "AutoReconnect: gone", "count": 900, "due_seconds": 12.0}
+    return {**partition(index, "waiting"), "waiting": outage}
+
+
+def test_changes_that_wait_for_infrastructure_are_told_with_since_and_cause() -> None:
+    """Those first that have waited longest; a partition that nobody can serve is not well."""
+    found = list(judge_state(state(partitions=[waiting(index, f"2026-11-2{9 - index}") for index in range(5)])))
+    told = [each for each in found if each.name == "waiting"]
+    assert {each.level for each in told} == {"warning"}
+    for part in ("Partition 4 of summarise", "2026-11-25", "900 attempts", "gone", "retry summarise --partition 4"):
+        assert part in told[0].message
+    assert told[-1].message.startswith("2 more")
+    assert "partitions" not in {each.name for each in found}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from bson.int64 import Int64
 from mongo_celery.bridge.operations.status import Facts, shape, state_of
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.mongo.oplog import Oplog
 
 Document = dict[str, Any]
 
@@ -21,6 +22,15 @@ NOON = datetime(2030, 1, 1, 12)  # noqa: DTZ001 - naive, as the driver gives the
 SECOND = int(NOON.replace(tzinfo=UTC).timestamp())
 VERSION = Int64(7 << 20)
 IDLE_REPORT = {"outstanding": 0, "buffered": 0, "bufferedBytes": 0, "caughtUp": True, "brokerDown": False}
+
+
+SERVED = {
+    "app": "shop",
+    "definitions": {"summarise": "1", "bill": "2"},
+    "definedAt": NOON,
+    "served": "aa",
+    "servedBy": "5f0c",
+}
 
 
 def lease(**changes: Any) -> Document:
@@ -92,7 +102,7 @@ def facts(**changes: Any) -> Facts:
         images=[image(0), image(1)],
         dead_letters={},
         now=Timestamp(SECOND + 10, 1),
-        oplog_window=3600,
+        oplog=Oplog(Timestamp(SECOND - 3590, 1), Timestamp(SECOND + 10, 1)),
     )
     return replace(calm, **changes)
 
@@ -122,8 +132,7 @@ def test_a_lease_that_nobody_holds_shows_how_the_last_term_ended(stored: str, st
 
 def test_a_live_listener_is_shown_and_an_old_error_is_not() -> None:
     """What ended an earlier term is past."""
-    served = {"app": "shop", "definitions": {"summarise": "d1", "audit": "d2"}, "definedAt": NOON}
-    status = shape(facts(lease=lease(error="old", **served, refused={"forged": Int64(2)})))
+    status = shape(facts(lease=lease(error="old", **SERVED, refused={"forged": Int64(2)})))
     assert status["refused_by_workers"] == {"forged": 2}
     assert status["state"] == "leading"
     assert status["error"] is None
@@ -134,7 +143,7 @@ def test_a_live_listener_is_shown_and_an_old_error_is_not() -> None:
         "since": "2030-01-01T12:00:00+00:00",
         "expires": "2030-01-01T12:00:13+00:00",
         "app": "shop",
-        "handlers": ["audit", "summarise"],
+        "handlers": ["bill", "summarise"],
         "defined": "2030-01-01T12:00:00+00:00",
     }
 
@@ -280,6 +289,13 @@ def test_a_change_that_waits_for_infrastructure_is_told_from_a_parked_one() -> N
     assert state_of(image(0, due_in=2.5)) == "parked"
 
 
+def test_whose_handlers_the_listener_serves_is_told_only_if_it_says_so_itself() -> None:
+    """What an earlier term has left in the lease is not what this one serves."""
+    for unsaid in (lease(**{**SERVED, "servedBy": "4e9b"}), lease()):
+        listener = shape(facts(lease=unsaid))["listener"]
+        assert (listener["app"], listener["handlers"], listener["defined"]) == (None, None, None)
+
+
 LOST = {"since": NOON, "at": Timestamp(SECOND, 1), "oldest": Timestamp(SECOND + 5, 1), "error": "why", "goOn": None}
 
 
@@ -295,13 +311,28 @@ def test_a_subscription_that_has_lost_its_history_says_so_and_what_was_decided()
     assert (elsewhere["state"], elsewhere["lost"]) == ("flowing", None)
 
 
-@pytest.mark.parametrize(("rolls", "window", "share"), [(True, 40, 0.25), (False, 40, None), (True, None, None)])
+REACHES_BACK = Oplog(Timestamp(SECOND - 30, 1), Timestamp(SECOND + 10, 1))
+AHEAD = Oplog(Timestamp(SECOND + 9, 1), Timestamp(SECOND + 13, 1))
+BEGUN_SINCE = Oplog(Timestamp(SECOND, 5), Timestamp(SECOND + 100, 1))
+
+
+@pytest.mark.parametrize(
+    ("rolls", "oplog", "share"),
+    [
+        (True, REACHES_BACK, 0.25),
+        (False, REACHES_BACK, None),
+        (True, None, None),
+        (True, AHEAD, 3.25),
+        (True, BEGUN_SINCE, 1.0),
+    ],
+)
 def test_the_share_of_the_oplog_that_lies_behind_a_subscription(
-    *, rolls: bool, window: int | None, share: float | None
+    *, rolls: bool, oplog: Oplog | None, share: float | None
 ) -> None:
-    """P16: unknown where the oplog cannot be read, and none where it removes nothing."""
-    stands = shape(facts(lease=lease(report={}), oplog_window=window, oplog_rolls=rolls))
-    assert stands["subscriptions"][0]["oplog_share"] == share
+    """P16: as `check` counts it; unknown where the oplog cannot be read, and none where it removes nothing."""
+    for report in ({}, IDLE_REPORT):  # a listener that has caught up has no more behind it on a restart than is stored
+        stands = shape(facts(lease=lease(report=report), oplog=oplog, oplog_rolls=rolls))
+        assert stands["subscriptions"][0]["oplog_share"] == share
 
 
 def test_what_a_subscription_gave_up_is_shown_with_it() -> None:

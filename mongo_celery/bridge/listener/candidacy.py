@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.definitions import definitions_of
-from mongo_celery.bridge.state.candidates import has_failed, is_other_app
+from mongo_celery.bridge.state.candidates import has_failed, is_of_this_term, is_other_app
 from mongo_celery.bridge.state.leases import Term, has_begun
 from mongo_celery.bridge.state.refusals import FOREIGN
 from mongo_celery.errors import ConfigurationError, ForeignBridgeError
@@ -117,7 +117,7 @@ class Candidacy:
         try:
             self.refuse_other_app(term.document)
         except ForeignBridgeError:
-            self._leases.release(term)
+            self._leases.release(term, self.definitions)
             raise
         return term
 
@@ -126,9 +126,9 @@ class Candidacy:
         lease = self._leases.read() or {}
         mine = (lease.get("candidates") or {}).get(self.definitions.digest) or {}
         reason = "same"
-        if lease.get("served") not in (None, self.definitions.digest) and mine:
+        if mine and is_of_this_term(lease) and lease["served"] != self.definitions.digest:
             reason = "older" if lease["definedAt"] > mine["definedAt"] else "newer"
-        if has_failed(mine):
+        if reason == "newer" and has_failed(mine):
             reason = "failed"
         if reason != self._said:
             self._said = reason
@@ -186,7 +186,7 @@ def _log_older(lease: Mapping[str, Any]) -> None:
 def _log_failed(_lease: Mapping[str, Any]) -> None:
     logger.warning(
         "standing by: another listener leads, and these definitions do not replace its own for some minutes, since a "
-        "listener with them has failed",
+        "listener with them has failed or was killed",
         extra={"event": "standing_by_failed"},
     )
 

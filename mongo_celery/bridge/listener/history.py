@@ -31,10 +31,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import pymongo
 from bson import Timestamp
 from pymongo import MongoClient
-from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.starts import Start, open_position, read_starts, start_time, starts_now
@@ -42,8 +40,7 @@ from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import DeploymentError, HistoryLostError, LeaseLostError
-from mongo_celery.mongo.opening import ANSWER_SECONDS
-from mongo_celery.mongo.oplog import Oplog, read_oplog, time_of_token
+from mongo_celery.mongo.oplog import Oplog, oplog_or_none, time_of_token
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.watermarks import Watermarks
@@ -129,7 +126,7 @@ class LostHistory:
             LeaseLostError: the term has ended.
             AccessError: the oldest entry is asked for and may not be read.
         """
-        oplog = self._oplog()
+        oplog = oplog_or_none(self._client)
         lost = []
         for name, start in starts.items():
             if oplog is not None and not oplog.holds(start.place[0]):
@@ -157,7 +154,7 @@ class LostHistory:
         watermarks.store(subscriptions.values(), 0.0)  # what is done is not judged by an older place
         before = read_starts(self._store, list(subscriptions), self._renewal.term.version)
         reached = self._reached(subscriptions, before)
-        oplog = self._oplog()
+        oplog = oplog_or_none(self._client)
         smallest = min((start.place for start in reached.values()), default=None)
         # Where none stands before the oldest entry, the server has refused the token at which the stream was opened.
         rolled = [name for name, start in reached.items() if oplog is not None and start.place[0] < oplog.first]
@@ -192,7 +189,7 @@ class LostHistory:
             _move(subscriptions[name], starts[name].time, watermarks)
         if not decided and not moved:
             return None
-        return self._settle(decided, starts, self._oplog(), self._error, subscriptions, watermarks)
+        return self._settle(decided, starts, oplog_or_none(self._client), self._error, subscriptions, watermarks)
 
     # -- what becomes of it ------------------------------------------------------------------------
 
@@ -324,14 +321,6 @@ class LostHistory:
             for name, subscription in subscriptions.items()
             if not subscription.lost
         }
-
-    def _oplog(self) -> Oplog | None:
-        """How far it reaches back; None where that cannot be seen: no right, a mongos, no answer in time."""
-        try:
-            with pymongo.timeout(ANSWER_SECONDS):
-                return read_oplog(self._client)
-        except (DeploymentError, PyMongoError):
-            return None
 
 
 def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError) -> str:

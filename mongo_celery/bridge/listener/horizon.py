@@ -34,6 +34,9 @@ logger = logging.getLogger("mongo_celery.listener")
 THRESHOLDS = (0.5, 0.75, 0.9, 1.0)
 """Shares of the oplog's window that lie behind a subscription; at each of them it is named once."""
 
+INFRASTRUCTURE = "waiting for infrastructure"
+"""State of a partition whose handler met an outage, beside `waiting`: for a worker."""
+
 SERIOUS = 0.9
 """From this share on it is an error."""
 
@@ -179,7 +182,7 @@ def remedy(subscription: str, partition: int | None, state: str | None) -> str:
         return f"`celery -A ... changes retry {where}` or `changes skip {where}`"
     if state == "paused":
         return f"`celery -A ... changes resume {where}`"
-    if state == "parked":
+    if state in {"parked", INFRASTRUCTURE}:
         return f"`celery -A ... changes retry {where}` runs its change at once"
     if state == "running":
         return "look for a handler that hangs, or workers that are gone"

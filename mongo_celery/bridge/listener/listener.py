@@ -240,7 +240,7 @@ class Listener:
     def _release(self, leases: Leases, renewal: Renewal, ended_by: Exception | None, definitions: Definitions) -> None:
         state = "idle" if ended_by is None else ("history_lost" if isinstance(ended_by, HistoryLostError) else "failed")
         try:
-            if leases.release(renewal.term, state, _sentence(ended_by), definitions):
+            if leases.release(renewal.term, definitions, state, _sentence(ended_by)):
                 logger.info("lease released", extra={"event": "lease_released"})
         except PyMongoError as failure:
             logger.warning(

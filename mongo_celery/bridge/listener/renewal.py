@@ -44,7 +44,7 @@ class Renewal:
         term: Term,
         ttl: float,
         report: Callable[[], Mapping[str, Any]],
-        definitions: Definitions | None = None,
+        definitions: Definitions,
         read: Callable[[Mapping[str, Any]], object] | None = None,
     ) -> None:
         self._leases = leases

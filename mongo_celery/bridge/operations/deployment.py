@@ -13,9 +13,9 @@ from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS, remedy
+from mongo_celery.bridge.listener.horizon import INFRASTRUCTURE, SERIOUS, THRESHOLDS, remedy
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
-from mongo_celery.bridge.operations.status import state_of
+from mongo_celery.bridge.operations.status import place_in, state_of
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
@@ -35,7 +35,7 @@ Client = MongoClient[dict[str, Any]]
 OPLOG_HOURS_MIN = 24
 """Below this reach of a full oplog a listener that is away for a night loses history."""
 
-_STANDING = ("halted", "paused", "parked")
+_STANDING = ("halted", "paused", "waiting", "parked")
 _STATE_COLLECTIONS = ("leases", "subscriptions", "partitions", "dead_letters")
 _WANTS_IMAGES = ("whenAvailable", "required")
 _SERVER_DATABASES = frozenset({"admin", "config", "local"})
@@ -256,7 +256,7 @@ def _histories(wiring: Wiring, lease: Mapping[str, Any]) -> list[History]:
     reported = {risk["subscription"]: risk for risk in (lease.get("report") or {}).get("atRisk", ())}
     found = []
     for name in names:
-        place = documents[name].get("clusterTime") or documents[name].get("startAtOperationTime")
+        place = place_in(documents[name])
         if place is not None:
             holder = _holder(reported.get(name), [image for image in images if image.subscription == name])
             found.append(History(name, place, lost_in(documents[name]) is not None, *holder))
@@ -268,7 +268,8 @@ def _holder(reported: Mapping[str, Any] | None, images: Iterable[Image]) -> tupl
     if reported is not None and reported.get("partition") is not None:
         return reported["partition"], reported["state"]
     standing = {state_of(image): image.index for image in images if state_of(image) != "flowing"}
-    return next(((standing[state], state) for state in _STANDING if state in standing), (None, None))
+    found = next(((standing[state], state) for state in _STANDING if state in standing), (None, None))
+    return (found[0], INFRASTRUCTURE) if found[1] == "waiting" else found
 
 
 def judge_histories(histories: Sequence[History], oplog: Oplog, *, rolls: bool) -> Iterator[Finding]:

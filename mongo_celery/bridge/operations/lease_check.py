@@ -10,7 +10,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.definitions import definitions_of
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
-from mongo_celery.bridge.state.candidates import Definitions, is_other_app
+from mongo_celery.bridge.state.candidates import Definitions, is_of_this_term, is_other_app
 from mongo_celery.bridge.state.refusals import FOREIGN, FORGED, TAMPERED
 
 if TYPE_CHECKING:
@@ -48,7 +48,14 @@ def judge_lease(lease: Mapping[str, Any], mine: Definitions, now: datetime) -> I
             f"{', '.join(sorted(lease['tasks']))}. Give Bridge another name='...'; or, if it is the same app, stop its "
             "listeners and run `changes adopt`.",
         )
-    elif lease.get("live") and lease.get("definitions") is not None:
+    elif lease.get("live") and not is_of_this_term(lease):
+        yield warning(
+            "definitions",
+            f"The listener that leads (process {lease.get('pid')} on {lease.get('host')}) does not say whose handlers "
+            "it serves. One that has just begun says it in a moment; one of an earlier version of mongo_celery never "
+            "does, and does not step down for newer code either: end it once that is deployed.",
+        )
+    elif lease.get("live"):
         unserved = sorted(mine.handlers.keys() - lease["definitions"].keys())
         if unserved:
             yield warning(

@@ -52,6 +52,7 @@ def _leading(status: Mapping[str, Any]) -> Finding:
 def _standing(partitions: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     halted = [each for each in partitions if each["state"] == "halted"]
     paused = [each for each in partitions if each["state"] == "paused"]
+    waiting = [each for each in partitions if each["state"] == "waiting"]
     for each in halted[:_SHOWN]:
         where = f"{each['subscription']} --partition {each['index']}"
         key = (each["head"] or {}).get("key") or "a change"
@@ -66,8 +67,24 @@ def _standing(partitions: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     if paused:
         names = _named(sorted({each["subscription"] for each in paused}))
         yield warning("paused", f"{len(paused)} partitions of {names} are paused; `changes resume` lets them flow.")
-    if not halted and not paused:
-        yield ok("partitions", "None is halted or paused.")
+    yield from _waiting(waiting)
+    if not halted and not paused and not waiting:
+        yield ok("partitions", "None is halted or paused, and none waits for infrastructure.")
+
+
+def _waiting(partitions: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    oldest_first = sorted(partitions, key=lambda each: each["waiting"]["since"] or "")
+    for each in oldest_first[:_SHOWN]:
+        waiting = each["waiting"]
+        yield warning(
+            "waiting",
+            f"Partition {each['index']} of {each['subscription']} has waited since {waiting['since']} for "
+            f"infrastructure that its handler needs, with {waiting['count']} attempts: {waiting['cause']}. Restore it, "
+            "or the handler's way to it; the change is tried again by itself, or at once with "
+            f"`changes retry {each['subscription']} --partition {each['index']}`.",
+        )
+    if len(partitions) > _SHOWN:
+        yield warning("waiting", f"{len(partitions) - _SHOWN} more partitions wait; `changes status` shows them.")
 
 
 def _named(names: Sequence[str]) -> str:

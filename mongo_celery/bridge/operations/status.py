@@ -20,12 +20,12 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.candidates import is_of_this_term
 from mongo_celery.bridge.state.leases import layout_of
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
-from mongo_celery.errors import DeploymentError
-from mongo_celery.mongo.opening import ANSWER_SECONDS, translated
-from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, read_oplog, time_of_token
+from mongo_celery.mongo.opening import translated
+from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, oplog_or_none, time_of_token
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -47,7 +47,7 @@ class Facts:
         images: the partitions of the layout in force.
         dead_letters: number of dead letters by subscription.
         now: the cluster's latest operation time.
-        oplog_window: seconds that the oplog reaches back; None without the right to read it.
+        oplog: how far it reaches back; None where that cannot be seen.
         oplog_rolls: whether its oldest entries are being removed, so that who stands too far back loses history.
     """
 
@@ -58,7 +58,7 @@ class Facts:
     images: Sequence[Image]
     dead_letters: Mapping[str, int]
     now: Timestamp
-    oplog_window: int | None
+    oplog: Oplog | None
     oplog_rolls: bool = False
 
 
@@ -73,6 +73,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       last listener ended with `error`).
     - `lag_seconds`: from the watermark to the cluster's latest operation, the largest of the registered
       subscriptions; 0 when the listener has read everything and nothing is left to do.
+    - `listener`: who leads; its `app`, `handlers` and `defined` are None where it does not say whose handlers it
+      serves, as one of an earlier version.
     - `outstanding`, `buffered`: changes under way and waiting, from the listener's report. Without one,
       `outstanding` counts the partitions that are claimed, and `buffered` is 0 where nobody leads and None
       where a new listener has not reported yet.
@@ -111,7 +113,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
     subscriptions = store.subscriptions.read_all()
     names = [name_in(document) for document in subscriptions]
     images = store.partitions.of(names, layout.generation) if layout and names else []
-    oplog = _oplog(client)
+    oplog = oplog_or_none(client)
     return Facts(
         options=options,
         registered=tuple(handler.name for handler in wiring.handlers),
@@ -120,17 +122,9 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         images=images,
         dead_letters=store.dead_letters.count(),
         now=operation_time(client),
-        oplog_window=oplog.window_seconds if oplog is not None else None,
+        oplog=oplog,
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
     )
-
-
-def _oplog(client: MongoClient[dict[str, Any]]) -> Oplog | None:
-    try:
-        with pymongo.timeout(ANSWER_SECONDS):
-            return read_oplog(client)
-    except (DeploymentError, PyMongoError):
-        return None  # no right to read it, or a mongos, which has none
 
 
 def shape(facts: Facts) -> dict[str, Any]:
@@ -148,7 +142,7 @@ def shape(facts: Facts) -> dict[str, Any]:
         "listener": _listener(lease) if live else None,
         "version": int(lease.get("version", 0)),
         "lag_seconds": max((lag for lag in lags if lag is not None), default=None),
-        "oplog_window_seconds": facts.oplog_window,
+        "oplog_window_seconds": facts.oplog.window_seconds if facts.oplog is not None else None,
         "watermark": _data(lease.get("resumeToken")),
         "watermark_at": _iso(lease.get("clusterTime")),
         "started_from": _iso(lease.get("startAtOperationTime")),
@@ -200,15 +194,16 @@ def _state(lease: Mapping[str, Any], *, live: bool) -> str:
 
 
 def _listener(lease: Mapping[str, Any]) -> dict[str, Any]:
+    says = is_of_this_term(lease)
     return {
         "id": lease["listenerId"],
         "host": lease.get("host"),
         "pid": lease.get("pid"),
         "since": _iso(lease.get("acquiredAt")),
         "expires": _iso(lease.get("expiresAt")),
-        "app": lease.get("app"),
-        "handlers": sorted(lease.get("definitions") or ()),
-        "defined": _iso(lease.get("definedAt")),
+        "app": lease.get("app") if says else None,
+        "handlers": sorted(lease["definitions"]) if says else None,
+        "defined": _iso(lease.get("definedAt")) if says else None,
     }
 
 
@@ -223,7 +218,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
         # A report speaks for the subscriptions of its own term; an epoch shows which these are.
         lost = lost_in(document)
         done = idle and name in facts.registered and document.get("epoch") == version and not lost
-        lag = 0 if done else _lag(document, facts.now)
+        lag = 0 if done else _lag(place_in(document), facts.now)
         shaped.append(
             {
                 "name": name,
@@ -231,7 +226,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
                 "watermark": _data(document.get("resumeToken")),
                 "watermark_at": _iso(document.get("clusterTime")),
                 "lag_seconds": lag,
-                "oplog_share": _share(facts, lag),
+                "oplog_share": _share(facts, place_in(document)),
                 "dead_letters": facts.dead_letters.get(name, 0),
                 "lost": _lost(lost) if lost else None,
                 "gaps": [_gap(gap) for gap in document.get("gaps", ())],
@@ -251,18 +246,21 @@ def _subscription_state(facts: Facts, name: str, document: Mapping[str, Any], im
     return next((state for state in _WORST_FIRST if state in states), "flowing")
 
 
-def _lag(document: Mapping[str, Any], now: Timestamp) -> int | None:
-    """Seconds from the watermark, or before the first one from the start, to the latest operation."""
+def place_in(document: Mapping[str, Any]) -> Timestamp | None:
+    """Where a stored subscription stands: its watermark, or before the first one its start; None if it is new."""
     token = document.get("resumeToken")
     reached = document.get("clusterTime") or (time_of_token(token, None) if token else None)
-    reached = reached or document.get("startAtOperationTime")
-    return None if reached is None else max(0, now.time - reached.time)
+    return reached or document.get("startAtOperationTime")
 
 
-def _share(facts: Facts, lag: int | None) -> float | None:
-    if lag is None or facts.oplog_window is None or not facts.oplog_rolls:
+def _lag(place: Timestamp | None, now: Timestamp) -> int | None:
+    return None if place is None else max(0, now.time - place.time)
+
+
+def _share(facts: Facts, place: Timestamp | None) -> float | None:
+    if place is None or facts.oplog is None or not facts.oplog_rolls:
         return None
-    return round(lag / max(facts.oplog_window, 1), 3)
+    return round(facts.oplog.share_behind(place), 3)
 
 
 def _lost(lost: Mapping[str, Any]) -> dict[str, Any]:

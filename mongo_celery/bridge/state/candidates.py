@@ -9,14 +9,17 @@ either order:
 1. A leader steps down when a live candidate has other definitions with a later `definedAt`.
 2. A lease is not acquired for definitions while a live candidate has later ones.
 3. A candidate is live for the lease's ttl: a killed one delays nobody for longer than a killed leader.
-4. A set whose listener has failed for good is not newer than anything for `_DISTRUST_SECONDS`.
+4. A set whose listener has failed for good, or has let its lease expire, is not newer than anything for
+   `_DISTRUST_SECONDS`, and leaves a free lease to a live candidate that has not: what is killed each time it leads must
+   not stop the others each time. A frozen machine looks the same. Where there is no such candidate it leads at once.
 5. A set that nobody has named for `_MEMORY_SECONDS` is forgotten: deployed again, it is new.
 
 So old and new processes may run side by side for as long as they like, and old ones may restart as often as they like:
 the newer definitions lead. A deploy of old code soon after the new one leads when the last listener of the new one has
 ended, and at once when the new one has been in place for longer.
 
-`app` and `tasks` tell another app, which may not lead at all: see `is_other_app`.
+`app` and `tasks` tell another app, which may not lead at all: see `is_other_app`. Whose handlers the present term
+serves is known only where `is_of_this_term` holds: a listener of an earlier version leaves what it finds.
 """
 
 from __future__ import annotations
@@ -89,21 +92,51 @@ def named(digest: str) -> list[dict[str, Any]]:
 
 def is_overtaken(digest: str) -> dict[str, Any]:
     """Expression: whether somebody is there with newer definitions."""
-    newer = {
+    return _has_other(digest, {"$gt": ["$$each.v.definedAt", f"$candidates.{digest}.definedAt"]})
+
+
+def stands_back(digest: str) -> dict[str, Any]:
+    """Expression: whether this set leaves a free lease to others that are there."""
+    distrusted = _is_distrusted(literal(digest), f"$candidates.{digest}.failedAt")
+    return {"$or": [is_overtaken(digest), {"$and": [distrusted, _has_other(digest)]}]}
+
+
+def _has_other(digest: str, *conditions: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether another set is there, is trusted, and fulfils these conditions."""
+    fits = {
         "$and": [
             {"$ne": ["$$each.k", digest]},
-            {"$gt": ["$$each.v.definedAt", f"$candidates.{digest}.definedAt"]},
             {"$gt": ["$$each.v.seenAt", _TTL_AGO]},
-            {"$not": [{"$gt": ["$$each.v.failedAt", _ago(_DISTRUST_SECONDS)]}]},
+            {"$not": [_is_distrusted("$$each.k", "$$each.v.failedAt")]},
+            *conditions,
         ],
     }
-    return {"$anyElementTrue": [{"$map": {"input": _entries(), "as": "each", "in": newer}}]}
+    return {"$anyElementTrue": [{"$map": {"input": _entries(), "as": "each", "in": fits}}]}
+
+
+def _is_distrusted(digest: Any, failed_at: str) -> dict[str, Any]:
+    """Whether a set has failed, also where only the next acquisition will say so: or two would wait for each other."""
+    return {"$or": [{"$gt": [failed_at, _ago(_DISTRUST_SECONDS)]}, _let_it_expire(digest)]}
+
+
+def died() -> dict[str, Any]:
+    """Stage of an acquisition, before it names the new holder: the set of one that let its lease expire has failed."""
+    entry = {"k": "$$each.k", "v": {"$mergeObjects": ["$$each.v", {"failedAt": "$$NOW"}]}}
+    charged = {
+        "$map": {"input": _entries(), "as": "each", "in": {"$cond": [_let_it_expire("$$each.k"), entry, "$$each"]}}
+    }
+    return {"$set": {"candidates": {"$arrayToObject": charged}}}
 
 
 def has_failed(entry: Mapping[str, Any]) -> bool:
     """Whether a listener of these definitions has failed lately, from the entry that `named` has just written."""
     failed = entry.get("failedAt")
     return bool(failed and (entry["seenAt"] - failed).total_seconds() < _DISTRUST_SECONDS)
+
+
+def is_of_this_term(lease: Mapping[str, Any]) -> bool:
+    """Whether the term that has the lease has said itself what it serves."""
+    return lease.get("listenerId") is not None and lease.get("servedBy") == lease["listenerId"]
 
 
 def served(mine: Definitions) -> dict[str, Any]:
@@ -114,6 +147,7 @@ def served(mine: Definitions) -> dict[str, Any]:
             "tasks": literal(dict(mine.tasks)),
             "definitions": literal(dict(mine.handlers)),
             "served": literal(mine.digest),
+            "servedBy": "$listenerId",
             "definedAt": f"$candidates.{mine.digest}.definedAt",
         },
     }
@@ -124,6 +158,12 @@ def ended(digest: str, *, failed: bool) -> dict[str, Any]:
     mine = f"candidates.{digest}"
     failure = {f"{mine}.failedAt": "$$NOW"} if failed else {}
     return {"$set": {f"{mine}.seenAt": _TTL_AGO, **failure}}
+
+
+def _let_it_expire(digest: Any) -> dict[str, Any]:
+    """Of a lease that can be acquired: whether a term that serves this set has not given it back. (Else: has it.)"""
+    held = {"$ne": [{"$ifNull": ["$listenerId", None]}, None]}
+    return {"$and": [held, {"$eq": ["$servedBy", "$listenerId"]}, {"$eq": ["$served", digest]}]}
 
 
 def _entries() -> dict[str, Any]:

@@ -41,7 +41,7 @@ from bson.int64 import Int64
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
-from mongo_celery.bridge.state.candidates import Definitions, ended, is_overtaken, named, served
+from mongo_celery.bridge.state.candidates import Definitions, died, ended, is_overtaken, named, served, stands_back
 from mongo_celery.bridge.state.signing import EXCHANGE, installation_kept, new_key
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
@@ -128,32 +128,36 @@ class Leases:
     def adopt(self, definitions: Definitions) -> bool:
         """Let the lease belong to the app of these definitions from now on; False while somebody leads."""
         free = {"_id": self._bridge, "$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
-        owner = {"app": definitions.app, "tasks": dict(definitions.tasks), "served": None, "candidates": {}}
+        owner = {
+            "app": definitions.app,
+            "tasks": dict(definitions.tasks),
+            "served": None,
+            "servedBy": None,
+            "candidates": {},
+        }
         return self._table.update(free, {"$set": owner})
 
-    def acquire(
-        self, definitions: Definitions | None = None, *, observed: Mapping[str, Any] | None = None
-    ) -> Term | None:
+    def acquire(self, definitions: Definitions, *, observed: Mapping[str, Any] | None = None) -> Term | None:
         """
-        Take the lease if it is free or expired, and nobody is there with newer definitions.
+        Take the lease if it is free or expired, and nobody is there to whom these definitions leave it.
 
         Args:
-            definitions: what the new term would serve, announced before; None for a term that serves nothing.
+            definitions: what the new term would serve, announced before.
             observed: a lease with an impossible expiry (see `suspicious`), to be replaced as seen.
 
         Returns:
             The new term, or None while somebody else holds the lease.
         """
         listener_id = str(ObjectId())
-        free: dict[str, Any] = {"$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
-        if definitions is not None:
-            free = {"$expr": {"$and": [free["$expr"], {"$not": [is_overtaken(definitions.digest)]}]}}
+        expired = {"$lte": ["$expiresAt", "$$NOW"]}
+        free: dict[str, Any] = {"$expr": {"$and": [expired, {"$not": [stands_back(definitions.digest)]}]}}
         if observed is not None:
             free = {name: observed[name] for name in ("listenerId", "version", "expiresAt")}
         started = time.monotonic()
         document = self._table.find_and_update(
             {"_id": self._bridge, **free},
             [
+                died(),
                 {
                     "$set": {
                         "version": next_number("version"),
@@ -199,7 +203,7 @@ class Leases:
         waited = time.monotonic() - self._suspect[1]
         return lease if waited > 2 * lease["ttl"] / 1000 else None
 
-    def renew(self, term: Term, report: Mapping[str, Any], definitions: Definitions | None = None) -> Term | None:
+    def renew(self, term: Term, report: Mapping[str, Any], definitions: Definitions) -> Term | None:
         """
         Extend the lease of this term, and put an announced key in force when its time has come.
 
@@ -221,26 +225,17 @@ class Leases:
             "report": literal(dict(report)),
             "reportedAt": "$$NOW",
         }
-        stages: list[Mapping[str, Any]] = [{"$set": change}, EXCHANGE]
-        if definitions is not None:
-            stages += [*named(definitions.digest), {"$set": {"overtaken": is_overtaken(definitions.digest)}}]
+        overtaken = {"overtaken": is_overtaken(definitions.digest)}
+        stages = [{"$set": change}, EXCHANGE, *named(definitions.digest), {"$set": overtaken}]
         document = self._table.find_and_update(self._mine(term), stages)
         if document is None:
             return None
         return Term(term.listener_id, term.version, started + self._ttl * _TRUST, document)
 
-    def release(
-        self,
-        term: Term,
-        state: str = "idle",
-        error: str | None = None,
-        definitions: Definitions | None = None,
-    ) -> bool:
+    def release(self, term: Term, definitions: Definitions, state: str = "idle", error: str | None = None) -> bool:
         """Give the lease back; False when it was no longer ours. The version stays."""
         change = {"listenerId": None, "expiresAt": None, "state": state, "error": literal(error)}
-        stages: list[Mapping[str, Any]] = [{"$set": change}]
-        if definitions is not None:
-            stages.append(ended(definitions.digest, failed=error is not None))
+        stages = [{"$set": change}, ended(definitions.digest, failed=error is not None)]
         return self._table.update(self._mine(term), stages)
 
     def raise_version(self, term: Term, above: int) -> Term | None:

@@ -18,6 +18,7 @@ from bson import ObjectId
 from bson.binary import Binary
 from pymongo.collection import Collection
 
+from mongo_celery.bridge.state.candidates import is_of_this_term
 from mongo_celery.mongo.expressions import after, literal, millis
 from mongo_celery.mongo.table import Table, call_timeout
 
@@ -100,14 +101,16 @@ class SigningKeys:
                 "cond": {"$gt": ["$$each.until", "$$NOW"]},
             },
         }
-        fields = {"signingKey": 1, "nextKey": 1, "installation": 1, "definitions": 1, "previousKeys": still}
+        fields = {"signingKey": 1, "nextKey": 1, "installation": 1, "previousKeys": still}
+        fields |= {"definitions": 1, "listenerId": 1, "servedBy": 1}
         found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$project": fields}])
         if not found:
             return None
         lease = found[0]
         others = [*filter(None, [lease.get("nextKey")]), *lease["previousKeys"]]
         keys = (bytes(lease["signingKey"]), *(bytes(each["key"]) for each in others))
-        return KeyRing(keys, str(lease.get("installation") or ""), lease.get("definitions"))
+        definitions = lease.get("definitions") if is_of_this_term(lease) else None
+        return KeyRing(keys, str(lease.get("installation") or ""), definitions)
 
     def announce(self, overlap: float) -> datetime | None:
         """

@@ -216,6 +216,20 @@ def test_new_definitions_that_fail_leave_the_old_ones_leading(chain: Chain) -> N
     assert old.running
 
 
+def test_new_definitions_that_are_killed_leave_the_old_ones_leading(chain: Chain) -> None:
+    """Out of memory, say: one death interrupts the old code once, however often its supervisor starts the new one."""
+    old = chain.listener(name="old", **OLD)
+    new = chain.run("listener", name="new", **NEW)
+    _wait_served(chain, "plain", "other")
+    new.kill()
+    again = chain.run("listener", name="new-again", **NEW)
+    lease = _wait_served(chain, "plain")
+    again.wait_for_output("a listener with them has failed")
+    _wait_announced(chain, again)
+    assert _lease(chain)["version"] == lease["version"]
+    assert old.running
+
+
 def test_a_worker_says_that_nobody_leads_one_of_its_handlers(chain: Chain) -> None:
     """New code in the workers, old code in the listener: not in silence."""
     chain.listener(**OLD)
