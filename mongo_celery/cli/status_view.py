@@ -78,7 +78,7 @@ def _summary(status: Mapping[str, Any]) -> Text:
         f"oplog {duration(status['oplog_window_seconds'])}",
     ]
     if status["broker_down"]:
-        facts.insert(0, "the broker does not answer")
+        facts.insert(0, "the broker does not answer, or takes nothing")
     return text.append(", " + ", ".join(facts))
 
 

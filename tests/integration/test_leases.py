@@ -13,14 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pymongo
 import pytest
 from bson import Timestamp
 from pymongo import MongoClient, WriteConcern
 from pymongo.collection import Collection
+from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.leases import Layout, Leases, Term, layout_of
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import DEFINITIONS
@@ -31,6 +34,7 @@ Failpoint = Callable[..., AbstractContextManager[None]]
 
 TTL = 2.0
 SHORT_TTL = 1.0
+LONG_TTL = 600.0
 DELAY = 0.4
 BRIDGE = "shop"
 RACES = 50
@@ -396,3 +400,25 @@ def test_gaps_are_remembered_and_bounded(leases: Leases, gap_terms: Term) -> Non
         assert leases.record_gap(gap_terms, {"until": Timestamp(number + 1, 1)})
     gaps = (leases.read() or {})["gaps"]
     assert [gap["until"].time for gap in gaps] == list(range(3, 23))
+
+
+def test_a_term_that_a_frozen_server_began_unseen_is_ended_by_its_process(
+    make_replica_set: Callable[..., MongoReplicaSet], make_client: MakeClient
+) -> None:
+    """Its acquisition lay in the socket and was carried out at the thaw: nobody would lead for a whole ttl."""
+    own = make_replica_set()
+    leases = store_of(make_client(own.url), "state", lease_ttl=LONG_TTL).leases
+    leases.ensure()
+    leases.announce(DEFINITIONS)
+    assert leases.read() is not None
+    own.pause()
+    with pytest.raises(PyMongoError), pymongo.timeout(1):
+        leases.acquire(DEFINITIONS)
+    own.resume()
+    unseen = wait_for(lambda: (leases.read() or {})["listenerId"])
+    assert leases.acquire(DEFINITIONS) is None
+    assert leases.end_unanswered()
+    assert not leases.end_unanswered()
+    term = leases.acquire(DEFINITIONS)
+    assert term is not None
+    assert term.listener_id != unseen

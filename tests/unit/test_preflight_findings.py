@@ -224,7 +224,14 @@ def test_a_short_error_ends_before_what_the_driver_appends() -> None:
 def state(**changes: Any) -> dict[str, Any]:
     """A status under which all is well."""
     listener = {"host": "one", "pid": 42}
-    calm = {"state": "leading", "error": None, "listener": listener, "dead_letters": 0, "unread_seconds": 0}
+    calm = {
+        "state": "leading",
+        "error": None,
+        "listener": listener,
+        "dead_letters": 0,
+        "unread_seconds": 0,
+        "broker_down": False,
+    }
     return {**calm, "subscriptions": [{"name": "summarise", "state": "flowing"}], "partitions": [], **changes}
 
 
@@ -280,8 +287,14 @@ def test_changes_that_wait_for_infrastructure_are_told_with_since_and_cause() ->
         ({"partitions": [partition(0, "paused")]}, "paused", "warning"),
         ({"dead_letters": 2}, "dead_letters", "warning"),
         ({"subscriptions": [{"name": "gone", "state": "unregistered"}]}, "unregistered", "warning"),
+        ({"broker_down": True}, "publishing", "error"),
+        (
+            {"partitions": [{**partition(0, "parked"), "retry": {"due_seconds": 1e9, "error": None}}]},
+            "parked",
+            "warning",
+        ),
         ({"unread_seconds": 27, "reading_waits": "HostUnreachable"}, "reading", "error"),
-        ({"state": "idle", "listener": None}, "listener", "warning"),
+        ({"state": "idle", "listener": None}, "listener", "error"),
         ({"state": "never_started", "listener": None}, "listener", "ok"),
         ({"state": "failed", "listener": None, "error": "no right"}, "listener", "error"),
     ],
@@ -289,3 +302,11 @@ def test_changes_that_wait_for_infrastructure_are_told_with_since_and_cause() ->
 def test_what_a_person_should_look_at_is_no_longer_well(changes: dict[str, Any], name: str, level: str) -> None:
     """Neither in the list nor in the last line."""
     assert judged(**changes)[name][0] == level
+
+
+def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
+    """`changes retry` would refuse it."""
+    lost = {"name": "summarise", "state": "history_lost"}
+    _, message = judged(partitions=[partition(3, "halted")], subscriptions=[lost])["halted"]
+    assert "changes skip summarise --partition 3" in message
+    assert "retry" not in message

@@ -150,6 +150,10 @@ class Listener:
         try:
             candidacy.renew()
             term = candidacy.acquire()
+            if term is None and leases.end_unanswered():
+                logger.info(
+                    "ended a term of this process whose acquisition got no answer", extra={"event": "unanswered_ended"}
+                )
             if term is None and time.monotonic() - self._suspected_at > _SUSPICION_SECONDS:
                 self._suspected_at = time.monotonic()
                 leases.ensure()

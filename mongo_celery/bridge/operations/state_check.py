@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 _SHOWN = 3
+_LONG_SECONDS = 3600
 
 
 def check_state(wiring: Wiring) -> Iterator[Finding]:
@@ -25,10 +26,16 @@ def judge_state(status: Mapping[str, Any]) -> Iterator[Finding]:
     if status["unread_seconds"]:
         why = status["reading_waits"] or "the server has not answered"
         yield error("reading", f"Nothing has been read for {status['unread_seconds']} s: {why}.")
-    yield from _standing(status["partitions"])
+    if status["broker_down"]:
+        yield error("publishing", "The listener cannot publish: the broker does not answer, or takes nothing.")
+    yield from _standing(status)
     letters = status["dead_letters"]
     if letters:
-        yield warning("dead_letters", f"{letters} changes were set aside; look at them, and repair what they say.")
+        yield warning(
+            "dead_letters",
+            f"{letters} changes were set aside, into the collection dead_letters of the state database: repair what "
+            "they stand for.",
+        )
     unserved = [each["name"] for each in status["subscriptions"] if each["state"] == "unregistered"]
     if unserved:
         yield warning(
@@ -45,11 +52,13 @@ def _leading(status: Mapping[str, Any]) -> Finding:
     if state == "never_started":
         return ok("listener", "None has ever led; start one with `celery -A ... listener`.")
     if state == "idle":
-        return warning("listener", "None leads, so nothing is read; start one with `celery -A ... listener`.")
+        return error("listener", "None leads, so nothing is read; start one with `celery -A ... listener`.")
     return error("listener", f"None leads, and the last one ended with: {status['error']}")
 
 
-def _standing(partitions: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _standing(status: Mapping[str, Any]) -> Iterator[Finding]:
+    partitions = status["partitions"]
+    lost = {each["name"] for each in status["subscriptions"] if each["state"] == "history_lost"}
     halted = [each for each in partitions if each["state"] == "halted"]
     paused = [each for each in partitions if each["state"] == "paused"]
     waiting = [each for each in partitions if each["state"] == "waiting"]
@@ -57,19 +66,34 @@ def _standing(partitions: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         where = f"{each['subscription']} --partition {each['index']}"
         key = (each["head"] or {}).get("key") or "a change"
         reason = (each["retry"] or {}).get("error") or "no error is recorded"
-        yield error(
-            "halted",
-            f"Partition {each['index']} of {each['subscription']} stands at {key}: {reason}. Cure the cause, then "
-            f"`changes retry {where}`, or pass over this change with `changes skip {where}`.",
-        )
+        cure = f"Cure the cause, then `changes retry {where}`, or pass over this change with `changes skip {where}`."
+        if each["subscription"] in lost:
+            cure = f"Its history is lost, so it cannot run any more: repair by hand, then `changes skip {where}`."
+        yield error("halted", f"Partition {each['index']} of {each['subscription']} stands at {key}: {reason}. {cure}")
     if len(halted) > _SHOWN:
         yield error("halted", f"{len(halted) - _SHOWN} more partitions are halted; `changes status` shows them.")
     if paused:
         names = _named(sorted({each["subscription"] for each in paused}))
         yield warning("paused", f"{len(paused)} partitions of {names} are paused; `changes resume` lets them flow.")
     yield from _waiting(waiting)
-    if not halted and not paused and not waiting:
-        yield ok("partitions", "None is halted or paused, and none waits for infrastructure.")
+    late = [each for each in partitions if each["state"] == "parked" and each["retry"]["due_seconds"] > _LONG_SECONDS]
+    yield from _parked(late)
+    if not halted and not paused and not waiting and not late:
+        yield ok("partitions", "None is halted or paused, waits for infrastructure, or is parked for long.")
+
+
+def _parked(partitions: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    latest_first = sorted(partitions, key=lambda each: each["retry"]["due_seconds"], reverse=True)
+    for each in latest_first[:_SHOWN]:
+        hours = each["retry"]["due_seconds"] / 3600
+        yield warning(
+            "parked",
+            f"Partition {each['index']} of {each['subscription']} is parked for {hours:.0f} h: its handler asked for a "
+            "retry then, and all later changes of the partition wait. To run it now: "
+            f"`changes retry {each['subscription']} --partition {each['index']}`.",
+        )
+    if len(partitions) > _SHOWN:
+        yield warning("parked", f"{len(partitions) - _SHOWN} more partitions are; `changes status` shows them.")
 
 
 def _waiting(partitions: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ The server is the authority. Acquire, renew and release are three operations::
 
 | failure | what happens |
 |---|---|
-| the answer of an acquisition is lost | the lease stays with an id that nobody uses and expires |
+| the answer of an acquisition is lost | the process ends that term when the server answers; else it expires |
 | the answer of a renewal is lost | the trusted time is not moved; the next renewal decides |
 | the document is deleted | the renewal matches nothing: step down; the next acquisition counts from cluster time |
 | a primary's clock ran far ahead | an expiry beyond the lease's own ttl, unchanged for twice that time, is replaced |
@@ -31,15 +31,16 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from bson import ObjectId, Timestamp
 from bson.int64 import Int64
 from pymongo.collection import Collection
-from pymongo.errors import DuplicateKeyError
+from pymongo.errors import DuplicateKeyError, PyMongoError
 
 from mongo_celery.bridge.state.candidates import Definitions, died, ended, is_overtaken, named, served, stands_back
 from mongo_celery.bridge.state.signing import EXCHANGE, installation_kept, new_key
@@ -49,6 +50,9 @@ from mongo_celery.mongo.table import Table, call_timeout
 
 _TRUST = 0.9
 """Share of the ttl for which the holder trusts its lease; the rest is margin for clocks that drift."""
+
+_UNANSWERED_MAX = 1000
+_UNANSWERED_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class Leases:
         self._bridge = bridge
         self._ttl = ttl
         self._suspect: tuple[Any, float] | None = None
+        self._unanswered: deque[str] = deque(maxlen=_UNANSWERED_MAX)
+        self._unanswered_at = 0.0
 
     def ensure(self) -> None:
         """
@@ -154,33 +160,37 @@ class Leases:
         if observed is not None:
             free = {name: observed[name] for name in ("listenerId", "version", "expiresAt")}
         started = time.monotonic()
-        document = self._table.find_and_update(
-            {"_id": self._bridge, **free},
-            [
-                died(),
-                {
-                    "$set": {
-                        "version": next_number("version"),
-                        "listenerId": literal(listener_id),
-                        "expiresAt": after(self._ttl),
-                        "ttl": literal(millis(self._ttl)),
-                        "renewedAt": "$$NOW",
-                        "acquiredAt": "$$NOW",
-                        "host": literal(socket.gethostname()),
-                        "pid": literal(os.getpid()),
-                        "state": "leading",
-                        "report": None,
-                        "error": None,
-                        "overtaken": False,
-                        "installation": installation_kept(),
-                    },
-                },
-                EXCHANGE,
-            ],
-        )
+        with self._noting(listener_id):
+            document = self._table.find_and_update({"_id": self._bridge, **free}, _acquisition(listener_id, self._ttl))
         if document is None:
             return None
         return Term(listener_id, document["version"], started + self._ttl * _TRUST, document)
+
+    @contextmanager
+    def _noting(self, listener_id: str) -> Iterator[None]:
+        """Remember whose command got no answer."""
+        try:
+            yield
+        except PyMongoError:
+            self._unanswered.append(listener_id)
+            self._unanswered_at = time.monotonic()
+            raise
+
+    def end_unanswered(self) -> bool:
+        """
+        End a term of this process that it does not know of; whether there was one. To be called while standing by.
+
+        A command whose answer was lost may lie in the socket of a frozen server, and be carried out when that wakes:
+        then the lease is held by an id that nobody uses, for as long as its ttl.
+        """
+        if time.monotonic() - self._unanswered_at > _UNANSWERED_SECONDS:
+            self._unanswered.clear()
+        if not self._unanswered:
+            return False
+        nobody = {"listenerId": None, "expiresAt": None, "state": "idle"}
+        return self._table.update(
+            {"_id": self._bridge, "listenerId": {"$in": list(self._unanswered)}}, {"$set": nobody}
+        )
 
     def suspicious(self) -> Mapping[str, Any] | None:
         """
@@ -236,7 +246,8 @@ class Leases:
         """Give the lease back; False when it was no longer ours. The version stays."""
         change = {"listenerId": None, "expiresAt": None, "state": state, "error": literal(error)}
         stages = [{"$set": change}, ended(definitions.digest, failed=error is not None)]
-        return self._table.update(self._mine(term), stages)
+        with self._noting(term.listener_id):
+            return self._table.update(self._mine(term), stages)
 
     def raise_version(self, term: Term, above: int) -> Term | None:
         """A larger version for this term, after a take-over met a larger epoch; None when the term has ended."""
@@ -320,6 +331,31 @@ class Leases:
 
     def _mine(self, term: Term) -> dict[str, Any]:
         return {"_id": self._bridge, "listenerId": term.listener_id, "version": term.version}
+
+
+def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
+    """The stages by which a new term takes the lease."""
+    return [
+        died(),
+        {
+            "$set": {
+                "version": next_number("version"),
+                "listenerId": literal(listener_id),
+                "expiresAt": after(ttl),
+                "ttl": literal(millis(ttl)),
+                "renewedAt": "$$NOW",
+                "acquiredAt": "$$NOW",
+                "host": literal(socket.gethostname()),
+                "pid": literal(os.getpid()),
+                "state": "leading",
+                "report": None,
+                "error": None,
+                "overtaken": False,
+                "installation": installation_kept(),
+            },
+        },
+        EXCHANGE,
+    ]
 
 
 def has_begun(document: Mapping[str, Any] | None) -> bool:
