@@ -254,14 +254,13 @@ class Leader:
         now = time.monotonic()
         self._take_in(now)
         self._note_refused(now)
+        self._win_locked(now)
         try:
-            self._win_locked(now)
             self._look(now)
             self._look_at_history(now)
             self._drain()
         except PyMongoError as error:
-            raise_if_final(error, self._wiring.state_concern)
-            logger.warning("reading partitions failed, trying again: %s", error, extra={"event": "partitions_unread"})
+            self._unread(error)
             self._looked_at = self._swept_at = now
         self._dispatch()
         self._watermarks.flush(self._subscriptions.values(), now, self._moved_at)
@@ -368,8 +367,15 @@ class Leader:
     def _win_locked(self, now: float) -> None:
         """Take over, one by one, what an open transaction had kept from the take-over."""
         assert self._locked is not None, "a term wins the rest after it has taken over"
-        for image in self._locked.win(now):
-            self._observe(image, time.monotonic())
+        try:
+            for image in self._locked.win(now):
+                self._observe(image, time.monotonic())
+        except PyMongoError as error:  # all others are looked at all the same
+            self._unread(error)
+
+    def _unread(self, error: PyMongoError) -> None:
+        raise_if_final(error, self._wiring.state_concern)
+        logger.warning("reading partitions failed, trying again: %s", error, extra={"event": "partitions_unread"})
 
     def _look_pause(self, now: float) -> float:
         """Short after something moved, longer while handlers take their time; infinite with nothing out."""
