@@ -146,8 +146,8 @@ class LockedPartitions:
         if self._locked:
             logger.warning(
                 "%d partitions are locked by open transactions, among them %s: they are taken over when these end, "
-                "which the server does after transactionLifetimeLimitSeconds at the latest, or as soon as a server that "
-                "is too slow for it answers in time. All others are led",
+                "which the server does after transactionLifetimeLimitSeconds at the latest, or when a server that is "
+                "too slow for all of them has answered. All others are led",
                 len(self._locked),
                 ", ".join(self.names[:_NAMED_MAX]),
                 extra={"event": "partitions_locked", "count": len(self._locked)},
