@@ -247,6 +247,7 @@ class Leader:
             room=_READ_AHEAD,
             batch_size=self._options.batch_size,
             comment=self._options.comment,
+            status=self._reader.status.handed_on() if self._reader is not None else None,
         )
         self._reader.start()
 
