@@ -26,7 +26,7 @@ from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark, PendingChange, Window
 from mongo_celery.errors import AccessError, HistoryLostError, LayoutError, LeaseLostError
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
-from tests.integration.term_rig import TermRig, begin_term, mark_at
+from tests.integration.term_rig import TermRig, advance, begin_term, mark_at
 
 Document = dict[str, Any]
 
@@ -97,7 +97,7 @@ class Make:
         for name, mark in marks.items():
             assert rig.store.subscriptions.pin(name, rig.version, pinned, None)
             if mark is not None:
-                rig.store.subscriptions.advance(name, rig.version, mark.token, mark.cluster_time, STREAM)
+                advance(rig.store.subscriptions, name, rig.version, mark.token, mark.cluster_time, STREAM)
         led = {each.name: each for each in rig.led(takeover, marks)}
         bridge = Bridge(self._client, rig, led, Watermarks(rig.store, rig.renewal, STREAM, dict))
         bridge.watermarks.store(led.values(), 0.0)
