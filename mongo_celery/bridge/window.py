@@ -68,11 +68,13 @@ class Window:
     Attributes:
         watermark: the last place before which everything is done; None until the first.
         count: changes that are not done.
+        refused: how many of these are refused.
         size: their bytes.
     """
 
     watermark: Mark | None = None
     count: int = 0
+    refused: int = 0
     size: int = 0
     _seen: str = ""
     _order: deque[PendingChange | _Completed] = field(default_factory=deque)
@@ -104,6 +106,7 @@ class Window:
         self._order.append(change)
         self._buffers.setdefault(change.index, deque()).append(change)
         self.count += 1
+        self.refused += change.refusal is not None
         self.size += len(change.raw)
 
     def pass_over(self, mark: Mark) -> None:
@@ -130,6 +133,7 @@ class Window:
         while buffer and buffer[0].mark.data <= data:
             change = buffer.popleft()
             change.done = True
+            self.refused -= change.refusal is not None
             self.size -= len(change.raw)
             change.raw = b""
             finished += 1

@@ -5,6 +5,9 @@ A plain update waits for such a document until that transaction ends, for a minu
 (`transactionLifetimeLimitSeconds`), and whatever lies behind it waits too. Within a transaction of one's own the
 server refuses the same write at once. So the plain update has a short time; after that, groups, and parts of the
 groups that were refused, are tried in transactions, until what is locked stands alone. Nothing then waits for a lock.
+
+A server may also just be slow. A transaction that gets no answer, rather than a refusal, has met no lock: from then on
+each has the whole time of a call, and the first of them takes in all that is left, so that few are needed.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from enum import Enum
+from itertools import chain
 from typing import Any
 
 import pymongo
@@ -30,6 +35,12 @@ _PARTS = 4
 _TRANSIENT = "TransientTransactionError"
 
 
+class _Outcome(Enum):
+    DONE = "done"
+    REFUSED = "refused"
+    UNANSWERED = "unanswered"
+
+
 def update_around_locks(table: Table, scope: Mapping[str, Any], condition: Mapping[str, Any], change: Update) -> None:
     """
     Update all documents of a scope that fulfil a condition, but those that are locked; bounded.
@@ -38,7 +49,7 @@ def update_around_locks(table: Table, scope: Mapping[str, Any], condition: Mappi
     what is locked, where the time did not suffice.
 
     Raises:
-        PyMongoError: for any other reason than a lock.
+        PyMongoError: for any other reason than a lock, or a server that is too slow for it.
     """
     query = {**scope, **condition}
     try:
@@ -58,16 +69,22 @@ def update_unlocked(
     """
     Update documents by `_id` that fulfil a condition, without waiting for those that are locked; ends within a time.
 
-    What the time did not suffice for is chosen by chance, so that repeating this reaches everything that is free.
+    A server that turns out to be slow is given the time of one more call, and answers late itself. What the time did
+    not suffice for is chosen by chance, so that repeating this reaches everything that is free.
     """
     until = time.monotonic() + seconds
-    pending = deque(_parts(ids, _GROUP))
-    random.shuffle(pending)
+    limit = min(table.timeout, _ATTEMPT_SECONDS)
+    pending = deque(_parts(random.sample(ids, len(ids)), _GROUP))
     with table.collection.database.client.start_session() as session:
         while pending and time.monotonic() < until:
             group = pending.popleft()
-            done = _updated(table, session, {"_id": {"$in": list(group)}, **condition}, change)
-            if not done and len(group) > 1:
+            query = {"_id": {"$in": list(group)}, **condition}
+            outcome = _update(table, session, query, change, limit)
+            if outcome is _Outcome.UNANSWERED and limit < table.timeout:
+                limit = table.timeout
+                until = max(until, time.monotonic() + limit)
+                pending = deque([list(chain(group, *pending))])
+            elif outcome is not _Outcome.DONE and len(group) > 1:
                 pending.extend(_parts(group, math.ceil(len(group) / _PARTS)))
 
 
@@ -75,20 +92,25 @@ def _parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _updated(table: Table, session: ClientSession, query: Mapping[str, Any], change: Update) -> bool:
-    """Whether the update was made; one that met a lock has changed nothing. The next one ends what this leaves open."""
+def _update(table: Table, session: ClientSession, query: Mapping[str, Any], change: Update, limit: float) -> _Outcome:
+    """
+    Try the update; one that was refused, by a lock, has changed nothing. The next one ends what this leaves open.
+
+    The commit has the whole time of a call: no lock holds it up any more.
+    """
     session.start_transaction(write_concern=WriteConcern("majority"))
-    limit = min(table.timeout, _ATTEMPT_SECONDS)
     try:
         with pymongo.timeout(limit):
             table.collection.update_many(query, change, session=session)
-        with pymongo.timeout(limit):
+        with table.limit():
             session.commit_transaction()
-    except OperationFailure as error:
+    except PyMongoError as error:
         if session.in_transaction:
             with table.limit():
                 session.abort_transaction()
-        if not (error.timeout or error.has_error_label(_TRANSIENT)):
+        if error.timeout:
+            return _Outcome.UNANSWERED
+        if not (isinstance(error, OperationFailure) and error.has_error_label(_TRANSIENT)):
             raise
-        return False
-    return True
+        return _Outcome.REFUSED
+    return _Outcome.DONE

@@ -71,11 +71,6 @@ class Table:
         with self.limit():
             return self.collection.update_one(guard, change, upsert=upsert).matched_count == 1
 
-    def update_all(self, guard: Mapping[str, Any], change: Update) -> None:
-        """Update every document that the guard names."""
-        with self.limit():
-            self.collection.update_many(guard, change)
-
     def find_and_update(self, guard: Mapping[str, Any], change: Update) -> dict[str, Any] | None:
         """Update the document that the guard names, and return it as it is then, or None."""
         with self.limit():

@@ -11,7 +11,7 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.monitoring import CommandListener
 
-from mongo_celery.bridge.stream.reader import ChangeEvent, Failed, Flaw, Item, Position, StreamReader
+from mongo_celery.bridge.stream.reader import ChangeEvent, Failed, Flaw, Item, Position, StreamReader, StreamStatus
 from mongo_celery.bridge.stream.source import Scope, Selector, filter_of, scope_of, source_of
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
@@ -61,6 +61,7 @@ class Reading:
         room: how many items are taken before `make_room` is called; by default the reader never waits.
         pauses: before the stream is opened again.
         commands: is told all commands.
+        status: of a reader before.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Reading:
         room: int | None = None,
         pauses: Pauses = SHORT_PAUSES,
         commands: CommandListener | None = None,
+        status: StreamStatus | None = None,
     ) -> None:
         self.items: list[Item] = []
         self._url = url
@@ -85,6 +87,7 @@ class Reading:
             room=ROOM if room is None else room,
             comment="a test",
             pauses=pauses,
+            status=status,
         )
 
     def _client(self, timeout: float) -> MongoClient[RawBSONDocument]:

@@ -18,6 +18,7 @@ from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_t
 from mongo_celery.bridge.listener.takeover import Takeover, take_over
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import Advance, Subscriptions
 from mongo_celery.bridge.window import Mark
 from tests.fixtures.samples import DEFINITIONS
 
@@ -35,6 +36,20 @@ def mark_at(time: Timestamp) -> Mark:
     """A place with this cluster time, as the server writes it."""
     data = f"82{time.time:08x}{time.inc:08x}2b02"
     return Mark({"_data": data}, data, time)
+
+
+def advance(
+    subscriptions: Subscriptions,
+    name: str,
+    version: int,
+    token: Mapping[str, Any],
+    cluster_time: Timestamp | None,
+    fingerprint: str,
+) -> bool:
+    """Store one watermark; whether that has changed anything."""
+    before = subscriptions.read_all()
+    subscriptions.advance_all([Advance(name, version, token, cluster_time)], fingerprint)
+    return subscriptions.read_all() != before
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,8 @@ def test_a_share_that_trembles_is_named_once_and_one_that_comes_again_anew(
         ({"state": "halted"}, "halted", "changes skip record --partition 1"),
         ({"state": "paused"}, "paused", "changes resume record --partition 1"),
         ({"due_in": 9.0}, "parked", "changes retry record --partition 1"),
-        ({}, "waiting", "workers"),
+        ({"due_in": 9.0, "waiting": {"cause": "AutoReconnect: away"}}, "waiting", "bring back"),
+        ({}, "unclaimed", "workers"),
     ],
 )
 def test_the_remedy_fits_what_holds_it(scene: Scene, changes: Document, state: str, command: str) -> None:
@@ -127,6 +128,17 @@ def test_the_remedy_fits_what_holds_it(scene: Scene, changes: Document, state: s
     risk = risk_of(scene.led, oplog())
     assert (risk.partition, risk.state) == (1, state)
     assert command in risk.remedy
+
+
+def test_what_infrastructure_holds_is_named_with_what_is_away(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """P16: to run it again at once would only make it wait again."""
+    caplog.set_level(logging.WARNING, RECORD)
+    stands(scene, due_in=9.0, waiting={"cause": "AutoReconnect: away"})
+    scene.judge(oplog())
+    (record,) = caplog.records
+    assert "which is waiting for infrastructure (AutoReconnect: away)" in record.getMessage()
+    assert "changes retry" not in record.getMessage()
+    assert scene.horizon.risks[0].report()["cause"] == "AutoReconnect: away"
 
 
 def test_who_has_nothing_left_to_do_is_held_by_reading_alone(scene: Scene) -> None:

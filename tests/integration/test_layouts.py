@@ -18,7 +18,7 @@ from mongo_celery.bridge.listener import draining
 from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.errors import LayoutError, LeaseLostError
-from tests.integration.term_rig import BRIDGE, TermRig, begin_term, mark_at
+from tests.integration.term_rig import BRIDGE, TermRig, advance, begin_term, mark_at
 
 Document = dict[str, Any]
 Begin = Callable[..., TermRig]
@@ -193,7 +193,7 @@ def test_a_handler_that_is_not_there_with_work_under_way_refuses_another_layout(
     """P2, P9: what its partitions have done would be done again; the sentence names it and both remedies."""
     before = begin(OLD, "record", "audit")
     before.take_over()
-    assert before.store.subscriptions.advance("audit", before.version, DRAINED.token, DRAINED.cluster_time, "f")
+    assert advance(before.store.subscriptions, "audit", before.version, DRAINED.token, DRAINED.cluster_time, "f")
     before.partitions.update_one({"_id": f"{BRIDGE}/audit/0/1"}, {"$set": change})
     rig = begin(NEW)
     with pytest.raises(LayoutError) as caught:

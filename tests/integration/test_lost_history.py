@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from bson import Timestamp
+from bson.int64 import Int64
 from pymongo import MongoClient
 
 from mongo_celery.bridge.listener import draining, history, starts
@@ -25,7 +26,7 @@ from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark, PendingChange, Window
 from mongo_celery.errors import AccessError, HistoryLostError, LayoutError, LeaseLostError
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
-from tests.integration.term_rig import TermRig, begin_term, mark_at
+from tests.integration.term_rig import TermRig, advance, begin_term, mark_at
 
 Document = dict[str, Any]
 
@@ -96,7 +97,7 @@ class Make:
         for name, mark in marks.items():
             assert rig.store.subscriptions.pin(name, rig.version, pinned, None)
             if mark is not None:
-                rig.store.subscriptions.advance(name, rig.version, mark.token, mark.cluster_time, STREAM)
+                advance(rig.store.subscriptions, name, rig.version, mark.token, mark.cluster_time, STREAM)
         led = {each.name: each for each in rig.led(takeover, marks)}
         bridge = Bridge(self._client, rig, led, Watermarks(rig.store, rig.renewal, STREAM, dict))
         bridge.watermarks.store(led.values(), 0.0)
@@ -251,6 +252,7 @@ def rolling(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(read_oplog(client), is_whole=False)
 
     monkeypatch.setattr(history, "read_oplog", read)
+    monkeypatch.setattr(starts, "read_oplog", read)
 
 
 def test_a_start_before_the_beginning_of_a_whole_oplog_is_not_lost(make: Make) -> None:
@@ -279,6 +281,26 @@ def test_what_can_be_read_after_all_is_no_longer_lost(make: Make) -> None:
     assert bridge.rig.store.subscriptions.mark_lost("record", bridge.rig.version, place, Timestamp(FUTURE.time, 9), "")
     assert bridge.begin() == Position(mark_at(place).token, place)
     assert bridge.document("record")["lost"] is None
+
+
+@pytest.mark.usefixtures("rolling")
+def test_a_handler_that_is_added_while_all_others_are_lost_can_be_read(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P12: the lease keeps the place that was lost; no handler of a deploy is born there."""
+    bridge = make(record=ROLLED)
+    assert bridge.begin() is None
+    rig = begin_term(bridge.client, bridge.rig.options.database, 2, ("record", "late"))
+    takeover = rig.take_over()
+    with caplog.at_level(logging.WARNING):
+        found = find_starts(rig.store, bridge.client, rig.renewal, rig.options, takeover)
+    assert (found["late"].place, found["record"].place[0]) == ((bridge.oldest, ""), ROLLED.cluster_time)
+    (record,) = [each for each in caplog.records if each.__dict__["event"] == "subscription_added"]
+    assert "the oldest entry of the oplog" in record.getMessage()
+    led = {each.name: each for each in rig.led(takeover, {"record": ROLLED})}
+    later = replace(bridge, rig=rig, led=led)
+    assert later.begin() == Position(None, bridge.oldest)
+    assert {name: each.lost for name, each in led.items()} == {"record": True, "late": False}
 
 
 @pytest.mark.usefixtures("rolling")
@@ -417,6 +439,40 @@ def test_a_new_layout_does_not_wait_for_what_cannot_be_read(make: Make, tip: Mar
     found = bridge.rig.take_over()
     with pytest.raises(LayoutError, match="go-on record"):
         draining.check_can_read(bridge.rig.options, found, bridge.led.values())
+
+
+def test_a_decision_counts_until_the_last_moment(make: Make) -> None:
+    """P9, P12: the last change ends right after somebody has decided."""
+    bridge = make(record=ROLLED)
+    led = bridge.led["record"]
+    led.window.add(PendingChange(ROLLED_LATER, 0, b"change"))
+    assert bridge.go_on("halt") is None
+    judge, now = bridge.history("halt"), time.monotonic()
+    assert judge.look(bridge.led, bridge.watermarks, now) is None
+    bridge.decide("record", "now")
+    led.window.complete(0, ROLLED_LATER.data)
+    position = judge.look(bridge.led, bridge.watermarks, now)
+    assert position == Position(None, bridge.document("record")["startAtOperationTime"])
+    assert not led.lost
+
+
+def test_a_new_layout_does_not_wait_for_what_is_lost_while_it_is_drained(make: Make, tip: Mark) -> None:
+    """P9, P12: it ends with the sentence once what was read is done; reading will never get there."""
+    bridge = make(record=ROLLED, audit=tip)
+    bridge.rig.partitions.update_one(
+        {"_id": "shop/record/0/1"}, {"$set": {"resumeToken": tip.token, "committed": Int64(1)}}
+    )
+    rig = begin_term(bridge.client, bridge.rig.options.database, 3, ("record", "audit"))
+    takeover = rig.take_over()
+    led = {each.name: each for each in rig.led(takeover, {"record": ROLLED, "audit": tip})}
+    assert draining.limit(rig.options, takeover, led.values()) is draining.Drain.READING
+    led["record"].window.add(PendingChange(ROLLED_LATER, 0, b"change"))
+    replace(bridge, rig=rig, led=led).go_on("halt")
+    assert led["record"].lost
+    assert draining.limit(rig.options, takeover, led.values()) is draining.Drain.READING
+    led["record"].window.complete(0, ROLLED_LATER.data)
+    with pytest.raises(LayoutError, match="go-on record"):
+        draining.limit(rig.options, takeover, led.values())
 
 
 def test_a_term_that_has_ended_moves_nothing(make: Make, tip: Mark) -> None:

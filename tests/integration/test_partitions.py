@@ -18,6 +18,7 @@ from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import lost_in
 from tests.fixtures.process import wait_for
 from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, rig_of, token
+from tests.integration.term_rig import advance
 
 Document = dict[str, Any]
 
@@ -299,7 +300,7 @@ def test_a_subscription_is_created_by_its_first_take_over_and_kept_by_the_next(r
     created = subscriptions.take_over(["record", "audit"], VERSION)
     assert {name: document["epoch"] for name, document in created.items()} == {"record": VERSION, "audit": VERSION}
     assert subscriptions.pin("record", VERSION, Timestamp(5, 1), None)
-    assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
+    assert advance(subscriptions, "record", VERSION, token(3), Timestamp(6, 1), "f")
     again = subscriptions.take_over(["record"], LATER)["record"]
     assert again["epoch"] == LATER
     assert (again["resumeToken"], again["clusterTime"], again["fingerprint"]) == (token(3), Timestamp(6, 1), "f")
@@ -310,11 +311,11 @@ def test_a_watermark_only_grows(rig: Rig) -> None:
     """P4: compared by `_data` alone."""
     subscriptions = rig.store.subscriptions
     subscriptions.take_over(["record"], VERSION)
-    assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
+    assert advance(subscriptions, "record", VERSION, token(3), Timestamp(6, 1), "f")
     for data in (token(3), {**token(3), "_typeBits": b"\x01"}, token(2)):
-        assert not subscriptions.advance("record", VERSION, data, Timestamp(6, 1), "f")
-    assert subscriptions.advance("record", VERSION, {**token(4), "_typeBits": b"\x01"}, None, "f")
-    assert subscriptions.advance("record", VERSION, token(5), None, "f")
+        assert not advance(subscriptions, "record", VERSION, data, Timestamp(6, 1), "f")
+    assert advance(subscriptions, "record", VERSION, {**token(4), "_typeBits": b"\x01"}, None, "f")
+    assert advance(subscriptions, "record", VERSION, token(5), None, "f")
 
 
 def test_an_older_term_moves_nothing_of_a_subscription(rig: Rig) -> None:
@@ -323,7 +324,7 @@ def test_an_older_term_moves_nothing_of_a_subscription(rig: Rig) -> None:
     subscriptions.take_over(["record"], VERSION)
     subscriptions.take_over(["record"], LATER)
     before = subscriptions.read_all()
-    assert not subscriptions.advance("record", VERSION, token(3), None, "f")
+    assert not advance(subscriptions, "record", VERSION, token(3), None, "f")
     assert not subscriptions.pin("record", VERSION, Timestamp(1, 1), None)
     assert not subscriptions.move_start("record", VERSION, Timestamp(1, 1), "now")
     assert subscriptions.read_all() == before
@@ -344,7 +345,7 @@ def test_moving_the_start_drops_the_token_that_the_server_no_longer_accepts(rig:
     """After lost history: what partitions have committed stays."""
     subscriptions = rig.store.subscriptions
     subscriptions.take_over(["record"], VERSION)
-    assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
+    assert advance(subscriptions, "record", VERSION, token(3), Timestamp(6, 1), "f")
     assert subscriptions.move_start("record", VERSION, Timestamp(9, 1), "now")
     (document,) = subscriptions.read_all()
     assert (document["resumeToken"], document["fingerprint"]) == (None, None)
@@ -357,7 +358,7 @@ def test_a_start_is_never_lowered(rig: Rig) -> None:
     """P4: neither a position behind the new start, nor a start that was pinned behind it."""
     subscriptions = rig.store.subscriptions
     subscriptions.take_over(["record", "audit"], VERSION)
-    assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
+    assert advance(subscriptions, "record", VERSION, token(3), Timestamp(6, 1), "f")
     assert not subscriptions.move_start("record", VERSION, Timestamp(5, 1), "now")
     assert subscriptions.pin("audit", VERSION, Timestamp(20, 1), None)
     assert subscriptions.move_start("audit", VERSION, Timestamp(5, 1), "now")
@@ -380,7 +381,7 @@ def test_a_decision_on_lost_history_counts_for_what_its_operator_has_seen(rig: R
     assert not subscriptions.decide("record", seen, "oldest", Timestamp(11, 1)), "somebody else was first"
     (decided,) = subscriptions.read_all()
     assert decided["lost"]["goOn"] == {"policy": "now", "time": Timestamp(10, 1)}
-    assert subscriptions.advance("record", VERSION, token(3), Timestamp(6, 1), "f")
+    assert advance(subscriptions, "record", VERSION, token(3), Timestamp(6, 1), "f")
     (moved,) = subscriptions.read_all()
     assert lost_in(moved) is None
     assert not subscriptions.mark_lost("record", VERSION - 1, Timestamp(5, 1), None, "late")
@@ -413,7 +414,7 @@ def test_strings_of_users_survive_in_a_subscription(rig: Rig, text: str) -> None
     """A fingerprint or token that looks like an expression is stored as it is."""
     subscriptions = rig.store.subscriptions
     subscriptions.take_over(["record"], VERSION)
-    assert subscriptions.advance("record", VERSION, {"_data": "82", "note": text}, None, text)
+    assert advance(subscriptions, "record", VERSION, {"_data": "82", "note": text}, None, text)
     (document,) = subscriptions.read_all()
     assert (document["fingerprint"], document["resumeToken"]["note"]) == (text, text)
 

@@ -224,6 +224,28 @@ def test_a_token_that_is_never_found_is_tried_once_by_its_time(
     assert len([record for record in reopenings(caplog) if record.code == Code.ChangeStreamFatalError]) == 1
 
 
+def test_lost_history_that_is_lost_again_elsewhere_is_paced_across_readers(
+    items: Collection[Document], mongo_url: str, failpoint: Failpoint
+) -> None:
+    """P15: going on from the oldest entry of an oplog that rolls on; each time another reader begins."""
+    made: list[int] = []
+
+    class Noted(Pauses):
+        def nth(self, count: int = 0) -> float:
+            made.append(count)
+            return super().nth(count)
+
+    pauses, status = Noted(first=0.05, longest=0.2), None
+    with failpoint(failCommands=["getMore"], appName=APP_NAME, errorCode=286):
+        for number in range(3):
+            scope, position = scope_on(items.full_name), now(items.database.client)
+            with Reading(mongo_url, scope, position, pauses=pauses, status=status) as reading:
+                assert isinstance(reading.wait_for_failure(), HistoryLostError)
+            status = reading.reader.status.handed_on()
+            assert made == list(range(number))
+            assert (status.reopenings, status.openings) == (number + 1, number + 1)
+
+
 def test_a_token_that_is_found_later_loses_nothing(
     read: Callable[..., Reading], items: Collection[Document], failpoint: Failpoint
 ) -> None:

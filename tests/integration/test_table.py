@@ -22,7 +22,6 @@ CALLS: dict[str, Callable[[Table], object]] = {
     "find": lambda table: table.find({}),
     "aggregate": lambda table: table.aggregate([{"$match": {}}]),
     "update": lambda table: table.update({"_id": 1}, {"$set": {"a": 1}}),
-    "update_all": lambda table: table.update_all({}, {"$set": {"a": 1}}),
     "find_and_update": lambda table: table.find_and_update({"_id": 1}, {"$set": {"a": 1}}),
     "delete_all": lambda table: table.delete_all({}),
     "update_unretried": lambda table: table.update_unretried({"_id": 1}, {"$set": {"a": 1}}),

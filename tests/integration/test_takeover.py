@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from mongo_celery.bridge.listener import draining
 from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover
 from mongo_celery.bridge.listener.tracker import GracePeriods, Tracker
 from mongo_celery.bridge.listener.watermarks import Watermarks
+from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.integration.term_rig import BRIDGE, TermRig, begin_term, mark_at
@@ -29,6 +30,7 @@ from tests.integration.term_rig import BRIDGE, TermRig, begin_term, mark_at
 Document = dict[str, Any]
 
 _FEW, _MANY = 2, 60
+SLOW = "slow"
 _PLACE = mark_at(Timestamp(1000, 5))
 _LATER = mark_at(Timestamp(1000, 9))
 _PARTITIONS = 4
@@ -171,6 +173,43 @@ def test_many_locked_partitions_are_found_among_very_many(
         wait_for(all_others_are_won)
     rig.store.partitions.win(locked, rig.version)
     assert not _left(rig)
+
+
+@pytest.fixture
+def slow(failpoint: Failpoint, monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """Give what makes every write longer than the short times, and far shorter than a call may take."""
+    monkeypatch.setattr("mongo_celery.mongo.locked._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("mongo_celery.mongo.locked._ATTEMPT_SECONDS", 0.1)
+    writes = {"failCommands": ["update", "commitTransaction"], "blockConnection": True, "blockTimeMS": 300}
+    return lambda: failpoint(appName=SLOW, **writes)
+
+
+def test_a_server_that_is_slow_is_taken_for_no_lock(
+    make_client: MakeClient, state_database: str, slow: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """P12: no write is as quick as one that meets no lock should be; all are mine after the take-over."""
+    client = make_client(appName=SLOW)
+    begin_term(client, state_database, _PARTITIONS, names_of(_MANY)).take_over()
+    rig = begin_term(client, state_database, _PARTITIONS, names_of(_MANY))
+    with slow():
+        rig.take_over()
+    assert not _left(rig)
+
+
+def test_a_lock_is_gone_around_on_a_slow_server_too(
+    make_client: MakeClient, state_database: str, slow: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """P12: not all at once, since each refusal takes its time; repeating it reaches everything that is free."""
+    client = make_client(appName=SLOW)
+    begin_term(client, state_database, _PARTITIONS).take_over()
+    rig = begin_term(client, state_database, _PARTITIONS)
+    with open_transaction(client, state_database, where(2)), slow():
+
+        def all_others_are_won() -> bool:
+            rig.store.partitions.win(_left(rig), rig.version)
+            return _left(rig) == {where(2)}
+
+        wait_for(all_others_are_won)
 
 
 def _left(rig: TermRig) -> set[str]:

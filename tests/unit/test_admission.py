@@ -10,6 +10,7 @@ import bson
 import pytest
 
 from mongo_celery.bridge.change import FLAGS, event_of
+from mongo_celery.bridge.listener import admission as admissions
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import Partitioner, document_index, partition_index, partitioner
 from mongo_celery.bridge.refusal import Refusal, words_of
@@ -209,7 +210,24 @@ def test_only_new_notes_are_written_until_most_of_the_old_ones_are_done() -> Non
         sizes.append(len(notes.changes))
         one.noted(notes)
     assert max(sizes) <= 3
-    assert not one.is_full
+
+
+def test_what_is_stored_of_notes_fits_into_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P12: all that this term and those before it may have under way, with what is done and not forgotten yet."""
+    entry = len(bson.encode({"149999": {"token": "8" * 50, "index": 4095}}))
+    assert admissions._MOST_STORED * entry < 15_000_000
+    assert 2 * admissions.MOST_REFUSED < admissions._MOST_STORED
+
+    monkeypatch.setattr(admissions, "_MOST_STORED", 150)
+    one = admission(region)
+    noting(one, range(1, 101))
+    stored = 0
+    for number in range(101, 1000):
+        notes = one.notes(dict.fromkeys(range(PARTITIONS), mark(number - 100).data))
+        stored = len(notes.changes) if notes.is_all else stored + len(notes.changes)
+        assert stored <= 150
+        one.noted(notes)
+        noting(one, range(number, number + 1))
 
 
 def test_refusals_are_loud_without_a_flood(caplog: pytest.LogCaptureFixture) -> None:

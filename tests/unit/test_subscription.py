@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import bson
+import pytest
 from bson import Timestamp
 
 from mongo_celery.bridge.change import Change
@@ -54,6 +56,7 @@ def subscription(
     watermark: Mark | None = None,
     images: Mapping[int, Image] | None = None,
     transactional: bool = False,
+    refused: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Subscription:
     made = BridgeOptions(name="shop", partitions=PARTITIONS, **options)
@@ -74,6 +77,7 @@ def subscription(
         VERSION,
         Timestamp(1000, start),
         watermark,
+        refused,
     )
     found = {index: (images or {}).get(index, image(index=index)) for index in range(PARTITIONS)}
     trackers = {
@@ -223,6 +227,25 @@ def test_a_subscription_is_full_at_its_bound_and_not_before() -> None:
     assert [*full, one.is_full] == [False, True, False]
 
 
+def test_refused_changes_fill_it_by_themselves_and_what_was_noted_before_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """P12: whatever earlier terms have noted, reading goes on, and with it what makes room."""
+    monkeypatch.setattr("mongo_celery.bridge.listener.subscription.MOST_REFUSED", 2)
+    noted = [{"token": f"{token_data(number)[:18]}{number:032x}", "index": 0} for number in range(1, 9)]
+    one = subscription(refused={"generation": 3, "changes": noted})
+    full = [one.is_full]
+    for number in (1, 2, 3):
+        one.take_in(change(number, index=9))  # no such partition: the rule fails
+        full.append(one.is_full)
+    assert full == [False, False, True, True]
+    one.admission.noted(one.notes_of_refused())
+    for number in (1, 2):
+        (run,) = due(one)
+        one.observe(committed(run.run.index, number, number), NOW)
+    assert not one.is_full
+
+
 def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
     """P12: never an error of the listener, never skipped; what stands behind it in its partition waits."""
     one = subscription()
@@ -233,6 +256,7 @@ def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
     one.take_in(change(3, index=(index + 1) % PARTITIONS))
 
     assert due(one) == []  # nothing before it is noted where the change stands
+    assert one.next_due() == math.inf
     one.admission.noted(one.notes_of_refused())
 
     refused, other = sorted(due(one), key=lambda run: numbers(run)[0])

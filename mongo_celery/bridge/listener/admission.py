@@ -49,7 +49,10 @@ logger = logging.getLogger("mongo_celery.listener")
 _TIME_CHARS = 18  # of a token's `_data`: its type, and seconds and increment of its cluster time
 _COMPLAINT_SECONDS = 30.0
 _SLACK = 1000
-_MOST = 50_000  # some megabytes: they must fit into a document
+_MOST_STORED = 150_000  # some 90 bytes each: they must fit into a document
+
+MOST_REFUSED = 50_000
+"""How many refused changes of one subscription may be under way; as many again may have been noted by earlier terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +172,6 @@ class Admission:
         """Whether all refused changes are noted; until then nothing of the subscription may be dispatched."""
         return not self._fresh
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no more can be noted."""
-        return len(self._noted) >= _MOST
-
     def notes(self, positions: Mapping[int, str]) -> Notes:
         """
         What is to be stored: the new ones, or, from time to time, all that still stand.
@@ -194,7 +192,7 @@ class Admission:
         """These notes are stored."""
         if notes.is_all:
             self._stored = len(notes.changes)
-            self._bound = 2 * self._stored + _SLACK
+            self._bound = min(2 * self._stored + _SLACK, _MOST_STORED)
         else:
             self._stored = (self._stored or 0) + len(notes.changes)
         self._fresh.clear()

@@ -100,11 +100,15 @@ def check_can_read(options: BridgeOptions, takeover: Takeover, subscriptions: It
     for subscription in subscriptions:
         position = _data_of(takeover.documents[subscription.name])
         if subscription.lost and any(image.data > position for image in takeover.images[subscription.name]):
-            raise LayoutError(
-                f"The partitions of bridge {options.name} cannot change from {takeover.layout.partitions} to "
-                f"{takeover.wanted.partitions}: handler {subscription.name} has lost its history. Decide first: "
-                f"`celery -A ... changes go-on {subscription.name} --from oldest` or `--from now`.",
-            )
+            raise _lost(options, takeover, subscription.name)
+
+
+def _lost(options: BridgeOptions, takeover: Takeover, name: str) -> LayoutError:
+    return LayoutError(
+        f"The partitions of bridge {options.name} cannot change from {takeover.layout.partitions} to "
+        f"{takeover.wanted.partitions}: handler {name} has lost its history. Decide first: "
+        f"`celery -A ... changes go-on {name} --from oldest` or `--from now`.",
+    )
 
 
 def _check_is_drained(options: BridgeOptions, takeover: Takeover, orphan: OrphanedSubscription) -> None:
@@ -155,7 +159,8 @@ def limit(options: BridgeOptions, takeover: Takeover, subscriptions: Iterable[Su
     Called again and again while draining.
 
     Raises:
-        LayoutError: a partition has come to a standstill meanwhile.
+        LayoutError: a partition has come to a standstill meanwhile, or a subscription has lost its history in front of
+            what its partitions have done, and nothing of it is left in the buffer.
     """
     found: list[Drain] = []
     for subscription in subscriptions:
@@ -169,6 +174,8 @@ def limit(options: BridgeOptions, takeover: Takeover, subscriptions: Iterable[Su
         watermark = subscription.window.watermark
         reached = until is None or (watermark is not None and watermark.data >= until.data)
         running = any(image.claim is not None or image.handled is not None for image in images)
+        if not reached and subscription.lost and not subscription.window.count:
+            raise _lost(options, takeover, subscription.name)
         done = reached and not subscription.window.count
         idle = not running and subscription.is_idle
         found.append((Drain.DONE if idle else Drain.RUNNING) if done else Drain.READING)

@@ -169,7 +169,7 @@ class LostHistory:
             Where to read on when somebody has; else None.
 
         Raises:
-            HistoryLostError: nobody is left who can be read, and nothing is buffered.
+            HistoryLostError: nobody is left who can be read, nothing is buffered, and nobody has decided.
             LeaseLostError: the term has ended.
             AccessError: the oldest entry is asked for and may not be read.
         """
@@ -177,9 +177,8 @@ class LostHistory:
         if not standing:
             return None
         buffered = any(subscription.window.count for subscription in subscriptions.values())
-        if len(standing) == len(subscriptions) and not buffered:
-            raise self._error
-        if now - self._looked_at < _DECISION_SECONDS:
+        is_over = len(standing) == len(subscriptions) and not buffered
+        if now - self._looked_at < _DECISION_SECONDS and not is_over:  # before giving up somebody may have decided
             return None
         self._looked_at = now
         starts = starts_now(self._store, subscriptions, self._renewal.term.version)
@@ -188,6 +187,8 @@ class LostHistory:
         for name in moved:
             _move(subscriptions[name], starts[name].time, watermarks)
         if not decided and not moved:
+            if is_over:
+                raise self._error
             return None
         return self._settle(decided, starts, oplog_or_none(self._client), self._error, subscriptions, watermarks)
 

@@ -34,9 +34,6 @@ logger = logging.getLogger("mongo_celery.listener")
 THRESHOLDS = (0.5, 0.75, 0.9, 1.0)
 """Shares of the oplog's window that lie behind a subscription; at each of them it is named once."""
 
-INFRASTRUCTURE = "waiting for infrastructure"
-"""State of a partition whose handler met an outage, beside `waiting`: for a worker."""
-
 SERIOUS = 0.9
 """From this share on it is an error."""
 
@@ -54,13 +51,16 @@ class Risk:
     Attributes:
         share: of the oplog's window that lies behind it; from 1 on a restart loses changes.
         partition: the one that holds it; None where nothing read is left to do, and reading itself is late.
-        state: of that partition: `halted`, `paused`, `parked`, `running` or `waiting`.
+        state: of that partition: as `status` has it where it stands (`halted`, `paused`, `waiting` for infrastructure,
+            `parked`), else `running`, or `unclaimed` while no worker has taken its run.
+        cause: what it waits for, of `waiting`.
     """
 
     subscription: str
     share: float
     partition: int | None
     state: str | None
+    cause: str | None = None
 
     @property
     def remedy(self) -> str:
@@ -74,6 +74,7 @@ class Risk:
             "share": round(self.share, 3),
             "partition": self.partition,
             "state": self.state,
+            "cause": self.cause,
         }
 
 
@@ -172,29 +173,32 @@ def risk_of(subscription: Subscription, oplog: Oplog) -> Risk:
     partition = head.index if head is not None else None
     share = max(oplog.share_behind(_place(subscription)), 0.0)
     state = _state(subscription, partition) if partition is not None else None
-    return Risk(subscription.name, share, partition, state)
+    cause = None
+    if state == "waiting" and partition is not None:
+        cause = (subscription.trackers[partition].image.waiting or {}).get("cause")
+    return Risk(subscription.name, share, partition, state, cause)
 
 
 def remedy(subscription: str, partition: int | None, state: str | None) -> str:
     """The command that frees a partition, or where to look."""
     where = f"{subscription} --partition {partition}"
-    if state == "halted":
-        return f"`celery -A ... changes retry {where}` or `changes skip {where}`"
-    if state == "paused":
-        return f"`celery -A ... changes resume {where}`"
-    if state in {"parked", INFRASTRUCTURE}:
-        return f"`celery -A ... changes retry {where}` runs its change at once"
-    if state == "running":
-        return "look for a handler that hangs, or workers that are gone"
-    if state == "waiting":
-        return "see to it that workers consume its queue, and enough of them"
-    return "`celery -A ... changes status` shows what is full or slow; or enlarge the oplog with replSetResizeOplog"
+    remedies = {
+        "halted": f"`celery -A ... changes retry {where}` or `changes skip {where}`",
+        "paused": f"`celery -A ... changes resume {where}`",
+        "waiting": "bring back what its handler waits for, which `celery -A ... changes status` names; then it runs",
+        "parked": f"`celery -A ... changes retry {where}` runs its change at once",
+        "running": "look for a handler that hangs, or workers that are gone",
+        "unclaimed": "see to it that workers consume its queue, and enough of them",
+    }
+    reading = "`celery -A ... changes status` shows what is full or slow; or enlarge the oplog with replSetResizeOplog"
+    return remedies.get(state or "", reading)
 
 
 def _sentence(risk: Risk) -> str:
     held = "the stream is not read so far"
     if risk.partition is not None:
-        held = f"held by partition {risk.partition}, which is {risk.state}"
+        cause = f" for infrastructure ({risk.cause})" if risk.cause else ""
+        held = f"held by partition {risk.partition}, which is {risk.state}{cause}"
     if risk.share < 1:
         return (
             f"handler {risk.subscription} stands so far back ({held}) that {risk.share:.0%} of the oplog's window lie "
@@ -215,11 +219,14 @@ def _place(subscription: Subscription) -> Timestamp:
 
 def _state(subscription: Subscription, partition: int) -> str:
     tracker = subscription.trackers[partition]
-    if tracker.image.state != "flowing":
-        return tracker.image.state
-    if tracker.image.parked:
+    image = tracker.image
+    if image.state != "flowing":
+        return image.state
+    if image.waiting is not None and not image.live and image.handled is None:
+        return "waiting"
+    if image.parked:
         return "parked"
-    return "running" if tracker.outstanding is not None and tracker.image.live else "waiting"
+    return "running" if tracker.outstanding is not None and image.live else "unclaimed"
 
 
 def _pause(oplog: Oplog | None) -> float:

@@ -24,6 +24,7 @@ from mongo_celery.bridge.listener.dispatcher import Dispatcher
 from mongo_celery.bridge.listener.evidence import BrokerWatch, MessageEvidence
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
+from mongo_celery.bridge.listener.noting import Noting
 from mongo_celery.bridge.listener.publishing import Publishing, refusals
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.starts import find_starts
@@ -106,9 +107,10 @@ class Leader:
             fingerprint=scope.fingerprint,
         )
         self._horizon = Horizon(wiring)
+        self._noting = Noting(self._store.subscriptions, wiring.state_concern)
         self._at_end = False
         self._full = ""
-        self._opened_at = self._looked_at = self._swept_at = self._moved_at = self._noting_at = 0.0
+        self._opened_at = self._looked_at = self._swept_at = self._moved_at = 0.0
         self._complained_at = -math.inf
         self._publishing = Publishing(Dispatcher(wiring.app, self._options, lambda: sealing_of(renewal.term.document)))
         self._evidence = MessageEvidence(wiring.app, self._options, BrokerWatch(wiring.app))
@@ -245,6 +247,7 @@ class Leader:
             room=_READ_AHEAD,
             batch_size=self._options.batch_size,
             comment=self._options.comment,
+            status=self._reader.status.handed_on() if self._reader is not None else None,
         )
         self._reader.start()
 
@@ -253,15 +256,14 @@ class Leader:
     def _turn(self) -> None:
         now = time.monotonic()
         self._take_in(now)
-        self._note_refused(now)
+        self._noting.note(self._subscriptions.values(), now)
+        self._win_locked(now)
         try:
-            self._win_locked(now)
             self._look(now)
             self._look_at_history(now)
             self._drain()
         except PyMongoError as error:
-            raise_if_final(error, self._wiring.state_concern)
-            logger.warning("reading partitions failed, trying again: %s", error, extra={"event": "partitions_unread"})
+            self._unread(error)
             self._looked_at = self._swept_at = now
         self._dispatch()
         self._watermarks.flush(self._subscriptions.values(), now, self._moved_at)
@@ -368,8 +370,15 @@ class Leader:
     def _win_locked(self, now: float) -> None:
         """Take over, one by one, what an open transaction had kept from the take-over."""
         assert self._locked is not None, "a term wins the rest after it has taken over"
-        for image in self._locked.win(now):
-            self._observe(image, time.monotonic())
+        try:
+            for image in self._locked.win(now):
+                self._observe(image, time.monotonic())
+        except PyMongoError as error:  # all others are looked at all the same
+            self._unread(error)
+
+    def _unread(self, error: PyMongoError) -> None:
+        raise_if_final(error, self._wiring.state_concern)
+        logger.warning("reading partitions failed, trying again: %s", error, extra={"event": "partitions_unread"})
 
     def _look_pause(self, now: float) -> float:
         """Short after something moved, longer while handlers take their time; infinite with nothing out."""
@@ -393,36 +402,6 @@ class Leader:
             self._watermarks.store(led, time.monotonic())
             draining.flip(self._store, self._renewal, self._takeover, led)
             raise Relayout
-
-    def _note_refused(self, now: float) -> None:
-        """Store where refused changes stand; a subscription that waits for it dispatches nothing."""
-        if now < self._noting_at:
-            return
-        for subscription in self._subscriptions.values():
-            if subscription.admission.is_noted:
-                continue
-            notes = subscription.notes_of_refused()
-            try:
-                is_mine = self._store.subscriptions.note_refused(
-                    subscription.name,
-                    subscription.plan.version,
-                    notes.generation,
-                    notes.changes,
-                    replace=notes.is_all,
-                )
-            except PyMongoError as error:
-                raise_if_final(error, self._wiring.state_concern)
-                logger.warning(
-                    "noting refused changes of handler %s failed, trying again: %s",
-                    subscription.name,
-                    error,
-                    extra={"event": "refusals_unrecorded"},
-                )
-                self._noting_at = now + _SWEEP_SECONDS
-                continue
-            if not is_mine:
-                raise LeaseLostError
-            subscription.admission.noted(notes)
 
     # -- dispatching -------------------------------------------------------------------------------
 
@@ -457,6 +436,7 @@ class Leader:
             self._swept_at + _SWEEP_SECONDS,
             self._looked_at + self._look_pause(now),
             max(next_run, self._publishing.ready_at),
+            self._noting.due(self._subscriptions.values()),
         )
         pause = max(until - now, 0.0)
         if self._held is not None:  # full: new items cannot be taken in

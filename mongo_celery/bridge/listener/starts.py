@@ -5,6 +5,9 @@ A start is pinned where there is none: in the lease, before the first read, so t
 commit loses nothing. `oldest` reads the first entry of `local.oplog.rs`, whatever it is: on a young set that is
 the no-op of the set's initiation, from which everything ever written follows, also a write that races the
 bridge's first start.
+
+A handler that is added later begins where the bridge stands. Where all have lost their history, that is no place to
+begin at: it would be lost at once with a history that was never its own. Then it begins with the oldest entry.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+import pymongo
 from bson import Timestamp
 from pymongo import MongoClient
+from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.listener.renewal import Renewal
@@ -26,7 +31,8 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
-from mongo_celery.errors import ConfigurationError, LeaseLostError
+from mongo_celery.errors import ConfigurationError, DeploymentError, LeaseLostError
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
 
 if TYPE_CHECKING:
@@ -135,15 +141,33 @@ def _pin(
         )
     position = lease if lease["resumeToken"] else given_position(pinned, options.start_from)
     start = (position or {}).get("clusterTime") or pinned
+    is_added = position is lease or len(fresh) < len(takeover.documents)
+    where = "where the bridge stands"
+    if is_added:
+        oldest = _oldest_behind(client, time_of_token(position["resumeToken"], start) if position else start)
+        if oldest is not None:
+            position, start = None, oldest
+            where = "with the oldest entry of the oplog, which no longer holds the place where the bridge stands"
     for name in fresh:
         store.subscriptions.pin(name, takeover.version, start, position)
-        if position is lease:
+        if is_added:
             logger.warning(
-                "handler %s is new: it begins where the bridge stands, at %s",
+                "handler %s is new: it begins %s, at %s",
                 name,
+                where,
                 start.as_datetime().isoformat(),
                 extra={"event": "subscription_added"},
             )
+
+
+def _oldest_behind(client: MongoClient[dict[str, Any]], place: Timestamp | None) -> Timestamp | None:
+    """The oldest entry of the oplog, where it begins behind a place; None where it holds that, or cannot be seen."""
+    try:
+        with pymongo.timeout(ANSWER_SECONDS):
+            oplog = read_oplog(client)
+    except (DeploymentError, PyMongoError):
+        return None
+    return None if place is None or oplog.holds(place) else oplog.first
 
 
 def given_position(pinned: Timestamp, start_from: object) -> Mapping[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from bson import Timestamp
 
 from mongo_celery.bridge.change import describe
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.listener.admission import Admission, Notes
+from mongo_celery.bridge.listener.admission import MOST_REFUSED, Admission, Notes
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
@@ -92,8 +93,8 @@ class Subscription:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more may be read for this subscription."""
-        is_full = self.window.count >= self._options.buffer_changes or self.admission.is_full
+        """Whether no more may be read for this subscription: refused changes have a bound too, that of their notes."""
+        is_full = self.window.count >= self._options.buffer_changes or self.window.refused >= MOST_REFUSED
         return is_full and not self.lost
 
     def take_in(self, item: ChangeEvent | Mark) -> None:
@@ -162,8 +163,10 @@ class Subscription:
                 self._candidates.discard(index)
 
     def next_due(self) -> float:
-        """Monotonic time at which the next waiting run becomes ready; infinite when none waits for a time."""
-        return min((self.trackers[index].ready_at for index in self._candidates), default=float("inf"))
+        """Monotonic time at which the next waiting run becomes ready; infinite when none waits for a time alone."""
+        if not self.admission.is_noted:
+            return math.inf
+        return min((self.trackers[index].ready_at for index in self._candidates), default=math.inf)
 
     def _limit(self, tracker: Tracker) -> int:
         """After an unclean end or a refusal runs are one change each, so that only the guilty change is charged."""

@@ -146,7 +146,8 @@ class LockedPartitions:
         if self._locked:
             logger.warning(
                 "%d partitions are locked by open transactions, among them %s: they are taken over when these end, "
-                "which the server does after transactionLifetimeLimitSeconds at the latest. All others are led",
+                "which the server does after transactionLifetimeLimitSeconds at the latest, or when a server that is "
+                "too slow for all of them has answered. All others are led",
                 len(self._locked),
                 ", ".join(self.names[:_NAMED_MAX]),
                 extra={"event": "partitions_locked", "count": len(self._locked)},
@@ -162,8 +163,10 @@ class LockedPartitions:
         self._locked = [tracker for tracker in self._locked if not tracker.won]
         if not self._locked or now - self._tried_at < _LOCKED_PAUSE:
             return []
-        self._tried_at = now
-        images = self._store.partitions.win(self.names, self._version)
+        try:
+            images = self._store.partitions.win(self.names, self._version)
+        finally:
+            self._tried_at = time.monotonic()  # a slow server may have taken more than the pause for it
         won = [f"{image.subscription}/{image.index}" for image in images if image.epoch == self._version]
         if won:
             logger.info(

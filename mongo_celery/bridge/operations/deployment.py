@@ -13,7 +13,7 @@ from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.bridge.listener.horizon import INFRASTRUCTURE, SERIOUS, THRESHOLDS, remedy
+from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS, remedy
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
 from mongo_celery.bridge.operations.status import place_in, state_of
 from mongo_celery.bridge.state.leases import layout_of
@@ -268,8 +268,7 @@ def _holder(reported: Mapping[str, Any] | None, images: Iterable[Image]) -> tupl
     if reported is not None and reported.get("partition") is not None:
         return reported["partition"], reported["state"]
     standing = {state_of(image): image.index for image in images if state_of(image) != "flowing"}
-    found = next(((standing[state], state) for state in _STANDING if state in standing), (None, None))
-    return (found[0], INFRASTRUCTURE) if found[1] == "waiting" else found
+    return next(((standing[state], state) for state in _STANDING if state in standing), (None, None))
 
 
 def judge_histories(histories: Sequence[History], oplog: Oplog, *, rolls: bool) -> Iterator[Finding]:

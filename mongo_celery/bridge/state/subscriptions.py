@@ -151,25 +151,12 @@ class Subscriptions:
         change = {"lost.goOn": {"policy": policy, "time": now}}
         return self._table.update({"_id": self._id(name), "lost": dict(seen)}, {"$set": change})
 
-    def advance(
-        self,
-        name: str,
-        version: int,
-        token: Mapping[str, Any],
-        cluster_time: Timestamp | None,
-        fingerprint: str,
-    ) -> bool:
-        """
-        Store a watermark, together with the fingerprint of the stream that its token is from.
-
-        Returns:
-            False when the epoch has moved on (the term has ended) or the stored token is not smaller.
-        """
-        return self._table.update(*self._advance(Advance(name, version, token, cluster_time), fingerprint))
-
     def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
         """
-        Store watermarks as `advance` does, in one call; which of them were refused is not said.
+        Store watermarks in one call, together with the fingerprint of the stream that their tokens are from.
+
+        One is refused where the epoch has moved on (the term has ended) or the stored token is not smaller; which of
+        them were is not said.
 
         Raises:
             PyMongoError: some may have been stored. Storing them again is harmless.

@@ -39,7 +39,7 @@ from mongo_celery.bridge.stream.reactions import (
 )
 from mongo_celery.bridge.stream.source import Scope
 from mongo_celery.bridge.window import Mark
-from mongo_celery.errors import MongoCeleryError
+from mongo_celery.errors import HistoryLostError, MongoCeleryError
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import code_of, named, said
@@ -109,38 +109,38 @@ class StreamStatus:
 
     Attributes:
         openings: `aggregate`s that were sent, for whatever reason.
-        reopenings: errors after which the stream was opened again.
+        reopenings: errors after which the stream was opened again, or which ended it.
         failures: of these, how many in a row until now; 0 once a read has succeeded.
+        breaks: of these, how many in a row by which the pauses grow; reads that succeed in between do not end it soon.
         flaws: events that could not be read as they were asked for.
         last_error: name, code and words of the last error; None if there was none.
-        last_error_at: its time, as `time.time()`.
         last_read: when a read last succeeded, on the monotonic clock, even one that returned nothing.
-        last_read_at: the same as `time.time()`.
         waits_for_room: whether nothing is read because the listener has taken in too little.
     """
 
     openings: int = 0
     reopenings: int = 0
     failures: int = 0
+    breaks: int = 0
     flaws: int = 0
     last_error: str | None = None
-    last_error_at: float | None = None
     last_read: float | None = None
-    last_read_at: float | None = None
     waits_for_room: bool = False
 
     def succeeded(self) -> None:
         """A read has succeeded."""
         self.failures = 0
         self.last_read = time.monotonic()
-        self.last_read_at = time.time()
 
     def failed(self, error: Exception) -> None:
-        """The stream has broken, and is opened again."""
+        """The stream has broken."""
         self.reopenings += 1
         self.failures += 1
         self.last_error = f"{named(error)}: {said(error)}"
-        self.last_error_at = time.time()
+
+    def handed_on(self) -> StreamStatus:
+        """For the reader that follows: who is opened again elsewhere waits no less for it, and counts on."""
+        return replace(self, waits_for_room=False)
 
 
 class StreamReader:
@@ -157,6 +157,7 @@ class StreamReader:
         batch_size: the most events of a `getMore`; by default as many as the server likes.
         comment: of all commands, for the server's log.
         pauses: between openings while an error lasts.
+        status: of the reader before, handed on.
 
     Attributes:
         status: how reading goes.
@@ -173,8 +174,9 @@ class StreamReader:
         batch_size: int | None = None,
         comment: str | Mapping[str, Any] | None = None,
         pauses: Pauses = PAUSES,
+        status: StreamStatus | None = None,
     ) -> None:
-        self.status = StreamStatus()
+        self.status = status or StreamStatus()
         self._make_client = make_client
         self._scope = scope
         self._position = position
@@ -187,7 +189,6 @@ class StreamReader:
         self._comment = comment
         self._pauses = pauses
         self._stopping = threading.Event()
-        self._failures = 0
         self._unknown = 0
         self._timeouts = 0
         self._flaws = 0  # in a row
@@ -220,13 +221,13 @@ class StreamReader:
                 with self._make_client(self._timeout()) as client:
                     (self._read_one_by_one if progress.narrows else self._read_one_stream)(client, progress)
                 if progress.taken:  # up to an invalidate, or one by one
-                    self._failures = 0
+                    self.status.breaks = 0
                     continue
                 pause = self._pauses.nth()
             except Exception as error:  # noqa: BLE001 - every error is classified below
                 final = self._judge(error, progress)
                 if final is not None:
-                    self._hand_over(Failed(final))
+                    self._end(final, error, progress)
                     return
                 pause = self._pause_after(error, progress)
                 self._note(error, pause)
@@ -262,19 +263,31 @@ class StreamReader:
         """
         searches = progress.may_be_about_an_event(error)
         if progress.seconds >= self._pauses.longest or (progress.taken and searches):
-            self._failures = 0
+            self.status.breaks = 0
         elif progress.taken:
-            self._failures = min(self._failures, 1)
-        self._failures += 1
-        paid = self._failures - (2 if searches else 1)
+            self.status.breaks = min(self.status.breaks, 1)
+        self.status.breaks += 1
+        paid = self.status.breaks - (2 if searches else 1)
         return self._pauses.nth(paid - 1) if paid > 0 else 0.0
+
+    def _end(self, final: MongoCeleryError, error: Exception, progress: _Progress) -> None:
+        """
+        Hand over the error that ends this reader.
+
+        Lost history, which another reader may follow at a place that is still to be chosen, is handed over when that
+        one may be opened: a place that was chosen before a pause might roll away in it.
+        """
+        self.status.failed(error)
+        if isinstance(final, HistoryLostError):
+            self._stopping.wait(self._pause_after(error, progress))
+        self._hand_over(Failed(final))
 
     def _note(self, error: Exception, pause: float) -> None:
         self.status.failed(error)
         logger.warning(
             "change stream interrupted (%s), %d in a row, opened again in %.1f s: %s",
             named(error),
-            self._failures,
+            self.status.breaks,
             pause,
             said(error),
             extra={
@@ -282,7 +295,7 @@ class StreamReader:
                 "pause": pause,
                 "code": code_of(error),
                 "error": named(error),
-                "failures": self._failures,
+                "failures": self.status.breaks,
             },
         )
 
