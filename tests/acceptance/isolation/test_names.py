@@ -102,8 +102,8 @@ def test_another_app_on_the_same_broker_is_named_and_counted(
         listener.wait_for_output("another app uses this bridge's name on this broker")
         worker.wait_for_output("another app uses the bridge name chain on this broker")
         assert f".{theirs.pid}@" in worker.text, "the listener that sent it"
-        lease = wait_for(lambda: _lease(chain) if (_lease(chain).get("refused") or {}).get("foreign") else None)
-        assert "forged" not in lease["refused"]
+        lease = wait_for(lambda: _lease(chain) if (_lease(chain).get("dropped") or {}).get("foreign") else None)
+        assert "forged" not in lease["dropped"]
         bridge = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
         bridge.on_change("shop.orders", name="plain")(lambda_handler)
         assert [each.name for each in check_lease(bridge.wiring) if each.level == "error"] == ["foreign_bridge"]
