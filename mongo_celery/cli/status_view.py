@@ -50,7 +50,7 @@ def _parts(status: Mapping[str, Any], *, everything: bool) -> Iterable[Renderabl
     if status["reading_waits"]:
         yield Text(f"  reading waits: {status['reading_waits']}", style="yellow")
     yield from (_gap(gap) for gap in status["gaps"])
-    yield from (_refusal(each) for each in status["refused_by_broker"])
+    yield from (_rejection(each) for each in status["rejected_by_broker"])
     if status["subscriptions"]:
         yield Padding(_subscriptions(status["subscriptions"]), (0, 0, 0, 2), expand=False)
         yield from (line for each in status["subscriptions"] for line in _history(each))
@@ -113,9 +113,11 @@ def _history(subscription: Mapping[str, Any]) -> Iterable[Text]:
         yield Text(f"  {share:.0%} of the oplog's window lie behind {name}; at 100% its history is lost", style="red")
 
 
-def _refusal(refused: Mapping[str, Any]) -> Text:
-    where = f"{refused['partition']} waits since {_moment(refused['since'])}"
-    return Text(f"  the broker refuses {refused['key']}, {refused['bytes']} bytes: {where}: {refused['error']}", "red")
+def _rejection(rejected: Mapping[str, Any]) -> Text:
+    where = f"{rejected['partition']} waits since {_moment(rejected['since'])}"
+    return Text(
+        f"  the broker rejects {rejected['key']}, {rejected['bytes']} bytes: {where}: {rejected['error']}", "red"
+    )
 
 
 def _subscriptions(subscriptions: Sequence[Mapping[str, Any]]) -> Table:

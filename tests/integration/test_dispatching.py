@@ -1,4 +1,4 @@
-"""What the dispatcher says of messages that a real broker takes, refuses, or is not there for."""
+"""What the dispatcher says of messages that a real broker takes, rejects, or is not there for."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ask(server: RedisServer, command: str, *arguments: Any, **options: Any) -> A
 
 
 @pytest.mark.parametrize("large", [2 * _MEGABYTE, 12 * _MEGABYTE])
-def test_messages_that_are_too_large_are_refused_and_no_other(make_redis: MakeRedis, large: int) -> None:
+def test_messages_that_are_too_large_are_rejected_and_no_other(make_redis: MakeRedis, large: int) -> None:
     """P12: wherever they stand among others, and however often."""
     server = make_redis(options=("--proto-max-bulk-len", "1mb"))
     sender = dispatcher_on(server)
@@ -52,14 +52,14 @@ def test_messages_that_are_too_large_are_refused_and_no_other(make_redis: MakeRe
     done = sender.publish(together)
     assert done.failure is None
     assert [each.run.index for each in done.sent] == [0, 2, 4]
-    assert [each.run.index for each, _ in done.refused] == [1, 3]
+    assert [each.run.index for each, _ in done.rejected] == [1, 3]
     again = sender.publish([dispatch(5)], alone=[together[1]])
-    assert (len(again.sent), len(again.refused), again.failure) == (1, 1, None)
+    assert (len(again.sent), len(again.rejected), again.failure) == (1, 1, None)
     assert queued(server) == 4, "nothing was sent twice"
     sender.close()
 
 
-def test_a_message_that_cannot_be_serialised_is_refused_by_itself(make_redis: MakeRedis) -> None:
+def test_a_message_that_cannot_be_serialised_is_rejected_by_itself(make_redis: MakeRedis) -> None:
     """P12: it fails before any broker has seen it; also where it is the smallest of all."""
     server = make_redis()
     sender = dispatcher_on(server)
@@ -67,7 +67,7 @@ def test_a_message_that_cannot_be_serialised_is_refused_by_itself(make_redis: Ma
     done = sender.publish([dispatch(1), broken, dispatch(2)])
     assert done.failure is None
     assert [each.run.index for each in done.sent] == [1, 2]
-    assert [each for each, _ in done.refused] == [broken]
+    assert [each for each, _ in done.rejected] == [broken]
     sender.close()
 
 
@@ -79,22 +79,22 @@ def test_a_broker_that_takes_nothing_is_asked_a_few_times_only(make_redis: MakeR
     done = sender.publish(together)
     assert "memory" in str(done.failure)
     assert not done.sent
-    assert len(done.refused) < 5
+    assert len(done.rejected) < 5
     ask(server, "config_set", "maxmemory", 0)
     assert len(sender.publish(together).sent) == 50
     sender.close()
 
 
-def test_a_broker_that_is_away_refuses_nothing(make_redis: MakeRedis) -> None:
+def test_a_broker_that_is_away_rejects_nothing(make_redis: MakeRedis) -> None:
     """P16: neither before the first connection nor after; what was cut while it was idle is simply opened again."""
     server = make_redis()
     sender = dispatcher_on(server)
     assert sender.publish([dispatch(0)]).failure is None
     ask(server, "client_kill_filter", skipme=True)
     after_the_cut = sender.publish([dispatch(0), dispatch(1, _MEGABYTE)])
-    assert (len(after_the_cut.sent), after_the_cut.refused, after_the_cut.failure) == (2, [], None)
+    assert (len(after_the_cut.sent), after_the_cut.rejected, after_the_cut.failure) == (2, [], None)
     server.kill()
     for _ in range(2):
         done = sender.publish([dispatch(2), dispatch(3, _MEGABYTE)], alone=[dispatch(4)])
         assert done.failure is not None
-        assert (done.sent, done.refused) == ([], [])
+        assert (done.sent, done.rejected) == ([], [])

@@ -10,11 +10,11 @@ from pymongo import MongoClient, WriteConcern
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.drops import FOREIGN, FORGED
 from mongo_celery.bridge.state.leases import Term
-from mongo_celery.bridge.state.refusals import FOREIGN, FORGED
 from mongo_celery.bridge.state.signing import sealing_of
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.worker.refusing import Refuser, named_by_itself
+from mongo_celery.bridge.worker.dropping import Dropper, named_by_itself
 from tests.fixtures.samples import DEFINITIONS
 
 Document = dict[str, Any]
@@ -102,19 +102,19 @@ def test_without_overlap_the_old_key_is_shut_out_at_the_exchange(store: Store, d
     assert _ring(store) == (new,)
 
 
-def test_refused_messages_are_counted_once_each_and_their_senders_cannot_spoil_the_state(
+def test_dropped_messages_are_counted_once_each_and_their_senders_cannot_spoil_the_state(
     store: Store, documents: Collection[Document]
 ) -> None:
     """What a message says of itself is anything."""
-    refuser = Refuser(BRIDGE, store.refusals)
-    refuser.foreign("listener\n\ud800.shop.7@host" + "x" * 5000)
+    dropper = Dropper(BRIDGE, store.drops)
+    dropper.foreign("listener\n\ud800.shop.7@host" + "x" * 5000)
     lease = documents.find_one({"_id": BRIDGE})
     assert lease is not None
-    assert lease["refused"] == {FOREIGN: 1}
+    assert lease["dropped"] == {FOREIGN: 1}
     assert lease["foreignSender"].startswith("listener.shop.7@hostx")
     assert named_by_itself({"a": 1}) == "{'a': 1}"
-    store.refusals.count({FORGED: 3, FOREIGN: 2})
+    store.drops.count({FORGED: 3, FOREIGN: 2})
     lease = documents.find_one({"_id": BRIDGE})
     assert lease is not None
-    assert lease["refused"] == {FOREIGN: 3, FORGED: 3}
-    assert set(lease["refusedAt"]) == {FOREIGN, FORGED}
+    assert lease["dropped"] == {FOREIGN: 3, FORGED: 3}
+    assert set(lease["droppedAt"]) == {FOREIGN, FORGED}

@@ -132,8 +132,8 @@ def test_a_lease_that_nobody_holds_shows_how_the_last_term_ended(stored: str, st
 
 def test_a_live_listener_is_shown_and_an_old_error_is_not() -> None:
     """What ended an earlier term is past."""
-    status = shape(facts(lease=lease(error="old", **SERVED, refused={"forged": Int64(2)})))
-    assert status["refused_by_workers"] == {"forged": 2}
+    status = shape(facts(lease=lease(error="old", **SERVED, dropped={"forged": Int64(2)})))
+    assert status["dropped_by_workers"] == {"forged": 2}
     assert status["state"] == "leading"
     assert status["error"] is None
     assert status["listener"] == {

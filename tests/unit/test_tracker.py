@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mongo_celery.bridge.listener.tracker import (
     LONGEST_GRACE,
     LONGEST_WAIT,
-    BrokerRefusal,
     GracePeriods,
+    Rejection,
     Step,
     Tracker,
 )
@@ -559,31 +559,31 @@ def test_a_run_that_was_never_seen_claimed_was_taken_all_the_same() -> None:
     assert partition.taken == (START, START + 1)
 
 
-# A message that the broker refuses
+# A message that the broker rejects
 
 
-def refusal(until: float) -> BrokerRefusal:
-    return BrokerRefusal("(shop.orders insert 7 seq=1)", 12, "too large", datetime(2024, 1, 1, tzinfo=UTC), 1, until)
+def rejection(until: float) -> Rejection:
+    return Rejection("(shop.orders insert 7 seq=1)", 12, "too large", datetime(2024, 1, 1, tzinfo=UTC), 1, until)
 
 
-def test_a_refused_run_waits_for_its_own_next_attempt_whatever_is_read_meanwhile() -> None:
+def test_a_rejected_run_waits_for_its_own_next_attempt_whatever_is_read_meanwhile() -> None:
     """P12: nothing of it is out, and a sweep that sees the partition unchanged makes it no earlier."""
     partition = tracker()
-    partition.refused(refusal(START + 15))
+    partition.rejected(rejection(START + 15))
     partition.observe(FLOWING, START + 1)
     assert partition.outstanding is None
     assert not is_ready(partition, START + 14)
     assert is_ready(partition, START + 15)
 
 
-def test_a_refusal_ends_when_the_run_is_sent_or_its_change_is_passed() -> None:
+def test_a_rejection_ends_when_the_run_is_sent_or_its_change_is_passed() -> None:
     """P16: what is reported is what is so."""
     partition = tracker()
-    partition.refused(refusal(START + 15))
+    partition.rejected(rejection(START + 15))
     partition.sent(START + 15)
-    assert partition.refusal is None
+    assert partition.rejection is None
     partition = tracker()
-    partition.refused(refusal(START + 15))
+    partition.rejected(rejection(START + 15))
     partition.observe(COMMITTED, START + 1)
-    assert partition.refusal is None
+    assert partition.rejection is None
     assert is_ready(partition, START + 1)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.definitions import definitions_of
 from mongo_celery.bridge.state.candidates import has_failed, is_of_this_term, is_other_app
+from mongo_celery.bridge.state.drops import FOREIGN
 from mongo_celery.bridge.state.leases import Term, has_begun
-from mongo_celery.bridge.state.refusals import FOREIGN
 from mongo_celery.errors import ConfigurationError, ForeignBridgeError
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class ForeignMessages:
 
     def notice(self, lease: Mapping[str, Any]) -> None:
         """Compare the count with that of the last reading; the first one says nothing of now."""
-        count = (lease.get("refused") or {}).get(FOREIGN, 0)
+        count = (lease.get("dropped") or {}).get(FOREIGN, 0)
         if self._known is not None and count > self._known and time.monotonic() - self._said_at >= _COMPLAINT_SECONDS:
             self._said_at = time.monotonic()
             logger.error(

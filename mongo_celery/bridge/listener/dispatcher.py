@@ -4,10 +4,10 @@ Publishing runs: one message a run, with the commit task as the link behind it.
 A message is a hint. If publishing fails the outcome is unknown, and the run is dispatched again later;
 the claim in MongoDB drops whatever arrives twice.
 
-A broker that is away takes nothing, a broker that is there may refuse one message: too large, or not to be
+A broker that is away takes nothing, a broker that is there may reject one message: too large, or not to be
 serialised. A change that is larger than `run_bytes` therefore never travels with others. A batch that fails on two
 connections is tried run by run, the smallest first, on connections that work; a run that fails on two of them while
-the broker takes a third is refused (Redis ends the connection on which a message was too large). At the first
+the broker takes a third is rejected (Redis ends the connection on which a message was too large). At the first
 connection that cannot be made all attempts end, so an absence costs no more than before.
 """
 
@@ -36,8 +36,8 @@ logger = logging.getLogger("mongo_celery.listener")
 
 _BROKER_SECONDS = 5
 _ATTEMPTS = 2  # the first connection may have been cut while it was idle, or a broker started again
-_REFUSALS_AT_FIRST = 3
-"""So many refusals before anything was taken mean that the broker takes nothing, as when its memory is full."""
+_REJECTIONS_AT_FIRST = 3
+"""So many rejections before anything was taken mean that the broker takes nothing, as when its memory is full."""
 _SECRET_BYTES = 8
 """Of a task id: remote control revokes by ids, so that they must not be guessed."""
 
@@ -71,12 +71,12 @@ class Published:
 
     Attributes:
         sent: the broker has taken them.
-        refused: the broker takes others, but not these.
+        rejected: the broker takes others, but not these.
         failure: why the rest has to wait: the broker is away, or takes nothing.
     """
 
     sent: list[Dispatch] = field(default_factory=list)
-    refused: list[tuple[Dispatch, Exception]] = field(default_factory=list)
+    rejected: list[tuple[Dispatch, Exception]] = field(default_factory=list)
     failure: Exception | None = None
 
 
@@ -107,7 +107,7 @@ class Dispatcher:
 
         Args:
             together: what may share a batch.
-            alone: what the broker has refused before, and what may therefore harm only itself.
+            alone: what the broker has rejected before, and what may therefore harm only itself.
         """
         done = Published()
         largest = self._options.run_bytes
@@ -148,24 +148,24 @@ class Dispatcher:
             return
         for dispatch in sorted(dispatches, key=lambda each: each.size):
             self._publish_alone(dispatch, done)
-            if len(done.refused) >= _REFUSALS_AT_FIRST and not done.sent:
-                raise done.refused[-1][1]
+            if len(done.rejected) >= _REJECTIONS_AT_FIRST and not done.sent:
+                raise done.rejected[-1][1]
 
     def _publish_alone(self, dispatch: Dispatch, done: Published, attempts: int = _ATTEMPTS) -> None:
         """Publish one message on a connection that is known to work; raises when there is none."""
-        refusals: list[Exception] = []
-        while len(refusals) < attempts:
+        rejections: list[Exception] = []
+        while len(rejections) < attempts:
             producer = self._careful_producer()
             try:
                 self._publish(producer, dispatch)
             except Exception as error:  # noqa: BLE001 - of the broker's client, or of what makes the message
-                refusals.append(error)
+                rejections.append(error)
                 self._release_careful()
                 continue
             done.sent.append(dispatch)
             return
-        self._careful_producer()  # raises where the broker is away: then nothing was refused
-        done.refused.append((dispatch, refusals[-1]))
+        self._careful_producer()  # raises where the broker is away: then nothing was rejected
+        done.rejected.append((dispatch, rejections[-1]))
 
     def _ready_producer(self) -> Any:
         """On a new connection the queues are declared: RabbitMQ drops a message to an unknown queue silently."""
@@ -179,7 +179,7 @@ class Dispatcher:
         return self._producer
 
     def _demand_verdict(self) -> None:
-        """RabbitMQ answers no publishing: what it refused, with all behind it, shows at the channel's next call."""
+        """RabbitMQ answers no publishing: what it rejected, with all behind it, shows at the channel's next call."""
         connection = self._connection
         if connection is not None and connection.transport.driver_type == "amqp":
             channel: Any = connection.default_channel
@@ -189,7 +189,7 @@ class Dispatcher:
         """
         A producer on a connection that is made anew in each call of `publish`, and after each failure.
 
-        RabbitMQ refuses a message by closing its channel some time later, so there it has to confirm each one.
+        RabbitMQ rejects a message by closing its channel some time later, so there it has to confirm each one.
         """
         if self._careful is None:
             self._ready_producer()  # the queues are declared there

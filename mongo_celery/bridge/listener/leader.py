@@ -25,7 +25,7 @@ from mongo_celery.bridge.listener.evidence import BrokerWatch, MessageEvidence
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.noting import Noting
-from mongo_celery.bridge.listener.publishing import Publishing, refusals
+from mongo_celery.bridge.listener.publishing import Publishing, rejections
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.starts import find_starts
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
@@ -153,8 +153,8 @@ class Leader:
         standing = sum(len(subscription.standing) for subscription in subscriptions)
         lost = (subscription.lost for subscription in subscriptions)
         reading = self._reading()
-        refused = refusals(tracker for subscription in subscriptions for tracker in subscription.trackers.values())
-        stuck = standing or refused["refusedCount"] or reading["unreadSeconds"]
+        rejected = rejections(tracker for subscription in subscriptions for tracker in subscription.trackers.values())
+        stuck = standing or rejected["rejectedCount"] or reading["unreadSeconds"]
         return {
             "outstanding": sum(len(subscription.outstanding) for subscription in subscriptions),
             "buffered": sum(subscription.window.count for subscription in subscriptions),
@@ -163,7 +163,7 @@ class Leader:
             "caughtUp": self._at_end and not stuck and not any(lost),
             "brokerDown": self._publishing.is_down,
             "locked": self._locked.names[:_LOCKED_NAMED] if self._locked is not None else [],
-            **refused,
+            **rejected,
             **reading,
             "atRisk": [risk.report() for risk in self._horizon.risks],
             "held": [place for each in subscriptions if each.has_gap for place in each.held()],

@@ -1,7 +1,7 @@
 """
-Publishing what is due: what waits when the broker is away, and what waits alone when it refuses one message.
+Publishing what is due: what waits when the broker is away, and what waits alone when it rejects one message.
 
-A refused run holds its own partition: it is tried again by itself, after pauses of its own that grow to
+A rejected run holds its own partition: it is tried again by itself, after pauses of its own that grow to
 `LONGEST_REFUSAL_PAUSE`, so that it goes out soon after the broker's limit was lifted. All others flow.
 """
 
@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
-from mongo_celery.bridge.listener.tracker import BrokerRefusal, Tracker
+from mongo_celery.bridge.listener.tracker import Rejection, Tracker
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
 
@@ -49,14 +49,14 @@ class Publishing:
 
     def publish(self, due: Sequence[tuple[Tracker, Dispatch]]) -> bool:
         """Publish the next runs of some partitions; whether any of them is out now."""
-        alone = [dispatch for tracker, dispatch in due if tracker.refusal is not None][:_ALONE_A_TURN]
+        alone = [dispatch for tracker, dispatch in due if tracker.rejection is not None][:_ALONE_A_TURN]
         trackers = {dispatch.run.partition_id: tracker for tracker, dispatch in due}
-        done = self._dispatcher.publish([dispatch for tracker, dispatch in due if tracker.refusal is None], alone)
+        done = self._dispatcher.publish([dispatch for tracker, dispatch in due if tracker.rejection is None], alone)
         now = time.monotonic()
         for dispatch in done.sent:
             self._sent(trackers[dispatch.run.partition_id], dispatch, now)
-        for dispatch, error in done.refused:
-            self._refused(trackers[dispatch.run.partition_id], dispatch, error, now)
+        for dispatch, error in done.rejected:
+            self._rejected(trackers[dispatch.run.partition_id], dispatch, error, now)
         if done.failure is None:
             self._failures = 0
         else:
@@ -68,24 +68,24 @@ class Publishing:
         self._dispatcher.close()
 
     def _sent(self, tracker: Tracker, dispatch: Dispatch, now: float) -> None:
-        if tracker.refusal is not None:
+        if tracker.rejection is not None:
             logger.info(
-                "the broker has taken the message of %s in partition %s, which it had refused",
+                "the broker has taken the message of %s in partition %s, which it had rejected",
                 dispatch.label,
                 tracker.partition_id,
                 extra={"event": "message_taken"},
             )
         tracker.sent(now)
 
-    def _refused(self, tracker: Tracker, dispatch: Dispatch, error: Exception, now: float) -> None:
-        before = tracker.refusal
+    def _rejected(self, tracker: Tracker, dispatch: Dispatch, error: Exception, now: float) -> None:
+        before = tracker.rejection
         count = before.count if before else 0
         pause = _REFUSAL_PAUSES.nth(count)
         since = before.since if before else datetime.now(UTC)
-        tracker.refused(BrokerRefusal(dispatch.label, dispatch.size, _reason(error), since, count + 1, now + pause))
+        tracker.rejected(Rejection(dispatch.label, dispatch.size, _reason(error), since, count + 1, now + pause))
         if count % _REPEATS_A_RECORD == 0:
             logger.error(
-                "the broker refuses the message of %s in partition %s (%d bytes of changes): %s. The partition waits "
+                "the broker rejects the message of %s in partition %s (%d bytes of changes): %s. The partition waits "
                 "and others go on; the message is tried again at least every %.0f s. Raise the broker's limit (Redis: "
                 "proto-max-bulk-len, maxmemory; RabbitMQ: max_message_size), or make the changes smaller: "
                 "full_document=None, or a pipeline without the large fields",
@@ -94,7 +94,7 @@ class Publishing:
                 dispatch.size,
                 _reason(error),
                 LONGEST_REFUSAL_PAUSE,
-                extra={"event": "message_refused", "partition": tracker.partition_id, "bytes": dispatch.size},
+                extra={"event": "message_rejected", "partition": tracker.partition_id, "bytes": dispatch.size},
             )
 
     def _failed(self, error: Exception) -> None:
@@ -109,21 +109,21 @@ class Publishing:
         )
 
 
-def refusals(trackers: Iterable[Tracker]) -> dict[str, Any]:
-    """What the listener's report says of refused messages: their number, and some of them."""
-    refused = [(tracker, tracker.refusal) for tracker in trackers if tracker.refusal is not None]
+def rejections(trackers: Iterable[Tracker]) -> dict[str, Any]:
+    """What the listener's report says of rejected messages: their number, and some of them."""
+    rejected = [(tracker, tracker.rejection) for tracker in trackers if tracker.rejection is not None]
     return {
-        "refusedCount": len(refused),
-        "refused": [
+        "rejectedCount": len(rejected),
+        "rejected": [
             {
                 "partition": tracker.partition_id,
-                "key": _storable(refusal.label),
-                "bytes": refusal.size,
-                "error": refusal.error,
-                "since": refusal.since,
+                "key": _storable(rejection.label),
+                "bytes": rejection.size,
+                "error": rejection.error,
+                "since": rejection.since,
             }
-            for tracker, refusal in refused[:_REPORTED_MAX]
-            if refusal is not None
+            for tracker, rejection in rejected[:_REPORTED_MAX]
+            if rejection is not None
         ],
     }
 

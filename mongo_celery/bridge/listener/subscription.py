@@ -169,10 +169,10 @@ class Subscription:
         return min((self.trackers[index].ready_at for index in self._candidates), default=math.inf)
 
     def _limit(self, tracker: Tracker) -> int:
-        """After an unclean end or a refusal runs are one change each, so that only the guilty change is charged."""
+        """After an unclean end or a rejection runs are one change each, so that only the guilty change is charged."""
         claim = tracker.image.claim  # a lapsed one: its successor will note it in `single`
         unclean = max(tracker.image.single, claim["last"] if claim else 0)
-        if self.plan.handler.transactional or tracker.next_sequence <= unclean or tracker.refusal is not None:
+        if self.plan.handler.transactional or tracker.next_sequence <= unclean or tracker.rejection is not None:
             return 1
         return self._options.run_size
 

@@ -69,16 +69,16 @@ class GracePeriods:
 
 
 @dataclass(frozen=True, slots=True)
-class BrokerRefusal:
+class Rejection:
     """
-    The broker refuses the message of a partition's next run, while it takes others.
+    The broker rejects the message of a partition's next run, while it takes others.
 
     Attributes:
         label: names the change, without contents of its document.
         size: bytes of the run's changes.
         error: the broker's reason.
-        since: when it was first refused.
-        count: how often it was refused.
+        since: when it was first rejected.
+        count: how often it was rejected.
         until: monotonic time of the next attempt.
     """
 
@@ -102,7 +102,7 @@ class Tracker:
         attempt: how often the change at the head was dispatched, for the task id.
         repeats: how often it was dispatched again since the last sign of life.
         taken: of the last run that was seen to be claimed, when it was dispatched and when that was seen.
-        refusal: why the broker does not take the next run; None while nothing is wrong.
+        rejection: why the broker does not take the next run; None while nothing is wrong.
         won: whether the take-over has raised the partition's epoch to this term's; if not, an open transaction has
             locked it, and an older term may still act there.
     """
@@ -113,7 +113,7 @@ class Tracker:
         self.outstanding: Outstanding | None = None
         self.ready_at = _NEVER
         self.attempt = 0
-        self.refusal: BrokerRefusal | None = None
+        self.rejection: Rejection | None = None
         self.won = image.epoch >= version
         self._version = version
         self._graces = graces
@@ -156,15 +156,15 @@ class Tracker:
         """A run that begins with `next_sequence` was published."""
         self.outstanding = Outstanding(self.next_sequence, self.image.fence, now)
         self.ready_at = _NEVER
-        self.refusal = None
+        self.rejection = None
         self.attempt += 1
         self.repeats += self._is_repeat
         self._is_repeat = False
 
-    def refused(self, refusal: BrokerRefusal) -> None:
-        """The run that begins with `next_sequence` was refused: this partition waits, and no other."""
-        self.refusal = refusal
-        self.ready_at = refusal.until
+    def rejected(self, rejection: Rejection) -> None:
+        """The run that begins with `next_sequence` was rejected: this partition waits, and no other."""
+        self.rejection = rejection
+        self.ready_at = rejection.until
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in a newer image."""
@@ -173,7 +173,7 @@ class Tracker:
             if image.committed != self.image.committed:
                 self.attempt = self.repeats = 0
                 self._is_repeat = False
-                self.refusal = None
+                self.rejection = None
         self.image = image
         if image.epoch != self._version or not self.won:
             return self._under_another_term(image, now)
@@ -219,7 +219,7 @@ class Tracker:
             self.outstanding = Outstanding(image.committed + 1, image.fence - 1, now)
             self.ready_at = _NEVER
         else:
-            due = max(now + max(image.due_in, 0.0), self.refusal.until if self.refusal else 0.0)
+            due = max(now + max(image.due_in, 0.0), self.rejection.until if self.rejection else 0.0)
             self.ready_at = due if image.state == "flowing" else _NEVER
         return Step.WAIT
 

@@ -1,4 +1,4 @@
-"""Preflight of the lease: whose handlers it serves, and what its workers have refused."""
+"""Preflight of the lease: whose handlers it serves, and what its workers have dropped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.definitions import definitions_of
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
 from mongo_celery.bridge.state.candidates import Definitions, is_of_this_term, is_other_app
-from mongo_celery.bridge.state.refusals import FOREIGN, FORGED, TAMPERED
+from mongo_celery.bridge.state.drops import FOREIGN, FORGED, TAMPERED
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -39,7 +39,7 @@ def judge_lease(lease: Mapping[str, Any], mine: Definitions, now: datetime) -> I
     Args:
         lease: as read, with its verdict `live`.
         mine: the definitions of this process.
-        now: when; what was refused more than an hour ago is no finding.
+        now: when; what was dropped more than an hour ago is no finding.
     """
     if is_other_app(lease, mine):
         yield error(
@@ -66,7 +66,7 @@ def judge_lease(lease: Mapping[str, Any], mine: Definitions, now: datetime) -> I
         else:
             yield ok("definitions", "The listener that leads knows every handler of this app.")
     yield from _foreign_leader(lease, now)
-    yield from _refused(lease, now)
+    yield from _dropped(lease, now)
 
 
 def _foreign_leader(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
@@ -80,9 +80,9 @@ def _foreign_leader(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding
         )
 
 
-def _refused(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
-    counts = lease.get("refused") or {}
-    recent = {reason for reason, at in (lease.get("refusedAt") or {}).items() if now - _aware(at) < _RECENT}
+def _dropped(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
+    counts = lease.get("dropped") or {}
+    recent = {reason for reason, at in (lease.get("droppedAt") or {}).items() if now - _aware(at) < _RECENT}
     if FOREIGN in recent:
         yield error(
             "foreign_bridge",
@@ -94,8 +94,8 @@ def _refused(lease: Mapping[str, Any], now: datetime) -> Iterator[Finding]:
     if bad:
         numbers = " and ".join(f"{counts[reason]} {reason}" for reason in bad)
         yield warning(
-            "refused_messages",
-            f"Workers have refused {numbers} messages, the last within the hour: find out who else writes to the "
+            "dropped_messages",
+            f"Workers have dropped {numbers} messages, the last within the hour: find out who else writes to the "
             "broker.",
         )
 

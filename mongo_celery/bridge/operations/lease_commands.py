@@ -24,7 +24,7 @@ def rotate_key(wiring: Wiring, overlap: float) -> datetime:
     Announce a new signing key, which the listener puts in force a little later.
 
     Nothing stalls: workers know the new key before it is used, and accept what was signed with the old one for the
-    overlap. A message that waits for longer than that is refused, and dispatched again.
+    overlap. A message that waits for longer than that is dropped, and dispatched again.
 
     Args:
         wiring: of the bridge.

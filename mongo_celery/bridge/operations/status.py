@@ -78,9 +78,9 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `outstanding`, `buffered`: changes under way and waiting, from the listener's report. Without one,
       `outstanding` counts the partitions that are claimed, and `buffered` is 0 where nobody leads and None
       where a new listener has not reported yet.
-    - `refused_by_workers`: how many messages workers have dropped since the bridge exists, by reason.
-    - `refused_by_broker`: some of the messages that the broker refuses while it takes others, of
-      `refused_by_broker_count` in all: their partition, the change, its bytes, the broker's reason and since when.
+    - `dropped_by_workers`: how many messages workers have dropped since the bridge exists, by reason.
+    - `rejected_by_broker`: some of the messages that the broker rejects while it takes others, of
+      `rejected_by_broker_count` in all: their partition, the change, its bytes, the broker's reason and since when.
     - `locked`: some of the partitions that this term could not win yet, because an open transaction has locked them.
     - `caught_up`: the listener has read to the end of the stream within the last seconds, and nothing stands.
       `standing` counts the partitions whose next change waits for a person or for its retry time.
@@ -152,9 +152,9 @@ def shape(facts: Facts) -> dict[str, Any]:
         "standing": report.get("standing"),
         "caught_up": report.get("caughtUp", False),
         "broker_down": report.get("brokerDown", False),
-        "refused_by_broker": [{**each, "since": _iso(each["since"])} for each in report.get("refused", ())],
-        "refused_by_broker_count": report.get("refusedCount", 0),
-        "refused_by_workers": {reason: int(count) for reason, count in (lease.get("refused") or {}).items()},
+        "rejected_by_broker": [{**each, "since": _iso(each["since"])} for each in report.get("rejected", ())],
+        "rejected_by_broker_count": report.get("rejectedCount", 0),
+        "dropped_by_workers": {reason: int(count) for reason, count in (lease.get("dropped") or {}).items()},
         "locked": list(report.get("locked", ())),
         "unread_seconds": _unread(lease, report),
         "reading_waits": report.get("readingWaits"),

@@ -10,9 +10,9 @@ from pymongo import MongoClient
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import Claims
 from mongo_celery.bridge.state.dead_letters import DeadLetters
+from mongo_celery.bridge.state.drops import Drops
 from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.partitions import Partitions
-from mongo_celery.bridge.state.refusals import Refusals
 from mongo_celery.bridge.state.signing import SigningKeys
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.mongo.opening import strict
@@ -37,7 +37,7 @@ class Store:
         bridge = options.name
         self.leases = Leases(database["leases"], bridge, options.lease_ttl)
         self.signing = SigningKeys(database["leases"], bridge, options.lease_ttl)
-        self.refusals = Refusals(database["leases"], bridge, options.lease_ttl)
+        self.drops = Drops(database["leases"], bridge, options.lease_ttl)
         self.subscriptions = Subscriptions(database["subscriptions"], bridge, options.lease_ttl)
         self.partitions = Partitions(database["partitions"], bridge, options.lease_ttl)
         self.claims = Claims(database["partitions"], database["dead_letters"], options.claim_ttl)

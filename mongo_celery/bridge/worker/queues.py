@@ -9,7 +9,7 @@ from typing import Any
 from celery import signals
 
 from mongo_celery.bridge.wiring import BRIDGES
-from mongo_celery.bridge.worker.refusing import named_by_itself
+from mongo_celery.bridge.worker.dropping import named_by_itself
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs
 

@@ -6,7 +6,7 @@ stamps, links, chords. None of it is needed, since the listener sends none, and 
 drive a change into its failure policy by it. So the request is made anew from the parts that carry no power: the ids,
 labels for logs, headers that Celery does not know (of tracing), the argument, and the chain. Id and chain are signed in
 the envelope, and compared where the key is known: in the process of the pool. What else a message asks for is noted,
-and the message is refused there, before anything happens.
+and the message is dropped there, before anything happens.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.state.signing import KEY_SECONDS, KeyRing
 from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.bridge.worker.dropping import Dropper
 from mongo_celery.bridge.worker.envelope import Carrier, Run, installation_of, unseal
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
-from mongo_celery.bridge.worker.refusing import Refuser
 from mongo_celery.errors import InvalidEnvelopeError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import explained
@@ -37,7 +37,7 @@ class WorkerRuntime:
         self.heartbeats = Heartbeats(wiring.store.claims, wiring.options.claim_ttl)
         self._wiring = wiring
         self._signing = wiring.store.signing
-        self._refuser = Refuser(wiring.name, wiring.store.refusals)
+        self._dropper = Dropper(wiring.name, wiring.store.drops)
         self._ring: KeyRing | None = None
         self._ring_read = 0.0
         self._unserved: frozenset[str] = frozenset()
@@ -59,7 +59,7 @@ class WorkerRuntime:
         try:
             run = self._unseal(kind, envelope)
         except InvalidEnvelopeError:
-            self._refuse_unsigned(kind, envelope, request)
+            self._drop_unsigned(kind, envelope, request)
             return None
         except PyMongoError as error:
             said = explained(error, self._wiring.state_concern) or short(error)
@@ -71,20 +71,20 @@ class WorkerRuntime:
             )
             return None
         if run.bridge != self._wiring.name or (subscription is not None and run.subscription != subscription):
-            self._refuser.misdirected(run.partition_id)
+            self._dropper.misdirected(run.partition_id)
             return None
         strange = _strange(run.carrier, request)
         if strange:
-            self._refuser.tampered(kind, str(request.id), ", ".join(strange))
+            self._dropper.tampered(kind, str(request.id), ", ".join(strange))
             return None
         return run
 
-    def _refuse_unsigned(self, kind: str, envelope: object, request: Any) -> None:
+    def _drop_unsigned(self, kind: str, envelope: object, request: Any) -> None:
         theirs, ours = installation_of(envelope), self._ring.installation if self._ring else ""
         if theirs and ours and theirs != ours:
-            self._refuser.foreign(request.origin if kind == "run" else None)  # else it names a worker
+            self._dropper.foreign(request.origin if kind == "run" else None)  # else it names a worker
         else:
-            self._refuser.forged(kind)
+            self._dropper.forged(kind)
 
     def _unseal(self, kind: str, envelope: object) -> Run:
         for key in self._keys():

@@ -351,7 +351,7 @@ def register_commit(app: Celery) -> None:
             wiring = None
         if wiring is None:
             logger.warning(
-                "dropped a commit message that names no bridge of this app", extra={"event": "envelope_refused"}
+                "dropped a commit message that names no bridge of this app", extra={"event": "envelope_dropped"}
             )
             raise Ignore
         run = wiring.of_process(WorkerRuntime).open("commit", envelope, None, task.request)

@@ -1,4 +1,4 @@
-"""One message that the broker refuses holds its own partition; the others flow, and it is named."""
+"""One message that the broker rejects holds its own partition; the others flow, and it is named."""
 
 from __future__ import annotations
 
@@ -59,32 +59,32 @@ def wait_started(chain: Chain, items: list[Due]) -> None:
 
 
 def reported(chain: Chain, condition: Callable[[list[Document]], object]) -> list[Document]:
-    """Wait until what the lease says of refused messages fulfils a condition, and return it."""
+    """Wait until what the lease says of rejected messages fulfils a condition, and return it."""
 
     def found() -> list[Document] | None:
         lease = chain.state["leases"].find_one({"_id": "chain"}) or {}
-        refused = (lease.get("report") or {}).get("refused", [])
-        return [*refused, {}] if condition(refused) else None
+        rejected = (lease.get("report") or {}).get("rejected", [])
+        return [*rejected, {}] if condition(rejected) else None
 
     return wait_for(found, message=lambda: f"lease: {chain.state['leases'].find_one()}")[:-1]
 
 
-def refusals(listener: ProjectProcess) -> list[str]:
-    """What the listener has said of refused messages."""
-    return re.findall(r"broker refuses the message .*", listener.text)
+def rejections(listener: ProjectProcess) -> list[str]:
+    """What the listener has said of rejected messages."""
+    return re.findall(r"broker rejects the message .*", listener.text)
 
 
-def test_messages_that_the_broker_refuses_hold_their_own_partitions_only(chain: Chain) -> None:
+def test_messages_that_the_broker_rejects_hold_their_own_partitions_only(chain: Chain) -> None:
     """P12: two changes of 2 and 12 MB among small ones; once the limit is lifted all is done, each key in order."""
     listener, _ = chain.both()
     huge = [*write_huge(chain, 0, 2), *write_huge(chain, 1, 12)]
     wait_started(chain, write_small(chain, 2, 3))
 
-    refused = reported(chain, lambda found: len(found) == 2)
-    assert {each["partition"] for each in refused} == {"chain/plain/0/0", "chain/plain/0/1"}
-    assert all(each["key"] and each["error"] and each["since"] for each in refused)
+    rejected = reported(chain, lambda found: len(found) == 2)
+    assert {each["partition"] for each in rejected} == {"chain/plain/0/0", "chain/plain/0/1"}
+    assert all(each["key"] and each["error"] and each["since"] for each in rejected)
     assert all(chain.of(item)["committed"] == 0 for item in huge)
-    said = "\n".join(refusals(listener))
+    said = "\n".join(rejections(listener))
     for item in huge[::2]:
         assert f"'{item.key}'" in said, "the record names the change"
         assert f"chain/plain/0/{chain.partition_of('plain', item.key)}" in said, "and its partition"
@@ -96,8 +96,8 @@ def test_messages_that_the_broker_refuses_hold_their_own_partitions_only(chain: 
     assert reported(chain, lambda found: not found) == []
 
 
-def test_a_broker_that_goes_away_beside_a_refused_message_is_waited_for_as_a_whole(chain: Chain) -> None:
-    """P12, P16: its absence is no refusal of the small ones; when it is back they flow, and the large one waits on."""
+def test_a_broker_that_goes_away_beside_a_rejected_message_is_waited_for_as_a_whole(chain: Chain) -> None:
+    """P12, P16: its absence rejects none of the small ones; when it is back they flow, and the large one waits on."""
     listener, _ = chain.both()
     huge, _ = write_huge(chain, 0, 2)
     reported(chain, len)
@@ -107,9 +107,9 @@ def test_a_broker_that_goes_away_beside_a_refused_message_is_waited_for_as_a_who
     chain.redis.restart()
     wait_started(chain, small)
 
-    (refused,) = reported(chain, len)
-    assert refused["partition"] == "chain/plain/0/0"
-    assert all(f"'{huge.key}'" in line for line in refusals(listener)), "nothing small was taken for refused"
+    (rejected,) = reported(chain, len)
+    assert rejected["partition"] == "chain/plain/0/0"
+    assert all(f"'{huge.key}'" in line for line in rejections(listener)), "nothing small was taken for rejected"
 
     lift_the_limit(chain)
     chain.wait_done()

@@ -53,15 +53,15 @@ def _tampered(message: bytes, headers: Mapping[str, Any], embedded: Mapping[str,
     return json.dumps({**found, "headers": {**found["headers"], **headers}}).encode()
 
 
-def _refused(chain: Chain) -> Document:
+def _dropped(chain: Chain) -> Document:
     lease = chain.state["leases"].find_one({"_id": "chain"})
     assert lease is not None
-    found: Document = lease.get("refused") or {}
+    found: Document = lease.get("dropped") or {}
     return found
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_a_queued_message_that_was_tampered_with_is_refused_and_its_change_is_handled(
+def test_a_queued_message_that_was_tampered_with_is_dropped_and_its_change_is_handled(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, pool: str
 ) -> None:
     """P11: time limits, expiry, ETA, stamps, links: taken from the broker, changed and put back, they have no power."""
@@ -79,7 +79,7 @@ def test_a_queued_message_that_was_tampered_with_is_refused_and_its_change_is_ha
                 broker.rpush(queue, _tampered(message, *change))
         worker = chain.worker("-P", pool, concurrency=4)
         chain.wait_done()
-        wait_for(lambda: _refused(chain).get("tampered") == len(changes), message=lambda: str(_refused(chain)))
+        wait_for(lambda: _dropped(chain).get("tampered") == len(changes), message=lambda: str(_dropped(chain)))
         chain.judge(spare=0)
         assert len(chain.effects()) == len(changes), "nothing was skipped"
         assert worker.running
@@ -127,10 +127,10 @@ def test_a_replayed_message_changes_nothing(
         chain.judge(spare=0)
 
 
-def test_a_key_is_exchanged_under_load_without_a_refusal(
+def test_a_key_is_exchanged_under_load_without_a_drop(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages of the old key and of the new one are in the queues at once; none is refused, and none waits."""
+    """Messages of the old key and of the new one are in the queues at once; none is dropped, and none waits."""
     with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"]) as chain:
         listener = chain.listener()
         worker = chain.worker()
@@ -158,7 +158,7 @@ def test_a_key_is_exchanged_under_load_without_a_refusal(
         chain.write_many("plain", [f"after{number}" for number in range(8)], 3)
         chain.wait_done()
         chain.judge(spare=0)
-        assert not _refused(chain)
+        assert not _dropped(chain)
         assert "dropped" not in worker.text
         lease = chain.state["leases"].find_one({"_id": "chain"})
         assert lease is not None

@@ -1,4 +1,4 @@
-"""Refused messages of one worker process: logged, and counted in the state, however many come."""
+"""Dropped messages of one worker process: logged, and counted in the state, however many come."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.state.refusals import FOREIGN, FORGED, MISDIRECTED, TAMPERED
+from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MISDIRECTED, TAMPERED
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.state.refusals import Refusals
+    from mongo_celery.bridge.state.drops import Drops
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -27,17 +27,17 @@ def named_by_itself(sender: object) -> str | None:
     return "".join(filter(str.isprintable, str(sender)[:_SENDER_CHARS])) or None if sender else None
 
 
-class Refuser:
+class Dropper:
     """
-    Says what was refused, and why. Thread-safe.
+    Says what was dropped, and why. Thread-safe.
 
     Counts are written at once, but at most once a second: a flood of forged messages must not become one of
     writes. Not promised: the count of a process that is killed within that second.
     """
 
-    def __init__(self, bridge: str, refusals: Refusals) -> None:
+    def __init__(self, bridge: str, drops: Drops) -> None:
         self._bridge = bridge
-        self._refusals = refusals
+        self._drops = drops
         self._counts: Counter[str] = Counter()
         self._sender: str | None = None
         self._written_at = self._complained_at = -_COMPLAINT_SECONDS
@@ -51,14 +51,14 @@ class Refuser:
             "accepted",
             kind,
             self._bridge,
-            extra={"event": "envelope_refused"},
+            extra={"event": "envelope_dropped"},
         )
         self._count(FORGED)
 
     def tampered(self, kind: str, task_id: str, what: str) -> None:
         """The envelope may be right; the message around it is not the listener's."""
         logger.warning(
-            "refused %s message %s of bridge %s: its %s is not what a listener sends; somebody writes to the broker, "
+            "dropped %s message %s of bridge %s: its %s is not what a listener sends; somebody writes to the broker, "
             "or a signal handler of this app changes messages",
             kind,
             task_id,
@@ -119,8 +119,8 @@ class Refuser:
         if not counts:
             return
         try:
-            self._refusals.count(counts, sender)
+            self._drops.count(counts, sender)
         except PyMongoError:
             with self._lock:
                 self._counts.update(counts)  # written with the next one
-            logger.debug("could not count refused messages", exc_info=True)
+            logger.debug("could not count dropped messages", exc_info=True)

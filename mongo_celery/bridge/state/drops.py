@@ -1,5 +1,5 @@
 """
-What came to a bridge from elsewhere, in its lease document: how many messages its workers have refused, by reason, and
+What came to a bridge from elsewhere, in its lease document: how many messages its workers have dropped, by reason, and
 who else leads a bridge of its name on the broker.
 """
 
@@ -18,24 +18,24 @@ MISDIRECTED = "misdirected"
 TAMPERED = "tampered"
 
 
-class Refusals:
+class Drops:
     """The counters of one bridge; they only grow."""
 
     def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
         self._table = Table(collection, call_timeout(ttl))
         self._bridge = bridge
 
-    def count(self, refused: Mapping[str, int], sender: str | None = None) -> None:
+    def count(self, dropped: Mapping[str, int], sender: str | None = None) -> None:
         """
         Add to the counters.
 
         Args:
-            refused: numbers of messages by reason.
+            dropped: numbers of messages by reason.
             sender: who sent the last foreign one, as it says itself.
         """
         change: dict[str, Any] = {
-            "$inc": {f"refused.{reason}": number for reason, number in refused.items()},
-            "$currentDate": {f"refusedAt.{reason}": True for reason in refused},
+            "$inc": {f"dropped.{reason}": number for reason, number in dropped.items()},
+            "$currentDate": {f"droppedAt.{reason}": True for reason in dropped},
         }
         if sender is not None:
             change["$set"] = {"foreignSender": sender}
