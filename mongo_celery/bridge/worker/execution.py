@@ -37,6 +37,7 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import Change, describe, token_data, token_of
+from mongo_celery.bridge.error_text import error_text, storable, traceback_text
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.claims import Claim
@@ -46,7 +47,6 @@ from mongo_celery.bridge.worker.attribution import cause_text, infrastructure_ca
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.departure import is_leaving
 from mongo_celery.bridge.worker.envelope import Run
-from mongo_celery.bridge.worker.error_text import error_text, storable, traceback_text
 from mongo_celery.bridge.worker.retry_times import retry_time
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, RefusedChangeError, StaleFencingTokenError

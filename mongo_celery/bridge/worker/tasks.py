@@ -29,11 +29,11 @@ from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.bridge.change import Change
+from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.attribution import infrastructure_cause
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.envelope import bridge_of
-from mongo_celery.bridge.worker.error_text import error_text
 from mongo_celery.bridge.worker.execution import (
     ANSWER_SECONDS,
     Execution,
