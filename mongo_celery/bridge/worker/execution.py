@@ -114,6 +114,8 @@ class Execution:
         self._handler = handler
         self._run = run
         self._patience = patience
+        options = wiring.options
+        self._ttl = options.claim_ttl + (options.transaction_seconds if handler.transactional else 0)
         self._store = wiring.store
         self._codec = wiring.client.codec_options
         self.claim: Claim | None = None
@@ -150,7 +152,7 @@ class Execution:
         if claim.crashes > self._wiring.options.max_crashes:
             self._fail(claim, self._crashed(claim), self._run.changes[0])
         beats = self._wiring.of_process(WorkerRuntime).heartbeats
-        beat = beats.begin(claim, started, renew=not self._handler.transactional)
+        beat = beats.begin(claim, started, ttl=self._ttl, renew=not self._handler.transactional)
         token = current.set(self)
         try:
             self._run_changes(claim, call, lambda: beat.lost)
@@ -206,8 +208,7 @@ class Execution:
 
     def _try_claim(self, started: float) -> Claim:
         run, owner = self._run, secrets.token_hex(8)
-        options = self._wiring.options
-        ttl = options.claim_ttl + (options.transaction_seconds if self._handler.transactional else 0)
+        ttl = self._ttl
         session = None if self.session is None else self.session.session_id["id"]
         try:
             if session is not None and self._store.claims.end_transaction(run.partition_id):
