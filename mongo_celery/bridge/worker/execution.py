@@ -47,6 +47,7 @@ from mongo_celery.bridge.worker.attribution import cause_text, infrastructure_ca
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.departure import is_leaving
 from mongo_celery.bridge.worker.envelope import Run
+from mongo_celery.bridge.worker.heartbeat import Heartbeat
 from mongo_celery.bridge.worker.retry_times import retry_time
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, RefusedChangeError, StaleFencingTokenError
@@ -120,6 +121,7 @@ class Execution:
         self._codec = wiring.client.codec_options
         self.claim: Claim | None = None
         self.session: ClientSession | None = None
+        self._beat: Heartbeat | None = None
         self._handled_in_transaction = False
         self._decided: BaseException | None = None
         self._timed_out: BaseException | None = None
@@ -152,7 +154,7 @@ class Execution:
         if claim.crashes > self._wiring.options.max_crashes:
             self._fail(claim, self._crashed(claim), self._run.changes[0])
         beats = self._wiring.of_process(WorkerRuntime).heartbeats
-        beat = beats.begin(claim, started, ttl=self._ttl, renew=not self._handler.transactional)
+        beat = self._beat = beats.begin(claim, started, ttl=self._ttl, renew=not self._handler.transactional)
         token = current.set(self)
         try:
             self._run_changes(claim, call, lambda: beat.lost)
@@ -480,7 +482,15 @@ class Execution:
             error_text(error),
             extra={"event": "outcome_deferred", "outcome": outcome},
         )
-        self._wiring.of_process(DeferredWrites).add(f"{outcome} of {claim.partition_id}", write)
+        beat, beats = self._beat, self._wiring.of_process(WorkerRuntime).heartbeats
+
+        def write_late() -> bool:
+            accepted = write()
+            if not accepted and (beat is None or not beat.charged):
+                beats.withdraw(claim)
+            return accepted
+
+        self._wiring.of_process(DeferredWrites).add(f"{outcome} of {claim.partition_id}", write_late)
         raise Ignore from error
 
     def _record_crash(self, claim: Claim, done: Change | None, error: BaseException) -> None:

@@ -16,6 +16,7 @@ process lives, and so it withdraws what was charged while it does:
 |---|---|
 | a heartbeat is refused | the crash is withdrawn |
 | an execution ends after its claim may have lapsed | the crash is withdrawn if there is one |
+| an outcome that was written late is refused | the same: when the execution ended, nobody had charged it yet |
 | the handler itself kept the whole process busy for longer than the claim | nothing: this is the handler's doing |
 
 A withdrawal is asked for until it is answered, for as long as the process lives.
@@ -102,9 +103,9 @@ class Heartbeats:
         with self._changed:
             self._beats.pop(id(beat), None)
         if not beat.lost and not beat.charged and time.monotonic() - beat.renewed > beat.ttl:
-            self._withdraw(beat.claim)
+            self.withdraw(beat.claim)
 
-    def _withdraw(self, claim: Claim) -> None:
+    def withdraw(self, claim: Claim) -> None:
         """See to it that the lapse of a claim is not charged if it was replaced."""
         with self._changed:
             self._charges.append((claim.partition_id, claim.owner))
@@ -201,7 +202,7 @@ class Heartbeats:
             extra={"event": "claim_lost"},
         )
         if not beat.charged:
-            self._withdraw(beat.claim)
+            self.withdraw(beat.claim)
 
     def _withdraw_all(self) -> None:
         """What was charged to living owners; the first one without an answer ends the turn."""
