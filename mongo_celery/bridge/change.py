@@ -17,6 +17,7 @@ from bson.binary import UuidRepresentation
 from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.raw_bson import RawBSONDocument
 
+from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.errors import HandlerUsageError
@@ -264,7 +265,7 @@ def describe(event: Mapping[str, Any] | bytes) -> str:
         key = found.get("documentKey")
         text = _brief(key["_id"]) if isinstance(key, Mapping) and "_id" in key else "-"
         operation = str(found.get("operationType"))[:_KEY_CHARS]
-        return _storable(f"{namespace_of(found)[:_NAMESPACE_CHARS]} {operation} {text}")
+        return storable(f"{namespace_of(found)[:_NAMESPACE_CHARS]} {operation} {text}")
     except Exception:  # noqa: BLE001 - a description must not cost what it describes
         return "an event that cannot be read"
 
@@ -279,8 +280,3 @@ def _brief(value: Any) -> str:
         value = value[: _KEY_CHARS + 1]  # a long one is not written out, only to be cut
     text = repr(value)
     return text[:_KEY_CHARS] + "..." if len(text) > _KEY_CHARS else text
-
-
-def _storable(text: str) -> str:
-    """Without lone surrogates: BSON and streams refuse those."""
-    return text.encode("utf-8", "replace").decode()

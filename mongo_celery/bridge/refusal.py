@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mongo_celery.bridge.error_text import storable
+
 _CHARS = 1000
 
 
@@ -33,12 +35,4 @@ class Refusal:
     @classmethod
     def because(cls, reason: str, *, halts: bool = False) -> Refusal:
         """A refusal with as much of a reason as can be stored."""
-        return cls(reason[:_CHARS].encode("utf-8", "replace").decode(), halts)
-
-
-def words_of(error: BaseException) -> str:
-    """Type and words of an error, also of one that cannot say its words."""
-    try:
-        return f"{type(error).__name__}: {error}"[:_CHARS]
-    except Exception:  # noqa: BLE001 - a user's __str__ may raise whatever it likes
-        return type(error).__name__
+        return cls(storable(reason[:_CHARS]), halts)

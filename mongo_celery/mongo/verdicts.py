@@ -151,8 +151,11 @@ _ENDED_ALONE = frozenset({
     Code.ProducerConsumerQueueEndClosed, Code.ChangeStreamInvalidated,
 })  # fmt: skip
 """Of the transient codes, those by which a server that is well ends one operation."""
+_NO_OUTAGE = _ENDED_ALONE | {Code.WriteConflict}
 
-_REPEAT_LABELS = ("RetryableWriteError", "TransientTransactionError", "RetryableError")  # the last: of an overload
+_TRANSIENT_TRANSACTION = "TransientTransactionError"
+_REPEAT_LABELS = ("RetryableWriteError", _TRANSIENT_TRANSACTION, "RetryableError")  # the last: of an overload
+_OUTAGE_LABELS = ("RetryableWriteError", "RetryableError", "UnknownTransactionCommitResult")
 _MESSAGE_CHARS = 500
 
 
@@ -198,7 +201,7 @@ def is_outage(error: BaseException) -> bool:
     Whether a call failed through servers or the network, whatever it asked for.
 
     Less than `is_transient`: a cursor that was not used for too long and a time-out of the caller's own choice are no
-    outage, though the call may be made again.
+    outage, though the call may be made again; nor is what `is_conflict`.
     """
     if isinstance(error, BulkWriteError):
         return _is_bulk_of_outages(error)
@@ -206,17 +209,29 @@ def is_outage(error: BaseException) -> bool:
         return True
     if not isinstance(error, PyMongoError):
         return False
-    if any(map(error.has_error_label, (*_REPEAT_LABELS, "UnknownTransactionCommitResult"))):
+    if any(map(error.has_error_label, _OUTAGE_LABELS)):
         return True
     code = getattr(error, "code", None)
-    return code not in _ENDED_ALONE and _VERDICTS.get(code or 0) is Verdict.TRANSIENT
+    return code not in _NO_OUTAGE and _VERDICTS.get(code or 0) is Verdict.TRANSIENT
+
+
+def is_conflict(error: BaseException) -> bool:
+    """
+    Whether a transaction has ended though no server failed: by others, or by what it did itself.
+
+    A document that somebody else has written or holds, a snapshot that is too old, a transaction that the server no
+    longer knows, because it took too long: the error alone does not say whose doing it is.
+    """
+    if not isinstance(error, PyMongoError) or is_outage(error):
+        return False
+    return error.has_error_label(_TRANSIENT_TRANSACTION) or getattr(error, "code", None) == Code.WriteConflict
 
 
 def _is_bulk_of_outages(error: BulkWriteError) -> bool:
     details = error.details or {}
     failures = [*details.get("writeErrors", ()), *details.get("writeConcernErrors", ())]
     return bool(failures) and all(
-        each.get("code") not in _ENDED_ALONE and _VERDICTS.get(each.get("code") or 0) is Verdict.TRANSIENT
+        each.get("code") not in _NO_OUTAGE and _VERDICTS.get(each.get("code") or 0) is Verdict.TRANSIENT
         for each in failures
     )
 

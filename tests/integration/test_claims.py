@@ -167,17 +167,17 @@ def test_a_claim_that_ended_in_a_retry_is_no_crash(rig: Rig) -> None:
 
 def test_a_change_that_waits_for_infrastructure_is_charged_nothing(rig: Rig) -> None:
     """P14: neither retries nor crashes move; since when it waits stays, and how often grows until another outcome."""
-    assert rig.claims.wait(rig.claim(), delay=0.0, cause="$first", timed_out=False)
+    assert rig.claims.wait(rig.claim(), delay=0.0, cause="$first", doubtful=False)
     first = rig.document["retry"]["waiting"]
     again = wait_for(lambda: rig.try_claim(owner="again"))
-    assert (again.retries, again.crashes, again.waits, again.time_outs) == (0, 0, 1, 0)
-    assert rig.claims.wait(again, delay=0.0, cause="second", timed_out=True)
+    assert (again.retries, again.crashes, again.waits, again.doubts) == (0, 0, 1, 0)
+    assert rig.claims.wait(again, delay=0.0, cause="second", doubtful=True)
     image = rig.image
     assert image.waiting is not None
     assert (image.waiting["since"], image.waiting["cause"]) == (first["since"], "second")
     assert (image.retries, image.crashes, image.error) == (0, 0, None)
     third = wait_for(lambda: rig.try_claim(owner="third"))
-    assert (third.waits, third.time_outs) == (2, 1)
+    assert (third.waits, third.doubts) == (2, 1)
     assert rig.claims.park(third, delay=0.0, not_before=None, error="a retry of its own")
     assert rig.image.waiting is None
     assert wait_for(lambda: rig.try_claim(owner="fourth")).waits == 0
@@ -185,7 +185,7 @@ def test_a_change_that_waits_for_infrastructure_is_charged_nothing(rig: Rig) -> 
 
 def test_a_waiting_change_cannot_be_claimed_before_its_time(rig: Rig) -> None:
     """P10: by the server's clock, as a parked one."""
-    assert rig.claims.wait(rig.claim(), delay=60.0, cause="away", timed_out=False)
+    assert rig.claims.wait(rig.claim(), delay=60.0, cause="away", doubtful=False)
     assert rig.try_claim() is None
     assert rig.image.parked
 
@@ -362,7 +362,7 @@ OUTCOMES: dict[str, Outcome] = {
     "is mine": lambda rig, claim: rig.claims.is_mine(claim),
     "handled": lambda rig, claim: rig.claims.handle(claim, claim.first, token(claim.first)),
     "park": lambda rig, claim: rig.claims.park(claim, delay=1.0, not_before=None, error="e"),
-    "wait": lambda rig, claim: rig.claims.wait(claim, delay=1.0, cause="c", timed_out=False),
+    "wait": lambda rig, claim: rig.claims.wait(claim, delay=1.0, cause="c", doubtful=False),
     "crash": lambda rig, claim: rig.claims.crash(claim, "e"),
     "halt": lambda rig, claim: rig.claims.halt(claim, token(claim.first), "key", "e"),
     "skip": lambda rig, claim: rig.claims.skip(claim, token(claim.first)),

@@ -14,7 +14,14 @@ from kombu.exceptions import OperationalError
 from pymongo import MongoClient
 from pymongo import errors as driver
 
-from mongo_celery.bridge.worker.attribution import infrastructure_cause, is_autoretried, names
+from mongo_celery.bridge.worker.attribution import (
+    conflict_cause,
+    has_reached_limit,
+    infrastructure_cause,
+    is_autoretried,
+    names,
+)
+from mongo_celery.errors import DocumentLockedError, TransactionTimeoutError
 
 NOWHERE = "redis://127.0.0.1:1/0"
 
@@ -32,6 +39,11 @@ class MuteError(Exception):
 
 def _server_error(code: int, *labels: str) -> driver.OperationFailure:
     return driver.OperationFailure("no", code, {"errorLabels": list(labels)})
+
+
+def _from(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
 
 
 def _bulk_error(*codes: int) -> driver.BulkWriteError:
@@ -97,7 +109,7 @@ def _ask_somebody() -> None:
         _server_error(189),
         _server_error(11602),
         _server_error(11601),
-        _server_error(112, "TransientTransactionError"),
+        _server_error(189, "TransientTransactionError"),
         _server_error(50, "UnknownTransactionCommitResult"),
         _server_error(64, "UnknownTransactionCommitResult"),
         _bulk_error(11602, 91),
@@ -111,6 +123,51 @@ def _ask_somebody() -> None:
 def test_servers_and_networks_are_infrastructure(error: BaseException) -> None:
     """Each class, number and label by which driver and server speak of themselves; and what was raised from it."""
     assert infrastructure_cause(error)
+
+
+CONFLICTS = [
+    _server_error(112, "TransientTransactionError"),
+    _server_error(112),
+    _server_error(251, "TransientTransactionError"),
+    _server_error(12345, "TransientTransactionError"),
+    _from(DocumentLockedError("locked"), _server_error(112, "TransientTransactionError")),
+    _from(TransactionTimeoutError("late", outcome="aborted"), _server_error(112, "TransientTransactionError")),
+    _from(driver.NetworkTimeout("the driver's own words"), _server_error(112, "TransientTransactionError")),
+    _from(driver.ExecutionTimeout("the same", 50, {}), _server_error(251, "TransientTransactionError")),
+]
+
+
+@pytest.mark.parametrize("error", CONFLICTS, ids=repr)
+def test_what_ends_a_transaction_though_no_server_failed_is_in_doubt(error: BaseException) -> None:
+    """It may be the handler's own doing, also as it is told by the driver, by our locks, and by the handler."""
+    assert infrastructure_cause(error) is None
+    assert conflict_cause(error)
+    assert not has_reached_limit(error, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "reached"),
+    [
+        (driver.NetworkTimeout("slow"), False),
+        (_from(TransactionTimeoutError("late", outcome="aborted"), driver.NetworkTimeout("slow")), True),
+        (_from(TransactionTimeoutError("late", outcome="aborted"), driver.AutoReconnect("away")), False),
+        (_from(TransactionTimeoutError("late", outcome="unknown"), driver.NetworkTimeout("slow")), False),
+        (_from(TransactionTimeoutError("l", outcome="aborted"), driver.ServerSelectionTimeoutError("away")), False),
+    ],
+    ids=repr,
+)
+def test_a_limit_that_is_reached_says_nothing_but_that(error: BaseException, reached: bool) -> None:
+    """A commit without an answer, a lost connection and a missing server are no doing of a handler."""
+    assert has_reached_limit(error, None) is reached
+
+
+def test_the_limit_of_a_transactional_handler_is_known_by_its_error() -> None:
+    """Also where the app's own task class has told it in its words."""
+    limit = driver.NetworkTimeout("slow")
+    assert has_reached_limit(limit, limit)
+    assert has_reached_limit(_from(TranslatedError("slow"), limit), limit)
+    missing = driver.ServerSelectionTimeoutError("away")
+    assert not has_reached_limit(missing, missing)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +200,7 @@ def test_servers_and_networks_are_infrastructure(error: BaseException) -> None:
 def test_everything_else_is_the_handlers_own(error: BaseException) -> None:
     """A bad query, a limit of its own, a mistake while it deals with an outage, somebody else's service."""
     assert infrastructure_cause(error) is None
+    assert conflict_cause(error) is None
 
 
 def test_a_soft_time_limit_in_the_search_for_a_server_is_infrastructure() -> None:

@@ -141,6 +141,16 @@ def test_a_claim_that_is_not_renewed_has_its_crash_withdrawn_too() -> None:
     assert claims.calls == 0
 
 
+def test_a_claim_that_lives_longer_than_others_is_judged_by_its_own_time() -> None:
+    """No write behind each slow transactional handler."""
+    claims, asked = FakeClaims(True), FakeClaims(True)
+    beats = heartbeats(claims)
+    beats.end(beats.begin(CLAIM, time.monotonic() - 2 * TTL_SECONDS, ttl=60.0, renew=False))
+    heartbeats(asked).begin(CLAIM, time.monotonic())
+    assert asked.exhausted.wait(60)
+    assert claims.owners == []
+
+
 def test_a_lapse_that_the_handler_itself_has_caused_stays_charged() -> None:
     """P14: a pattern that holds the interpreter for longer than the claim is what `max_crashes` is for."""
     hog = regex_of(TTL_SECONDS)

@@ -34,8 +34,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.change import FLAGS, describe
+from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.partitioning import Partitioner, document_index
-from mongo_celery.bridge.refusal import Refusal, words_of
+from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.window import PendingChange
 from mongo_celery.errors import ConfigurationError
 
@@ -112,8 +113,8 @@ class Admission:
                 index = self._partitioner.index(event.document, self._layout.partitions)
             except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
                 refusal = refusal or Refusal.because(
-                    f"partition_by of handler {self._selector.name} failed: {words_of(error)}; it must give a key for "
-                    "every event",
+                    f"partition_by of handler {self._selector.name} failed: {error_text(error)}; it must give a key "
+                    "for every event",
                 )
         if index is None:
             index = document_index(event.document, self._layout.partitions)
@@ -132,7 +133,7 @@ class Admission:
         except ConfigurationError as error:
             return True, Refusal.because(str(error), halts=True)
         except Exception as error:  # noqa: BLE001 - whatever a pipeline has made of the event
-            reason = f"it cannot be told whether handler {selector.name} gets it: {words_of(error)}"
+            reason = f"it cannot be told whether handler {selector.name} gets it: {error_text(error)}"
             return True, Refusal.because(reason, halts=True)
 
     def _is_judged(self, event: ChangeEvent) -> bool:

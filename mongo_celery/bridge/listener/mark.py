@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from mongo_celery.app import app_name
-from mongo_celery.bridge.worker.refusing import named_by_itself
+from mongo_celery.bridge.worker.dropping import named_by_itself
 from mongo_celery.broker.notice import NoticeBoard
 from mongo_celery.errors import ForeignBridgeError
 from mongo_celery.mongo.redaction import short
@@ -179,7 +179,7 @@ class MarkKeeper:
     def __init__(self, wiring: Wiring, installation: str) -> None:
         self._bridge = wiring.name
         self._board = board_of(wiring)
-        self._refusals = wiring.store.refusals
+        self._drops = wiring.store.drops
         self._term = secrets.token_hex(8)
         self._about = {
             "installation": installation,
@@ -242,4 +242,4 @@ class MarkKeeper:
             mark.who,
             extra={"event": "foreign_leader"},
         )
-        self._refusals.name_foreign_leader(mark.who)
+        self._drops.name_foreign_leader(mark.who)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.listener.tracker import Rejection, Tracker
 from mongo_celery.mongo.redaction import short
@@ -117,7 +118,7 @@ def rejections(trackers: Iterable[Tracker]) -> dict[str, Any]:
         "rejected": [
             {
                 "partition": tracker.partition_id,
-                "key": _storable(rejection.label),
+                "key": storable(rejection.label),
                 "bytes": rejection.size,
                 "error": rejection.error,
                 "since": rejection.since,
@@ -132,9 +133,4 @@ def _reason(error: BaseException) -> str:
     """What the broker's client has said, and not what wraps it, in bounds."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return _storable(f"{type(error).__name__}: {short(error)}"[:_REASON_CHARS])
-
-
-def _storable(text: str) -> str:
-    """Without lone surrogates: BSON refuses them, and the lease that carries the report could not be renewed."""
-    return text.encode("utf-8", "replace").decode()
+    return storable(f"{type(error).__name__}: {short(error)}"[:_REASON_CHARS])

@@ -91,7 +91,7 @@ class Claim:
         retries: attempts of the first change that asked for a retry.
         crashes: attempts of the run that ended without an outcome.
         waits: how often in a row its first change has waited for infrastructure.
-        time_outs: how often in a row, at the end of these, only because its transaction took too long.
+        doubts: how often in a row, at the end of these, in doubt: it may have been the handler's own doing.
     """
 
     partition_id: str
@@ -102,7 +102,7 @@ class Claim:
     retries: int
     crashes: int
     waits: int = 0
-    time_outs: int = 0
+    doubts: int = 0
 
 
 class Claims:
@@ -190,7 +190,7 @@ class Claims:
             counts["count"],
             counts["crashes"],
             waits=waiting.get("count", 0),
-            time_outs=waiting.get("timeOuts", 0),
+            doubts=waiting.get("timeOuts", 0),
         )
 
     def end_transaction(self, partition_id: str) -> bool:
@@ -320,20 +320,20 @@ class Claims:
         }
         return self._write(claim, [{"$set": {"claim": None, "retry": retry}}])
 
-    def wait(self, claim: Claim, *, delay: float, cause: str, timed_out: bool) -> bool:
+    def wait(self, claim: Claim, *, delay: float, cause: str, doubtful: bool) -> bool:
         """
-        Set the first change aside because infrastructure was away: no attempt, no crash is counted.
+        Set the first change aside because infrastructure was away, or may have been: no attempt, no crash is counted.
 
         Args:
             delay: seconds from now, by the server's clock.
             cause: what was away, for people.
-            timed_out: the only sign is that the bridge's own transaction took too long.
+            doubtful: the handler's own transaction may have done it to itself.
         """
         waiting = {
             "since": {"$ifNull": ["$retry.waiting.since", "$$NOW"]},
             "cause": literal(cause),
             "count": Int64(claim.waits + 1),
-            "timeOuts": Int64(claim.time_outs + 1 if timed_out else 0),
+            "timeOuts": Int64(claim.doubts + 1 if doubtful else 0),
         }
         retry = {"$mergeObjects": ["$retry", {"notBefore": after(delay), "waiting": waiting}]}
         return self._write(claim, [{"$set": {"claim": None, "retry": retry}}])

@@ -2,7 +2,7 @@
 Whose fault a failure is: the handler's, or that of the infrastructure that handler and bridge share.
 
 Infrastructure is MongoDB and the broker. A change whose handler failed through them waits and is charged nothing;
-whatever else a handler raises is its own, and counts.
+whatever else a handler raises is its own, and counts. In doubt it waits too, but only so often in a row.
 
 | left the handler | whose |
 |---|---|
@@ -12,6 +12,7 @@ whatever else a handler raises is its own, and counts.
 | `SoftTimeLimitExceeded` that struck while PyMongo was looking for a server | infrastructure |
 | an exception that was raised *from* one of these (`raise ... from error`) | infrastructure |
 | an exception that was raised while one of these was handled, without `from` | the handler |
+| a conflict in a transaction (`mongo.verdicts.is_conflict`), or its limit, reached while MongoDB answers | in doubt |
 | another error of PyMongo: a duplicate key, a query that is wrong, a time limit of the handler's own | the handler |
 | `ConnectionError`, `TimeoutError` ... of whatever else it calls | the handler |
 """
@@ -23,10 +24,11 @@ from types import TracebackType
 
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu.exceptions import OperationalError
-from pymongo.errors import EncryptionError, PyMongoError
+from pymongo.errors import EncryptionError, NetworkTimeout, PyMongoError, ServerSelectionTimeoutError
 
+from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import is_outage
+from mongo_celery.mongo.verdicts import is_conflict, is_outage
 
 _CAUSE_CHARS = 300
 _CHAIN_MAX = 16  # a chain of causes may be made to be a circle
@@ -40,9 +42,38 @@ def infrastructure_cause(error: BaseException) -> str | None:
     for each in _causes(error):
         if _is_infrastructure(each):
             return cause_text(each)
-        if isinstance(each, PyMongoError) and not isinstance(each, EncryptionError) and not each.timeout:
-            return None  # MongoDB has answered: what came before has no part in it
+        if _is_answer(each):
+            return None
     return None
+
+
+def conflict_cause(error: BaseException) -> str | None:
+    """What has ended a transaction though no server failed, in words that can be shown; None when nothing has."""
+    for each in _causes(error):
+        if is_conflict(each):
+            return cause_text(each)
+        if _is_answer(each):
+            return None
+    return None
+
+
+def has_reached_limit(error: BaseException, limit: BaseException | None) -> bool:
+    """
+    Whether it says no more than that a transaction has reached its limit, whoever was slow.
+
+    Args:
+        error: what has left the handler.
+        limit: the error by which its own transaction, if it is transactional, has reached its limit; else it is that
+            of a `transactional` that the handler has called, and was aborted.
+    """
+    chain = list(_causes(error))
+    reached = any(
+        each is limit or (isinstance(each, TransactionTimeoutError) and getattr(each, "outcome", None) == "aborted")
+        for each in chain
+    )
+    driver = next((each for each in chain if isinstance(each, PyMongoError)), None)
+    # That there was no server is the handler's doing in no case.
+    return reached and driver is not None and driver.timeout and not isinstance(driver, ServerSelectionTimeoutError)
 
 
 def cause_text(error: BaseException) -> str:
@@ -73,7 +104,14 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             following = following.__cause__
 
 
+def _is_answer(error: BaseException) -> bool:
+    """Whether MongoDB has answered: what came before has no part in it."""
+    return isinstance(error, PyMongoError) and not isinstance(error, EncryptionError) and not error.timeout
+
+
 def _is_infrastructure(error: BaseException) -> bool:
+    if isinstance(error, NetworkTimeout) and error.__cause__ is not None and is_conflict(error.__cause__):
+        return False  # the driver has made it, when it had repeated a transaction for long enough
     if isinstance(error, OperationalError) or is_outage(error):
         return True
     if isinstance(error, SoftTimeLimitExceeded):

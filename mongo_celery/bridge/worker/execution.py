@@ -37,16 +37,24 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import Change, describe, token_data, token_of
+from mongo_celery.bridge.error_text import error_text, storable, traceback_text
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import CHANGE_BYTES, dead_letter, kept, naming
 from mongo_celery.bridge.stream.source import strip_flags
-from mongo_celery.bridge.worker.attribution import cause_text, infrastructure_cause, is_autoretried, names
+from mongo_celery.bridge.worker.attribution import (
+    cause_text,
+    conflict_cause,
+    has_reached_limit,
+    infrastructure_cause,
+    is_autoretried,
+    names,
+)
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.departure import is_leaving
 from mongo_celery.bridge.worker.envelope import Run
-from mongo_celery.bridge.worker.error_text import error_text, storable, traceback_text
+from mongo_celery.bridge.worker.heartbeat import Heartbeat
 from mongo_celery.bridge.worker.retry_times import retry_time
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, RefusedChangeError, StaleFencingTokenError
@@ -71,7 +79,8 @@ ANSWER_SECONDS = 30.0
 _PAUSES = Pauses(first=0.05, longest=1.0)
 _WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
 _TIME_OUTS_MAX = 3
-_TOO_LONG = "the transaction took longer than transaction_seconds"
+_CONFLICTS_MAX = 10  # some minutes: a dead client's transaction holds its documents for one by default
+_TOO_LONG = "the transaction took longer than its limit"
 _LOST_CLAIM_ANSWERS = 5  # a claim whose answer was lost may still arrive: the server reads what is in its sockets
 
 current: contextvars.ContextVar[Execution | None] = contextvars.ContextVar("mongo_celery_execution", default=None)
@@ -99,6 +108,20 @@ class SupersededError(Ignore):
     """A newer execution decides: nothing more is to be done with this message."""
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """
+    What a change waits for.
+
+    Attributes:
+        cause: in words that can be shown.
+        doubts_max: how often in a row, since its handler may have done it to itself; None for as long as it lasts.
+    """
+
+    cause: str
+    doubts_max: int | None = None
+
+
 class Execution:
     """
     One delivery of a run to a worker.
@@ -115,6 +138,8 @@ class Execution:
         self._handler = handler
         self._run = run
         self._patience = patience
+        options = wiring.options
+        self._ttl = options.claim_ttl + (options.transaction_seconds if handler.transactional else 0)
         self._store = wiring.store
         self._codec = wiring.client.codec_options
         self.claim: Claim | None = None
@@ -122,7 +147,9 @@ class Execution:
         self._handled_in_transaction = False
         self._decided: BaseException | None = None
         self._timed_out: BaseException | None = None
-        self._met: str | None = None
+        self._met_outage: str | None = None
+        self._met_conflict: str | None = None
+        self._judged: tuple[BaseException, Waiting | None] | None = None
         self._beat: Heartbeat | None = None
         self._owes = False
 
@@ -149,7 +176,7 @@ class Execution:
         started = time.monotonic()
         claim = self.claim = self._take_claim(started)
         beats = self._wiring.of_process(WorkerRuntime).heartbeats
-        beat = self._beat = beats.begin(claim, started, renew=not self._handler.transactional)
+        beat = self._beat = beats.begin(claim, started, ttl=self._ttl, renew=not self._handler.transactional)
         token = current.set(self)
         try:
             if self._run.refusal is not None:
@@ -184,13 +211,18 @@ class Execution:
         """The mark is there. Not known before: a body may run again and then end otherwise."""
         self._handled_in_transaction = True
 
-    def transaction_timed_out(self, error: BaseException, met: str | None) -> None:
-        """This error says only that the transaction has reached its limit; `met`: what kept it from its end."""
-        self._timed_out, self._met = error, met
+    def met(self, error: BaseException) -> None:
+        """What the body of the transaction has met, long before its limit."""
+        self._met_outage = infrastructure_cause(error) or self._met_outage
+        self._met_conflict = conflict_cause(error) or self._met_conflict
+
+    def transaction_timed_out(self, error: BaseException) -> None:
+        """This error says only that the transaction has reached its limit."""
+        self._timed_out = error
 
     def waits_for(self, error: BaseException, named: Iterable[object]) -> bool:
         """Whether an `autoretry_for` would count what is to wait instead: it took the error without naming it."""
-        return is_autoretried(error) and self._waiting_cause(error) is not None and not names(named, error)
+        return is_autoretried(error) and not names(named, error) and self._waiting_for(error) is not None
 
     def decided(self, error: BaseException) -> None:
         """The handler's own retries have ended with this exception: it counts, whatever it is."""
@@ -210,8 +242,7 @@ class Execution:
 
     def _try_claim(self, started: float) -> Claim:
         run, owner = self._run, secrets.token_hex(8)
-        options = self._wiring.options
-        ttl = options.claim_ttl + (options.transaction_seconds if self._handler.transactional else 0)
+        ttl = self._ttl
         session = None if self.session is None else self.session.session_id["id"]
         try:
             if session is not None and self._store.claims.end_transaction(run.partition_id):
@@ -329,9 +360,9 @@ class Execution:
                 self._park(claim, error, raw, *due)
         if isinstance(error, StaleFencingTokenError):
             self._check_stale(claim)
-        cause = None if error is self._decided else self._waiting_cause(error)
-        if cause is not None:
-            self._wait(claim, cause, raw, error)
+        waiting = None if error is self._decided else self._waiting_for(error)
+        if waiting is not None:
+            self._wait(claim, waiting, raw, error)
         if isinstance(error, Reject) and error.args and isinstance(error.args[0], Exception):
             error = error.args[0]
         self._fail(claim, error, raw)
@@ -346,25 +377,47 @@ class Execution:
         if not mine:
             raise Ignore
 
-    def _waiting_cause(self, error: BaseException) -> str | None:
+    def _waiting_for(self, error: BaseException) -> Waiting | None:
         """
-        What of the infrastructure the change has to wait for; None when the failure is the handler's own.
+        What the change has to wait for; None when the failure is the handler's own.
 
-        A transaction that has reached its limit, and met nothing else, may have a slow server or a slow body: it is
-        given the benefit of the doubt for some times in a row.
+        What its transaction may have done to itself is given the benefit of the doubt for some times in a row.
         """
-        cause = infrastructure_cause(error)
-        if cause is None and error is self._timed_out:
-            doubt = self.claim is not None and self.claim.time_outs < _TIME_OUTS_MAX
-            return self._met or (f"{_TOO_LONG} ({cause_text(error)})" if doubt else None)
-        return cause
+        assert self.claim is not None, "a handler runs under a claim"
+        if self._judged is None or self._judged[0] is not error:
+            self._judged = (error, self._judge(error))
+        waiting = self._judged[1]
+        if waiting is not None and waiting.doubts_max is not None and self.claim.doubts >= waiting.doubts_max:
+            return None
+        return waiting
 
-    def _wait(self, claim: Claim, cause: str, raw: bytes, error: BaseException) -> None:
+    def _judge(self, error: BaseException) -> Waiting | None:
+        outage, conflict = infrastructure_cause(error), conflict_cause(error)
+        if has_reached_limit(error, self._timed_out):
+            outage, conflict = self._met_outage, self._met_conflict or conflict
+            if outage is None and conflict is None:
+                # Slow servers, a slow body, or one that waits for what its own transaction has locked.
+                said = f"{_TOO_LONG} ({cause_text(error)})"
+                return Waiting(said, _TIME_OUTS_MAX if self._is_answered() else None)
+        if outage is not None:
+            return Waiting(outage)
+        return None if conflict is None else Waiting(conflict, _CONFLICTS_MAX)
+
+    def _is_answered(self) -> bool:
+        """Whether MongoDB answers, for a majority, at this moment."""
+        assert self.claim is not None, "a handler runs under a claim"
+        try:
+            self._store.claims.is_mine(self.claim)
+        except (PyMongoError, SoftTimeLimitExceeded):
+            return False
+        return True
+
+    def _wait(self, claim: Claim, waiting: Waiting, raw: bytes, error: BaseException) -> None:
         """Park the head until infrastructure may be there again, and count nothing; always raises."""
-        delay, timed_out = _WAITS.nth(claim.waits), cause.startswith(_TOO_LONG)
+        delay, cause, doubtful = _WAITS.nth(claim.waits), waiting.cause, waiting.doubts_max is not None
 
         def wait(said: str) -> bool:
-            return self._store.claims.wait(claim, delay=delay, cause=said, timed_out=timed_out)
+            return self._store.claims.wait(claim, delay=delay, cause=said, doubtful=doubtful)
 
         logger.warning(
             "%s waits for infrastructure, next try in %.1f s: %s",
@@ -419,7 +472,7 @@ class Execution:
         return lambda: self._store.claims.halt(claim, token, "?", text)
 
     def _set_aside(
-        self, claim: Claim, token: Mapping[str, Any], form: Callable[[], Mapping[str, Any] | Binary], error: Exception
+        self, claim: Claim, token: Mapping[str, Any], form: Callable[[], Mapping[str, Any]], error: Exception
     ) -> bool:
         letter = dead_letter(
             bridge=self._run.bridge,

@@ -55,6 +55,7 @@ class Heartbeat:
     Attributes:
         due: monotonic time of the next renewal; infinite for a claim that is not renewed.
         renewed: monotonic start of the last call that was seen to renew it.
+        ttl: seconds for which it then lives.
         leaving: whether the claim is marked as one of a worker that was told to end.
         charged: whether its lapse would be the handler's own doing.
         lost: whether the claim was found to belong to somebody else.
@@ -63,6 +64,7 @@ class Heartbeat:
     claim: Claim
     due: float
     renewed: float
+    ttl: float
     leaving: bool = False
     charged: bool = False
     lost: bool = False
@@ -81,16 +83,17 @@ class Heartbeats:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def begin(self, claim: Claim, started: float, *, renew: bool = True) -> Heartbeat:
+    def begin(self, claim: Claim, started: float, *, ttl: float | None = None, renew: bool = True) -> Heartbeat:
         """
         Keep a claim alive from now on.
 
         Args:
             claim: what to renew.
             started: monotonic time at which the claim call began.
+            ttl: seconds for which the claim lives; those of the bridge's claims by default.
             renew: false for a claim that is long enough by itself: any write would abort its transaction.
         """
-        beat = Heartbeat(claim, started + self._period if renew else float("inf"), started)
+        beat = Heartbeat(claim, started + self._period if renew else float("inf"), started, ttl or self._ttl)
         with self._changed:
             self._beats[id(beat)] = beat
             self._start()
@@ -100,8 +103,8 @@ class Heartbeats:
         """Renew it no more; a renewal may still be under way, and changes nothing once the claim has ended."""
         with self._changed:
             self._beats.pop(id(beat), None)
-        if not beat.lost and not beat.charged and time.monotonic() - beat.renewed > self._ttl:
-            self._withdraw(beat.claim)
+        if not beat.lost and not beat.charged and time.monotonic() - beat.renewed > beat.ttl:
+            self.withdraw(beat.claim)
 
     def living(self, partition_id: str) -> list[str]:
         """Owners of this process whose claims of a partition, if they have lapsed, are no crashes."""
@@ -109,7 +112,7 @@ class Heartbeats:
             beats = [*self._beats.values()]
         return [beat.claim.owner for beat in beats if beat.claim.partition_id == partition_id and not beat.charged]
 
-    def _withdraw(self, claim: Claim) -> None:
+    def withdraw(self, claim: Claim) -> None:
         """See to it that the lapse of a claim is not charged if it was replaced."""
         with self._changed:
             self._charges.append((claim.partition_id, claim.owner))
@@ -145,9 +148,9 @@ class Heartbeats:
         with self._changed:
             self._changed.wait(self._period / 4)
             late = time.monotonic() - before - self._period / 4
-            if late > self._ttl - self._period and time.process_time() - used > late * _OWN_WORK:
+            if time.process_time() - used > late * _OWN_WORK:
                 for beat in self._beats.values():
-                    beat.charged = True
+                    beat.charged |= late > beat.ttl - self._period
 
     def _renew(self, now: float) -> None:
         """Renew what is due, the oldest first; what has to be marked is due at once."""
@@ -206,7 +209,7 @@ class Heartbeats:
             extra={"event": "claim_lost"},
         )
         if not beat.charged:
-            self._withdraw(beat.claim)
+            self.withdraw(beat.claim)
 
     def _withdraw_all(self) -> None:
         """What was charged to living owners; the first one without an answer ends the turn."""

@@ -30,11 +30,10 @@ from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.bridge.change import Change
+from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
-from mongo_celery.bridge.worker.attribution import infrastructure_cause
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.envelope import bridge_of
-from mongo_celery.bridge.worker.error_text import error_text
 from mongo_celery.bridge.worker.execution import (
     ANSWER_SECONDS,
     Execution,
@@ -236,17 +235,20 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
         if execution is None:  # called directly, in a unit test
             return function(*args)
 
-        met: list[str] = []
+        seconds, started = wiring.options.transaction_seconds, time.monotonic()
+
+        def is_at_limit() -> bool:
+            return time.monotonic() - started >= seconds * _LIMIT_REACHED
 
         def body(session: ClientSession) -> None:
             try:
                 function(*before, change.with_session(session))
                 execution.handle_in(session, change)
             except Exception as error:
-                met.extend(filter(None, [infrastructure_cause(error)]))
+                if not is_at_limit():
+                    execution.met(error)
                 raise
 
-        seconds, started = wiring.options.transaction_seconds, time.monotonic()
         session = execution.session
         assert session is not None, "the handler is transactional"
         try:
@@ -257,8 +259,9 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
                     write_concern=WriteConcern("majority"),
                 )
         except PyMongoError as error:
-            if error.timeout and time.monotonic() - started >= seconds * _LIMIT_REACHED:
-                execution.transaction_timed_out(error, met[-1] if met else None)
+            # A commit without an answer was not kept from it by the body.
+            if error.timeout and is_at_limit() and not error.has_error_label("UnknownTransactionCommitResult"):
+                execution.transaction_timed_out(error)
             if is_unanswered(error):
                 _end_later(wiring, execution.give_session())
             raise

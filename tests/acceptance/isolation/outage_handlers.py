@@ -13,8 +13,9 @@ from typing import Any
 from pymongo.errors import AutoReconnect, DuplicateKeyError
 
 from mongo_celery import Change
-from mongo_celery.bridge.worker import tasks
+from mongo_celery.bridge.worker import execution, tasks
 from mongo_celery.bridge.worker.execution import current
+from mongo_celery.mongo.repeating import Pauses
 from tests.acceptance.chain_project.acts import perform
 from tests.acceptance.chain_project.application import DATA, app, bridge
 from tests.acceptance.chain_project.recording import record, starts_of
@@ -25,6 +26,10 @@ _CHOSEN = set(filter(None, os.environ.get("CHAIN_HANDLERS", "").split(",")))
 
 if "OUTAGE_PATIENCE" in os.environ:
     vars(tasks)["ANSWER_SECONDS"] = float(os.environ["OUTAGE_PATIENCE"])
+if "OUTAGE_PAUSE" in os.environ:
+    vars(execution)["_WAITS"] = Pauses(
+        first=float(os.environ["OUTAGE_PAUSE"]), longest=float(os.environ["OUTAGE_PAUSE"])
+    )
 
 
 class TranslatedError(Exception):
@@ -46,6 +51,17 @@ def _write_together(name: str, change: Change, fact: dict[str, Any]) -> None:
     sink = bridge.client[DATA]["sink"]
     where = {"_id": f"{name}-{change.partition}"}
     sink.update_one(where, {"$push": {"effects": fact}}, upsert=True, session=change.session)
+
+
+def _wait_for_itself(name: str, change: Change, fact: dict[str, Any]) -> None:
+    _write_together(name, change, fact)
+    _write_plainly(name, change, fact)  # without the session
+
+
+def _conflict_with_itself(name: str, change: Change, fact: dict[str, Any]) -> None:
+    bridge.client[DATA]["sink"].find_one({}, session=change.session)
+    _write_plainly(name, change, {"start": fact["fence"]})
+    _write_together(name, change, fact)
 
 
 def _write_translated(name: str, change: Change, fact: dict[str, Any]) -> None:
@@ -109,6 +125,8 @@ for _policy in POLICIES:
         max_retries=1,
     )
     _handler(f"transactional_{_policy}", _write_together, failure_policy=_policy, transactional=True)
+_handler("waiting_for_itself", _wait_for_itself, failure_policy="dead_letter", transactional=True)
+_handler("conflicting_with_itself", _conflict_with_itself, failure_policy="dead_letter", transactional=True)
 _handler("translating", _write_translated, failure_policy="skip")
 _handler("starting", _start_a_task, failure_policy="dead_letter")
 _handler("duplicating", _write_a_duplicate, failure_policy="dead_letter")

@@ -219,6 +219,27 @@ def test_a_transaction_that_takes_too_long_counts_only_when_it_always_does(make_
     assert letter["attempts"] == 1
 
 
+def test_a_transaction_that_waits_for_itself_counts_in_the_end(make_chain: MakeChain) -> None:
+    """One `session=` is forgotten: what the driver then says looks like an outage, but MongoDB answers."""
+    chain = make_chain("waiting_for_itself", options={"transaction_seconds": 1.0}, OUTAGE_PAUSE="0.1")
+    chain.both()
+    item = chain.give_up(chain.write("waiting_for_itself", "key", 1))
+    chain.wait_done()
+    assert len(chain.letters("waiting_for_itself")) == 1
+    assert _log(chain, "waits for infrastructure").count("took longer than its limit") == 3
+    assert len(chain.starts(item)) == 4
+
+
+def test_a_transaction_that_conflicts_with_itself_counts_in_the_end(make_chain: MakeChain) -> None:
+    """It has more patience: such conflicts are those with a dead client's transaction, too, which ends."""
+    chain = make_chain("conflicting_with_itself", options={"transaction_seconds": 0.5}, OUTAGE_PAUSE="0.1")
+    chain.both()
+    chain.give_up(chain.write("conflicting_with_itself", "key", 1))
+    chain.wait_done()
+    assert len(chain.letters("conflicting_with_itself")) == 1
+    assert _log(chain, "waits for infrastructure").count("WriteConflict") == 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "seconds", "visibility_timeout"),

@@ -26,5 +26,5 @@ def traceback_text(error: BaseException) -> str:
 
 
 def storable(text: str) -> str:
-    """Without lone surrogates, as file names have them: BSON refuses those, and the outcome would be lost."""
+    """Without lone surrogates, as file names have them: BSON and streams refuse those and what they are part of."""
     return text.encode("utf-8", "replace").decode()

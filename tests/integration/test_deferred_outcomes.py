@@ -1,0 +1,50 @@
+"""An outcome that MongoDB did not answer for, and what becomes of it when it is written at last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import bson
+import pytest
+from celery import Celery
+from celery.exceptions import Ignore
+from pymongo import MongoClient
+from pymongo.errors import AutoReconnect
+
+from mongo_celery import Bridge, Change
+from mongo_celery.bridge.worker.envelope import Run
+from mongo_celery.bridge.worker.execution import Execution
+from tests.fixtures.process import wait_for
+from tests.fixtures.samples import event
+from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, rig_of
+
+Failpoint = Callable[..., AbstractContextManager[None]]
+
+
+def test_an_outcome_that_is_refused_at_last_takes_back_what_was_charged_meanwhile(
+    mongo_url: str, make_client: Callable[..., MongoClient[Document]], state_database: str, failpoint: Failpoint
+) -> None:
+    """P14: a duplicate claimed before the write could be made, and charged an owner that lives."""
+    rig = rig_of(make_client(), state_database)
+    appname = "deferred_outcome"
+    url = f"{mongo_url}{'&' if '?' in mongo_url else '?'}appName={appname}"
+    bridge = Bridge(Celery(broker="memory://"), url, name=BRIDGE, database=state_database, autodiscover=False)
+
+    @bridge.on_change("shop.orders", name=SUBSCRIPTION)
+    def record(_change: Change) -> None:
+        """Is not called."""
+
+    def meet_an_outage(_change: Change, _retries: int) -> None:
+        raise AutoReconnect("away")
+
+    run = Run(BRIDGE, SUBSCRIPTION, 0, 0, VERSION, 1, 1, (bson.encode(event()),))
+    (handler,) = bridge.wiring.handlers
+    execution = Execution(bridge.wiring, handler, run, patience=0.1)
+    with failpoint(failCommands=["update"], appName=appname, closeConnection=True):
+        with pytest.raises(Ignore):
+            execution.execute(meet_an_outage)
+        rig.lapse()
+        assert rig.claim(owner="duplicate").crashes == 1
+    wait_for(lambda: rig.document["retry"]["crashes"] == 0, timeout=30)
+    assert rig.document["claim"]["owner"] == "duplicate"
