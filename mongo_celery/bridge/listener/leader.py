@@ -300,22 +300,24 @@ class Leader:
         )
 
     def _wait_for_room(self, now: float) -> None:
-        """Full buffers are normal under backlog; they are loud when a partition stands still behind them."""
+        """Full buffers are normal under backlog; they are loud where what stands still fills them."""
         largest = max(self._subscriptions.values(), key=lambda subscription: subscription.window.size)
         full = next((each for each in self._subscriptions.values() if each.is_full), largest)
         standing = [tracker.image.index for tracker in full.standing]
+        held = sum(full.window.depth(index) for index in standing)
+        is_held = 2 * held >= full.window.count
         self._at_end = False
         self._full = f"the buffer of handler {full.name} is full ({full.window.count} changes)" + (
-            f" while its partitions {standing} stand still" if standing else ""
+            f", and {held} of them stand still in its partitions {standing}" if held else ""
         )
         if now - self._complained_at < _COMPLAINT_SECONDS:
             return
         self._complained_at = now
         logger.log(
-            logging.ERROR if standing else logging.INFO,
+            logging.ERROR if is_held else logging.INFO,
             "%s; the stream is not read until %s",
             self._full,
-            "they are resumed, retried or skipped" if standing else "workers have made room",
+            "they are resumed, retried or skipped" if is_held else "workers have made room",
             extra={"event": "buffer_full"},
         )
 

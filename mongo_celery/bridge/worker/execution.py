@@ -540,8 +540,15 @@ class Execution:
         beats, beat = self._wiring.of_process(WorkerRuntime).heartbeats, self._beat
         assert beat is not None, "it began with the claim"
         self._owes = True
+
+        def write_late() -> bool:
+            accepted = write()
+            if not accepted and not beat.charged:  # whoever has claimed meanwhile may have charged this execution
+                beats.withdraw(claim)
+            return accepted
+
         self._wiring.of_process(DeferredWrites).add(
-            f"{outcome} of {claim.partition_id}", write, ended=lambda: beats.end(beat)
+            f"{outcome} of {claim.partition_id}", write_late, ended=lambda: beats.end(beat)
         )
         raise Ignore from error
 
