@@ -9,6 +9,7 @@ from bson import Timestamp
 from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.operations import broker_check, deployment, encryption
+from mongo_celery.bridge.operations.lease_check import judge_layout
 from mongo_celery.bridge.operations.state_check import judge_state
 from mongo_celery.bridge.operations.worker_check import judge_workers
 from mongo_celery.errors import AccessError, ServerUnavailableError
@@ -308,3 +309,11 @@ def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
     _, message = judged(partitions=[partition(3, "halted")], subscriptions=[lost])["halted"]
     assert "changes skip summarise --partition 3" in message
     assert "retry" not in message
+
+
+def test_a_listener_with_another_layout_than_this_app_is_told() -> None:
+    """The queues of one are not those of the other, and each says that all of its own are consumed."""
+    (finding,) = judge_layout({"live": True, "partitions": 16}, 4)
+    assert (finding.name, finding.level) == ("layout", "warning")
+    assert list(judge_layout({"live": True, "partitions": 4}, 4)) == []
+    assert list(judge_layout({"live": False, "partitions": 16}, 4)) == []

@@ -172,7 +172,7 @@ class Listener:
             final = explained(error, self._wiring.state_concern)
             if final is not None:
                 raise final from error
-            logger.warning("standing by; MongoDB does not answer: %s", error, extra={"event": "server_awaited"})
+            logger.warning("standing by; MongoDB does not answer: %s", short(error), extra={"event": "server_awaited"})
         self._pause()
         return None
 
@@ -211,7 +211,7 @@ class Listener:
             if not is_transient(failure):
                 ended_by = failure
                 raise
-            logger.warning("leading ended: %s; standing by", failure, extra={"event": "lease_lost"})
+            logger.warning("leading ended: %s; standing by", short(failure), extra={"event": "lease_lost"})
         except Exception as failure:
             ended_by = failure
             raise

@@ -30,6 +30,18 @@ def check_lease(wiring: Wiring) -> Iterator[Finding]:
     if lease is not None:
         selectors, _ = wiring.stream()
         yield from judge_lease(lease, definitions_of(wiring, selectors), datetime.now(UTC))
+        yield from judge_layout(lease, wiring.options.partitions)
+
+
+def judge_layout(lease: Mapping[str, Any], partitions: int) -> Iterator[Finding]:
+    """A finding where the listener that leads spreads changes otherwise than this process, with so many partitions."""
+    led = lease.get("partitions")
+    if lease.get("live") and led not in (None, partitions):
+        yield warning(
+            "layout",
+            f"The listener that leads spreads changes over {led} partitions, this app over {partitions}: workers with "
+            "its options alone do not consume all queues of the other. Deploy listeners and workers with the same ones.",
+        )
 
 
 def judge_lease(lease: Mapping[str, Any], mine: Definitions, now: datetime) -> Iterator[Finding]:
