@@ -40,7 +40,7 @@ def judge_layout(lease: Mapping[str, Any], partitions: int) -> Iterator[Finding]
         yield warning(
             "layout",
             f"The listener that leads spreads changes over {led} partitions, this app over {partitions}: workers with "
-            "its options alone do not consume all queues of the other. Deploy listeners and workers with the same ones.",
+            "its options alone leave queues without a consumer. Deploy both with the same options.",
         )
 
 
