@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 
 import bson
 import pytest
@@ -41,10 +41,11 @@ def test_an_outcome_that_is_refused_at_last_takes_back_what_was_charged_meanwhil
     run = Run(BRIDGE, SUBSCRIPTION, 0, 0, VERSION, 1, 1, (bson.encode(event()),))
     (handler,) = bridge.wiring.handlers
     execution = Execution(bridge.wiring, handler, run, patience=0.1)
-    with failpoint(failCommands=["update"], appName=appname, closeConnection=True):
-        with pytest.raises(Ignore):
-            execution.execute(meet_an_outage)
-        rig.lapse()
-        assert rig.claim(owner="duplicate").crashes == 1
-    wait_for(lambda: rig.document["retry"]["crashes"] == 0, timeout=30)
-    assert rig.document["claim"]["owner"] == "duplicate"
+    with closing(bridge.client):
+        with failpoint(failCommands=["update"], appName=appname, closeConnection=True):
+            with pytest.raises(Ignore):
+                execution.execute(meet_an_outage)
+            rig.lapse()
+            assert rig.claim(owner="duplicate").crashes == 1
+        wait_for(lambda: rig.document["retry"]["crashes"] == 0, timeout=30)
+        assert rig.document["claim"]["owner"] == "duplicate"

@@ -17,7 +17,7 @@ from bson import Timestamp
 from bson.int64 import Int64
 from pymongo import MongoClient
 
-from mongo_celery.bridge.listener import draining, history, starts
+from mongo_celery.bridge.listener import draining, starts
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.starts import find_starts, read_starts
 from mongo_celery.bridge.listener.subscription import Subscription
@@ -25,6 +25,7 @@ from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark, PendingChange, Window
 from mongo_celery.errors import AccessError, HistoryLostError, LayoutError, LeaseLostError
+from mongo_celery.mongo import oplog
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
 from tests.integration.term_rig import TermRig, advance, begin_term, mark_at
 
@@ -195,7 +196,7 @@ def test_without_the_right_to_read_the_oplog_the_smallest_position_is_moved(
     def refuse(_client: object) -> None:
         raise AccessError
 
-    monkeypatch.setattr(history, "read_oplog", refuse)
+    monkeypatch.setattr(oplog, "read_oplog", refuse)
     monkeypatch.setattr(starts, "read_oplog", refuse)
     assert bridge.go_on("now") == Position(ROLLED_LATER.token, ROLLED_LATER.cluster_time)
     assert "['record'] (the oplog cannot be read here" in caplog.text
@@ -251,7 +252,7 @@ def rolling(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(client: MongoClient[Document]) -> Oplog:
         return replace(read_oplog(client), is_whole=False)
 
-    monkeypatch.setattr(history, "read_oplog", read)
+    monkeypatch.setattr(oplog, "read_oplog", read)
     monkeypatch.setattr(starts, "read_oplog", read)
 
 
@@ -396,7 +397,7 @@ def test_a_decision_that_cannot_be_carried_out_stops_nobody_else(
     def refuse(_client: object) -> None:
         raise AccessError
 
-    monkeypatch.setattr(history, "read_oplog", refuse)
+    monkeypatch.setattr(oplog, "read_oplog", refuse)
     monkeypatch.setattr(starts, "read_oplog", refuse)
     assert bridge.look() == Position(tip.token, tip.cluster_time)
     assert bridge.document("record")["lost"]["goOn"] is None
