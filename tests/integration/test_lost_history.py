@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -24,6 +25,7 @@ from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark, PendingChange, Window
+from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import AccessError, HistoryLostError, LayoutError, LeaseLostError
 from mongo_celery.mongo import oplog
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
@@ -256,9 +258,11 @@ def rolling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starts, "read_oplog", read)
 
 
-def test_a_start_before_the_beginning_of_a_whole_oplog_is_not_lost(make: Make) -> None:
-    """P1, P12: nothing was ever removed from it, and the server reads from there."""
-    bridge = make(record=None)
+def test_a_start_before_the_beginning_of_a_whole_oplog_is_not_lost(
+    make_replica_set: Callable[..., MongoReplicaSet], make_client: Callable[..., MongoClient[Document]]
+) -> None:
+    """P1, P12: nothing was ever removed from it, and the server reads from there. The session's set may have rolled."""
+    bridge = Make(make_client(make_replica_set().url), "state")(record=None)
     assert read_oplog(bridge.client).is_whole
     assert bridge.begin() == Position(None, PINNED)
     assert not bridge.led["record"].lost
