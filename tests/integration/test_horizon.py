@@ -20,6 +20,7 @@ from mongo_celery.bridge.listener.horizon import THRESHOLDS, Horizon, risk_of
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.window import PendingChange
 from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.mongo.oplog import Oplog
 from tests.fixtures.rights import UrlOf
 from tests.integration.term_rig import begin_term, mark_at
@@ -157,12 +158,15 @@ def test_a_lost_subscription_is_not_warned_of(scene: Scene, caplog: pytest.LogCa
     assert caplog.records == []
 
 
-def test_a_whole_oplog_endangers_nobody(scene: Scene) -> None:
-    """P16: it has never removed an entry, however far back somebody stands."""
-    found = scene.horizon._look()
+def test_a_whole_oplog_endangers_nobody(
+    make_replica_set: Callable[..., MongoReplicaSet], wiring_of: MakeWiring
+) -> None:
+    """P16: it has never removed an entry, however far back somebody stands. The session's set may have rolled."""
+    horizon = Horizon(wiring_of(make_replica_set().url))
+    found = horizon._look()
     assert found is not None
     assert found.is_whole
-    assert scene.horizon._read is None
+    assert horizon._read is None
 
 
 def test_without_the_right_to_see_the_oplog_it_is_said_once(
