@@ -25,6 +25,7 @@ from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
+from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.fixtures.samples import DEFINITIONS
 from tests.integration.guarded import GuardedMongo
@@ -454,9 +455,10 @@ def test_a_check_of_a_sound_deployment_leaves_nothing_behind(
 
 def test_a_check_names_who_has_lost_its_history(led: Led) -> None:
     """P16: an error with the command that decides, as long as nobody has."""
-    assert led.store.subscriptions.pin("summarise", led.version, Timestamp(5, 1), None)
+    now = operation_time(led.bridge.wiring.client)  # the session's oplog may have rolled: in front of it all is at risk
+    assert led.store.subscriptions.pin("summarise", led.version, now, None)
     assert by_name(check(led.bridge.wiring))["history"].level == "ok"
-    assert led.store.subscriptions.mark_lost("summarise", led.version, Timestamp(5, 1), Timestamp(9, 1), "why")
+    assert led.store.subscriptions.mark_lost("summarise", led.version, now, now, "why")
     lost = by_name(check(led.bridge.wiring))["history"]
     assert (lost.level, "changes go-on summarise --from oldest" in lost.message) == ("error", True)
 
