@@ -11,9 +11,9 @@ import pytest
 from bson import Timestamp
 from bson.int64 import Int64
 
-from mongo_celery.bridge.operations.status import Facts, shape, state_of
+from mongo_celery.bridge.operations.status import Facts, shape
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.mongo.oplog import Oplog
 
 Document = dict[str, Any]

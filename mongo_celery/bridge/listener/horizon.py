@@ -22,6 +22,7 @@ from bson import Timestamp
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.bridge.state.partitions import state_of
 from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.oplog import Oplog, oplog_fill, read_oplog
@@ -220,12 +221,9 @@ def _place(subscription: Subscription) -> Timestamp:
 def _state(subscription: Subscription, partition: int) -> str:
     tracker = subscription.trackers[partition]
     image = tracker.image
-    if image.state != "flowing":
-        return image.state
-    if image.waiting is not None and not image.live and image.handled is None:
-        return "waiting"
-    if image.parked:
-        return "parked"
+    state = state_of(image)
+    if state != "flowing":
+        return state
     return "running" if tracker.outstanding is not None and image.live else "unclaimed"
 
 

@@ -16,9 +16,8 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import token_data
-from mongo_celery.bridge.operations.status import state_of
 from mongo_celery.bridge.state.leases import layout_of
-from mongo_celery.bridge.state.partitions import Image, Partitions
+from mongo_celery.bridge.state.partitions import Image, Partitions, state_of
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import is_out_of_reach, name_in
 from mongo_celery.errors import CommandRefusedError

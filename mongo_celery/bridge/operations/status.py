@@ -22,7 +22,7 @@ from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.candidates import is_of_this_term
 from mongo_celery.bridge.state.leases import layout_of
-from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, oplog_or_none, time_of_token
@@ -174,15 +174,6 @@ def _unread(lease: Mapping[str, Any], report: Mapping[str, Any]) -> int | None:
     """What the listener said, and the time that has passed since it said so."""
     silent = report.get("unreadSeconds")
     return silent + (lease.get("reportAge") or 0) // 1000 if silent else silent
-
-
-def state_of(image: Image) -> str:
-    """The state of a partition as people see it: a flowing one may wait for infrastructure, or for its retry."""
-    if image.state != "flowing":
-        return image.state
-    if image.waiting is not None and not image.live and image.handled is None:
-        return "waiting"
-    return "parked" if image.parked else "flowing"
 
 
 def _state(lease: Mapping[str, Any], *, live: bool) -> str:

@@ -274,6 +274,15 @@ class Partitions:
         return [image_of(document) for document in self._table.find(query, _PROJECTION)]
 
 
+def state_of(image: Image) -> str:
+    """The state of a partition as people see it: a flowing one may wait for infrastructure, or for its retry."""
+    if image.state != "flowing":
+        return image.state
+    if image.waiting is not None and not image.live and image.handled is None:
+        return "waiting"
+    return "parked" if image.parked else "flowing"
+
+
 def image_of(document: Mapping[str, Any]) -> Image:
     """An image from a document that was read with the verdicts."""
     _, subscription, _, index = document["_id"].split("/")

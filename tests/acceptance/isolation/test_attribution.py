@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.bridge.operations.status import state_of
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
