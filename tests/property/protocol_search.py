@@ -1,16 +1,14 @@
-"""The search over every interleaving, and the oracles that judge each step and each quiescent state.
+"""The oracles that judge each step of the protocol and each quiescent state, and their search (``exploration``).
 
-A state is quiescent when only faults, take-overs without need and the operator could still change it. Every
-other step adds something that no other such step takes away, so there are no circles: whatever the order, the
-system comes to rest in a quiescent state, and to judge these is to judge where everything ends.
+Every fair step adds something that no other such step takes away, so there are no circles.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from tests.property.exploration import Machine, Search, explore
 from tests.property.protocol_faults import lapse, lock, misfortune_of_runs, misfortune_of_stores, reopen, rewind
 from tests.property.protocol_model import MARK, Item, Policy, Run, State, Step, Steps, World, initial
 from tests.property.protocol_rules import (
@@ -144,41 +142,6 @@ def left_undone(world: World, state: State) -> Iterator[str]:
         yield f"the watermark stands at {state.watermark} for ever"
 
 
-class Finding(NamedTuple):
-    """The shortest way into a violation: which invariants, what they say, and the steps."""
-
-    invariants: frozenset[str]
-    complaints: tuple[str, ...]
-    trace: tuple[str, ...]
-
-    def __str__(self) -> str:
-        """Return the finding as a text for a failure message."""
-        lines = [f"{number:3} {line}" for number, line in enumerate(self.trace, 1)]
-        return "\n".join([", ".join(sorted(self.invariants)), *self.complaints, *lines])
-
-
-class Search(NamedTuple):
-    """What a search has seen."""
-
-    states: int
-    quiescent: int
-    finding: Finding | None
-
-
-Parents = dict[State, tuple[State, Step] | None]
-
-
-def way_to(parents: Parents, state: State) -> list[str]:
-    """Return the steps that lead to a state, first to last."""
-    trace = []
-    link = parents[state]
-    while link is not None:
-        state, step = link
-        trace.append(str(step))
-        link = parents[state]
-    return trace[::-1]
-
-
 def judged(move: Move, watched: frozenset[str]) -> dict[str, str]:
     """Return what the watched oracles say about a step, by invariant."""
     return {name: complaint for name in watched for complaint in ORACLES[name](move)}
@@ -216,26 +179,15 @@ def search(world: World, *, watched: frozenset[str] = frozenset(ORACLES), limit:
         watched: The invariants to judge; the others are let pass.
         limit: The largest number of states; more is an error of the scenario, never a silent cut.
     """
-    start = initial(world)
-    parents: Parents = {start: None}
-    queue, quiescent = deque([start]), 0
-    while queue:
-        before = queue.popleft()
-        at_rest = True
-        for step, after in steps(world, before):
-            at_rest = at_rest and not step.fair
-            said = judged(Move(world, before, step, after), watched)
-            if said:
-                trace = (*way_to(parents, before), str(step))
-                return Search(len(parents), quiescent, Finding(frozenset(said), tuple(said.values()), trace))
-            if after not in parents:
-                parents[after] = (before, step)
-                queue.append(after)
-        if at_rest:
-            quiescent += 1
-            undone = tuple(left_undone(world, before)) if "P1" in watched else ()
-            if undone:
-                finding = Finding(frozenset({"P1"}), undone, tuple(way_to(parents, before)))
-                return Search(len(parents), quiescent, finding)
-        assert len(parents) <= limit, f"{world.name}: more than {limit} states"
-    return Search(len(parents), quiescent, None)
+
+    def at_rest(state: State) -> dict[str, str]:
+        said = list(left_undone(world, state)) if "P1" in watched else []
+        return {"P1": "; ".join(said)} if said else {}
+
+    machine = Machine(
+        start=initial(world),
+        steps=lambda state: steps(world, state),
+        judge=lambda before, step, after: judged(Move(world, before, step, after), watched),
+        undone=at_rest,
+    )
+    return explore(machine, name=world.name, limit=limit)

@@ -1,0 +1,398 @@
+"""Spill and new layouts as a finite machine: its state, and what a scenario fixes.
+
+A second model beside ``protocol_model``, with its conventions: time is absent, a message that was sent stays
+deliverable, tokens are positions in the stream from 1, and nothing is imported from the package. The first model
+has proved claims, fences and outcomes; here a claim *is* its execution, which lets the stores be looked at closely:
+
+- *A write is either acknowledged at once, or its answer is lost*: then its author goes on as if it had failed, and it
+  lands at any later time, or never. What a deposed listener still does is nothing but such late writes, since an
+  image that it takes afresh shows it a larger epoch. A crash is a term that begins between any two steps.
+- *A listener acts on fresh images*. What it would do on stale ones is a late write too, or cannot claim; what it has
+  read ahead from the collection is a message that is out already.
+- *A bulk* whose answer is lost lands document by document, in any order.
+- *A change has a key*: its partition is ``key % partitions`` in every layout.
+- *A term without the handler* leaves no trace in its documents; it is the time between two terms, in which the oplog
+  may roll. It needs no rule.
+
+Left out: locks at the take-over and numbers (``protocol_model`` has both), pausing, parts of large documents, the
+choice of when to spill (it is always allowed, and due where the stream would wait).
+
+Fields marked "ghost" are never read by a rule: they are the memory of the oracles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from tests.property.protocol_model import put
+
+
+class Broken(StrEnum):
+    """One rule of spill left out or replaced by the simpler one."""
+
+    NOTHING = "nothing"
+    MARK_BEFORE_INSERT = "the mark is written before the documents are acknowledged"
+    WATERMARK_BEFORE_MARK = "a change is complete when it is inserted, before the mark"
+    TRUSTS_DOCUMENTS = "a take-over counts documents under the mark, whoever has inserted them"
+    TRUSTS_BARE_DOCUMENTS = "a take-over counts documents without any mark"
+    MARK_SKIPS = "a change at or below the mark is skipped when it is read"
+    COLLECTION_AT_ONCE = "the collection is run at once, whatever this term has read"
+    BUFFER_FIRST = "what is in the buffer runs although stored changes are left"
+    DUPLICATE_DOES_NOTHING = "an insert that finds its document does nothing"
+    MARK_IGNORES_GROWTH = "the mark is guarded by the epoch only"
+    CLEAR_IGNORES_MARK = "clearing does not compare mark and position"
+    NONE_LEFT_CLEARS = "a read that finds none clears the mark"
+    REMOVAL_IGNORES_TERM = "a removal does not compare the term"
+    REMOVAL_UP_TO_HANDLED = "a removal reaches up to what is handled"
+    REMOVAL_FOLLOWS_MARK = "only partitions with a mark are looked at for removal"
+    BOUND_REFUSES_AGAIN = "the bound also refuses what lies at or below the mark"
+    DECISION_RUNS_ALL = "a decision on lost history lets everything up to the mark run"
+    DECISION_TRUSTS_DOCUMENTS = "a decision on lost history counts on documents that an older term may remove"
+    DECISION_KEEPS_MARK = "a decision on lost history leaves a mark under which nothing is stored"
+    REWIND_BELOW_OPLOG = "a rewind goes to where the oplog no longer reaches"
+    REWIND_MOVES_FORWARD = "a rewind sets the place, not the smaller of place and own position"
+    REWIND_KEEPS_HEAD = "a rewind leaves the halted head of a partition that it sends back"
+    CLOSED_STAYS_CLOSED = "a take-over under the old layout does not reopen what is closed"
+    NEVER_CLOSED = "the old layout is copied without being closed"
+    COPY_WHILE_STORING = "the old layout is copied while its term goes on storing there"
+    UNTIL_BEFORE_CLOSE = "how far to read is fixed before the partitions are closed"
+    UNTIL_IGNORES_HEADS = "a halted or parked head beyond the positions is not stored"
+    NOTHING_STORED = "only what is stored anyway is copied"
+    STANDING_LEFT_BEHIND = "a halted or parked head is copied without its state"
+    STANDING_KEPT = "a head that was let go is copied with the state that it had"
+    STANDS_AGAIN = "a standing that was put in force once is put in force again"
+    CLOSED_WHEN_LOST = "who loses the history in the middle of a new layout leaves the partitions closed"
+    REOPENS_ITSELF = "who loses the history in the middle of a new layout reopens the partitions in the same term"
+    GENERATION_PLUS_ONE = "a new layout's generation is the old one's plus one"
+    FLIP_IGNORES_EPOCH = "the flip does not compare the epoch"
+    DISCARD_BEFORE_FLIP = "the old generation is removed before the new one is seen in force"
+    DISCARD_ONLY_SMALLER = "only generations smaller than the one in force are removed"
+    BOUND_REFUSES_FLIP = "the bound also refuses what a new layout has to store"
+
+
+class Fault(StrEnum):
+    """What may go wrong with an execution or a read; all kinds of a scenario draw from one budget."""
+
+    LAPSE = "a claim lapses while its handler runs"
+    HALT = "a handler fails for good: its partition halts"
+    PARK = "a handler asks for a retry in an hour"
+    ROLLBACK = "a failover loses `handled`, which was written with w:1"
+    STALE_READ = "a deposed primary answers that nothing is stored"
+    REOPEN = "the stream breaks and is opened again at the watermark"
+
+
+class Late(StrEnum):
+    """The kinds of writes whose answer may be lost."""
+
+    INSERT = "insert"
+    MARK = "mark"
+    WATERMARK = "watermark"
+    CLEAR = "clear"
+    REMOVE = "remove"
+    COPY = "copy"
+    FLIP = "flip"
+    DISCARD = "discard"
+
+
+class Decision(StrEnum):
+    """From where a subscription goes on that has lost its history."""
+
+    OLDEST = "oldest"
+    NOW = "now"
+
+
+class Mode(StrEnum):
+    """The state of a partition. (A parked one is stored as flowing, with the time of its retry.)"""
+
+    FLOWING = "flowing"
+    HALTED = "halted"
+    PARKED = "parked"
+    MOVING = "moving"
+
+
+class World(NamedTuple):
+    """A scenario: the stream, how long it goes on and what may go wrong.
+
+    Args:
+        name: A sentence for reports.
+        keys: The key of the change at each position.
+        terms: How many terms may begin without need.
+        matches: Per configuration the positions that its handler matches; empty: everything, always.
+        partitions: The layout in force at the beginning, then what each configuration wants; one: it stays.
+        faults: Which kinds may happen; ``budget``: how many of them altogether.
+        late: Which writes may land late; ``delays``: how many altogether.
+        rolls: The places to which the oplog may roll, one after the other: the oldest entry that can be read.
+        decision: What the operator decides on lost history; without one the subscription stands still.
+        rewind: The place to which the operator may rewind, once.
+        operator: Whether somebody retries or skips what is halted.
+        storing: Whether a halting execution stores its change, unmarked.
+        reference: Whether runs travel by reference: stored, unmarked, before they are dispatched.
+        buffer: How many changes a listener keeps in memory; 0: any number.
+        bound: How many documents may be stored; 0: any number.
+        broken: The rule left out.
+    """
+
+    name: str
+    keys: tuple[int, ...]
+    terms: int
+    matches: tuple[frozenset[int], ...] = ()
+    partitions: tuple[int, ...] = (1,)
+    faults: frozenset[Fault] = frozenset()
+    budget: int = 0
+    late: frozenset[Late] = frozenset()
+    delays: int = 0
+    rolls: tuple[int, ...] = ()
+    decision: Decision | None = None
+    rewind: int | None = None
+    operator: bool = False
+    storing: bool = False
+    reference: bool = False
+    buffer: int = 0
+    bound: int = 0
+    broken: Broken = Broken.NOTHING
+
+    def __str__(self) -> str:
+        """Return the scenario's name."""
+        return self.name
+
+    def matched(self, config: int, token: int) -> bool:
+        """Tell whether a configuration's handler wants the change at a position."""
+        return not self.matches or token in self.matches[min(config, len(self.matches) - 1)]
+
+    def wanted(self, config: int) -> int:
+        """Return how many partitions a configuration asks for."""
+        return self.partitions[min(config + 1, len(self.partitions) - 1)]
+
+
+class Head(NamedTuple):
+    """The change at which a partition stands; the rest is ghost, as of its claim."""
+
+    token: int
+    config: int
+    owed: int
+
+
+class Claim(NamedTuple):
+    """An execution and its right; ``config`` and ``owed`` are ghost.
+
+    ``owed`` is the watermark when it began: what another configuration has stored by then may not be passed. (An
+    execution of an older term that ends later passes what only its successor matches, as without spill.)
+    """
+
+    token: int
+    term: int
+    config: int
+    owed: int
+    live: bool = True
+    handled: bool = False
+
+    def __str__(self) -> str:
+        """Return the claim as a part of a trace."""
+        return f"change {self.token} for term {self.term}"
+
+
+class Partition(NamedTuple):
+    """A document of ``partitions``; ``token`` is the position, ``spilled`` the mark (0: none).
+
+    ``was`` is the mode before it was closed, ``stood`` the change whose standing was put in force last.
+    """
+
+    epoch: int = 0
+    token: int = 0
+    spilled: int = 0
+    claim: Claim | None = None
+    mode: Mode = Mode.FLOWING
+    head: Head | None = None
+    was: Mode | None = None
+    stood: int = 0
+
+    @property
+    def stands(self) -> bool:
+        """Whether the partition waits for a person, or for an hour; or it is closed."""
+        return self.mode is not Mode.FLOWING
+
+
+class Prepared(NamedTuple):
+    """The partitions of a layout that is not in force yet."""
+
+    generation: int
+    partitions: tuple[Partition, ...]
+
+
+class Document(NamedTuple):
+    """A document of ``spill``; ``standing`` is the mode that its partition has when it becomes the first."""
+
+    generation: int
+    partition: int
+    token: int
+    term: int
+    standing: Mode | None = None
+
+
+class Listener(NamedTuple):
+    """What one term keeps in memory.
+
+    It ``leads`` when it has taken the partitions over. It has read what lies after ``opened`` up to ``cursor``; of a
+    partition everything up to ``stored`` was inserted by it, or is done.
+    ``copied`` is the generation that it has prepared. (``until`` is used by a variant only.)
+    """
+
+    term: int
+    config: int
+    leads: bool = False
+    opened: int = 0
+    cursor: int = 0
+    stored: tuple[int, ...] = ()
+    generation: int = 0
+    copied: int = 0
+    until: int = 0
+
+    def __str__(self) -> str:
+        """Return the listener as a part of a trace."""
+        return f"term {self.term}: read {self.opened}..{self.cursor}, stored {self.stored}"
+
+
+class Message(NamedTuple):
+    """A run in the broker: it can claim while its partition stands at ``base``."""
+
+    generation: int
+    partition: int
+    term: int
+    base: int
+    token: int
+    config: int
+
+    def __str__(self) -> str:
+        """Return the message as a part of a trace."""
+        return f"term {self.term}, partition {self.generation}/{self.partition}: change {self.token} after {self.base}"
+
+
+class Range(NamedTuple):
+    """What is copied of a closed partition, and in which state it stood at which change."""
+
+    after: int
+    up_to: int
+    mode: Mode | None
+    head: int
+    stood: int
+
+
+class Write(NamedTuple):
+    """A write on its way.
+
+    ``place``: the token inserted, the mark, the watermark, or how far a removal reaches; of a copy and a flip the new
+    generation, whose number of partitions is the ``partition``; of a discard the generation that stays.
+    """
+
+    kind: Late
+    term: int
+    generation: int
+    partition: int
+    place: int
+    ranges: tuple[Range, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the write as a part of a trace."""
+        return f"{self.kind} {self.place} of term {self.term} in partition {self.generation}/{self.partition}"
+
+
+class Started(NamedTuple):
+    """Ghost: the last change of a key whose handler was started."""
+
+    token: int = 0
+    config: int = 0
+
+
+class State(NamedTuple):
+    """Everything: MongoDB, the listeners, the broker, what is on its way, the ghosts.
+
+    ``done`` and what follows is ghost: positions that were committed or skipped; those that were passed by a
+    configuration that does not match them, or given up by a decision; starts of handlers per position, and how many
+    of them are justified; the last start of each key; what was let go by an operator, or by its time; whether the
+    operator has rewound.
+    """
+
+    epoch: int
+    watermark: int
+    generation: int
+    partitions: tuple[Partition, ...]
+    prepared: tuple[Prepared, ...]
+    documents: frozenset[Document]
+    listeners: tuple[Listener, ...]
+    messages: frozenset[Message]
+    writes: frozenset[Write]
+    oldest: int
+    rolls: int
+    delays: int
+    budget: int
+    done: frozenset[int]
+    excused: frozenset[int]
+    starts: tuple[int, ...]
+    justified: tuple[int, ...]
+    last: tuple[Started, ...]
+    released: frozenset[int]
+    rewound: bool
+
+    @property
+    def settled(self) -> frozenset[int]:
+        """Ghost: the positions at which nothing is owed any more."""
+        return self.done | self.excused
+
+
+class Step(NamedTuple):
+    """A transition: who did what. ``fair`` steps happen sooner or later; the others may or may not happen."""
+
+    kind: str
+    who: NamedTuple | None = None
+    fair: bool = True
+
+    def __str__(self) -> str:
+        """Return the step as a line of a trace."""
+        return f"{self.kind}: {self.who}" if self.who else self.kind
+
+
+Steps = Iterator[tuple[Step, State]]
+
+
+def initial(world: World) -> State:
+    """Return the state before the first term: nothing read, nothing stored."""
+    length = len(world.keys)
+    return State(
+        epoch=0, watermark=0, generation=0, partitions=(Partition(),) * world.partitions[0], prepared=(),
+        documents=frozenset(), listeners=(), messages=frozenset(), writes=frozenset(), oldest=1, rolls=0,
+        delays=world.delays, budget=world.budget, done=frozenset(), excused=frozenset(),
+        starts=(0,) * length, justified=(1,) * length, last=(Started(),) * (max(world.keys) + 1),
+        released=frozenset(), rewound=False,
+    )  # fmt: skip
+
+
+def partition_of(state: State, world: World, token: int) -> int:
+    """Return the index of a change in the layout in force."""
+    return world.keys[token - 1] % len(state.partitions)
+
+
+def with_partition(state: State, index: int, partition: Partition) -> State:
+    """Return the state with one partition document replaced."""
+    return state._replace(partitions=put(state.partitions, index, partition))
+
+
+def with_listener(state: State, old: Listener, new: Listener) -> State:
+    """Return the state with one listener's memory replaced."""
+    return state._replace(listeners=tuple(new if each is old else each for each in state.listeners))
+
+
+def stored(state: State, index: int, after: int, up_to: int) -> list[int]:
+    """Return the tokens of the documents of a partition that lie after one place and not after another, in order."""
+    return sorted(
+        each.token
+        for each in state.documents
+        if each.partition == index and each.generation == state.generation and after < each.token <= up_to
+    )
+
+
+def found(state: State, generation: int, index: int, token: int) -> Document | None:
+    """Return the document of a change, if there is one."""
+    wanted = (generation, index, token)
+    return next((each for each in state.documents if each[:3] == wanted), None)

@@ -1,0 +1,309 @@
+"""The rules of spill for listeners; those of workers, operators and misfortune are in ``spill_faults``.
+
+Each rule is a generator of steps with the states they lead to. A variant (``Broken``) is one ``if`` beside the rule
+it breaks, so that the difference can be read.
+"""
+
+from __future__ import annotations
+
+from tests.property.protocol_model import put
+from tests.property.spill_model import (
+    Broken,
+    Claim,
+    Fault,
+    Head,
+    Late,
+    Listener,
+    Message,
+    Mode,
+    Partition,
+    State,
+    Step,
+    Steps,
+    World,
+    Write,
+    found,
+    partition_of,
+    stored,
+    with_listener,
+    with_partition,
+)
+from tests.property.spill_writes import landed, write
+
+# --- what is where ------------------------------------------------------------------------------------------
+
+
+def read_changes(world: World, state: State, listener: Listener, index: int, after: int) -> list[int]:
+    """Return the changes of a partition that a listener has read and that lie after a place, in order."""
+    return [
+        token
+        for token in range(max(listener.opened, after) + 1, listener.cursor + 1)
+        if world.matched(listener.config, token) and partition_of(state, world, token) == index
+    ]
+
+
+def unstored(world: World, state: State, listener: Listener, index: int) -> list[int]:
+    """Return what a listener has read of a partition, and neither inserted itself nor seen done."""
+    partition = state.partitions[index]
+    after = max(listener.stored[index], partition.token)
+    if world.broken is Broken.MARK_SKIPS:
+        after = max(after, partition.spilled)
+    changes = read_changes(world, state, listener, index, after)
+    if world.broken is Broken.TRUSTS_DOCUMENTS:
+        there = stored(state, index, 0, partition.spilled)
+        return [token for token in changes if token not in there]
+    return changes
+
+
+def reach(world: World, state: State, listener: Listener, index: int) -> int:
+    """Return the place up to which everything of a partition was read, and inserted by this term or done."""
+    if world.broken is Broken.COLLECTION_AT_ONCE:
+        return len(world.keys)
+    waiting = unstored(world, state, listener, index)
+    return max(waiting[0] - 1 if waiting else listener.cursor, listener.stored[index])
+
+
+def is_complete(world: World, state: State, listener: Listener, token: int) -> bool:
+    """Tell whether an item of the window is complete: committed, or inserted by this term and under the mark."""
+    index = partition_of(state, world, token)
+    partition = state.partitions[index]
+    if not world.matched(listener.config, token) or token <= partition.token:
+        return True
+    if world.broken is Broken.TRUSTS_BARE_DOCUMENTS and token in stored(state, index, 0, token):
+        return True
+    if token > reach(world, state, listener, index):
+        return False
+    return token <= partition.spilled or world.broken is Broken.WATERMARK_BEFORE_MARK
+
+
+def unfinished(world: World, state: State, listener: Listener) -> int:
+    """Return how many changes a listener has in memory that are not complete."""
+    window = range(listener.opened + 1, listener.cursor + 1)
+    return sum(not is_complete(world, state, listener, token) for token in window)
+
+
+def is_lost(state: State, listener: Listener) -> bool:
+    """Tell whether the oplog has rolled past what a listener would read next."""
+    return listener.cursor + 1 < state.oldest
+
+
+# --- terms --------------------------------------------------------------------------------------------------
+
+
+def in_office(state: State) -> Listener | None:
+    """Return the listener of the last term, unless an operator's rewind was the last."""
+    last = state.listeners[-1] if state.listeners else None
+    return last if last is not None and last.term == state.epoch else None
+
+
+def acquire(world: World, state: State) -> Steps:
+    """A standby takes the lease and the subscription; without anybody in office it happens sooner or later.
+
+    Else it is bounded by the scenario. The two writes are one step, since between them nobody learns anything. The
+    layout is that of the subscription when its epoch is raised, so no older term's flip can follow. Epoch and
+    configuration count the terms; a rewind is a term without a listener.
+    """
+    needed = in_office(state) is None
+    begun = state.epoch - state.rewound
+    if needed or begun < world.terms:
+        listener = opened(state, Listener(state.epoch + 1, begun), state.watermark)
+        after = state._replace(epoch=listener.term, listeners=(*state.listeners, listener))
+        yield Step("acquire", listener, fair=needed), after
+
+
+def take_over(world: World, state: State, listener: Listener) -> Steps:
+    """The partitions of the subscription: the larger epoch stays, what is handled is committed, the closed reopen."""
+    if state.epoch == listener.term:
+        after = state
+        for index in range(len(state.partitions)):
+            after = committed(world, after, index)
+            won = after.partitions[index]._replace(epoch=listener.term)
+            if world.broken is not Broken.CLOSED_STAYS_CLOSED:
+                won = reopened(won)
+            after = with_partition(after, index, won)
+        leader = listener._replace(leads=True, until=until(world, after))
+        yield Step("take over", leader), with_listener(after, listener, leader)
+
+
+def opened(state: State, listener: Listener, place: int) -> Listener:
+    """Return a listener that reads the layout in force from a place on."""
+    count = len(state.partitions)
+    return listener._replace(
+        opened=place, cursor=place, stored=(place,) * count, generation=state.generation, copied=0, until=0
+    )
+
+
+def reopened(partition: Partition) -> Partition:
+    """Return a partition that is not closed any more."""
+    if partition.mode is not Mode.MOVING or partition.was is None:
+        return partition
+    return partition._replace(mode=partition.was, was=None)
+
+
+def until(world: World, state: State) -> int:
+    """Return how far everything must be stored before a new layout: all positions, and every head that stands."""
+    places = [each.token for each in state.partitions]
+    if world.broken is not Broken.UNTIL_IGNORES_HEADS:
+        places += [each.head.token for each in state.partitions if each.head is not None]
+    return max(places)
+
+
+def relayouts(world: World, state: State, listener: Listener) -> bool:
+    """Tell whether a listener is about to change the layout, for which it must be able to read."""
+    return world.wanted(listener.config) != len(state.partitions) and not is_lost(state, listener)
+
+
+def committed(world: World, state: State, index: int) -> State:
+    """Return the state in which what is handled in a partition has become its position."""
+    partition = state.partitions[index]
+    claim = partition.claim
+    return moved(world, state, index, claim) if claim is not None and claim.handled else state
+
+
+def moved(world: World, state: State, index: int, ended: Claim | Head) -> State:
+    """Return the state in which a partition's position is a change that has ended, and nothing stands there.
+
+    What else is passed is excused where it was not owed when it began and its configuration does not match it.
+    """
+    partition = state.partitions[index]
+    passed = frozenset(
+        each
+        for each in range(max(partition.token, ended.owed) + 1, ended.token)
+        if partition_of(state, world, each) == index and not world.matched(ended.config, each)
+    )
+    after = state._replace(done=state.done | {ended.token}, excused=state.excused | passed)
+    new = partition._replace(token=ended.token, claim=None, mode=Mode.FLOWING, head=None)
+    return with_partition(after, index, new)
+
+
+# --- reading and storing ------------------------------------------------------------------------------------
+
+
+def read(world: World, state: State, listener: Listener) -> Steps:
+    """The listener reads on while it has room."""
+    full = world.buffer and unfinished(world, state, listener) >= world.buffer
+    if relayouts(world, state, listener):
+        full = listener.cursor >= until(world, state) and not listener.copied
+    if listener.cursor < len(world.keys) and not is_lost(state, listener) and not full:
+        onward = listener._replace(cursor=listener.cursor + 1)
+        yield Step("read", onward), with_listener(state, listener, onward)
+
+
+def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """All of a partition's buffered prefix in one bulk; a document that is there already gets my term, if larger."""
+    moving = relayouts(world, state, listener)
+    tokens = unstored(world, state, listener, index)
+    if not moving or world.broken is Broken.BOUND_REFUSES_FLIP:
+        tokens = with_room(world, state, index, tokens)
+    if not tokens:
+        return
+    partition = state.partitions[index]
+    writes = [Write(Late.INSERT, listener.term, state.generation, index, token) for token in tokens]
+    done = state
+    if world.broken is not Broken.MARK_BEFORE_INSERT:
+        for each in writes:
+            done = landed(world, done, each)
+    else:
+        done = state._replace(writes=state.writes | set(writes))
+    mine = listener._replace(stored=put(listener.stored, index, tokens[-1]))
+    full = world.buffer > 0 and unfinished(world, state, listener) >= world.buffer
+    fair = partition.stands or partition.spilled > partition.token or full or moving
+    yield from write(world, state, writes, with_listener(done, listener, mine), fair=fair)
+
+
+def with_room(world: World, state: State, index: int, tokens: list[int]) -> list[int]:
+    """Return the prefix that the bound lets in: always what is there already, or lies at or below the mark."""
+    if not world.bound:
+        return tokens
+    there = stored(state, index, 0, len(world.keys))
+    below = 0 if world.broken is Broken.BOUND_REFUSES_AGAIN else state.partitions[index].spilled
+    room = world.bound - len(state.documents)
+    new = [token for token in tokens if token not in there and token > below]
+    refused = next(iter(new[max(room, 0) :]), len(world.keys) + 1)
+    return [token for token in tokens if token < refused]
+
+
+def mark(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The last change that this term has inserted becomes the mark, if it is larger."""
+    partition = state.partitions[index]
+    mine = [
+        token
+        for token in read_changes(world, state, listener, index, partition.token)
+        if token <= listener.stored[index]
+    ]
+    if mine and mine[-1] > partition.spilled:
+        one = Write(Late.MARK, listener.term, state.generation, index, mine[-1])
+        yield from write(world, state, [one], landed(world, state, one))
+
+
+def store_watermark(world: World, state: State, listener: Listener) -> Steps:
+    """The end of the completed prefix, if it is larger than what is stored."""
+    window = range(listener.opened + 1, listener.cursor + 1)
+    place = next((token - 1 for token in window if not is_complete(world, state, listener, token)), listener.cursor)
+    if place > state.watermark:
+        one = Write(Late.WATERMARK, listener.term, 0, 0, place)
+        yield from write(world, state, [one], landed(world, state, one))
+
+
+def clear(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The mark goes when the position has reached it, and never because none is found."""
+    partition = state.partitions[index]
+    if not partition.spilled:
+        return
+    one = Write(Late.CLEAR, listener.term, state.generation, index, partition.spilled)
+    if partition.token >= partition.spilled:
+        yield from write(world, state, [one], landed(world, state, one))
+    elif state.budget and Fault.STALE_READ in world.faults:
+        after = state._replace(budget=state.budget - 1)
+        if world.broken is Broken.NONE_LEFT_CLEARS:
+            after = with_partition(after, index, partition._replace(spilled=0))
+        yield Step("stale read", fair=False), after
+
+
+def remove(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """Documents up to the position, of my term or older, with a mark or without."""
+    partition = state.partitions[index]
+    up_to = partition.token
+    if world.broken is Broken.REMOVAL_UP_TO_HANDLED and partition.claim is not None and partition.claim.handled:
+        up_to = partition.claim.token
+    if world.broken is Broken.REMOVAL_FOLLOWS_MARK and not partition.spilled:
+        return
+    if stored(state, index, 0, up_to):
+        one = Write(Late.REMOVE, listener.term, state.generation, index, up_to)
+        yield from write(world, state, [one], landed(world, state, one))
+
+
+# --- running ------------------------------------------------------------------------------------------------
+
+
+def next_change(world: World, state: State, listener: Listener, index: int) -> int | None:
+    """Return what a partition runs next: from the collection while the mark lies ahead, else from memory."""
+    partition = state.partitions[index]
+    if partition.spilled > partition.token and world.broken is not Broken.BUFFER_FIRST:
+        limit = min(partition.spilled, reach(world, state, listener, index))
+        return next(iter(stored(state, index, partition.token, limit)), None)
+    return next(iter(read_changes(world, state, listener, index, partition.token)), None)
+
+
+def dispatch(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The first change that is not done goes out; a run by reference is stored before."""
+    partition = state.partitions[index]
+    token = next_change(world, state, listener, index)
+    if token is None or partition.stands:
+        return
+    if relayouts(world, state, listener) and world.broken is not Broken.NEVER_CLOSED:
+        return
+    document = found(state, state.generation, index, token)
+    again = partition.stood == token and world.broken is not Broken.STANDS_AGAIN
+    if document is not None and document.standing and partition.spilled > partition.token and not again:
+        owed = min(state.watermark, token) if world.matches else 0
+        head = Head(token, listener.config, owed)
+        stands = partition._replace(mode=document.standing, head=head, stood=token)
+        yield Step("stand", head), with_partition(state, index, stands)
+        return
+    message = Message(state.generation, index, listener.term, partition.token, token, listener.config)
+    if message not in state.messages:
+        after = state._replace(messages=state.messages | {message})
+        if world.reference:
+            after = landed(world, after, Write(Late.INSERT, listener.term, state.generation, index, token))
+        yield Step("dispatch", message), after

@@ -1,0 +1,300 @@
+"""The oracles that judge each step of spill and each quiescent state, and their search (see ``exploration``).
+
+A change at or below the watermark that has not come to an end is *owed*: whatever a later configuration matches, it
+was matched when it was read (rule 10 of spill), and nobody reads it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from tests.property.exploration import Machine, Search, explore
+from tests.property.spill_faults import (
+    command,
+    decide,
+    deliver,
+    end_pause,
+    execute,
+    is_owed,
+    land,
+    leader,
+    reopen,
+    rewind,
+    roll,
+)
+from tests.property.spill_layout import adopt, close, copy, discard, flip, give_up
+from tests.property.spill_model import (
+    Broken,
+    Document,
+    Head,
+    Late,
+    Listener,
+    Message,
+    Mode,
+    State,
+    Step,
+    Steps,
+    World,
+    Write,
+    found,
+    initial,
+    partition_of,
+)
+from tests.property.spill_rules import (
+    acquire,
+    clear,
+    dispatch,
+    insert,
+    is_lost,
+    mark,
+    read,
+    remove,
+    store_watermark,
+    take_over,
+)
+
+
+class Move(NamedTuple):
+    """One step as the oracles see it."""
+
+    world: World
+    before: State
+    step: Step
+    after: State
+
+
+def no_loss(move: Move) -> Iterator[str]:
+    """P1: a position never passes a change that is owed, or that its own configuration matches, and is not settled."""
+    if move.before.generation != move.after.generation:
+        return
+    for index, (old, new) in enumerate(zip(move.before.partitions, move.after.partitions, strict=True)):
+        ended = old.claim or old.head
+        if ended is None or old is new:
+            continue
+        for token in range(old.token + 1, new.token + 1):
+            wanted = token <= ended.owed or move.world.matched(ended.config, token)
+            if wanted and token not in move.after.settled and partition_of(move.after, move.world, token) == index:
+                yield f"partition {index} has passed change {token}, which nobody handled"
+
+
+def order(move: Move) -> Iterator[str]:
+    """P2: handlers of a key never start at an earlier change than the last (but by a rewind).
+
+    A change that the later one's configuration did not match was not earlier for it.
+    """
+    if move.step.kind == "start":
+        for old, new in zip(move.before.last, move.after.last, strict=True):
+            if new.token < old.token and move.world.matched(old.config, new.token):
+                yield f"change {new.token} has started after change {old.token}"
+
+
+def monotone(move: Move) -> Iterator[str]:
+    """P4: epochs, watermark and positions never go back but by a rewind, which goes where the stream can be read."""
+    before, after, rewound = move.before, move.after, move.step.kind == "rewind"
+    if after.epoch < before.epoch:
+        yield "an epoch has gone back"
+    if after.watermark < before.watermark and not rewound:
+        yield f"the watermark has gone back from {before.watermark} to {after.watermark}"
+    if rewound and after.watermark > before.watermark:
+        yield "a rewind has moved the watermark forward"
+    if rewound and after.watermark + 1 < before.oldest <= before.watermark + 1:
+        yield "a rewind has gone where the stream cannot be opened"
+    if before.generation != after.generation:
+        return
+    for old, new in zip(before.partitions, after.partitions, strict=True):
+        if new.epoch < old.epoch or (new.token < old.token and not rewound):
+            yield f"a partition has gone back from {old.token} to {new.token}"
+        if rewound and new.token > old.token:
+            yield "a rewind has moved a position forward"
+
+
+def prefix(move: Move) -> Iterator[str]:
+    """P5, P13: whatever lies at or below the watermark is settled, or stored between position and mark."""
+    for token in range(1, move.after.watermark + 1):
+        if token not in move.after.settled and not is_owed(move.world, move.after, token):
+            yield f"change {token} lies below the watermark and is neither done nor stored under the mark"
+
+
+def bounded_duplicates(move: Move) -> Iterator[str]:
+    """P6: a handler starts once per change, once more per fault or command, and never when it was done."""
+    if isinstance(move.step.who, Message) and move.step.kind == "start":
+        token = move.step.who.token
+        if move.after.starts[token - 1] > move.after.justified[token - 1]:
+            yield f"change {token} has started {move.after.starts[token - 1]} times"
+        if token in move.before.done:
+            yield f"change {token} has started after it was done"
+
+
+def released(move: Move) -> Iterator[str]:
+    """P12: what an operator or its time has let go stands again only when it has failed again."""
+    if move.step.kind == "stand" and isinstance(move.step.who, Head) and move.step.who.token in move.before.released:
+        yield f"change {move.step.who.token} stands again although it was let go"
+
+
+def bytes_at_hand(move: Move) -> Iterator[str]:
+    """P13: who runs a change by reference finds its bytes."""
+    if move.world.reference and isinstance(move.step.who, Message) and move.step.kind == "start":
+        token = move.step.who.token
+        if found(move.after, move.step.who.generation, move.step.who.partition, token) is None:
+            yield f"the bytes of change {token} are gone"
+
+
+ORACLES: dict[str, tuple[Callable[[Move], Iterator[str]], ...]] = {
+    "P1": (no_loss,),
+    "P2": (order,),
+    "P4": (monotone,),
+    "P5": (prefix,),
+    "P6": (bounded_duplicates,),
+    "P13": (bytes_at_hand,),
+    "P12": (released,),
+}
+"""P12 is also judged where everything has come to rest: ``left_undone``."""
+
+
+def judged(move: Move, watched: frozenset[str]) -> dict[str, str]:
+    """Return what the watched oracles say about a step, by invariant."""
+    return {name: said for name in watched for oracle in ORACLES[name] for said in oracle(move)}
+
+
+def left_undone(world: World, state: State) -> Iterator[str]:
+    """P12, where nothing more will happen: everything is done but what stands, and nothing has to wait for that."""
+    listener = leader(state)
+    if listener is None:
+        yield "nobody is in office"
+        return
+    lost = is_lost(state, listener)
+    if world.wanted(listener.config) != len(state.partitions) and not lost:
+        yield f"the layout has {len(state.partitions)} partitions for ever"
+    if any(each.mode is Mode.MOVING for each in state.partitions):
+        yield "a partition stays closed"
+    stands = {index for index, each in enumerate(state.partitions) if each.stands}
+    garbage = {each for each in state.documents if is_garbage(state, each)}
+    full = bool(stands) and 0 < world.bound <= len(state.documents - garbage)
+    reached = state.watermark if lost else listener.cursor if full else len(world.keys)
+    for token in range(1, reached + 1):
+        wanted = token <= state.watermark or world.matched(listener.config, token)
+        if wanted and token not in state.settled and partition_of(state, world, token) not in stands:
+            yield f"change {token} is not done, and its partition does not stand"
+    if state.watermark < len(world.keys) and not lost and not full:
+        yield f"the watermark stands at {state.watermark} for ever"
+    for index, partition in enumerate(state.partitions):
+        if partition.spilled > partition.token and index not in stands and not lost:
+            yield f"the mark of partition {index} stands at {partition.spilled} for ever"
+    for document in garbage:
+        yield f"nobody removes the document of change {document.token} in generation {document.generation}"
+
+
+def is_garbage(state: State, document: Document) -> bool:
+    """Tell whether a document belongs to another layout, or to a change that is done."""
+    return document.generation != state.generation or document.token <= state.partitions[document.partition].token
+
+
+def led(world: World, state: State, listener: Listener) -> Steps:
+    """Yield the steps of a listener that has taken over, where it has not been left behind."""
+    if listener.generation != state.generation:
+        yield from adopt(state, listener)
+        return
+    if state.epoch == listener.term:
+        yield from copy(world, state, listener)
+        yield from flip(world, state, listener)
+        yield from discard(world, state, listener)
+    if listener.copied and world.broken is not Broken.COPY_WHILE_STORING:
+        return
+    yield from read(world, state, listener)
+    if state.epoch == listener.term:
+        yield from store_watermark(world, state, listener)
+        yield from decide(world, state, listener)
+        yield from reopen(world, state, listener)
+        yield from give_up(world, state, listener)
+    for index, partition in enumerate(state.partitions):
+        if partition.epoch == listener.term:
+            yield from insert(world, state, listener, index)
+            yield from mark(world, state, listener, index)
+            yield from clear(world, state, listener, index)
+            yield from remove(world, state, listener, index)
+            yield from dispatch(world, state, listener, index)
+            yield from close(world, state, listener, index)
+
+
+def steps(world: World, state: State) -> Steps:
+    """Yield every step that a state allows, with the state it leads to in its plainest form."""
+    for step, after in all_steps(world, state):
+        yield step, plain(world, after)
+
+
+def all_steps(world: World, state: State) -> Steps:
+    """Yield every step that a state allows."""
+    yield from acquire(world, state)
+    for listener in state.listeners:
+        if listener.leads:
+            yield from led(world, state, listener)
+        else:
+            yield from take_over(world, state, listener)
+    yield from deliver(world, state)
+    for index in range(len(state.partitions)):
+        yield from execute(world, state, index)
+        yield from end_pause(state, index)
+        yield from command(world, state, index)
+    yield from land(world, state)
+    yield from roll(world, state)
+    yield from rewind(world, state)
+
+
+def plain(world: World, state: State) -> State:
+    """Return the state without what can never matter again: it differs in nothing, and is one state more often."""
+    listeners = tuple(each for each in state.listeners if may_act(state, each))
+    messages = frozenset(each for each in state.messages if may_claim(state, each))
+    writes = frozenset(each for each in state.writes if may_land(world, state, each))
+    made = {each.copied for each in listeners} | {each.place for each in writes if each.kind is Late.FLIP}
+    prepared = tuple(each for each in state.prepared if each.generation in made)
+    return state._replace(listeners=listeners, messages=messages, writes=writes, prepared=prepared)
+
+
+def may_land(world: World, state: State, one: Write) -> bool:
+    """Tell whether the guard of a write may still match."""
+    if one.kind is Late.WATERMARK:
+        return one.term == state.epoch
+    if one.kind is Late.FLIP:
+        mine = one.term == state.epoch or world.broken is Broken.FLIP_IGNORES_EPOCH
+        return mine and one.generation == state.generation
+    if one.kind in {Late.MARK, Late.CLEAR}:
+        return one.generation == state.generation and one.term == state.partitions[one.partition].epoch
+    return True
+
+
+def may_act(state: State, listener: Listener) -> bool:
+    """Tell whether a listener may still find a document that carries its term, or is about to."""
+    if listener.leads and listener.generation != state.generation:
+        return listener.term == state.epoch
+    return listener.term == state.epoch or any(each.epoch == listener.term for each in state.partitions)
+
+
+def may_claim(state: State, message: Message) -> bool:
+    """Tell whether a message could claim when its partition flows."""
+    if message.generation != state.generation:
+        return False
+    partition = state.partitions[message.partition]
+    return partition.epoch == message.term and partition.token == message.base
+
+
+def search(world: World, *, watched: frozenset[str] = frozenset(ORACLES), limit: int = 500_000) -> Search:
+    """Explore every interleaving of a scenario, breadth first, up to the first violation.
+
+    Args:
+        world: The scenario.
+        watched: The invariants to judge; the others are let pass.
+        limit: The largest number of states; more is an error of the scenario, never a silent cut.
+    """
+
+    def at_rest(state: State) -> dict[str, str]:
+        said = list(left_undone(world, state)) if "P12" in watched else []
+        return {"P12": "; ".join(said)} if said else {}
+
+    machine = Machine(
+        start=initial(world),
+        steps=lambda state: steps(world, state),
+        judge=lambda before, step, after: judged(Move(world, before, step, after), watched),
+        undone=at_rest,
+    )
+    return explore(machine, name=world.name, limit=limit)

@@ -1,0 +1,221 @@
+"""The scenarios in which spill must hold, and the broken variants that must each be caught."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.property.spill_model import Broken, Decision, Fault, Late, World
+
+ANY_WRITE = frozenset(Late)
+MOVING_WRITES = frozenset({Late.COPY, Late.FLIP, Late.DISCARD})
+LATE_REMOVAL = frozenset({Late.REMOVE})
+HALT = frozenset({Fault.HALT})
+WIDER = (frozenset({2, 3}), frozenset({1, 2, 3}))
+"""A second configuration matches a change that lies before those of the first."""
+NARROWER = (frozenset({1, 2, 3}), frozenset({1, 3}))
+
+
+class Sound(NamedTuple):
+    """A scenario without a broken rule, and the number of states below which the check would be hollow."""
+
+    world: World
+    floor: int
+
+    def __str__(self) -> str:
+        """Return the scenario's name."""
+        return self.world.name
+
+
+class Caught(NamedTuple):
+    """A broken variant, the invariants that its shortest violation breaks, and those that were judged."""
+
+    world: World
+    breaks: frozenset[str]
+    watched: frozenset[str]
+
+    def __str__(self) -> str:
+        """Return the broken rule, the scenario and the invariants broken."""
+        return f"{self.world.broken}: {self.world.name}: {' '.join(sorted(self.breaks))}"
+
+
+ONE = World("two changes", (0, 0), terms=1)
+TWO_TERMS = World("two changes, two terms", (0, 0), terms=2)
+HALTING = World("a halt", (0, 0), terms=1, faults=HALT, budget=1, operator=True)
+BACK = World("a rewind", (0, 0), terms=1, rewind=0)
+BACK_LATE = World("a rewind and a late removal", (0, 0), terms=1, rewind=0, late=LATE_REMOVAL, delays=1)
+BACK_REFERENCE = BACK_LATE._replace(name="runs by reference, a rewind, a late removal", reference=True)
+LAPSE_BACK = World("a rewind and a lapse", (0, 0), terms=1, rewind=0, faults=frozenset({Fault.LAPSE}), budget=1)
+HALT_BACK = World("a halt and a rewind", (0, 0), terms=1, rewind=0, faults=HALT, budget=1, operator=True)
+ROLLED_BACK = World("a rewind and a rolling oplog", (0, 0), terms=1, rolls=(2,), rewind=0)
+BACK_LOST = World("a rewind, lost history, from now", (0, 0), terms=1, rolls=(2,), rewind=0, decision=Decision.NOW)
+BACK_LATE_LOST = BACK_LOST._replace(name="a rewind, lost history, a late removal", late=LATE_REMOVAL, delays=1)
+ROLLED_BACK_TWO = World(
+    "two partitions, a rewind and a rolling oplog", (0, 1), 1, partitions=(2,), rolls=(2,), rewind=0
+)
+MATCHES_MORE = World("a later term matches more", (0, 0, 0), terms=2, matches=WIDER)
+ROLLED_MORE = World(
+    "history lost, and a later term matches more", (0, 0, 0), terms=2,
+    matches=(frozenset({1, 3}), frozenset({1, 2, 3})), rolls=(2,), decision=Decision.OLDEST,
+)  # fmt: skip
+FULL_BACK = World("a full store and a rewind", (0, 0, 0), terms=1, buffer=1, bound=1, rewind=0)
+LATE_MARK = World("a late mark", (0, 0), terms=1, late=frozenset({Late.MARK}), delays=1)
+LATE_CLEAR = World("a late clear", (0, 0), terms=1, late=frozenset({Late.CLEAR}), delays=1)
+STALE_READ = World("a stale read", (0, 0), terms=1, faults=frozenset({Fault.STALE_READ}), budget=1)
+ROLLBACK = World("a rollback of handled", (0, 0), terms=1, faults=frozenset({Fault.ROLLBACK}), budget=1)
+FULL_HALT = World(
+    "a full store and a halt", (0, 1, 0, 1), terms=2, partitions=(2,), buffer=1, bound=1, faults=HALT, budget=1,
+    operator=True,
+)  # fmt: skip
+
+MERGED = World("two partitions become one", (0, 1), terms=2, partitions=(2, 2, 1))
+SPLIT = World("one partition becomes two", (0, 1), terms=2, partitions=(1, 1, 2))
+TURNED_BACK = World("a later term wants the old layout", (0, 1), terms=2, partitions=(2, 1, 2))
+MERGED_HALT = MERGED._replace(name="two partitions, one of them halted, become one", faults=HALT, budget=1)
+MERGED_RETRY = MERGED_HALT._replace(name="a halted partition becomes another, and is retried", keys=(0,), operator=True)
+MOVED_TWICE = MERGED_RETRY._replace(name="a halted partition becomes others twice", terms=3, partitions=(2, 2, 1, 2))
+MERGED_LOST = MERGED._replace(name="two partitions become one, a rolling oplog", rolls=(2,))
+LATE_COPY_LOST = World(
+    "a late copy, then lost history", (0, 0), terms=2, partitions=(2, 2, 1), rolls=(3,), decision=Decision.OLDEST,
+    late=frozenset({Late.COPY}), delays=1,
+)  # fmt: skip
+LATE_FLIP = TURNED_BACK._replace(name="a late flip, and back", late=frozenset({Late.FLIP}), delays=1)
+HALF_MADE = World("a copy half made, and two later layouts", (0,), terms=4, partitions=(2, 2, 1, 2, 1))
+GIVEN_UP = World("a new layout given up", (0,), terms=3, partitions=(2, 2, 1, 2))
+MERGED_FULL = World(
+    "two partitions become one, a halt and a full store", (0, 0, 1), terms=2, partitions=(2, 2, 1), buffer=2, bound=1,
+    faults=HALT, budget=1,
+)  # fmt: skip
+
+SOUND = (
+    Sound(TWO_TERMS._replace(name="two changes, two terms, a late write", late=ANY_WRITE, delays=1), 10_000),
+    Sound(TWO_TERMS._replace(name="three changes, two terms", keys=(0, 0, 0)), 8_000),
+    Sound(BACK._replace(name="a rewind and a late write", late=ANY_WRITE, delays=1), 5_000),
+    Sound(HALT_BACK._replace(name="three changes, a halt, a rewind to the first", keys=(0, 0, 0), rewind=1), 8_000),
+    Sound(MATCHES_MORE._replace(name="a later term matches more, a halt", faults=HALT, budget=1), 4_000),
+    Sound(MATCHES_MORE._replace(name="a later term matches less", matches=NARROWER), 6_000),
+    Sound(ROLLED_MORE._replace(name="history lost, from the oldest", matches=(), rolls=(3,)), 15_000),
+    Sound(ROLLED_MORE._replace(name="history lost, from now", rolls=(3,), decision=Decision.NOW), 10_000),
+    Sound(ROLLED_BACK._replace(name="history lost behind a rewind", keys=(0, 0, 0), decision=Decision.OLDEST), 5_000),
+    Sound(FULL_BACK, 1_000),
+    Sound(FULL_HALT._replace(terms=1), 6_000),
+    Sound(
+        World(
+            "two partitions, a halt or a park",
+            (0, 1, 0),
+            terms=1,
+            partitions=(2,),
+            faults=frozenset({Fault.HALT, Fault.PARK}),
+            budget=1,
+            operator=True,
+        ),
+        8_000,
+    ),
+    Sound(
+        HALTING._replace(
+            name="a halt that stores its change, late",
+            terms=2,
+            storing=True,
+            late=frozenset({Late.INSERT}),
+            delays=1,
+        ),
+        15_000,
+    ),
+    Sound(ROLLBACK._replace(terms=2), 5_000),
+    Sound(TWO_TERMS._replace(name="a stream that breaks", faults=frozenset({Fault.REOPEN}), budget=1), 2_000),
+    Sound(BACK_REFERENCE, 1_500),
+    Sound(MERGED, 5_000),
+    Sound(SPLIT, 2_500),
+    Sound(MERGED._replace(name="two partitions become one, a rewind", rewind=0), 8_000),
+    Sound(MERGED_LOST._replace(name="two partitions become one, lost history", decision=Decision.OLDEST), 10_000),
+    Sound(
+        SPLIT._replace(
+            name="one partition becomes two, halts, and a later term matches less",
+            faults=HALT,
+            budget=1,
+            operator=True,
+            storing=True,
+            matches=(frozenset({1, 2}), frozenset({2})),
+        ),
+        12_000,
+    ),
+    Sound(LATE_FLIP._replace(name="a new layout with a late write, and back", late=MOVING_WRITES), 6_000),
+)
+SLOW = (
+    Sound(TWO_TERMS._replace(name="two changes, two terms, two late writes", late=ANY_WRITE, delays=2), 60_000),
+    Sound(MATCHES_MORE._replace(name="a later term matches more, a late write", late=ANY_WRITE, delays=1), 40_000),
+    Sound(ROLLED_BACK._replace(name="four changes, lost history behind a rewind", keys=(0,) * 4), 10_000),
+    Sound(MERGED._replace(name="three changes, two partitions become one", keys=(0, 1, 0)), 40_000),
+    Sound(MERGED_LOST._replace(name="three changes, two partitions become one, lost history", keys=(0, 1, 0)), 90_000),
+    Sound(MERGED_HALT._replace(name="a halt, a rewind, two partitions become one", rewind=1, operator=True), 50_000),
+    Sound(
+        MERGED._replace(
+            name="two partitions become one, any fault",
+            faults=frozenset(Fault) - {Fault.STALE_READ},
+            budget=1,
+            operator=True,
+        ),
+        60_000,
+    ),
+    Sound(TURNED_BACK._replace(name="a new layout and back, any late write", late=ANY_WRITE, delays=1), 35_000),
+    Sound(MERGED_HALT._replace(name="two layouts, a halt", terms=3, partitions=(2, 2, 1, 2), operator=True), 100_000),
+    Sound(
+        MERGED._replace(
+            name="two partitions become one, and a later term matches less",
+            keys=(0, 1, 0),
+            matches=(frozenset({1, 2, 3}), frozenset({2, 3})),
+        ),
+        50_000,
+    ),
+)
+"""Larger scenarios, minutes of them."""
+
+
+def caught(broken: Broken, world: World, breaks: str, watched: str = "P1 P2 P4 P5 P6 P12 P13") -> Caught:
+    """Return a scenario with one rule broken, the invariants it breaks and those judged, as words."""
+    return Caught(world._replace(broken=broken), frozenset(breaks.split()), frozenset(watched.split()))
+
+
+CAUGHT = (
+    caught(Broken.MARK_BEFORE_INSERT, ONE, "P5"),
+    caught(Broken.WATERMARK_BEFORE_MARK, ONE, "P5"),
+    caught(Broken.TRUSTS_DOCUMENTS, BACK_LATE, "P5"),
+    caught(Broken.TRUSTS_BARE_DOCUMENTS, TWO_TERMS, "P5"),
+    caught(Broken.MARK_SKIPS, MATCHES_MORE, "P5"),
+    caught(Broken.MARK_SKIPS, BACK, "P5"),
+    caught(Broken.COLLECTION_AT_ONCE, MATCHES_MORE, "P5"),
+    caught(Broken.COLLECTION_AT_ONCE, MATCHES_MORE, "P1", watched="P1 P6"),
+    caught(Broken.COLLECTION_AT_ONCE, LAPSE_BACK, "P2", watched="P2"),
+    caught(Broken.BUFFER_FIRST, TWO_TERMS, "P12"),
+    caught(Broken.BUFFER_FIRST, TWO_TERMS, "P1", watched="P1"),
+    caught(Broken.DUPLICATE_DOES_NOTHING, BACK_LATE, "P5"),
+    caught(Broken.DUPLICATE_DOES_NOTHING, BACK_REFERENCE, "P13", watched="P13"),
+    caught(Broken.MARK_IGNORES_GROWTH, LATE_MARK, "P5"),
+    caught(Broken.CLEAR_IGNORES_MARK, LATE_CLEAR, "P5"),
+    caught(Broken.NONE_LEFT_CLEARS, STALE_READ, "P5"),
+    caught(Broken.REMOVAL_IGNORES_TERM, BACK_LATE, "P5"),
+    caught(Broken.REMOVAL_UP_TO_HANDLED, ROLLBACK, "P5"),
+    caught(Broken.REMOVAL_FOLLOWS_MARK, TWO_TERMS, "P12"),
+    caught(Broken.BOUND_REFUSES_AGAIN, FULL_BACK, "P12"),
+    caught(Broken.DECISION_RUNS_ALL, ROLLED_MORE, "P5"),
+    caught(Broken.DECISION_TRUSTS_DOCUMENTS, BACK_LATE_LOST, "P5"),
+    caught(Broken.DECISION_KEEPS_MARK, BACK_LOST, "P12"),
+    caught(Broken.REWIND_BELOW_OPLOG, ROLLED_BACK, "P4"),
+    caught(Broken.REWIND_MOVES_FORWARD, ROLLED_BACK_TWO, "P4"),
+    caught(Broken.REWIND_KEEPS_HEAD, HALT_BACK, "P1"),
+    caught(Broken.CLOSED_STAYS_CLOSED, TURNED_BACK, "P12"),
+    caught(Broken.NEVER_CLOSED, MERGED, "P6"),
+    caught(Broken.COPY_WHILE_STORING, MERGED, "P5"),
+    caught(Broken.UNTIL_BEFORE_CLOSE, MERGED, "P6"),
+    caught(Broken.UNTIL_IGNORES_HEADS, MERGED_HALT, "P6"),
+    caught(Broken.NOTHING_STORED, MERGED, "P6"),
+    caught(Broken.STANDING_LEFT_BEHIND, MERGED_HALT, "P6"),
+    caught(Broken.STANDING_KEPT, MOVED_TWICE, "P12"),
+    caught(Broken.STANDS_AGAIN, MERGED_RETRY, "P12"),
+    caught(Broken.CLOSED_WHEN_LOST, MERGED_LOST, "P12"),
+    caught(Broken.REOPENS_ITSELF, LATE_COPY_LOST, "P6", watched="P1 P2 P5 P6"),
+    caught(Broken.GENERATION_PLUS_ONE, HALF_MADE, "P6", watched="P1 P2 P5 P6"),
+    caught(Broken.FLIP_IGNORES_EPOCH, LATE_FLIP, "P12"),
+    caught(Broken.DISCARD_BEFORE_FLIP, MERGED, "P5"),
+    caught(Broken.DISCARD_ONLY_SMALLER, GIVEN_UP, "P12"),
+    caught(Broken.BOUND_REFUSES_FLIP, MERGED_FULL, "P12"),
+)
