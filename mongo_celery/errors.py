@@ -69,8 +69,8 @@ class ConfigurationError(MongoCeleryError):
 
 class LayoutError(ConfigurationError):
     """
-    The partition layout cannot change now. Resume, retry or skip what stands still,
-    or start once more with the old layout, then change it.
+    The partition key of a handler cannot change now, since the old rule is gone, and changes are under way.
+    Start once more with the old rule, then change it.
     """
 
 

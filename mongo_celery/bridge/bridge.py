@@ -134,6 +134,7 @@ class Bridge:
         partition_by: PartitionKey | None = None,
         failure_policy: str | None = None,
         transactional: bool = False,
+        group: str | None = None,
         **task_options: Any,
     ) -> Callable[[Function], Any]:
         """
@@ -155,6 +156,8 @@ class Bridge:
             failure_policy: `halt`, `dead_letter` or `skip`; by default the bridge's.
             transactional: run the handler in a transaction together with the mark that it is done; the
                 session is `change.session`.
+            group: of workers: the runs go to the queues `BRIDGE.GROUP.INDEX`, so that they can have workers of their
+                own, see `celery -A app changes queues --group`. Letters, digits, `_`, `-`, and not digits alone.
             task_options: Celery's `bind`, `autoretry_for`, `retry_backoff`, `max_retries`, `rate_limit`,
                 `time_limit`, `soft_time_limit` and the like.
 
@@ -170,6 +173,7 @@ class Bridge:
             "partition_by": partition_by,
             "failure_policy": failure_policy,
             "transactional": transactional,
+            "group": group,
         }
 
         def decorate(function: Function) -> Any:

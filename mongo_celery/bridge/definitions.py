@@ -59,6 +59,7 @@ def _defined(handler: Handler, selector: Selector, options: BridgeOptions) -> li
         handler.partitioner(options).name,
         handler.policy(options),
         handler.transactional,
+        handler.group,
     ]
 
 

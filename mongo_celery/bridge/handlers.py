@@ -15,7 +15,7 @@ from typing import Any
 
 from mongo_celery.arguments import check_choice, check_name, nearest
 from mongo_celery.bridge.options import FAILURE_POLICIES, UNAVAILABLE, BridgeOptions, PartitionKey
-from mongo_celery.bridge.partitioning import Partitioner, partitioner
+from mongo_celery.bridge.partitioning import Partitioner, partitioner, rule_named
 from mongo_celery.bridge.stream.operation_types import check_are_sent
 from mongo_celery.bridge.stream.source import Filter, Selector, filter_of, source_of
 from mongo_celery.errors import ConfigurationError
@@ -41,7 +41,7 @@ TASK_OPTIONS = frozenset(
     },
 )
 _REFUSED = {
-    "queue": "the bridge chooses the queue of the change's partition",
+    "queue": "the bridge chooses the queue of the change's partition; group='...' gives a handler queues of its own",
     "exchange": "the bridge chooses the queue of the change's partition",
     "routing_key": "the bridge chooses the queue of the change's partition",
     "priority": "a priority would reorder changes",
@@ -69,6 +69,7 @@ class Handler:
         task_name: the Celery task's name.
         targets: the sources as given; resolved when the listener starts, since models come later.
         partition_by: the handler's own rule, or None for the bridge's.
+        group: of workers, whose queues its runs go to; None for the bridge's own queues.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Handler:
     partition_by: PartitionKey | None
     failure_policy: str | None
     transactional: bool
+    group: str | None = None
 
     def selector(self, default_database: str | None) -> Selector:
         """Sources and filter, with the sources resolved."""
@@ -91,7 +93,18 @@ class Handler:
 
     def partitioner(self, options: BridgeOptions) -> Partitioner:
         """The rule by which this subscription's changes are spread."""
-        rule = self.partition_by if self.partition_by is not None else options.partition_by
+        return self._partitioner(self.partition_by if self.partition_by is not None else options.partition_by, options)
+
+    def partitioner_named(self, name: str, options: BridgeOptions) -> Partitioner:
+        """
+        The rule by which they were spread under another option, by the name that is stored.
+
+        Raises:
+            ConfigurationError: it is gone, or might give another key with the present options.
+        """
+        return self._partitioner(rule_named(name), options)
+
+    def _partitioner(self, rule: PartitionKey | None, options: BridgeOptions) -> Partitioner:
         return partitioner(
             rule,
             options.full_document,
@@ -122,7 +135,8 @@ def make_handler(
         targets: the sources.
         options: the bridge's options.
         task_name: name of the Celery task.
-        arguments: `name`, `operations`, `fields`, `match`, `partition_by`, `failure_policy`, `transactional`.
+        arguments: `name`, `operations`, `fields`, `match`, `partition_by`, `failure_policy`, `transactional`,
+            `group`.
         task_options: everything else, for Celery's task.
 
     Raises:
@@ -144,6 +158,7 @@ def make_handler(
         partition_by=arguments["partition_by"],
         failure_policy=arguments["failure_policy"],
         transactional=bool(arguments["transactional"]),
+        group=_checked_group(arguments.get("group")),
     )
     handler.partitioner(options)
     check_are_sent(handler.filter.operations, expanded=options.show_expanded_events)
@@ -151,6 +166,16 @@ def make_handler(
         if _is_complete(target):
             source_of(target, None)
     return handler
+
+
+def _checked_group(group: object) -> str | None:
+    """A number could be taken for the index of a queue: `shop.3` has no group."""
+    if group is None:
+        return None
+    name = check_name(group, "group")
+    if name.isdigit():
+        raise ConfigurationError(f"group {name!r} must not be a number, which names a queue; give it a word.")
+    return name
 
 
 def _is_complete(target: object) -> bool:
@@ -182,7 +207,7 @@ def check_task_options(task_options: Mapping[str, Any]) -> None:
         if option in _REFUSED:
             raise ConfigurationError(f"option {option!r} cannot be set on a change handler: {_REFUSED[option]}.")
         if option not in TASK_OPTIONS:
-            known = [*TASK_OPTIONS, "operations", "fields", "match", "partition_by", "failure_policy", "name"]
+            known = [*TASK_OPTIONS, "operations", "fields", "match", "partition_by", "failure_policy", "name", "group"]
             raise ConfigurationError(f"option {option!r} of on_change is unknown{nearest(option, known)}.")
 
 

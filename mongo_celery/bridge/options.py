@@ -33,6 +33,7 @@ HISTORY_POLICIES = ("halt", "oldest", "now")
 FULL_DOCUMENT = (None, "default", "updateLookup", "whenAvailable", "required")
 BEFORE_CHANGE = (None, "off", "whenAvailable", "required")
 SETTING_PREFIX = "mongo_celery_"
+_QUEUES = 4  # what a worker does for one message grows with the queues that it asks
 _DAY = 86_400
 _TOKEN_DATA = re.compile(r"82(?:[0-9A-Fa-f]{2}){8,}")  # a key string that begins with a Timestamp
 _DURATIONS = (
@@ -43,6 +44,7 @@ _DURATIONS = (
     "commit_grace",
     "dispatch_grace",
     "start_timeout",
+    "spill_after",
 )
 
 PartitionKey = str | Callable[[Mapping[str, Any]], Any]
@@ -85,8 +87,10 @@ class BridgeOptions:
     transaction_seconds: float = 30.0
     commit_grace: float = 3.0
     dispatch_grace: float | None = None
-    buffer_changes: int = 20_000
     buffer_bytes: int = 64 << 20
+    spill_bytes: int = 8 << 30
+    spill_after: float = 5.0
+    max_message_bytes: int = 512 << 10
     batch_size: int | None = None
     comment: str | Mapping[str, Any] | None = None
     start_timeout: float = 60.0
@@ -112,17 +116,17 @@ class BridgeOptions:
 
     @property
     def queue_count(self) -> int:
-        """How many queues the partitions share."""
-        return self.queues or self.partitions
+        """How many queues the partitions share, in each group."""
+        return self.queues or min(self.partitions, _QUEUES)
 
-    def queue_of(self, index: int) -> str:
-        """Name of the queue of a partition index; an index beyond the queues wraps around."""
-        return f"{self.name}.{index % self.queue_count}"
+    def queue_of(self, index: int, group: str | None = None) -> str:
+        """Name of the queue of a partition index in a group, or in none; an index beyond the queues wraps around."""
+        of_group = self.name if group is None else f"{self.name}.{group}"
+        return f"{of_group}.{index % self.queue_count}"
 
-    @property
-    def queue_names(self) -> list[str]:
-        """Names of all queues of this bridge."""
-        return [self.queue_of(index) for index in range(self.queue_count)]
+    def queues_of(self, group: str | None = None) -> list[str]:
+        """Names of all queues of a group, or of none."""
+        return [self.queue_of(index, group) for index in range(self.queue_count)]
 
     def _check_names(self) -> None:
         check_name(self.name, "bridge name")
@@ -138,7 +142,15 @@ class BridgeOptions:
             )
 
     def _check_counts(self) -> None:
-        for field in ("partitions", "run_size", "run_bytes", "max_crashes", "buffer_changes", "buffer_bytes"):
+        for field in (
+            "partitions",
+            "run_size",
+            "run_bytes",
+            "max_crashes",
+            "buffer_bytes",
+            "spill_bytes",
+            "max_message_bytes",
+        ):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigurationError(f"{field}={value!r} must be a whole number of at least 1.")
@@ -160,7 +172,7 @@ class BridgeOptions:
         for field in ("lease_ttl", "claim_ttl"):
             if not 1 <= getattr(self, field) <= _DAY:
                 raise ConfigurationError(f"{field}={getattr(self, field)} must lie between 1 second and one day.")
-        for field in ("run_seconds", "transaction_seconds", "commit_grace", "dispatch_grace", "start_timeout"):
+        for field in (name for name in _DURATIONS if name not in {"lease_ttl", "claim_ttl"}):
             if not 0 < getattr(self, field) <= _DAY:
                 raise ConfigurationError(
                     f"{field}={getattr(self, field)} must be more than 0 seconds and at most a day."
@@ -172,11 +184,6 @@ class BridgeOptions:
             raise ConfigurationError(
                 f"queues={self.queues} is more than partitions={self.partitions}; lower it.",
                 options=("queues", "partitions"),
-            )
-        if self.buffer_changes < self.run_size:
-            raise ConfigurationError(
-                f"buffer_changes={self.buffer_changes} cannot hold one run of run_size={self.run_size}; raise it.",
-                options=("buffer_changes", "run_size"),
             )
         least = self.claim_ttl / 3 + call_timeout(self.claim_ttl)
         if self.grace < least:

@@ -19,8 +19,10 @@ does then stands in `listener/admission.py`.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import bson
@@ -52,35 +54,49 @@ class Partitioner:
     name: str
     key: Callable[[Mapping[str, Any]], Any]
 
-    def index(self, event: Mapping[str, Any], count: int) -> int:
+    def hash(self, event: Mapping[str, Any]) -> int:
         """
-        Partition index of an event among `count` partitions.
+        Stable hash of an event's key, from 0 to 2^64 - 1; modulo the number of partitions it is the index.
 
         Raises:
             Exception: of a user's function, or since its value has no BSON; never by document key.
         """
         if self.key is document_key:
-            return document_index(event, count)
-        return partition_index(self.key(event), count)
+            return document_hash(event)
+        return partition_hash(self.key(event))
+
+    def index(self, event: Mapping[str, Any], count: int) -> int:
+        """Partition index of an event among `count` partitions. Errors as for `hash`."""
+        return self.hash(event) % count
+
+
+def partition_hash(key: Any) -> int:
+    """Stable hash of a key, from 0 to 2^64 - 1."""
+    digest = hashlib.blake2b(bson.encode({"": canonical(key)}, codec_options=_KEYS), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def partition_index(key: Any, count: int) -> int:
     """Stable hash of a key modulo the number of partitions."""
-    digest = hashlib.blake2b(bson.encode({"": canonical(key)}, codec_options=_KEYS), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % count
+    return partition_hash(key) % count
+
+
+def document_hash(event: Mapping[str, Any]) -> int:
+    """
+    Stable hash of an event's document key, of every event whatsoever.
+
+    By namespace and `_id`, as MongoDB compares them; by the key's raw bytes where it cannot be decoded; all events
+    without any key share one. Each is the same at every reading of an event.
+    """
+    try:
+        return partition_hash(document_key(event))
+    except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
+        return partition_hash(_raw_key(event))
 
 
 def document_index(event: Mapping[str, Any], count: int) -> int:
-    """
-    Partition index of an event by its document key, of every event whatsoever.
-
-    By namespace and `_id`, as MongoDB compares them; by the key's raw bytes where it cannot be decoded; all events
-    without any key share a partition. Each is the same at every reading of an event.
-    """
-    try:
-        return partition_index(document_key(event), count)
-    except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
-        return partition_index(_raw_key(event), count)
+    """Partition index of an event by its document key."""
+    return document_hash(event) % count
 
 
 def _raw_key(event: Mapping[str, Any]) -> Binary | None:
@@ -124,6 +140,27 @@ def partitioner(
     if not in_oplog:
         _refuse_volatile(rule, path[0], full_document, before_change)
     return Partitioner(".".join(path), lambda event: _at(event, path))
+
+
+def rule_named(name: str) -> PartitionKey:
+    """
+    The rule of a stored name: the name itself, or the function that has it.
+
+    Raises:
+        ConfigurationError: no module that is imported has such a function.
+    """
+    module, is_function, qualname = name.partition(":")
+    if not is_function:
+        return name
+    found: Any = sys.modules.get(module)
+    try:
+        found = attrgetter(qualname)(found)
+    except AttributeError:
+        found = None
+    if not callable(found):
+        raise ConfigurationError(f"partition_by={name!r} is stored, and no module that is imported has this function.")
+    rule: PartitionKey = found
+    return rule
 
 
 def document_key(event: Mapping[str, Any]) -> Any:

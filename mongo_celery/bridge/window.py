@@ -17,18 +17,24 @@ place in the stream; read as a variable beside the window it would pass changes 
 
 Changes are known by their token, never by a number given at reading: numbers are given at dispatch,
 against what is committed then.
+
+What is stored in the state database, and marked there, is completed here like what is committed: nothing but its
+partition waits for it any more.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from bson import Timestamp
 
 from mongo_celery.bridge.refusal import Refusal
+
+OVERHEAD_BYTES = 200
+"""What a change costs in memory beside its own bytes."""
 
 _FOLD_FACTOR = 4
 _FOLD_SLACK = 1000
@@ -45,13 +51,34 @@ class Mark:
 
 @dataclass(slots=True, eq=False)
 class PendingChange:
-    """One change of one partition that is not yet committed; a refused one is not given to its handler."""
+    """
+    One change of one partition that is not yet committed; a refused one is not given to its handler.
+
+    Attributes:
+        hash: of its partition key; the index follows from it, but for a refused change that was noted elsewhere.
+    """
 
     mark: Mark
     index: int
     raw: bytes
     refusal: Refusal | None = None
+    hash: int = 0
     done: bool = False
+
+    @property
+    def data(self) -> str:
+        """Comparable part of its token."""
+        return self.mark.data
+
+    @property
+    def token(self) -> Mapping[str, Any] | None:
+        """The whole token of a refused change, whose bytes may not give it; None for all others."""
+        return self.mark.token if self.refusal is not None else None
+
+    @property
+    def weight(self) -> int:
+        """Bytes that it takes in memory."""
+        return len(self.raw) + OVERHEAD_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +96,7 @@ class Window:
         watermark: the last place before which everything is done; None until the first.
         count: changes that are not done.
         refused: how many of these are refused.
-        size: their bytes.
+        size: bytes that they take in memory.
     """
 
     watermark: Mark | None = None
@@ -79,6 +106,8 @@ class Window:
     _seen: str = ""
     _order: deque[PendingChange | _Completed] = field(default_factory=deque)
     _buffers: dict[int, deque[PendingChange]] = field(default_factory=dict)
+    _sizes: dict[int, int] = field(default_factory=dict)
+    _held: dict[int, deque[PendingChange]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.watermark is not None:
@@ -107,7 +136,8 @@ class Window:
         self._buffers.setdefault(change.index, deque()).append(change)
         self.count += 1
         self.refused += change.refusal is not None
-        self.size += len(change.raw)
+        self.size += change.weight
+        self._sizes[change.index] = self._sizes.get(change.index, 0) + change.weight
 
     def pass_over(self, mark: Mark) -> None:
         """Record a place at which nothing is owed: an unmatched change or a post-batch token."""
@@ -126,22 +156,61 @@ class Window:
         Everything of a partition up to this token is committed.
 
         Returns:
-            How many changes that finished. The watermark has moved as far as the prefix allows.
+            How many changes that took out of the buffer. The watermark has moved as far as the prefix allows.
         """
+        taken = self._take(index, data)
+        held = self._held.get(index)
+        while held and held[0].mark.data <= data:
+            held.popleft().done = True
+        self._finish(taken)
+        return len(taken)
+
+    def store(self, index: int, data: str) -> int:
+        """
+        Everything of a partition up to this token is stored. As `complete`, but for what is refused.
+
+        A refused change comes back as it is stored. Only if it is read again, after its cause was cured, it comes back
+        without it; so it holds the watermark until it is committed, or `let_pass`.
+        """
+        taken = self._take(index, data)
+        refused = [change for change in taken if change.refusal is not None]
+        if refused:
+            self._held.setdefault(index, deque()).extend(refused)
+        self._finish([change for change in taken if change.refusal is None])
+        return len(taken)
+
+    def let_pass(self) -> None:
+        """What is refused and stored holds the watermark no longer; it will come back as it is stored."""
+        held = [change for changes in self._held.values() for change in changes]
+        self._held.clear()
+        self._finish(held)
+
+    def is_held(self, change: PendingChange) -> bool:
+        """Whether a change is stored, and holds the watermark since it is refused."""
+        held = self._held.get(change.index)
+        return bool(held and held[0] is change)
+
+    def _take(self, index: int, data: str) -> list[PendingChange]:
+        """The changes of a partition up to a token, out of its buffer and its sums."""
         buffer = self._buffers.get(index)
-        finished = 0
+        taken: list[PendingChange] = []
         while buffer and buffer[0].mark.data <= data:
             change = buffer.popleft()
-            change.done = True
             self.refused -= change.refusal is not None
-            self.size -= len(change.raw)
+            self.size -= change.weight
+            self._sizes[index] -= change.weight
             change.raw = b""
-            finished += 1
-        self.count -= finished
+            taken.append(change)
+        self.count -= len(taken)
+        return taken
+
+    def _finish(self, changes: Iterable[PendingChange]) -> None:
+        for change in changes:
+            change.done = True
         self._advance()
-        if len(self._order) > _FOLD_FACTOR * self.count + _FOLD_SLACK:
+        standing = self.count + sum(map(len, self._held.values()))
+        if len(self._order) > _FOLD_FACTOR * standing + _FOLD_SLACK:
             self._fold()
-        return finished
 
     def head(self, index: int, limit: int, max_bytes: int) -> list[PendingChange]:
         """The next changes of a partition: at least one where there is one, within both limits."""
@@ -161,6 +230,15 @@ class Window:
     def depth(self, index: int) -> int:
         """Number of changes of one partition."""
         return len(self._buffers.get(index, ()))
+
+    def first(self, index: int) -> PendingChange | None:
+        """The first change of a partition; None where it has none."""
+        buffer = self._buffers.get(index)
+        return buffer[0] if buffer else None
+
+    def size_of(self, index: int) -> int:
+        """Bytes that the changes of one partition take in memory."""
+        return self._sizes.get(index, 0)
 
     def _advance(self) -> None:
         while self._order and self._order[0].done:

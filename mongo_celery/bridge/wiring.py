@@ -149,6 +149,17 @@ class Wiring:
         """The registered handlers, in the order of their names."""
         return [self._handlers[name] for name in sorted(self._handlers)]
 
+    @property
+    def groups(self) -> list[str | None]:
+        """The groups that handlers are in, in the order of their names; None, which is first, stands for no group."""
+        used = {handler.group for handler in self._handlers.values()} or {None}
+        return sorted(used, key=lambda group: group or "")
+
+    @property
+    def queue_names(self) -> list[str]:
+        """The queues of all its groups."""
+        return [queue for group in self.groups for queue in self.options.queues_of(group)]
+
     def add(self, handler: Handler) -> None:
         """
         Register a handler, or once more the same one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,12 @@ from mongo_celery.cli.apps import all_of, console_of, json_option, one_of, one_s
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mongo_celery.bridge.operations.commands import CommandResult, Head
+    from mongo_celery.bridge.operations.commands import CommandResult
     from mongo_celery.bridge.wiring import Wiring
 
 _WATCH_SECONDS = 2.0
+_SMALL_EVENT = 1000
+"""Characters up to which a change is shown before it is skipped."""
 
 BRIDGE = click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
 JSON = json_option("bridge")
@@ -123,9 +125,18 @@ def _status_or_error(wiring: Wiring) -> dict[str, Any]:
 @changes.command()
 @BRIDGE
 @JSON
+@click.option("--group", "groups", multiple=True, metavar="NAME", help="Only those of this group; may be repeated.")
+@click.option("--without-group", is_flag=True, help="Only, or also, those of handlers without a group.")
 @click.option("--with-default", is_flag=True, help="Add the app's default queue.")
 @click.pass_context
-def queues(ctx: click.Context, bridge: str | None, as_json: bool, with_default: bool) -> None:
+def queues(
+    ctx: click.Context,
+    bridge: str | None,
+    as_json: bool,
+    groups: tuple[str, ...],
+    without_group: bool,
+    with_default: bool,
+) -> None:
     """
     Print the queues for workers that serve only changes.
 
@@ -137,16 +148,41 @@ def queues(ctx: click.Context, bridge: str | None, as_json: bool, with_default: 
     A worker without -Q consumes these queues and the default queue; so do workers that get
     --with-default. Without it the app's default queue is left out, because -Q is for workers that keep
     changes and other tasks apart. Several bridges share the line; --bridge names one.
+
+    Handlers with group="slow" have queues of their own, and so may have workers of their own:
+
+    \b
+    celery -A shop worker -Q "$(celery -A shop changes queues --group slow)"
+    celery -A shop worker -Q "$(celery -A shop changes queues --without-group --with-default)"
     """  # noqa: D301 - \b is click's, and no part of the text
     bridges = _bridges(ctx, bridge)
     default = [str(bridges[0].app.conf.task_default_queue)] if with_default else []
+    chosen: set[str | None] = {*groups, None} if without_group else set(groups)
     with one_sentence_errors():
-        names = {each.name: each.options.queue_names for each in bridges}
+        _check_groups(bridges, chosen)
+        names = {each.name: _queues_of(each, chosen) for each in bridges}
     if as_json:
         for name, found in names.items():
             click.echo(json.dumps({"bridge": name, "queues": [*found, *default]}))
     else:
         click.echo(",".join([*(queue for found in names.values() for queue in found), *default]))
+
+
+def _check_groups(bridges: Sequence[Wiring], groups: Collection[str | None]) -> None:
+    """What no handler is in is refused: with nothing behind its -Q a worker would consume everything."""
+    known = {group for each in bridges for group in each.groups}
+    for group in groups:
+        if group not in known:
+            named = ", ".join(sorted(filter(None, known)))
+            asked = "no handler is without a group" if group is None else f"no handler is in group {group!r}"
+            raise click.ClickException(f"{asked}: {f'the groups are {named}' if named else 'none has one'}.")
+
+
+def _queues_of(wiring: Wiring, groups: Collection[str | None]) -> list[str]:
+    """The bridge's queues of these groups; of all where none is named."""
+    if not groups:
+        return wiring.queue_names
+    return [queue for group in wiring.groups if group in groups for queue in wiring.options.queues_of(group)]
 
 
 # -- pause, resume, retry --------------------------------------------------------------------------
@@ -164,8 +200,8 @@ def pause(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
     """
     Let no new handler start.
 
-    Those that run may finish, and nothing is lost. Without SUBSCRIPTION all of the bridge. A pause
-    longer than the oplog's window loses history.
+    Those that run may finish, and nothing is lost: what a longer pause holds back is stored. Without
+    SUBSCRIPTION all of the bridge.
     """
     from mongo_celery.bridge.operations import commands
 
@@ -228,7 +264,45 @@ def _show_results(bridge: str, past: str, results: Sequence[CommandResult], as_j
         click.echo(f"{subscription}: {past} {indexes}")
 
 
-# -- skip ------------------------------------------------------------------------------------------
+# -- head, skip ------------------------------------------------------------------------------------
+
+
+@changes.command()
+@click.argument("subscription")
+@click.argument("partition", type=click.IntRange(min=0))
+@click.option(
+    "--bytes",
+    "most",
+    type=click.IntRange(min=0),
+    default=4096,
+    show_default=True,
+    metavar="N",
+    help="Show no more of the change than this; 0 for all of it. With --json it is whole.",
+)
+@BRIDGE
+@JSON
+@click.pass_context
+def head(ctx: click.Context, subscription: str, partition: int, most: int, bridge: str | None, as_json: bool) -> None:
+    """
+    Show the change at which a partition stands.
+
+    The one that halted it, or the first one that is stored: with its error, its counts, and its bytes as
+    extended JSON. These are a document's contents: mind who sees them.
+    """
+    from mongo_celery.bridge.operations.heads import read_head
+
+    chosen = _one_bridge(ctx, bridge)
+    with one_sentence_errors():
+        found = read_head(chosen, subscription, partition)
+    if as_json:
+        from dataclasses import asdict
+
+        click.echo(json.dumps({"bridge": chosen.name, **asdict(found)}))
+        return
+    from mongo_celery.cli.head_view import head_lines
+
+    for line in head_lines(found, most or None):
+        click.echo(line)
 
 
 @changes.command()
@@ -251,24 +325,19 @@ def skip(
 
     It will not be handled. SUBSCRIPTION may be left out where the bridge has only one.
     """
-    from mongo_celery.bridge.operations import commands
+    from mongo_celery.bridge.operations import commands, heads
+    from mongo_celery.cli.head_view import head_lines
 
     chosen = _one_bridge(ctx, bridge)
     with one_sentence_errors():
-        head = commands.read_head(chosen, subscription, partition)
-    _describe(head)
+        head = heads.read_halted(chosen, subscription, partition)
+    for line in head_lines(head, _SMALL_EVENT):  # to standard error: it may be the only trace of the change
+        click.echo(line, err=True)
     if not yes:
         click.confirm("Pass over this change?", abort=True, err=True)
     with one_sentence_errors():
         result = commands.skip(chosen, head.subscription, partition, token=head.token)
     _show_results(chosen.name, "skipped", [result], as_json)
-
-
-def _describe(head: Head) -> None:
-    """What is skipped goes to standard error: it may be the only trace of the change."""
-    click.echo(f"{head.subscription}, partition {head.index}, change {head.committed + 1}: {head.key}", err=True)
-    click.echo(f"  resume token: {head.token}", err=True)
-    click.echo(f"  halted by: {head.error or 'unknown'}", err=True)
 
 
 # -- the bridge as a whole -------------------------------------------------------------------------
@@ -349,8 +418,9 @@ def go_on(ctx: click.Context, subscription: str, policy: str, bridge: str | None
     """
     Let a subscription go on that has lost its history.
 
-    What lies between its place and there cannot be read any more, or is not read, and will not be handled. The listener
-    goes on within seconds, or the next one when it starts. Partitions that are halted or paused stay so.
+    What lies between its place and there cannot be read any more, or is not read, and will not be handled; what was
+    read and is stored runs all the same. The listener goes on within seconds, or the next one when it starts.
+    Partitions that are halted or paused stay so.
     """
     from mongo_celery.bridge.operations import going_on
 
@@ -360,6 +430,9 @@ def go_on(ctx: click.Context, subscription: str, policy: str, bridge: str | None
     click.echo(f"{subscription} stands at {lost.at.as_datetime().isoformat()}: {lost.error}", err=True)
     if lost.decided:
         click.echo(f"  it is decided already that it goes on ({lost.decided})", err=True)
+    if lost.stored:
+        indexes = ", ".join(str(index) for index in lost.stored)
+        click.echo(f"  what is stored of its partitions {indexes} runs all the same", err=True)
     if not yes:
         click.confirm("Give up what it has not read?", abort=True, err=True)
     with one_sentence_errors():

@@ -10,11 +10,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from mongo_celery.bridge.operations.findings import NEAR, SERIOUS
+from mongo_celery.cli.quantities import duration, moment, number, size
+
 _COLORS = {
     "leading": "green",
     "flowing": "green",
     "parked": "yellow",
     "waiting": "yellow",
+    "moving": "yellow",
     "paused": "yellow",
     "idle": "yellow",
     "new": "cyan",
@@ -24,7 +28,7 @@ _COLORS = {
     "unknown": "red",
 }
 _NOTABLE_SHARE = 0.5
-_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+_SPILLED_SHOWN = 10
 
 
 def status_view(statuses: Iterable[Mapping[str, Any]], *, everything: bool) -> RenderableType:
@@ -50,10 +54,13 @@ def _parts(status: Mapping[str, Any], *, everything: bool) -> Iterable[Renderabl
     if status["reading_waits"]:
         yield Text(f"  reading waits: {status['reading_waits']}", style="yellow")
     yield from (_gap(gap) for gap in status["gaps"])
-    yield from (_rejection(each) for each in status["rejected_by_broker"])
+    yield from (_rejection("the broker rejects", each) for each in status["rejected_by_broker"])
+    yield from (_rejection("MongoDB does not store", each) for each in status["not_stored"])
+    yield from _stored(status)
     if status["subscriptions"]:
         yield Padding(_subscriptions(status["subscriptions"]), (0, 0, 0, 2), expand=False)
         yield from (line for each in status["subscriptions"] for line in _history(each))
+        yield from (_new_layout(each) for each in status["subscriptions"] if each["new_layout"])
     shown = [each for each in status["partitions"] if everything or needs_attention(each)]
     if shown:
         yield Text("  Partitions:" if everything else "  Partitions that need attention:")
@@ -85,15 +92,22 @@ def _summary(status: Mapping[str, Any]) -> Text:
 def _listener(listener: Mapping[str, Any] | None) -> str:
     if listener is None:
         return "no listener: start one with `celery -A ... listener`"
-    who = f"listener on {listener['host']}, pid {listener['pid']}, since {_moment(listener['since'])}"
+    who = f"listener on {listener['host']}, pid {listener['pid']}, since {moment(listener['since'])}"
     if listener["handlers"] is None:
         return f"{who}, which does not say whose handlers it serves"
-    return f"{who}, serving {_number(len(listener['handlers']), 'handler', 'handlers')} of app {listener['app'] or '?'}"
+    return f"{who}, serving {number(len(listener['handlers']), 'handler', 'handlers')} of app {listener['app'] or '?'}"
 
 
 def _gap(gap: Mapping[str, Any]) -> Text:
     names = "".join(f" of {name}" for name in gap["subscriptions"])
-    return Text(f"  history{names} was given up before {_moment(gap['until'])} ({gap['policy']})", style="red")
+    return Text(f"  history{names} was given up before {moment(gap['until'])} ({gap['policy']})", style="red")
+
+
+def _new_layout(subscription: Mapping[str, Any]) -> Text:
+    layout = subscription["new_layout"]
+    partitions = number(layout["partitions"], "partition", "partitions")
+    since = moment(layout["since"])
+    return Text(f"  {subscription['name']} changes to {partitions} since {since}: {layout['waits']}", style="yellow")
 
 
 def _history(subscription: Mapping[str, Any]) -> Iterable[Text]:
@@ -105,19 +119,56 @@ def _history(subscription: Mapping[str, Any]) -> Iterable[Text]:
         )
     elif lost:
         yield Text(
-            f"  {name} has lost its history before {_moment(lost['oldest'])} and stands still: decide with "
+            f"  {name} has lost its history before {moment(lost['oldest'])} and stands still: decide with "
             f"`celery -A ... changes go-on {name} --from oldest` or `--from now`",
             style="red",
         )
     elif share is not None and share >= _NOTABLE_SHARE and subscription["state"] != "unregistered":
-        yield Text(f"  {share:.0%} of the oplog's window lie behind {name}; at 100% its history is lost", style="red")
+        yield Text(
+            f"  {share:.0%} of the oplog's window lie behind {name}; at 100% what it has not read is lost", style="red"
+        )
 
 
-def _rejection(rejected: Mapping[str, Any]) -> Text:
-    where = f"{rejected['partition']} waits since {_moment(rejected['since'])}"
-    return Text(
-        f"  the broker rejects {rejected['key']}, {rejected['bytes']} bytes: {where}: {rejected['error']}", "red"
+def _rejection(what: str, rejected: Mapping[str, Any]) -> Text:
+    where = f"{rejected['partition']} waits since {moment(rejected['since'])}"
+    return Text(f"  {what} {rejected['key']}, {rejected['bytes']} bytes: {where}: {rejected['error']}", "red")
+
+
+def _stored(status: Mapping[str, Any]) -> Iterable[Text]:
+    """What is stored beside the bound, and of which partitions."""
+    spill = status["spill"]
+    spilled = [each for each in status["partitions"] if each["spilled"]]
+    if not spilled and not spill["bytes"] and not spill["waits"]:
+        return
+    yield _beside_the_bound(spill)
+    if spill["waits"]:
+        yield Text(f"    no more is stored: {spill['waits']}", "red")
+    largest_first = sorted(spilled, key=lambda each: each["spilled"]["bytes"] or 0, reverse=True)
+    for each in largest_first[:_SPILLED_SHOWN]:
+        stored = each["spilled"]
+        amount = f"{_count(stored['count'])} changes, {size(stored['bytes'])}"
+        text = f"    {each['subscription']} {each['index']}: {amount}, for {duration(stored['age_seconds'])}"
+        yield Text(f"{text}: {stored['reason']}")
+        if stored["missing"]:
+            yield Text(
+                "      what should be stored of it is missing; `celery -A ... changes check` says what to do", "red"
+            )
+    if len(spilled) > _SPILLED_SHOWN:
+        yield Text(f"    and {len(spilled) - _SPILLED_SHOWN} more partitions")
+
+
+def _beside_the_bound(spill: Mapping[str, Any]) -> Text:
+    if spill["share"] is None:
+        uncounted = number(spill["uncounted"], "partition", "partitions")
+        return Text(f"  stored: {uncounted} could not be counted in time, and no listener says how much", "yellow")
+    text = (
+        f"  stored: {spill['count']} changes, {size(spill['bytes'])} of {size(spill['limit'])} ({spill['share']:.0%})"
     )
+    if spill["lasts_seconds"] is not None:
+        text += f", {size(spill['bytes_per_second'])}/s more: room for {duration(spill['lasts_seconds'])}"
+    if spill["share"] >= 1:
+        text += "; the bound is reached, and what stands holds back all others once buffers are full"
+    return Text(text, "red" if spill["share"] >= SERIOUS else "yellow" if spill["share"] >= NEAR else "")
 
 
 def _subscriptions(subscriptions: Sequence[Mapping[str, Any]]) -> Table:
@@ -127,7 +178,7 @@ def _subscriptions(subscriptions: Sequence[Mapping[str, Any]]) -> Table:
             Text(each["name"]),
             _state(each["state"]),
             duration(each["lag_seconds"]),
-            _moment(each["watermark_at"]),
+            moment(each["watermark_at"]),
             str(each["dead_letters"]),
         )
     return table
@@ -156,12 +207,12 @@ def _details(partition: Mapping[str, Any]) -> Iterable[str]:
         yield f"changes {claim['first']} to {claim['last']} are {now}"
     waiting = partition.get("waiting")
     if waiting:
-        yield f"waits for infrastructure since {_moment(waiting['since'])}: {waiting['cause']}"
+        yield f"waits for infrastructure since {moment(waiting['since'])}: {waiting['cause']}"
     if retry:
         if retry["count"]:
-            yield _number(retry["count"], "retry", "retries")
+            yield number(retry["count"], "retry", "retries")
         if retry["crashes"]:
-            yield _number(retry["crashes"], "crash", "crashes")
+            yield number(retry["crashes"], "crash", "crashes")
         if retry["due_seconds"]:
             yield f"due in {duration(retry['due_seconds'])}"
         if retry["error"]:
@@ -181,21 +232,3 @@ def _state(state: str) -> Text:
 
 def _count(number: int | None) -> str:
     return "?" if number is None else str(number)
-
-
-def _number(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
-
-
-def _moment(iso: str | None) -> str:
-    return "-" if iso is None else iso[:19].replace("T", " ") + " UTC"
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds as people say them; a dash where nobody knows."""
-    if seconds is None:
-        return "-"
-    for unit, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{seconds:.0f} s"

@@ -133,7 +133,15 @@ class Dropped:
     at: float = 0.0
 
 
-Fact = Wrote | Started | Effect | SetAside | Stored | Led | Dropped
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A handler's change, by its place, is stored in the state database: it holds no watermark any more."""
+
+    handler: str
+    place: str
+
+
+Fact = Wrote | Started | Effect | SetAside | Stored | Led | Dropped | Kept
 
 Handlers = Mapping[str, str]
 """For each handler the place after which changes are its own; empty for all."""
@@ -326,18 +334,24 @@ def going_back(history: Sequence[Fact]) -> list[str]:
 
 
 def beyond_prefix(history: Sequence[Fact], handlers: Handlers = NONE) -> list[str]:
-    """P5: when a watermark is stored, every change up to its place has taken effect."""
+    """P5: when a watermark is stored, every change up to its place has taken effect, or is stored itself."""
     owed = list(_owed(history, handlers))
     done: set[Due] = set()
+    kept: set[tuple[str, str]] = set()
     wrong = []
     for fact in history:
         if isinstance(fact, Effect):
             done.add(fact.due)
+        elif isinstance(fact, Kept):
+            kept.add((fact.handler, fact.place))
         elif isinstance(fact, Stored) and fact.passed is not None:
             wrong += [
                 f"{fact.where} passed {due.key} {due.n} before it took effect"
                 for due, write in owed
-                if due.handler == fact.passed and write.place <= fact.place and due not in done
+                if due.handler == fact.passed
+                and write.place <= fact.place
+                and due not in done
+                and (due.handler, write.place) not in kept
             ]
     return wrong
 

@@ -84,7 +84,7 @@ class MongoServer(Server):
     def _arguments(self, directory: Path, port: int) -> list[str]:
         arguments = [
             *("--bind_ip", HOST, "--port", str(port), "--nounixsocket", "--dbpath", str(directory)),
-            *("--wiredTigerCacheSizeGB", "0.25", "--setParameter", "diagnosticDataCollectionEnabled=false"),
+            *("--wiredTigerCacheSizeGB", "0.5", "--setParameter", "diagnosticDataCollectionEnabled=false"),
             *("--setParameter", f"shutdownTimeoutMillisForSignaledShutdown={_FAREWELL_MILLISECONDS}"),
         ]
         if self._replica_set is not None:

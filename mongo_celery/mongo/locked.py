@@ -16,23 +16,26 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import pymongo
 from pymongo import WriteConcern
 from pymongo.client_session import ClientSession
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import NetworkTimeout, OperationFailure, PyMongoError
 
 from mongo_celery.mongo.table import Table, Update
 
 _PATIENCE_SECONDS = 1.0
+_GLANCE_SECONDS = 0.25
 _ATTEMPT_SECONDS = 0.5
 _GROUP = 128
 _PARTS = 4
 _TRANSIENT = "TransientTransactionError"
+
+_T = TypeVar("_T")
 
 
 class _Outcome(Enum):
@@ -92,25 +95,71 @@ def _parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _update(table: Table, session: ClientSession, query: Mapping[str, Any], change: Update, limit: float) -> _Outcome:
+def update_one_around_lock(
+    table: Table, guard: Mapping[str, Any], change: Update, session: ClientSession | None = None
+) -> bool:
     """
-    Try the update; one that was refused, by a lock, has changed nothing. The next one ends what this leaves open.
+    Update the document that a guard names; where an open transaction has locked it, that is waited for a moment only.
 
-    The commit has the whole time of a call: no lock holds it up any more.
+    It may be made twice.
+
+    Args:
+        session: what is read in it afterwards is no older than the update; None for one of its own.
+
+    Returns:
+        False where none matched.
+
+    Raises:
+        PyMongoError: nothing is changed, or it is not known. See `is_lock`.
     """
-    session.start_transaction(write_concern=WriteConcern("majority"))
+    if session is None:
+        with table.collection.database.client.start_session() as own:
+            return update_one_around_lock(table, guard, change, own)
+
+    def write() -> bool:
+        return table.collection.update_one(guard, change, session=session).matched_count == 1
+
     try:
-        with pymongo.timeout(limit):
-            table.collection.update_many(query, change, session=session)
-        with table.limit():
-            session.commit_transaction()
+        with pymongo.timeout(min(table.timeout, _GLANCE_SECONDS)):
+            return write()
+    except NetworkTimeout:
+        with table.limit():  # a transaction of which nobody hears again would be open, and lock it, for a minute
+            table.collection.database.command("ping")
     except PyMongoError as error:
-        if session.in_transaction:
-            with table.limit():
-                session.abort_transaction()
+        if not error.timeout:
+            raise
+    return _in_transaction(table, session, write, table.timeout)
+
+
+def is_lock(error: BaseException) -> bool:
+    """Whether a transaction was refused, most often since another one has written the document: nothing is changed."""
+    return isinstance(error, OperationFailure) and not error.timeout and error.has_error_label(_TRANSIENT)
+
+
+def _update(table: Table, session: ClientSession, query: Mapping[str, Any], change: Update, limit: float) -> _Outcome:
+    """Try the update; one that was refused, by a lock, has changed nothing. The next one ends what this leaves open."""
+    try:
+        _in_transaction(table, session, lambda: table.collection.update_many(query, change, session=session), limit)
+    except PyMongoError as error:
         if error.timeout:
             return _Outcome.UNANSWERED
-        if not (isinstance(error, OperationFailure) and error.has_error_label(_TRANSIENT)):
+        if not is_lock(error):
             raise
         return _Outcome.REFUSED
     return _Outcome.DONE
+
+
+def _in_transaction(table: Table, session: ClientSession, write: Callable[[], _T], limit: float) -> _T:
+    """Write in a transaction. Its commit has the whole time of a call: no lock holds it up any more."""
+    session.start_transaction(write_concern=WriteConcern("majority"))
+    try:
+        with pymongo.timeout(limit):
+            result = write()
+        with table.limit():
+            session.commit_transaction()
+    except PyMongoError:
+        if session.in_transaction:
+            with table.limit():
+                session.abort_transaction()
+        raise
+    return result

@@ -132,11 +132,22 @@ def oplog_or_none(client: MongoClient[dict[str, Any]]) -> Oplog | None:
 
 def oplog_fill(client: MongoClient[dict[str, Any]]) -> float | None:
     """Share of the oplog's size that is in use, or None where it cannot be seen."""
-    try:
-        stats = client.get_database("local").command("collStats", "oplog.rs")
-    except PyMongoError:
-        return None
+    stats = _stats(client)
     return float(stats["size"]) / float(stats["maxSize"]) if stats.get("maxSize") else None
+
+
+def oplog_bytes(client: MongoClient[dict[str, Any]]) -> int | None:
+    """The size up to which the oplog grows, or None where it cannot be seen."""
+    return int(_stats(client).get("maxSize") or 0) or None
+
+
+def _stats(client: MongoClient[dict[str, Any]]) -> Mapping[str, Any]:
+    """What the server says of the oplog; nothing where it does not."""
+    try:
+        stats: dict[str, Any] = client.get_database("local").command("collStats", "oplog.rs")
+    except PyMongoError:
+        return {}
+    return stats
 
 
 def time_of_token(token: Mapping[str, Any], fallback: Timestamp | None) -> Timestamp | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pymongo
 from pymongo import ReturnDocument
+from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, OperationFailure
 
@@ -56,10 +57,12 @@ class Table:
         with self.limit():
             return self.collection.find_one(query, fields, **options)
 
-    def find(self, query: Mapping[str, Any], fields: Any = None) -> list[dict[str, Any]]:
+    def find(
+        self, query: Mapping[str, Any], fields: Any = None, session: ClientSession | None = None
+    ) -> list[dict[str, Any]]:
         """All documents; reading them to the end counts."""
         with self.limit():
-            return list(self.collection.find(query, fields, batch_size=_WHOLE))
+            return list(self.collection.find(query, fields, batch_size=_WHOLE, session=session))
 
     def aggregate(self, stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """All rows."""

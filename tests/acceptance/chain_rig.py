@@ -36,7 +36,7 @@ SHORT_TIMES: dict[str, Any] = {
 }
 _PROMPT_RESTORE = {"unacked_restore_interval": 1, "unacked_restore_throttle": 1}
 QUIET = ("--without-gossip", "--without-mingle", "--without-heartbeat")
-_WHO = ("handler", "key", "n")
+_WHERE = ("handler", "key", "n", "partition", "seq", "fence")
 _WARNINGS_OF_FORKING = ("opened before fork", "MongoClient was forked")
 
 
@@ -222,15 +222,13 @@ class Chain:
     def starts(self, *items: Due) -> list[Started]:
         """Recorded starts in the order of time; of the given changes, or all."""
         found = self.facts["start"].find(_any_of(items)).sort("at")
-        return [
-            Started(**{name: each[name] for name in (*_WHO, "partition", "seq", "fence", "at", "retries", "pid")})
-            for each in found
-        ]
+        names = (*_WHERE, "at", "retries", "pid")
+        return [Started(**{name: each[name] for name in names}, generation=_generation(each)) for each in found]
 
     def effects(self) -> list[Effect]:
         """Accepted effects, in the order of each partition's sink."""
         return [
-            Effect(**{name: each[name] for name in (*_WHO, "partition", "seq", "fence")})
+            Effect(**{name: each[name] for name in _WHERE}, generation=_generation(each))
             for sink in self.data["sink"].find().sort("_id")
             for each in sink["effects"]
         ]
@@ -297,7 +295,8 @@ class Chain:
         def read() -> bool:
             lease = self.state["leases"].find_one({"_id": "chain"}) or {}
             report = lease.get("report") or {}
-            return bool(report.get("outstanding", 0) + report.get("buffered", 0) >= count)
+            numbers = (int(report.get(each, 0)) for each in ("outstanding", "buffered", "spilledCount"))
+            return sum(numbers) >= count
 
         wait_for(read, message=f"{count} changes are read")
 
@@ -343,6 +342,11 @@ def frozen(process: ProjectProcess, pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def _generation(fact: Mapping[str, Any]) -> int:
+    """Only where layouts change it matters, and not every project records it."""
+    return int(fact.get("generation", 0))
 
 
 def _any_of(items: Iterable[Due]) -> Document:

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
+import bson
 import pytest
 from pymongo import MongoClient
 
+from mongo_celery.bridge.state.spill import Spill, StoredChange
 from mongo_celery.embedded import MongoReplicaSet
 from tests.acceptance.scene import OPTIONS
 from tests.fixtures.process import ROOT, Processes, wait_for
@@ -26,6 +28,7 @@ Done = subprocess.CompletedProcess[str]
 
 APP = "tests.acceptance.cli_project"
 BARE_APP = "tests.acceptance.bare_project"
+GROUP_APP = "tests.acceptance.isolation.group_project"
 NOWHERE = "127.0.0.1:1"
 _COMMAND_SECONDS_MAX = 120.0
 _WORKER = ("worker", "-c", "1", "-l", "INFO", "--without-gossip", "--without-mingle", "--without-heartbeat")
@@ -40,11 +43,23 @@ _STATUS_KEYS = {
     "outstanding",
     "buffered",
     "dead_letters",
+    "spill",
     "subscriptions",
     "partitions",
 }
-_SUBSCRIPTION_KEYS = {"name", "state", "watermark", "lag_seconds"}
-_PARTITION_KEYS = {"subscription", "index", "queue", "state", "committed", "epoch", "fence", "claim", "retry"}
+_SUBSCRIPTION_KEYS = {"name", "state", "watermark", "lag_seconds", "spilled"}
+_PARTITION_KEYS = {
+    "subscription",
+    "index",
+    "queue",
+    "state",
+    "committed",
+    "epoch",
+    "fence",
+    "claim",
+    "retry",
+    "spilled",
+}
 
 
 def run(*arguments: str, environment: Document | None = None, text: str = "") -> Done:
@@ -74,7 +89,8 @@ class Shop:
             "PROJECT_MONGO": mongo_url,
             "PROJECT_BROKER": broker_url,
             "PROJECT_NAMES": self.names,
-            "PROJECT_OPTIONS": json.dumps({**OPTIONS, "partitions": 2}),
+            # What stands stays in the buffer: a slow machine must not make `buffered` a matter of time.
+            "PROJECT_OPTIONS": json.dumps({**OPTIONS, "partitions": 2, "spill_after": 600}),
         }
 
     def changes(self, *arguments: str, text: str = "", app: str = APP, **variables: str) -> Done:
@@ -127,6 +143,19 @@ class Shop:
             return sum(numbers) >= count
 
         wait_for(committed, message=f"{count} commits")
+
+    def store_head(self, partition: Document) -> None:
+        """Let the order at which a partition has halted be stored, as its execution or the listener does it."""
+        event = {
+            "_id": partition["head"]["resumeToken"],
+            "operationType": "insert",
+            "ns": {"db": f"{self.names}_data", "coll": "orders"},
+            "documentKey": {"_id": "bad"},
+            "fullDocument": {"_id": "bad", "bad": True},
+        }
+        spill = Spill(self.state["spill"], "shop", ttl=60.0)
+        change = StoredChange(partition["head"]["resumeToken"]["_data"], bson.encode(event))
+        spill.insert(partition["_id"], [change], partition["epoch"])
 
     def wait_for_halt(self, after: int = 0) -> Document:
         """Wait until a partition has halted under a larger fence than that, and return its document."""
@@ -213,10 +242,19 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     assert second["_id"] == first["_id"]
 
     index = first["_id"].rpartition("/")[2]
+    shop.store_head(second)
+    head = shop.json("head", "summarise", index)
+    assert (head["state"], head["token"]) == ("halted", second["head"]["resumeToken"]["_data"])
+    assert head["event"]["fullDocument"] == {"_id": "bad", "bad": True}
+    shown = shop.changes("head", "summarise", index, "--bytes", "9").stdout
+    assert ("a [bad] order" in shown, "characters more" in shown) == (True, True)
+    other = shop.changes("head", "summarise", str(1 - int(index)))
+    assert (other.returncode, "stands at no change" in other.stderr) == (1, True)
     assert shop.changes("skip", "summarise").returncode == 2, "a partition must be named"
     refused = shop.changes("skip", "summarise", "--partition", index, text="n\n")
     assert refused.returncode == 1
     assert "a [bad] order" in refused.stderr
+    assert '"bad": true' in refused.stderr
     assert shop.wait_for_halt()["fence"] == second["fence"]
     skipped = shop.changes("skip", "summarise", "--partition", index, text="y\n")
     assert (skipped.returncode, skipped.stdout) == (0, f"summarise: skipped {index}\n")
@@ -247,6 +285,24 @@ def test_queues_are_printed_for_q(shop: Shop) -> None:
     assert shop.changes("queues", **away).stdout == "shop.0,shop.1\n"
     assert shop.changes("queues", "--with-default", **away).stdout == "shop.0,shop.1,celery\n"
     assert shop.json("queues", **away) == {"bridge": "shop", "queues": ["shop.0", "shop.1"]}
+    assert shop.changes("queues", "--without-group", **away).stdout == "shop.0,shop.1\n"
+    refused = shop.changes("queues", "--group", "slow", **away)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "no handler is in group 'slow': none has one." in refused.stderr
+
+
+def test_queues_are_printed_by_group(shop: Shop) -> None:
+    """P12: all for a plain worker, or those of a group, which must be one that a handler is in."""
+
+    def queues(*arguments: str) -> Done:
+        return shop.changes("queues", *arguments, app=GROUP_APP, PROJECT_GROUP="slow")
+
+    assert queues().stdout == "shop.0,shop.1,shop.slow.0,shop.slow.1\n"
+    assert queues("--group", "slow").stdout == "shop.slow.0,shop.slow.1\n"
+    assert queues("--without-group", "--with-default").stdout == "shop.0,shop.1,celery\n"
+    refused = queues("--group", "slwo")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "no handler is in group 'slwo': the groups are slow." in refused.stderr
 
 
 # -- check -----------------------------------------------------------------------------------------

@@ -60,9 +60,11 @@ def test_a_write_conflict_repeats_the_body_and_not_the_effect(chain: Chain) -> N
     item = chain.write("together_auto", "b", 1, gate="open")
     chain.wait_started(item)
     sink = chain.data["sink"]
-    sink.insert_one({"_id": "together_auto-0", "effects": []})
+    _, _, generation, index = chain.of(item)["_id"].split("/")
+    where = {"_id": f"together_auto-{index}-{generation}"}
+    sink.insert_one({**where, "effects": []})
     with chain.client.start_session() as session, session.start_transaction():
-        sink.update_one({"_id": "together_auto-0"}, {"$set": {"touched": True}}, session=session)
+        sink.update_one(where, {"$set": {"touched": True}}, session=session)
         chain.open_gate("open")
         chain.wait_started(item, 3)
     chain.wait_done()

@@ -9,7 +9,7 @@ from typing import Any
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.demo.history import Dropped, Effect, Fact, Led, Started, Stored, Wrote
+from mongo_celery.demo.history import Dropped, Effect, Fact, Kept, Led, Started, Stored, Wrote
 
 Document = dict[str, Any]
 NUMBERS = ("epoch", "version", "fence", "committed")
@@ -75,6 +75,9 @@ def facts_of(event: Mapping[str, Any]) -> Iterator[Fact]:
             yield Effect(**{name: effect[name] for name in names}, at=at)
     elif part == "state":
         yield from _of_state(name, event["documentKey"]["_id"], changed, at)
+        if name == "spill" and event["operationType"] == "insert":
+            _, handler, _, _, place, *_ = event["documentKey"]["_id"].split("/")
+            yield Kept(handler, place)
 
 
 def _of_state(collection: str, document_id: str, changed: Mapping[str, Any], at: float) -> Iterator[Fact]:

@@ -12,6 +12,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import Claim, Claims
 from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import Layout
 
 Document = dict[str, Any]
 
@@ -26,6 +27,11 @@ NASTY = ("$committed", "$$NOW", "$", "$.x", "a.b", "")
 def token(number: int) -> Document:
     """The resume token of the change with this number."""
     return {"_data": f"82{number:06d}"}
+
+
+def layouts(*names: str, generation: int = 0, partitions: int = 1) -> dict[str, Layout]:
+    """One layout for these subscriptions."""
+    return {name: Layout(generation, partitions, "blake2b-64:_id") for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +84,15 @@ class Rig:
 
     def take_over(self, version: int) -> Image:
         """A take-over; returns the partition's image."""
-        (image,) = self.partitions.take_over([SUBSCRIPTION], 0, version)
+        (image,) = self.partitions.take_over({SUBSCRIPTION: 0}, version)
         return image
 
 
 def rig_of(client: MongoClient[Document], database: str) -> Rig:
     """A partition that was just taken over with `VERSION`."""
     store = Store(client, BridgeOptions(name=BRIDGE, database=database, lease_ttl=TTL, claim_ttl=TTL))
-    store.partitions.prepare({SUBSCRIPTION: None}, 0, 1, VERSION)
-    store.partitions.take_over([SUBSCRIPTION], 0, VERSION)
+    store.partitions.prepare({SUBSCRIPTION: None}, layouts(SUBSCRIPTION), VERSION)
+    store.partitions.take_over({SUBSCRIPTION: 0}, VERSION)
     majority = client.get_database(database, write_concern=WriteConcern("majority"))
     where = store.partitions.partition_id(SUBSCRIPTION, 0, 0)
     return Rig(store, where, majority["partitions"], majority["dead_letters"])

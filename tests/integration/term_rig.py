@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.collection import Collection
@@ -13,6 +14,7 @@ from pymongo.database import Database
 
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import Handler, make_handler
+from mongo_celery.bridge.listener.relayout import rules_in_force
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
 from mongo_celery.bridge.listener.takeover import Takeover, take_over
@@ -75,52 +77,89 @@ class TermRig:
         return take_over(self.store, self.renewal, self.options, self.handlers)
 
     def led(self, takeover: Takeover, marks: Mapping[str, Mark | None]) -> list[Subscription]:
-        """The subscriptions of this term, drained up to these places."""
+        """The subscriptions of this term, read up to these places."""
         return [self._led(takeover, handler, marks.get(handler.name)) for handler in self.handlers]
 
     def _led(self, takeover: Takeover, handler: Handler, mark: Mark | None) -> Subscription:
         images = takeover.images[handler.name]
-        generation = takeover.layout.generation
+        generation = takeover.layouts[handler.name].generation
         ids = {
             image.index: self.store.partitions.partition_id(handler.name, generation, image.index) for image in images
         }
         plan = Plan(
             handler,
             handler.selector(None),
-            handler.partitioner(self.options),
-            takeover.layout,
+            rules_in_force(self.options, [handler], takeover)[handler.name],
+            takeover.layouts[handler.name],
             takeover.version,
             Timestamp(1, 1),
             mark,
         )
         return Subscription(self.options, plan, make_trackers(images, ids, takeover.version, self.options))
 
+    def generation(self, name: str) -> int:
+        """That of a subscription's layout in force."""
+        found = self.database["subscriptions"].find_one({"_id": f"{BRIDGE}/{name}"})
+        assert found is not None, "it was taken over"
+        return int(found["layout"]["generation"])
+
+    def partition_id(self, name: str, index: int) -> str:
+        """`_id` of a partition in force."""
+        return f"{BRIDGE}/{name}/{self.generation(name)}/{index}"
+
     def documents(self) -> dict[str, Document]:
         """All partitions as they are stored."""
         return {document["_id"]: document for document in self.partitions.find()}
 
 
+class KilledError(Exception):
+    """A listener was killed here."""
+
+
+def around(
+    monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], act: Callable[[], None], *, behind: bool = False
+) -> None:
+    """Let something happen once in front of a step, a method of the state, or right behind it."""
+    kind, name = step
+    original = getattr(kind, name)
+    waiting = [act]
+
+    def stepped(self: Any, *arguments: Any, **options: Any) -> Any:
+        found = original(self, *arguments, **options) if behind else None
+        while waiting:
+            waiting.pop()()
+        return found if behind else original(self, *arguments, **options)
+
+    monkeypatch.setattr(kind, name, stepped)
+
+
 def begin_term(
-    client: MongoClient[Document], database: str, partitions: int, names: Sequence[str] = ("record",)
+    client: MongoClient[Document],
+    database: str,
+    partitions: int,
+    names: Sequence[str] = ("record",),
+    partition_by: Callable[[Mapping[str, Any]], Any] | None = None,
+    **options_: Any,
 ) -> TermRig:
     """A new term, whatever the one before is doing: its lease has lapsed."""
-    options = BridgeOptions(name=BRIDGE, database=database, lease_ttl=TTL, claim_ttl=TTL, partitions=partitions)
+    times = {"lease_ttl": TTL, "claim_ttl": TTL}
+    options = BridgeOptions(**{"name": BRIDGE, "database": database, "partitions": partitions, **times, **options_})
     store = Store(client, options)
     store.leases.ensure()
     client[database]["leases"].update_one({"_id": BRIDGE}, {"$set": {"expiresAt": None}})
     term = store.leases.acquire(DEFINITIONS)
     assert term is not None, "the lease has lapsed"
-    handlers = [_handler(name, options) for name in names]
+    handlers = [_handler(name, options, partition_by) for name in names]
     return TermRig(store, Renewal(store.leases, term, TTL, dict, DEFINITIONS), options, handlers, client[database])
 
 
-def _handler(name: str, options: BridgeOptions) -> Handler:
+def _handler(name: str, options: BridgeOptions, partition_by: Callable[[Mapping[str, Any]], Any] | None) -> Handler:
     arguments = dict.fromkeys(("name", "operations", "fields", "match", "partition_by", "failure_policy"))
     return make_handler(
         handle,
         ("shop.orders",),
         options,
         task_name=f"shop.{name}",
-        arguments={**arguments, "name": name, "transactional": False},
+        arguments={**arguments, "name": name, "partition_by": partition_by, "transactional": False},
         task_options={},
     )

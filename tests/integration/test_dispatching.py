@@ -23,12 +23,12 @@ _SMALL = 100
 
 def dispatch(number: int, size: int = _SMALL, label: str = "") -> Dispatch:
     run = Run("shop", "record", 0, number, 1, 1, 1, [b"x" * size])
-    return Dispatch(run, "shop.record", 0, label or f"({number})")
+    return Dispatch(run, "shop.record", 0, label or f"({number})", "shop.0")
 
 
 def dispatcher_on(server: RedisServer) -> Dispatcher:
     options = BridgeOptions(name="shop", partitions=4, queues=1)
-    return Dispatcher(Celery("shop", broker=server.url), options, lambda: Sealing(b"k" * 32, "here"))
+    return Dispatcher(Celery("shop", broker=server.url), options, lambda: Sealing(b"k" * 32, "here"), ["shop.0"])
 
 
 def queued(server: RedisServer) -> int:

@@ -16,7 +16,7 @@ from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from tests.fixtures.process import wait_for
-from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, rig_of, token
+from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, layouts, rig_of, token
 
 Document = dict[str, Any]
 Failpoint = Callable[..., AbstractContextManager[None]]
@@ -31,7 +31,7 @@ def _slow_store(make_client: Callable[..., MongoClient[Document]], database: str
 
 
 def _all_claims(store: Store) -> list[Claim]:
-    store.partitions.prepare({SUBSCRIPTION: None}, 0, CLAIMS, VERSION)
+    store.partitions.prepare({SUBSCRIPTION: None}, layouts(SUBSCRIPTION, partitions=CLAIMS), VERSION)
 
     def take(index: int) -> Claim:
         where = store.partitions.partition_id(SUBSCRIPTION, 0, index)
@@ -59,10 +59,10 @@ def test_hundreds_of_claims_of_a_process_stay_alive_at_a_tenth_of_a_second_a_cal
         started = time.monotonic()
         with ThreadPoolExecutor(16) as threads:
             held = list(threads.map(lambda claim: beats.begin(claim, started), claims))
-        first_end = max(image.claim["until"] for image in store.partitions.of([SUBSCRIPTION], 0) if image.claim)
+        first_end = max(image.claim["until"] for image in store.partitions.of({SUBSCRIPTION: 0}) if image.claim)
         lapsed, least = set(), first_end
         while least <= first_end + timedelta(seconds=TTL_SECONDS / 2):  # each was renewed more than once
-            images = store.partitions.of([SUBSCRIPTION], 0)
+            images = store.partitions.of({SUBSCRIPTION: 0})
             lapsed |= {image.index for image in images if not image.live}
             least = min(image.claim["until"] for image in images if image.claim)
             assert time.monotonic() - started < 120

@@ -21,12 +21,14 @@ from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.leases import Layout, Leases, Term, layout_of
+from mongo_celery.bridge.state.leases import Leases, Term, is_handed_over, layouts_of
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import DEFINITIONS
+from tests.integration.partition_rig import layouts
 
 Document = dict[str, Any]
 MakeClient = Callable[..., MongoClient[Document]]
@@ -159,8 +161,8 @@ def test_a_fence_does_not_start_again_after_the_database_was_dropped(
     for _ in range(3):
         store.leases.ensure()
         version = acquired(store.leases).version
-        store.partitions.prepare({"record": None}, 0, 1, version)
-        store.partitions.take_over(["record"], 0, version)
+        store.partitions.prepare({"record": None}, layouts("record"), version)
+        store.partitions.take_over({"record": 0}, version)
         where = store.partitions.partition_id("record", 0, 0)
         for number in range(5):
             claim = store.claims.take(where, owner=f"o{number}", version=version, first=1, last=1, token="82")
@@ -214,7 +216,7 @@ def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: 
     assert leases.raise_version(old, 1 << 60) is None
     assert leases.pin_start(old, Timestamp(1, 1)) is None
     assert leases.pin_start(old, Timestamp(1, 1), replace=True) is None
-    assert not leases.set_layout(old, Layout(7, 7, {}))
+    assert not leases.hand_over_layouts(old, 7)
     assert not leases.record_position(old, {"_data": "82"}, Timestamp(1, 1))
     assert not leases.record_gap(old, {"until": Timestamp(1, 1)})
     assert stored(documents) == before
@@ -377,13 +379,26 @@ def test_a_start_is_pinned_once(leases: Leases) -> None:
     assert leases.pin_start(term, Timestamp(9, 9), replace=True) == Timestamp(9, 9)
 
 
-def test_a_layout_is_stored_as_a_whole(leases: Leases) -> None:
-    """Generation, count and keys change in one write."""
+def test_an_earlier_versions_layout_is_read_until_it_is_handed_over(
+    leases: Leases, documents: Collection[Document]
+) -> None:
+    """P1: it kept one layout in the lease; read there by nobody any more, its own code ends before its first write."""
     term = acquired(leases)
-    assert layout_of(term.document) is None
-    layout = Layout(1, 7, {"record": "blake2b-64:_id"})
-    assert leases.set_layout(term, layout)
-    assert layout_of(leases.read() or {}) == layout
+    assert layouts_of(term.document) == {}
+    old = {"generation": 1, "partitions": 7, "keys": {"record": "blake2b-64:_id", "audit": "blake2b-64:customer"}}
+    documents.update_one({}, {"$set": old})
+    assert layouts_of(stored(documents)) == {
+        "record": Layout(1, 7, "blake2b-64:_id"),
+        "audit": Layout(1, 7, "blake2b-64:customer"),
+    }
+    assert leases.hand_over_layouts(term, 9)
+    after = stored(documents)
+    assert layouts_of(after) == {}
+    assert is_handed_over(after, 9)
+    assert not is_handed_over(after, 10)
+    assert after["partitions"] is not None, "else it would begin anew"
+    with pytest.raises(ValueError, match="dictionary"):
+        dict(after["keys"])
 
 
 @pytest.fixture

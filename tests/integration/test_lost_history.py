@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 from bson import Timestamp
-from bson.int64 import Int64
 from pymongo import MongoClient
 
-from mongo_celery.bridge.listener import draining, starts
+from mongo_celery.bridge.listener import starts
 from mongo_celery.bridge.listener.history import LostHistory
+from mongo_celery.bridge.listener.spilled import Limit, Spilled
 from mongo_celery.bridge.listener.starts import find_starts, read_starts
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark, PendingChange, Window
 from mongo_celery.embedded import MongoReplicaSet
-from mongo_celery.errors import AccessError, HistoryLostError, LayoutError, LeaseLostError
+from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo import oplog
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
 from tests.integration.term_rig import TermRig, advance, begin_term, mark_at
@@ -38,6 +38,7 @@ ROLLED_LATER = mark_at(Timestamp(6, 1))
 PINNED = Timestamp(1, 1)
 STREAM = "the fingerprint"
 FUTURE = Timestamp(4_000_000_000, 1)
+FUTURE_MARK = mark_at(FUTURE)
 
 
 @dataclass
@@ -315,7 +316,9 @@ def test_a_first_start_is_chosen_again_only_where_nothing_was_ever_claimed(make:
     bridge = make(record=None)
     if touched:
         head = {"resumeToken": {"_data": "82"}, "key": "k"}
-        bridge.rig.partitions.update_one({"_id": "shop/record/0/1"}, {"$set": {"state": "halted", "head": head}})
+        bridge.rig.partitions.update_one(
+            {"_id": bridge.rig.partition_id("record", 1)}, {"$set": {"state": "halted", "head": head}}
+        )
     position = bridge.begin()
     assert bridge.led["record"].lost is touched
     assert position == (None if touched else Position(None, bridge.oldest))
@@ -352,14 +355,14 @@ def test_attempts_at_a_change_that_is_given_up_are_not_charged_to_the_next_one(m
     parked = {"count": 2, "crashes": 1, "notBefore": datetime(2100, 1, 1, tzinfo=UTC), "error": "later"}
     halted = {"state": "halted", "retry": {"count": 3}, "head": {"resumeToken": ROLLED_LATER.token, "key": "k"}}
     for name in ("record", "audit"):
-        bridge.rig.partitions.update_one({"_id": f"shop/{name}/0/0"}, {"$set": {"retry": parked}})
-        bridge.rig.partitions.update_one({"_id": f"shop/{name}/0/1"}, {"$set": halted})
+        bridge.rig.partitions.update_one({"_id": bridge.rig.partition_id(name, 0)}, {"$set": {"retry": parked}})
+        bridge.rig.partitions.update_one({"_id": bridge.rig.partition_id(name, 1)}, {"$set": halted})
     before = bridge.rig.documents()
     bridge.begin("oldest")
     after = bridge.rig.documents()
     changed = {name for name, document in after.items() if document != before[name]}
-    assert changed == {"shop/record/0/0"}
-    assert after["shop/record/0/0"]["retry"] is None
+    assert changed == {bridge.rig.partition_id("record", 0)}
+    assert after[bridge.rig.partition_id("record", 0)]["retry"] is None
 
 
 def test_an_oldest_entry_that_rolls_away_before_it_is_read_is_chosen_again_a_few_times(make: Make, tip: Mark) -> None:
@@ -432,20 +435,6 @@ def test_the_listener_ends_once_nothing_is_left_to_lead(make: Make) -> None:
         bridge.look()
 
 
-@pytest.mark.usefixtures("rolling")
-def test_a_new_layout_does_not_wait_for_what_cannot_be_read(make: Make, tip: Mark) -> None:
-    """P9, P12: the partitions of a lost handler are ahead of its watermark, and reading will never get there."""
-    bridge = make(record=ROLLED, audit=tip)
-    bridge.begin()
-    found = bridge.rig.take_over()
-    draining.check_can_read(bridge.rig.options, found, bridge.led.values())
-    ahead = {"$set": {"resumeToken": ROLLED_LATER.token, "committed": 1}}
-    bridge.rig.partitions.update_one({"_id": "shop/record/0/1"}, ahead)
-    found = bridge.rig.take_over()
-    with pytest.raises(LayoutError, match="go-on record"):
-        draining.check_can_read(bridge.rig.options, found, bridge.led.values())
-
-
 def test_a_decision_counts_until_the_last_moment(make: Make) -> None:
     """P9, P12: the last change ends right after somebody has decided."""
     bridge = make(record=ROLLED)
@@ -461,25 +450,6 @@ def test_a_decision_counts_until_the_last_moment(make: Make) -> None:
     assert not led.lost
 
 
-def test_a_new_layout_does_not_wait_for_what_is_lost_while_it_is_drained(make: Make, tip: Mark) -> None:
-    """P9, P12: it ends with the sentence once what was read is done; reading will never get there."""
-    bridge = make(record=ROLLED, audit=tip)
-    bridge.rig.partitions.update_one(
-        {"_id": "shop/record/0/1"}, {"$set": {"resumeToken": tip.token, "committed": Int64(1)}}
-    )
-    rig = begin_term(bridge.client, bridge.rig.options.database, 3, ("record", "audit"))
-    takeover = rig.take_over()
-    led = {each.name: each for each in rig.led(takeover, {"record": ROLLED, "audit": tip})}
-    assert draining.limit(rig.options, takeover, led.values()) is draining.Drain.READING
-    led["record"].window.add(PendingChange(ROLLED_LATER, 0, b"change"))
-    replace(bridge, rig=rig, led=led).go_on("halt")
-    assert led["record"].lost
-    assert draining.limit(rig.options, takeover, led.values()) is draining.Drain.READING
-    led["record"].window.complete(0, ROLLED_LATER.data)
-    with pytest.raises(LayoutError, match="go-on record"):
-        draining.limit(rig.options, takeover, led.values())
-
-
 def test_a_term_that_has_ended_moves_nothing(make: Make, tip: Mark) -> None:
     """P3: somebody else leads and decides."""
     bridge = make(record=ROLLED, audit=tip)
@@ -489,3 +459,50 @@ def test_a_term_that_has_ended_moves_nothing(make: Make, tip: Mark) -> None:
     with pytest.raises(LeaseLostError):
         bridge.go_on("now")
     assert bridge.document("record") == before
+
+
+# Stored changes
+
+
+def test_what_is_stored_at_or_below_the_watermark_runs_and_keeps_the_listener(make: Make) -> None:
+    """P13: nobody can be read any more, and what is stored cannot be lost: it runs before the listener ends."""
+    bridge = make(record=ROLLED)
+    led = bridge.led["record"]
+    assert bridge.go_on("halt") is None
+    led.spilled[0] = Spilled(ROLLED.data, mark_at(Timestamp(4, 1)).data)
+    assert bridge.look() is None, "stored changes are left to run"
+    led.spilled[0].complete(ROLLED.data)
+    with pytest.raises(HistoryLostError):
+        bridge.look()
+
+
+def test_what_is_stored_behind_the_watermark_waits_for_the_decision(make: Make, tip: Mark) -> None:
+    """P2: something in between cannot be read any more; once it is given up, and the stream was read, it runs."""
+    bridge = make(record=ROLLED)
+    led = bridge.led["record"]
+    assert bridge.go_on("halt") is None
+    led.spilled[0] = Spilled(tip.data, ROLLED.data)
+    assert led.readable(0) == Limit(ROLLED.data, inclusive=True)
+    with pytest.raises(HistoryLostError):
+        bridge.look()
+    bridge.decide("record", "now")
+    assert bridge.look() is not None
+    assert led.readable(0).place == ROLLED.data, "nothing was read yet"
+    led.take_in(FUTURE_MARK)
+    assert led.readable(0) == Limit(tip.data, inclusive=True)
+
+
+def test_a_decision_does_not_forget_the_attempts_of_a_change_that_is_stored(make: Make) -> None:
+    """P14: what is counted of it was its own doing, and it is not given up."""
+    bridge = make(record=ROLLED)
+    counted = {"retry": {"count": 2, "crashes": 1}}
+    mark = {"to": ROLLED_LATER.data, "since": None, "reason": "parked"}
+    partitions = bridge.rig.partitions
+    where = [bridge.led["record"].trackers[index].partition_id for index in (0, 1)]
+    partitions.update_one({"_id": where[0]}, {"$set": {**counted, "spilled": mark}})
+    partitions.update_one({"_id": where[1]}, {"$set": counted})
+    bridge.go_on("halt")
+    bridge.decide("record", "now")
+    bridge.look()
+    kept, forgotten = (partitions.find_one({"_id": each}) or {} for each in where)
+    assert (kept["retry"], forgotten["retry"]) == (counted["retry"], None)

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import bson
 import pytest
 from bson import ObjectId, Timestamp
+from bson.binary import Binary
+from bson.datetime_ms import DatetimeMS
 from celery import Celery
 from celery.app.task import Context
 from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import AccessError, Bridge, CommandRefusedError, ServerUnavailableError, TopologyError
+from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
-from mongo_celery.bridge.operations import commands, going_on, worker_check
+from mongo_celery.bridge.operations import amounts, commands, going_on, heads, worker_check
 from mongo_celery.bridge.operations.findings import Finding
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image, Partitions
+from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.mongo.oplog import operation_time
@@ -40,7 +47,7 @@ NAME = "shop"
 
 def token(number: int) -> Document:
     """A resume token; larger numbers come later in the stream."""
-    return {"_data": f"82{number:08X}"}
+    return {"_data": f"82{number:08X}00000001"}
 
 
 @pytest.fixture(autouse=True)
@@ -91,12 +98,14 @@ class Led:
         assert term is not None, "the lease is free"
         self.term: Term = term
         renewal = Renewal(self.store.leases, term, bridge.options.lease_ttl, dict, DEFINITIONS)
-        self.version = take_over(self.store, renewal, bridge.options, bridge.handlers).version
+        takeover = take_over(self.store, renewal, bridge.options, bridge.handlers)
+        self.version = takeover.version
+        self.generations = {name: layout.generation for name, layout in takeover.layouts.items()}
 
     def claim(self, index: int = 0, number: int = 1, subscription: str = "summarise") -> Claim | None:
         """Claim one change of a partition, as a worker does."""
         return self.store.claims.take(
-            self.store.partitions.partition_id(subscription, 0, index),
+            self.store.partitions.partition_id(subscription, self.generations[subscription], index),
             owner=str(ObjectId()),
             version=self.version,
             first=number,
@@ -123,7 +132,7 @@ class Led:
 
     def images(self) -> list[Image]:
         """All partitions, read now."""
-        return self.store.partitions.of(["summarise"], 0)
+        return self.store.partitions.of(self.generations)
 
 
 @pytest.fixture
@@ -323,7 +332,7 @@ def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: Led) -> No
     led.halt()
     place, later = Timestamp(5, 1), Timestamp(9, 1)
     head = {"$set": {"head.resumeToken": mark_at(Timestamp(6, 1)).token}}
-    partition = led.store.partitions.partition_id("summarise", 0, 0)
+    partition = led.store.partitions.partition_id("summarise", led.generations["summarise"], 0)
     led.bridge.client[led.bridge.options.database]["partitions"].update_one({"_id": partition}, head)
     assert led.store.subscriptions.pin("summarise", led.version, place, None)
     assert led.store.subscriptions.mark_lost("summarise", led.version, place, later, "rolled over")
@@ -359,7 +368,7 @@ def test_a_decision_on_lost_history_is_refused_where_there_is_nothing_to_decide(
 def test_a_skip_passes_over_the_change_that_was_seen(led: Led) -> None:
     """The position moves by one, and a stale message of the skipped change cannot claim."""
     led.halt()
-    head = commands.read_head(led.bridge.wiring, None, 0)
+    head = heads.read_halted(led.bridge.wiring, None, 0)
     assert (head.key, head.committed, head.error) == ("shop.orders insert 1", 0, "ValueError: no")
     assert commands.skip(led.bridge.wiring, "summarise", 0, token=head.token).result == "done"
     shown = led.partition()
@@ -371,7 +380,7 @@ def test_a_skip_passes_over_the_change_that_was_seen(led: Led) -> None:
 def test_a_skip_refuses_a_change_that_its_operator_has_not_seen(led: Led) -> None:
     """Another operator was faster, and the next change has failed, too."""
     led.halt()
-    head = commands.read_head(led.bridge.wiring, "summarise", 0)
+    head = heads.read_halted(led.bridge.wiring, "summarise", 0)
     commands.skip(led.bridge.wiring, "summarise", 0, token=head.token)
     led.halt(number=2)
     with pytest.raises(CommandRefusedError, match="another change"):
@@ -383,7 +392,7 @@ def test_a_skip_refuses_a_change_that_its_operator_has_not_seen(led: Led) -> Non
     ("command", "words"),
     [
         (lambda bridge: commands.retry(bridge.wiring, "summarise", 1), "nothing to retry"),
-        (lambda bridge: commands.read_head(bridge.wiring, "summarise", 1), "not halted"),
+        (lambda bridge: heads.read_halted(bridge.wiring, "summarise", 1), "not halted"),
         (lambda bridge: commands.pause(bridge.wiring, "summarise", 0), "halted"),
         (lambda bridge: commands.resume(bridge.wiring, "summarise", 0), "retry or skip"),
         (lambda bridge: commands.retry(bridge.wiring, "summarise", 2), "handled at this moment"),
@@ -432,6 +441,208 @@ def test_a_partition_that_keeps_moving_refuses_the_command(led: Led, monkeypatch
     assert [outcome.result for outcome in commands.retry(led.bridge.wiring)] == ["refused", "done", "unfit"]
     with pytest.raises(CommandRefusedError, match="kept changing"):
         commands.retry(led.bridge.wiring, "summarise", 0)
+
+
+# -- stored changes --------------------------------------------------------------------------------
+
+
+def stored_change(number: int, **fields: Any) -> StoredChange:
+    """An insert as the listener stores it."""
+    event = {"_id": token(number), "operationType": "insert", "ns": {"db": "shop", "coll": "orders"}, **fields}
+    event["documentKey"] = {"_id": number}
+    return StoredChange(token(number)["_data"], bson.encode(event), hash=number)
+
+
+class Storing:
+    """A bridge whose first partition has three stored changes, as the listener leaves them."""
+
+    def __init__(self, led: Led) -> None:
+        self.led = led
+        self.wiring = led.bridge.wiring
+        self.spill = led.store.spill
+        self.partition_id = led.store.partitions.partition_id("summarise", led.generations["summarise"], 0)
+        self.store([stored_change(number, fullDocument={"_id": number, "note": "n" * 500}) for number in (1, 2, 3)])
+
+    def store(self, changes: list[StoredChange], *, mark: bool = True) -> None:
+        """Store changes, and let the mark reach the last one."""
+        self.spill.insert(self.partition_id, changes, self.led.version)
+        if mark:
+            partitions = self.led.store.partitions
+            assert partitions.mark_spilled(self.partition_id, self.led.version, changes[-1].data, "halted")
+
+    def commit(self, last: int) -> None:
+        """Let all changes up to one be done."""
+        for number in range(int(self.image.committed) + 1, last + 1):
+            claim = self.led.claim(number=number)
+            assert claim is not None, "the change may run"
+            assert self.led.store.claims.skip(claim, token(number))
+
+    @property
+    def stored(self) -> list[str]:
+        """What the listener would run next, in order."""
+        found = self.spill.read(self.partition_id, self.image.data, token(99)["_data"], limit=9, max_bytes=9 << 20)
+        return [change.data for change in found]
+
+    @property
+    def image(self) -> Image:
+        """The partition, read now."""
+        return self.led.images()[0]
+
+    def lose_history(self) -> None:
+        """Let the handler stand before the oldest entry of the oplog, with all that was stored behind it."""
+        subscriptions, version = self.led.store.subscriptions, self.led.version
+        assert subscriptions.pin("summarise", version, Timestamp(5, 1), None)
+        assert subscriptions.mark_lost("summarise", version, Timestamp(5, 1), Timestamp(0x10000000, 1), "rolled over")
+
+
+@pytest.fixture
+def storing(led: Led) -> Storing:
+    """Give a bridge that has something stored."""
+    return Storing(led)
+
+
+def test_the_status_counts_what_is_stored_where_no_listener_says(storing: Storing) -> None:
+    """P16: of the marked partitions; and as the listener says, where one does."""
+    status = read_status(storing.wiring)
+    size = storing.spill.amount(storing.partition_id).size
+    assert (status["spill"]["count"], status["spill"]["bytes"], status["spill"]["uncounted"]) == (3, size, 0)
+    shown = status["partitions"][0]["spilled"]
+    assert (shown["count"], shown["bytes"], shown["reason"], shown["to"]) == (3, size, "halted", token(3)["_data"])
+    assert shown["since"]
+    assert status["subscriptions"][0]["spilled"] == {"partitions": 1, "count": 3, "bytes": size}
+    one = {"partition": storing.partition_id, "count": 7, "size": 700, "missing": False}
+    report = {"spilled": [one], "spilledCount": 9, "spilledBytes": 900, "spillBytesPerSecond": 1.5}
+    assert storing.led.store.leases.renew(storing.led.term, report, DEFINITIONS)
+    status = read_status(storing.wiring)
+    assert (status["spill"]["count"], status["spill"]["bytes"], status["spill"]["bytes_per_second"]) == (9, 900, 1.5)
+    assert status["partitions"][0]["spilled"]["count"] == 7
+
+
+def test_counting_what_is_stored_has_a_limit(storing: Storing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P16: what takes too long is not known, and the rest of the status is there."""
+    monkeypatch.setattr(amounts, "_COUNTING_SECONDS", 1e-6)
+    status = read_status(storing.wiring)
+    assert (status["spill"]["uncounted"], status["spill"]["bytes"]) == (1, None)
+    assert status["partitions"][0]["spilled"]["count"] is None
+
+
+def test_commands_work_on_a_partition_with_stored_changes(storing: Storing) -> None:
+    """P13: retry and skip act on the head; mark and changes stay, so that what follows is run from there, in order."""
+    led, wiring = storing.led, storing.wiring
+    led.halt()
+    assert commands.retry(wiring, "summarise", 0)[0].result == "done"
+    led.halt()
+    head = heads.read_halted(wiring, "summarise", 0)
+    assert head.event is not None
+    assert head.event["fullDocument"]["_id"] == 1
+    assert commands.skip(wiring, "summarise", 0, token=head.token).result == "done"
+    assert commands.pause(wiring, "summarise", 0)[0].result == "done"
+    assert led.claim(number=2) is None
+    assert commands.resume(wiring, "summarise", 0)[0].result == "done"
+    assert storing.image.spilled is not None
+    assert (storing.image.committed, storing.image.spilled["to"]) == (1, token(3)["_data"])
+    assert storing.stored == [token(2)["_data"], token(3)["_data"]]
+    assert led.claim(number=2) is not None
+
+
+def test_a_command_on_a_partition_that_is_moving_is_refused(
+    storing: Storing, mongo_client: MongoClient[Document]
+) -> None:
+    """P12: it is copied to a new layout at this moment; in a command on all partitions the others are done."""
+    storing.led.halt()
+    partitions = mongo_client[storing.led.bridge.options.database]["partitions"]
+    partitions.update_one({"_id": storing.partition_id}, {"$set": {"state": "moving", "was": "halted"}})
+    wiring = storing.wiring
+    head = token(1)["_data"]
+    for command in (commands.pause, commands.resume, commands.retry):
+        with pytest.raises(CommandRefusedError, match="is on its way to a new partition layout: repeat the command"):
+            command(wiring, "summarise", 0)
+    for look in (lambda: commands.skip(wiring, "summarise", 0, token=head), lambda: heads.read_halted(wiring, None, 0)):
+        with pytest.raises(CommandRefusedError, match="is on its way to a new partition layout"):
+            look()
+    assert [each.result for each in commands.pause(wiring)] == ["unfit", "done", "done"]
+    assert heads.read_head(wiring, "summarise", 0).state == "moving"
+    assert storing.led.partition()["state"] == "moving"
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_retry_of_a_stored_change_outlives_its_history(storing: Storing, *, marked: bool) -> None:
+    """P13: also where its execution alone has stored it; then the mark lets the next listener find it."""
+    number = 3 if marked else 4
+    storing.store([stored_change(number)], mark=False)
+    storing.commit(number - 1)
+    storing.led.halt(number=number)
+    storing.lose_history()
+    halted = by_name(check(storing.wiring))["halted"].message
+    assert ("changes retry summarise" in halted, "repair by hand" in halted) == (marked, not marked)
+    assert commands.retry(storing.wiring, "summarise", 0)[0].result == "done"
+    assert storing.image.spilled is not None
+    assert storing.image.spilled["to"] == token(number)["_data"]
+    assert storing.image.spilled["reason"] == "halted"
+    assert storing.stored == [token(number)["_data"]]
+
+
+def test_what_is_stored_is_named_before_lost_history_is_given_up(storing: Storing) -> None:
+    """P13: it runs whatever is decided."""
+    storing.lose_history()
+    assert going_on.read_lost(storing.wiring, "summarise").stored == (0,)
+
+
+def test_the_change_at_which_a_partition_stands_is_shown(storing: Storing) -> None:
+    """P13: halted, or the first one that is stored; and where its bytes are not stored, that is all that is missing."""
+    led, wiring = storing.led, storing.wiring
+    led.park()
+    first = heads.read_head(wiring, "summarise", 0)
+    assert (first.state, first.token, first.key) == ("parked", token(1)["_data"], "shop.orders insert 1")
+    assert (first.error, first.retries, first.committed) == ("ConnectionError: later", 1, 0)
+    assert 3500 < first.due_seconds <= 3600
+    assert first.since is not None
+    assert first.event is not None
+    assert (first.event["fullDocument"], first.raw) == ({"_id": 1, "note": "n" * 500}, None)
+    led.halt(index=1)
+    halted = heads.read_head(wiring, "summarise", 1)
+    assert (halted.key, halted.token, halted.error) == ("shop.orders insert 1", token(1)["_data"], "ValueError: no")
+    assert (halted.bytes, halted.event) == (None, None)
+    with pytest.raises(CommandRefusedError, match="stands at no change"):
+        heads.read_head(wiring, "summarise", 2)
+    led.park(2)
+    unknown = heads.read_head(wiring, "summarise", 2)
+    assert (unknown.state, unknown.key, unknown.token, unknown.bytes) == ("parked", None, None, None)
+
+
+def test_an_event_that_is_no_document_is_shown_as_bytes(storing: Storing) -> None:
+    """P13: what a person has to repair is there, whatever it is; what the bridge has added to an event is not shown."""
+    broken = StoredChange(token(4)["_data"], b"no document", token=token(4), refusal=Refusal("it cannot be read"))
+    storing.store([broken])
+    storing.commit(3)
+    head = heads.read_head(storing.wiring, "summarise", 0)
+    assert (head.error, head.bytes, head.event) == ("it cannot be read", 11, None)
+    assert base64.b64decode(head.raw or "") == b"no document"
+    odd = {"flags": float("nan"), "at": DatetimeMS(1 << 60), "uuid": Binary(b"u" * 16, 4)}
+    storing.store([stored_change(5, fullDocument=odd, **{FLAGS: {"a": True}})])
+    storing.commit(4)
+    event = heads.read_head(storing.wiring, "summarise", 0).event
+    assert event is not None
+    assert FLAGS not in event
+    assert event["fullDocument"]["flags"] == {"$numberDouble": "NaN"}
+
+
+def test_a_check_finds_what_is_said_to_be_stored_and_is_not(storing: Storing) -> None:
+    """P13: a state database of which only a part was restored; loud, and never taken for empty."""
+    found = by_name(check(storing.wiring))
+    assert "spill_missing" not in found
+    assert found["spill"].level == "ok"
+    database = storing.led.bridge.client[storing.led.bridge.options.database]
+    database["spill"].delete_many({})
+    missing = by_name(check(storing.wiring))["spill_missing"]
+    assert (missing.level, "Partition 0 of summarise" in missing.message) == ("error", True)
+
+
+def test_a_check_says_how_long_the_oplog_holds_what_is_stored(storing: Storing) -> None:
+    """P13: by its size, beside the rate that the listener reports."""
+    report = {"spilled": [], "spilledCount": 3, "spilledBytes": 900, "spillBytesPerSecond": 1e9}
+    assert storing.led.store.leases.renew(storing.led.term, report, DEFINITIONS)
+    assert by_name(check(storing.wiring))["spill_oplog"].level == "warning"
 
 
 # -- preflight -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pymongo import MongoClient
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import lost_in
 from tests.fixtures.process import wait_for
-from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, rig_of, token
+from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, layouts, rig_of, token
 from tests.integration.term_rig import advance
 
 Document = dict[str, Any]
@@ -38,30 +38,36 @@ def test_preparing_twice_changes_nothing_that_exists(rig: Rig) -> None:
     """P4: a crash in the middle of a preparation is repeated by the next term."""
     rig.claim()
     before = rig.document
-    rig.partitions.prepare({SUBSCRIPTION: token(9)}, 0, 3, LATER)
+    rig.partitions.prepare({SUBSCRIPTION: token(9)}, layouts(SUBSCRIPTION, partitions=3), LATER)
     assert rig.document == before
-    others = [image for image in rig.partitions.of([SUBSCRIPTION], 0) if image.index]
+    others = [image for image in rig.partitions.of({SUBSCRIPTION: 0}) if image.index]
     assert [(image.index, image.token) for image in others] == [(1, token(9)), (2, token(9))]
     assert all(image.fence == LATER for image in others)
 
 
 def test_names_that_begin_alike_are_kept_apart(rig: Rig) -> None:
     """A generation 1 is not 10, and a handler `a` is not `a_b`."""
-    rig.partitions.prepare({SUBSCRIPTION: None}, 10, 1, VERSION)
-    rig.partitions.prepare({SUBSCRIPTION: None}, 1, 1, VERSION)
-    rig.partitions.prepare({f"{SUBSCRIPTION}_more": None}, 1, 1, VERSION)
-    assert len(rig.partitions.take_over([SUBSCRIPTION], 1, LATER)) == 1
+    rig.partitions.prepare({SUBSCRIPTION: None}, layouts(SUBSCRIPTION, generation=10), VERSION)
+    rig.partitions.prepare({SUBSCRIPTION: None}, layouts(SUBSCRIPTION, generation=1), VERSION)
+    more = f"{SUBSCRIPTION}_more"
+    rig.partitions.prepare({more: None}, layouts(more, generation=1), VERSION)
+    assert len(rig.partitions.take_over({SUBSCRIPTION: 1}, LATER)) == 1
     taken = {document["_id"] for document in rig.documents.find({"epoch": LATER})}
     assert taken == {f"{BRIDGE}/{SUBSCRIPTION}/1/0"}
-    rig.partitions.discard([SUBSCRIPTION], 1, LATER)
-    assert rig.documents.count_documents({}) == 3
+    rig.partitions.discard_others({SUBSCRIPTION: 10}, LATER)
+    assert sorted(each["_id"] for each in rig.documents.find()) == [
+        f"{BRIDGE}/{SUBSCRIPTION}/10/0",
+        f"{BRIDGE}/{SUBSCRIPTION}_more/1/0",
+    ]
 
 
 def test_discarding_leaves_what_a_later_term_has_prepared(rig: Rig) -> None:
     """P1: there the generation may be in force, and at work."""
-    rig.partitions.prepare({SUBSCRIPTION: None}, 1, 2, LATER)
-    rig.partitions.discard([SUBSCRIPTION], 1, VERSION)
-    assert rig.documents.count_documents({}) == 3
+    rig.partitions.prepare({SUBSCRIPTION: None}, layouts(SUBSCRIPTION, generation=1, partitions=2), LATER)
+    rig.partitions.discard_others({SUBSCRIPTION: 2}, VERSION)
+    assert {each["epoch"] for each in rig.documents.find()} == {LATER}
+    rig.partitions.discard_others({}, LATER)
+    assert rig.documents.count_documents({}) == 2
 
 
 def test_a_take_over_shuts_out_the_messages_of_older_terms(rig: Rig) -> None:
@@ -116,11 +122,59 @@ def test_a_take_over_keeps_a_partition_that_stands_still_standing(rig: Rig, stat
     assert rig.take_over(LATER).state == state
 
 
-def test_a_closed_generation_can_never_be_claimed_again(rig: Rig) -> None:
-    """New layout: the old partitions are shut, for the current version and for those of later terms' messages."""
-    rig.partitions.close_others(1, VERSION)
+# -- closing for a new layout ------------------------------------------------------------------------
+
+
+def test_a_closed_partition_can_not_be_claimed_until_a_take_over_opens_it(rig: Rig) -> None:
+    """P1, P3: the new layout is not in force then; it is as it was, under the later version."""
+    (image,) = rig.partitions.close([rig.where], VERSION)
+    assert (image.state, image.was, image.claim) == ("moving", "flowing", None)
     assert rig.try_claim() is None
-    assert rig.document["state"] == "closed"
+    image = rig.take_over(LATER)
+    assert (image.state, image.was) == ("flowing", None)
+    assert rig.try_claim(version=LATER) is not None
+
+
+@pytest.mark.parametrize("state", ["halted", "paused"])
+def test_a_partition_that_stands_is_closed_and_opened_as_it_was(rig: Rig, state: str) -> None:
+    """P9: whichever way it is opened again."""
+    rig.spoil(state=state)
+    assert rig.partitions.close([rig.where], VERSION)[0].was == state
+    rig.partitions.open([rig.where], VERSION)
+    assert (rig.image.state, rig.image.was) == (state, None)
+    rig.partitions.close([rig.where], VERSION)
+    assert rig.take_over(LATER).state == state
+
+
+def test_what_runs_is_waited_for_before_a_partition_is_closed(rig: Rig) -> None:
+    """P6: neither a live claim nor an outcome is cut off."""
+    claim = rig.claim()
+    assert rig.partitions.close([rig.where], VERSION)[0].state == "flowing"
+    assert rig.claims.handle(claim, 1, token(1))
+    rig.lapse()
+    assert rig.partitions.close([rig.where], VERSION)[0].state == "flowing"
+    assert rig.claims.commit(rig.where, 1)
+    (image,) = rig.partitions.close([rig.where], VERSION)
+    assert (image.state, image.committed, image.retry) == ("moving", 1, None)
+
+
+def test_closing_ends_a_claim_that_has_lapsed_and_charges_it(rig: Rig) -> None:
+    """P6, P14: like whoever would replace it; its execution can write nothing any more."""
+    claim = rig.claim(1, 3)
+    rig.lapse()
+    (image,) = rig.partitions.close([rig.where], VERSION)
+    assert (image.claim, image.crashes, image.single) == (None, 1, 3)
+    assert image.fence > claim.fence
+    assert not rig.claims.handle(claim, 1, token(1))
+
+
+def test_closing_is_refused_to_an_older_term(rig: Rig) -> None:
+    """P3: its write comes too late; so does that which would open."""
+    rig.take_over(LATER)
+    assert rig.partitions.close([rig.where], VERSION)[0].state == "flowing"
+    rig.partitions.close([rig.where], LATER)
+    rig.partitions.open([rig.where], VERSION)
+    assert rig.image.state == "moving"
 
 
 # -- images ------------------------------------------------------------------------------------------
@@ -297,20 +351,20 @@ def test_a_command_shuts_out_the_execution_that_was_under_way(rig: Rig) -> None:
 def test_a_subscription_is_created_by_its_first_take_over_and_kept_by_the_next(rig: Rig) -> None:
     """P4: the epoch grows, everything else stays."""
     subscriptions = rig.store.subscriptions
-    created = subscriptions.take_over(["record", "audit"], VERSION)
+    created = subscriptions.take_over(layouts("record", "audit"), VERSION)
     assert {name: document["epoch"] for name, document in created.items()} == {"record": VERSION, "audit": VERSION}
     assert subscriptions.pin("record", VERSION, Timestamp(5, 1), None)
     assert advance(subscriptions, "record", VERSION, token(3), Timestamp(6, 1), "f")
-    again = subscriptions.take_over(["record"], LATER)["record"]
+    again = subscriptions.take_over(layouts("record"), LATER)["record"]
     assert again["epoch"] == LATER
     assert (again["resumeToken"], again["clusterTime"], again["fingerprint"]) == (token(3), Timestamp(6, 1), "f")
-    assert subscriptions.take_over(["record"], VERSION)["record"]["epoch"] == LATER, "not won"
+    assert subscriptions.take_over(layouts("record"), VERSION)["record"]["epoch"] == LATER, "not won"
 
 
 def test_a_watermark_only_grows(rig: Rig) -> None:
     """P4: compared by `_data` alone."""
     subscriptions = rig.store.subscriptions
-    subscriptions.take_over(["record"], VERSION)
+    subscriptions.take_over(layouts("record"), VERSION)
     assert advance(subscriptions, "record", VERSION, token(3), Timestamp(6, 1), "f")
     for data in (token(3), {**token(3), "_typeBits": b"\x01"}, token(2)):
         assert not advance(subscriptions, "record", VERSION, data, Timestamp(6, 1), "f")
@@ -321,8 +375,8 @@ def test_a_watermark_only_grows(rig: Rig) -> None:
 def test_an_older_term_moves_nothing_of_a_subscription(rig: Rig) -> None:
     """P3: neither watermark, pin nor start."""
     subscriptions = rig.store.subscriptions
-    subscriptions.take_over(["record"], VERSION)
-    subscriptions.take_over(["record"], LATER)
+    subscriptions.take_over(layouts("record"), VERSION)
+    subscriptions.take_over(layouts("record"), LATER)
     before = subscriptions.read_all()
     assert not advance(subscriptions, "record", VERSION, token(3), None, "f")
     assert not subscriptions.pin("record", VERSION, Timestamp(1, 1), None)
@@ -333,7 +387,7 @@ def test_an_older_term_moves_nothing_of_a_subscription(rig: Rig) -> None:
 def test_a_start_is_pinned_once_for_each_subscription(rig: Rig) -> None:
     """P1: the second pin changes nothing; a new subscription takes the bridge's position with it."""
     subscriptions = rig.store.subscriptions
-    subscriptions.take_over(["record"], VERSION)
+    subscriptions.take_over(layouts("record"), VERSION)
     position = {"resumeToken": token(7), "clusterTime": Timestamp(7, 7)}
     assert subscriptions.pin("record", VERSION, Timestamp(5, 1), position)
     assert not subscriptions.pin("record", VERSION, Timestamp(9, 9), None)
@@ -344,7 +398,7 @@ def test_a_start_is_pinned_once_for_each_subscription(rig: Rig) -> None:
 def test_moving_the_start_drops_the_token_that_the_server_no_longer_accepts(rig: Rig) -> None:
     """After lost history: what partitions have committed stays."""
     subscriptions = rig.store.subscriptions
-    subscriptions.take_over(["record"], VERSION)
+    subscriptions.take_over(layouts("record"), VERSION)
     assert advance(subscriptions, "record", VERSION, token(3), Timestamp(6, 1), "f")
     assert subscriptions.move_start("record", VERSION, Timestamp(9, 1), "now")
     (document,) = subscriptions.read_all()
@@ -357,7 +411,7 @@ def test_moving_the_start_drops_the_token_that_the_server_no_longer_accepts(rig:
 def test_a_start_is_never_lowered(rig: Rig) -> None:
     """P4: neither a position behind the new start, nor a start that was pinned behind it."""
     subscriptions = rig.store.subscriptions
-    subscriptions.take_over(["record", "audit"], VERSION)
+    subscriptions.take_over(layouts("record", "audit"), VERSION)
     assert advance(subscriptions, "record", VERSION, token(3), Timestamp(6, 1), "f")
     assert not subscriptions.move_start("record", VERSION, Timestamp(5, 1), "now")
     assert subscriptions.pin("audit", VERSION, Timestamp(20, 1), None)
@@ -370,7 +424,7 @@ def test_a_start_is_never_lowered(rig: Rig) -> None:
 def test_a_decision_on_lost_history_counts_for_what_its_operator_has_seen(rig: Rig) -> None:
     """P12: compared as a whole; the record is void once the subscription stands elsewhere."""
     subscriptions = rig.store.subscriptions
-    subscriptions.take_over(["record"], VERSION)
+    subscriptions.take_over(layouts("record"), VERSION)
     assert subscriptions.pin("record", VERSION, Timestamp(5, 1), None)
     assert subscriptions.mark_lost("record", VERSION, Timestamp(5, 1), Timestamp(9, 1), "$why")
     (document,) = subscriptions.read_all()
@@ -401,8 +455,8 @@ TRACES = (
 @pytest.mark.parametrize("trace", TRACES, ids=lambda trace: next(iter(trace)))
 def test_one_trace_of_work_shows_that_a_subscription_was_begun(rig: Rig, trace: dict[str, Any]) -> None:
     """P1: also in an old layout; what was begun is not begun again somewhere else without a decision."""
-    rig.partitions.prepare({"record": None, "recorder": None}, 0, 2, VERSION)
-    rig.partitions.close_others(1, VERSION)
+    rig.partitions.prepare({"record": None, "recorder": None}, layouts("record", "recorder", partitions=2), VERSION)
+    rig.partitions.close([f"{BRIDGE}/record/0/0", f"{BRIDGE}/recorder/0/1"], VERSION)
     assert not rig.partitions.are_touched("record")
     rig.documents.update_one({"_id": f"{BRIDGE}/record/0/1"}, {"$set": trace})
     assert rig.partitions.are_touched("record")
@@ -413,7 +467,7 @@ def test_one_trace_of_work_shows_that_a_subscription_was_begun(rig: Rig, trace: 
 def test_strings_of_users_survive_in_a_subscription(rig: Rig, text: str) -> None:
     """A fingerprint or token that looks like an expression is stored as it is."""
     subscriptions = rig.store.subscriptions
-    subscriptions.take_over(["record"], VERSION)
+    subscriptions.take_over(layouts("record"), VERSION)
     assert advance(subscriptions, "record", VERSION, {"_data": "82", "note": text}, None, text)
     (document,) = subscriptions.read_all()
     assert (document["fingerprint"], document["resumeToken"]["note"]) == (text, text)
@@ -423,7 +477,7 @@ def test_bridges_do_not_see_each_other(rig: Rig) -> None:
     """`shop` and `shop-2` and `shop0` share a database."""
     for name in (f"{BRIDGE}-2", f"{BRIDGE}0", BRIDGE[:-1]):
         rig.documents.database["subscriptions"].insert_one({"_id": f"{name}/record"})
-    rig.store.subscriptions.take_over(["record"], VERSION)
+    rig.store.subscriptions.take_over(layouts("record"), VERSION)
     assert [document["_id"] for document in rig.store.subscriptions.read_all()] == [f"{BRIDGE}/record"]
 
 

@@ -18,13 +18,15 @@ from bson.int64 import Int64
 from pymongo import MongoClient
 from pymongo.monitoring import CommandListener, CommandStartedEvent
 
-from mongo_celery.bridge.listener import draining
+from mongo_celery.bridge.listener.relayout import Relayouts
+from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover
 from mongo_celery.bridge.listener.tracker import GracePeriods, Tracker
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
+from tests.integration.layout_rig import CONCERN, NAME, Shop
 from tests.integration.term_rig import BRIDGE, TermRig, begin_term, mark_at
 
 Document = dict[str, Any]
@@ -71,7 +73,7 @@ def trackers_of(takeover: Takeover) -> dict[str, Tracker]:
     """A tracker of each partition, by its `_id`."""
     found = {}
     for image in [image for images in takeover.images.values() for image in images]:
-        where = f"{BRIDGE}/{image.subscription}/{takeover.layout.generation}/{image.index}"
+        where = f"{BRIDGE}/{image.subscription}/{takeover.layouts[image.subscription].generation}/{image.index}"
         found[where] = Tracker(where, image, takeover.version, GracePeriods(1, 1), time.monotonic())
     return found
 
@@ -113,8 +115,13 @@ def calls_of(make_client: MakeClient, state_database: str) -> Callable[[int, str
             third = begin_term(client, database, 8, names[: handlers // 2])
             with counted("take-over before a new layout"):
                 takeover = third.take_over()
+            moving = {each.name: each for each in third.led(takeover, {})}
+            watermarks = Watermarks(third.store, third.renewal, "f", dict)
+            spilling = Spilling(third.store, third.options, CONCERN, lambda _: 0.0)
+            relayouts = Relayouts(third.store, third.options, CONCERN, watermarks, spilling)
+            relayouts.begin(moving, takeover)
             with counted("new layout"):
-                draining.flip(third.store, third.renewal, takeover, third.led(takeover, {}))
+                assert len(relayouts.turn(time.monotonic(), at_end=True)) == handlers // 2
         finally:
             client.drop_database(database)
         return found
@@ -138,20 +145,16 @@ def begin(mongo_client: MongoClient[Document], state_database: str) -> Callable[
     return lambda: begin_term(mongo_client, state_database, _PARTITIONS, ("record", "audit"))
 
 
-def where(index: int, name: str = "record") -> str:
-    return f"{BRIDGE}/{name}/0/{index}"
-
-
 def test_a_locked_partition_keeps_no_other_from_being_won(begin: Callable[[], TermRig]) -> None:
     """P12: two of eight are locked by a transaction that nobody ends; the other six are mine at once."""
     before = begin()
     before.take_over()
     rig = begin()
     client = rig.database.client
-    with open_transaction(client, rig.database.name, where(0), where(2, "audit")):
+    with open_transaction(client, rig.database.name, rig.partition_id("record", 0), rig.partition_id("audit", 2)):
         takeover = rig.take_over()
-        lock = {f"{BRIDGE}/{image.subscription}/0/{image.index}" for image in _images(takeover, before.version)}
-        assert lock == {where(0), where(2, "audit")}
+        lock = {rig.partition_id(image.subscription, image.index) for image in _images(takeover, before.version)}
+        assert lock == {rig.partition_id("record", 0), rig.partition_id("audit", 2)}
         assert len(_images(takeover, rig.version)) == 2 * _PARTITIONS - 2
     assert {document["epoch"] for document in begin().documents().values()} == {before.version, rig.version}
 
@@ -162,7 +165,7 @@ def test_many_locked_partitions_are_found_among_very_many(
     """P12: as after the death of a machine with many workers; each lock keeps its own partition only."""
     begin_term(mongo_client, state_database, _PARTITIONS, names_of(_MANY)).take_over()
     rig = begin_term(mongo_client, state_database, _PARTITIONS, names_of(_MANY))
-    locked = {where(number % _PARTITIONS, f"handler_{number}") for number in range(0, _MANY, 3)}
+    locked = {rig.partition_id(f"handler_{number}", number % _PARTITIONS) for number in range(0, _MANY, 3)}
     with open_transaction(mongo_client, state_database, *locked):
         rig.take_over()
 
@@ -203,11 +206,11 @@ def test_a_lock_is_gone_around_on_a_slow_server_too(
     client = make_client(appName=SLOW)
     begin_term(client, state_database, _PARTITIONS).take_over()
     rig = begin_term(client, state_database, _PARTITIONS)
-    with open_transaction(client, state_database, where(2)), slow():
+    with open_transaction(client, state_database, rig.partition_id("record", 2)), slow():
 
         def all_others_are_won() -> bool:
             rig.store.partitions.win(_left(rig), rig.version)
-            return _left(rig) == {where(2)}
+            return _left(rig) == {rig.partition_id("record", 2)}
 
         wait_for(all_others_are_won)
 
@@ -225,24 +228,26 @@ def test_a_locked_partition_is_taken_over_when_its_transaction_has_ended(begin: 
     before = begin()
     before.take_over()
     rig = begin()
-    with open_transaction(rig.database.client, rig.database.name, where(0)):
+    with open_transaction(rig.database.client, rig.database.name, rig.partition_id("record", 0)):
         takeover = rig.take_over()
         trackers = trackers_of(takeover)
         locked = LockedPartitions(rig.store, rig.version, trackers.values())
-        assert locked.names == [where(0)]
-        assert [each for each in trackers.values() if each.outstanding] == [trackers[where(0)]]
+        assert locked.names == [rig.partition_id("record", 0)]
+        assert [each for each in trackers.values() if each.outstanding] == [trackers[rig.partition_id("record", 0)]]
         wait_for(lambda: locked.win(time.monotonic()))
-        assert locked.names == [where(0)]
+        assert locked.names == [rig.partition_id("record", 0)]
 
     def take(version: int) -> object:
-        return rig.store.claims.take(where(0), owner="a", version=version, first=1, last=1, token=_LATER.data)
+        return rig.store.claims.take(
+            rig.partition_id("record", 0), owner="a", version=version, first=1, last=1, token=_LATER.data
+        )
 
     assert take(rig.version) is None, "it is not mine yet"
     images = wait_for(lambda: locked.win(time.monotonic()))
     for image in images:
-        trackers[where(0)].observe(image, time.monotonic())
-    assert trackers[where(0)].won
-    assert trackers[where(0)].outstanding is None
+        trackers[rig.partition_id("record", 0)].observe(image, time.monotonic())
+    assert trackers[rig.partition_id("record", 0)].won
+    assert trackers[rig.partition_id("record", 0)].outstanding is None
     assert take(before.version) is None
     assert take(rig.version) is not None
     assert not locked.win(time.monotonic() + 10)
@@ -258,12 +263,14 @@ def test_what_an_older_term_commits_in_a_locked_partition_counts(begin: Callable
     client, partitions = rig.database.client, rig.partitions
     with client.start_session() as session:
         with session.start_transaction():
-            partitions.update_one({"_id": where(0)}, {"$set": {"handled": handled}}, session=session)
+            partitions.update_one(
+                {"_id": rig.partition_id("record", 0)}, {"$set": {"handled": handled}}, session=session
+            )
             takeover = rig.take_over()
-        tracker = trackers_of(takeover)[where(0)]
+        tracker = trackers_of(takeover)[rig.partition_id("record", 0)]
         assert tracker.image.handled is None
         assert not tracker.won
-    (image,) = rig.store.partitions.win([where(0)], rig.version)
+    (image,) = rig.store.partitions.win([rig.partition_id("record", 0)], rig.version)
     assert (image.epoch, image.committed, image.data, image.handled) == (rig.version, 1, _PLACE.data, None)
     tracker.observe(image, time.monotonic())
     assert tracker.next_sequence == 2
@@ -274,11 +281,11 @@ def test_a_position_that_an_older_term_moves_is_seen_before_the_partition_is_won
     before = begin()
     before.take_over()
     rig = begin()
-    with open_transaction(rig.database.client, rig.database.name, where(0)):
+    with open_transaction(rig.database.client, rig.database.name, rig.partition_id("record", 0)):
         takeover = rig.take_over()
     subscription = next(each for each in rig.led(takeover, {}) if each.name == "record")
     tracker = subscription.trackers[0]
-    (image,) = rig.store.partitions.look([where(0)])
+    (image,) = rig.store.partitions.look([rig.partition_id("record", 0)])
     assert subscription.observe(image, time.monotonic()).value == "wait"
     moved = replace(image, committed=1, token=_PLACE.token, data=_PLACE.data)
     assert subscription.observe(moved, time.monotonic()).value == "ended"
@@ -288,15 +295,15 @@ def test_a_position_that_an_older_term_moves_is_seen_before_the_partition_is_won
     assert subscription.observe(later, time.monotonic()).value == "superseded"
 
 
-def test_a_new_layout_waits_for_a_locked_partition(begin: Callable[[], TermRig]) -> None:
-    """P2: what an older term may still commit there lies before the place at which the new layout begins."""
-    begin().take_over()
-    rig = begin_term(begin().database.client, begin().database.name, _PARTITIONS + 1, ("record", "audit"))
-    with open_transaction(rig.database.client, rig.database.name, where(0)):
-        takeover = rig.take_over()
-    draining.check_can_drain(rig.options, rig.handlers, takeover)
-    led = rig.led(takeover, {})
-    assert draining.limit(rig.options, takeover, led) is draining.Drain.RUNNING
-    (image,) = rig.store.partitions.win([where(0)], rig.version)
-    led[0].observe(image, time.monotonic())
-    assert draining.limit(rig.options, takeover, led) is draining.Drain.DONE
+def test_a_new_layout_waits_for_a_locked_partition(mongo_client: MongoClient[Document], state_database: str) -> None:
+    """P2, P16: what an older term may still commit there lies before the place at which the new layout begins."""
+    shop = Shop(mongo_client, state_database)
+    before = shop.begin(_PARTITIONS)
+    with open_transaction(mongo_client, state_database, before.rig.partition_id(NAME, 0)):
+        term = shop.begin(_PARTITIONS + 1)
+        for _ in range(3):
+            term.turn()
+        assert term.waits == ["waits for partition 0, which an open transaction has locked"]
+    assert term.rig.store.partitions.win([before.rig.partition_id(NAME, 0)], term.rig.version)
+    term.finish()
+    assert shop.in_force(term)[0].partitions == _PARTITIONS + 1

@@ -12,12 +12,19 @@ from pymongo import MongoClient
 
 from mongo_celery.bridge.listener.starts import Start, find_starts, start_time
 from mongo_celery.errors import ConfigurationError
+from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.integration.term_rig import TermRig, begin_term, mark_at
 
 Document = dict[str, Any]
 
 TOKEN = mark_at(Timestamp(1000, 5))
 LATER = mark_at(Timestamp(2000, 1))
+
+
+@pytest.fixture
+def mongo_client(make_replica_set: MakeReplicaSet, make_client: MakeClient) -> MongoClient[Document]:
+    """A client of a set of its own, whose oplog is whole: the session's may have rolled over."""
+    return make_client(make_replica_set().url)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pymongo import MongoClient
 from mongo_celery.bridge.worker.retry_times import retry_time
 from mongo_celery.errors import HandlerUsageError
 from mongo_celery.mongo.expressions import LONGEST_SECONDS
-from tests.integration.partition_rig import SUBSCRIPTION, VERSION, Rig, rig_of, token
+from tests.integration.partition_rig import SUBSCRIPTION, VERSION, Rig, layouts, rig_of, token
 
 Document = dict[str, Any]
 
@@ -87,7 +87,7 @@ def test_a_date_that_an_older_version_has_stored_ends_nobody(rig: Rig, millis: i
     rig.spoil(retry={"count": 1, "crashes": 0, "notBefore": DatetimeMS(millis), "error": "x"})
     image = rig.image
     assert image.due_in == LONGEST_SECONDS
-    assert [each.index for each in rig.partitions.take_over([SUBSCRIPTION], 0, VERSION)] == [0]
+    assert [each.index for each in rig.partitions.take_over({SUBSCRIPTION: 0}, VERSION)] == [0]
     assert rig.partitions.retry(image, 0)
     assert rig.try_claim() is not None
 
@@ -102,11 +102,11 @@ def test_text_that_is_no_utf8_in_the_state_ends_nobody(rig: Rig) -> None:
 def test_where_refused_changes_stand_is_noted_by_the_term_in_force_alone(rig: Rig) -> None:
     """P3: a listener whose term has ended changes nothing."""
     subscriptions = rig.store.subscriptions
-    subscriptions.take_over([SUBSCRIPTION], VERSION)
+    subscriptions.take_over(layouts(SUBSCRIPTION), VERSION)
     one, two, three = ({"token": f"82{number}", "index": number} for number in (1, 2, 3))
     assert subscriptions.note_refused(SUBSCRIPTION, VERSION, 4, [one], replace=True)
     assert subscriptions.note_refused(SUBSCRIPTION, VERSION, 4, [two, three], replace=False)
     for replace in (True, False):
         assert not subscriptions.note_refused(SUBSCRIPTION, VERSION - 1, 4, [], replace=replace)
-    taken = subscriptions.take_over([SUBSCRIPTION], VERSION + 1)
+    taken = subscriptions.take_over(layouts(SUBSCRIPTION), VERSION + 1)
     assert taken[SUBSCRIPTION]["refused"] == {"generation": 4, "changes": [one, two, three]}

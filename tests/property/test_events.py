@@ -20,7 +20,7 @@ from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import document_index, document_key, partition_index, partitioner
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.dead_letters import dead_letter, kept
-from mongo_celery.bridge.state.leases import Layout
+from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.reader import ChangeEvent, Flaw
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
 from mongo_celery.bridge.worker.envelope import Run, seal, unseal
@@ -145,7 +145,9 @@ def test_every_event_is_passed_over_or_has_a_partition_and_always_the_same(
 
     def admitted() -> tuple[int, Refusal | None] | None:
         event = read(bytes(raw), flaw)
-        change = Admission(selector, made, Layout(0, 16, {}), None).admit(event) if event is not None else None
+        change = (
+            Admission(selector, made, Layout(0, 16, "blake2b-64:_id"), None).admit(event) if event is not None else None
+        )
         return (change.index, change.refusal) if change is not None else None
 
     first = admitted()

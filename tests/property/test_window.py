@@ -11,7 +11,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from mongo_celery.bridge.window import Mark, PendingChange, Window, _Completed
+from mongo_celery.bridge.window import OVERHEAD_BYTES, Mark, PendingChange, Window, _Completed
 from tests.fixtures.samples import mark, token_data
 
 PARTITIONS = 3
@@ -131,7 +131,11 @@ class WindowMachine(RuleBasedStateMachine):
     def what_waits_is_counted(self) -> None:
         """The bounds of the buffers rest on these numbers."""
         assert self.window.count == len(self.model.open)
-        assert self.window.size == sum(item.size for item in self.model.open)
+        assert self.window.size == sum(item.size + OVERHEAD_BYTES for item in self.model.open)
+        assert self.window.size == sum(map(self.window.size_of, range(PARTITIONS)))
+        assert [self.window.first(index) for index in range(PARTITIONS)] == [
+            next(iter(self.window.head(index, 1, 1)), None) for index in range(PARTITIONS)
+        ]
         assert [self.window.depth(index) for index in range(PARTITIONS)] == [
             len(self.model.waiting(index)) for index in range(PARTITIONS)
         ]

@@ -15,13 +15,13 @@ from mongo_celery.bridge.listener import admission as admissions
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import Partitioner, document_index, partition_index, partitioner
 from mongo_celery.bridge.refusal import Refusal
-from mongo_celery.bridge.state.leases import Layout
+from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.reader import ChangeEvent, Flaw
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
 from tests.fixtures.samples import event, mark
 
 PARTITIONS = 8
-LAYOUT = Layout(3, PARTITIONS, {})
+LAYOUT = Layout(3, PARTITIONS, "blake2b-64:_id")
 MATCH = {"$eq": ["$fullDocument.n", 1]}
 
 

@@ -39,6 +39,7 @@ PURE = (
     "bridge.fenced.fence",
     "bridge.worker.envelope",
     "bridge.window",
+    "bridge.listener.fairness",
     "bridge.partitioning",
     "demo.history",
     "demo.verdict",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -12,12 +14,30 @@ import pytest
 from bson import Timestamp
 from rich.console import Console, RenderableType
 
+from mongo_celery.bridge.operations.amounts import StoredAmounts
 from mongo_celery.bridge.operations.findings import error, ok, warning
+from mongo_celery.bridge.operations.heads import Head
 from mongo_celery.bridge.operations.status import shape
+from mongo_celery.bridge.state.spill import Amount
+from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.cli.check_view import check_view
-from mongo_celery.cli.status_view import duration, needs_attention, status_view
+from mongo_celery.cli.head_view import head_lines
+from mongo_celery.cli.quantities import duration, size
+from mongo_celery.cli.status_view import needs_attention, status_view
 from mongo_celery.mongo.oplog import Oplog
-from tests.unit.test_status import LOST, SECOND, SERVED, facts, image, lease, subscription
+from tests.unit.test_status import (
+    GIB,
+    IDLE_REPORT,
+    LOST,
+    MARK,
+    NOON,
+    SECOND,
+    SERVED,
+    facts,
+    image,
+    lease,
+    subscription,
+)
 
 
 def shown(view: RenderableType) -> str:
@@ -90,6 +110,22 @@ def test_lost_history_is_told_with_the_command_that_decides() -> None:
     assert "62% of the oplog's window lie behind summarise" in shown(status_view([shape(late)], everything=False))
 
 
+def test_a_new_layout_is_told_with_what_it_waits_for() -> None:
+    """P16: of which subscription, since when; the partitions in force stay those of before."""
+    waits = "waits for the claim of partition 3 (owner a), live for 12 s"
+    moving = {"subscription": "summarise", "partitions": 7, "since": NOON, "waits": waits}
+    report = {**IDLE_REPORT, "moving": [moving]}
+    stored = subscription(layout={"generation": 5, "partitions": 2, "key": "blake2b-64:_id"})
+    layouts = {"summarise": Layout(5, 2, "blake2b-64:_id")}
+    status = shape(facts(lease=lease(report=report), subscriptions=[stored], layouts=layouts))
+    (row,) = status["subscriptions"]
+    assert (row["generation"], row["partitions"], row["new_layout"]["partitions"]) == (5, 2, 7)
+    assert f"summarise changes to 7 partitions since {row['new_layout']['since'][:10]}" in shown(
+        status_view([status], everything=False)
+    )
+    assert waits in shown(status_view([status], everything=False))
+
+
 def test_failure_and_absence_are_told_in_words() -> None:
     """The error of the last term, and what to do when nobody leads."""
     text = shown(
@@ -104,6 +140,96 @@ def test_a_status_that_could_not_be_read_shows_the_error_alone() -> None:
     """`--watch` goes on while MongoDB is away."""
     text = shown(status_view([{"bridge": "shop", "state": "unknown", "error": "no answer"}], everything=False))
     assert text.split("\n")[:2] == ["shop: unknown", "  no answer"]
+
+
+def test_what_is_stored_is_one_line_a_partition_the_largest_first() -> None:
+    """P16: ten of them, and how many more; sizes and ages as people say them."""
+    amounts = {("summarise", index): Amount(index + 1, index << 20) for index in range(12)}
+    stored = StoredAmounts(amounts, sum(amounts.values(), Amount()), None)
+    status = shape(facts(images=[image(index, spilled=MARK) for index in range(12)], stored=stored))
+    lines = shown(status_view([status], everything=False)).splitlines()
+    first = lines.index("  stored: 78 changes, 66 MiB of 8.0 GiB (1%)")
+    assert lines[first + 1] == "    summarise 11: 12 changes, 11 MiB, for 2 h: halted"
+    assert lines[first + 10] == "    summarise 2: 3 changes, 2.0 MiB, for 2 h: halted"
+    assert lines[first + 11] == "    and 2 more partitions"
+    assert "stored:" not in shown(status_view([shape(facts())], everything=True))
+    full = shape(facts(images=[image(0, spilled=MARK)], stored=replace(stored, waits="spill_bytes allows no more")))
+    assert "no more is stored: spill_bytes allows" in shown(status_view([full], everything=False))
+    gone = replace(stored, missing=frozenset({("summarise", 0)}))
+    text = shown(status_view([shape(facts(images=[image(0, spilled=MARK)], stored=gone))], everything=False))
+    assert "what should be stored of it is missing" in text
+
+
+@pytest.mark.parametrize(("share", "color"), [(0.5, None), (0.75, "\x1b[33m"), (0.9, "\x1b[31m"), (1.0, "\x1b[31m")])
+def test_a_bound_that_is_near_is_loud(*, share: float, color: str | None) -> None:
+    """P12, P16: in a colour, with the time that is left, and what happens at the bound."""
+    stored = StoredAmounts({}, Amount(9, int(share * 8 * GIB)), float(1 << 20))
+    text = StringIO()
+    view = status_view([shape(facts(images=[image(0, spilled=MARK)], stored=stored))], everything=False)
+    Console(file=text, width=160, force_terminal=True, color_system="standard").print(view)
+    (line,) = (each for each in text.getvalue().splitlines() if "stored:" in each)
+    assert (color or "  stored") == line[: len(color or "  stored")]
+    assert "1.0 MiB/s more: room for" in line
+    assert ("the bound is reached" in line) is (share == 1.0)
+
+
+def test_what_could_not_be_counted_is_said() -> None:
+    """P16: no figure is made up."""
+    unknown = StoredAmounts({}, None, None, uncounted=1)
+    text = shown(status_view([shape(facts(images=[image(0, spilled=MARK)], stored=unknown))], everything=False))
+    assert "1 partition could not be counted in time" in text
+    assert "summarise 0: ? changes, -, for 2 h: halted" in text
+
+
+STANDS = Head(
+    "summarise",
+    3,
+    "halted",
+    "shop.orders insert 7",
+    "82CC",
+    6,
+    "ValueError: no",
+    retries=2,
+    crashes=1,
+    since="2030-01-01T10:00:00+00:00",
+    bytes=2048,
+    event={"operationType": "insert", "fullDocument": {"_id": 7}},
+)
+
+
+def test_the_change_at_which_a_partition_stands_is_told_with_its_bytes() -> None:
+    """All that an operator needs to decide; as much of the event as was asked for."""
+    lines = list(head_lines(STANDS, None))
+    assert lines[:5] == [
+        "summarise, partition 3, halted at change 7: shop.orders insert 7",
+        "  resume token: 82CC",
+        "  halted by: ValueError: no",
+        "  2 retries, 1 crash",
+        "  stored since 2030-01-01 10:00:00 UTC, 2.0 KiB:",
+    ]
+    assert json.loads(lines[5]) == STANDS.event
+    *_, cut, more = head_lines(STANDS, 10)
+    assert cut == lines[5][:10]
+    assert more == f"... and {len(lines[5]) - 10} characters more"
+
+
+def test_bytes_that_are_not_stored_or_cannot_be_read_are_said_so() -> None:
+    """P16: what is not there is not made up."""
+    gone = replace(STANDS, state="parked", key=None, token=None, due_seconds=7200.0, bytes=None, event=None)
+    lines = list(head_lines(gone, None))
+    assert lines[0] == "summarise, partition 3, parked at change 7: its change is not known here"
+    assert "due in 2 h" in lines[2]
+    assert "its bytes are not stored; it waits since" in lines[-1]
+    assert "base64" in list(head_lines(replace(STANDS, event=None, raw="AA=="), None))[-1]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(None, "-"), (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (12 << 20, "12 MiB"), (8 << 30, "8.0 GiB")],
+)
+def test_sizes_read_as_people_say_them(count: float | None, text: str) -> None:
+    """In units of 1024, as the options are."""
+    assert size(count) == text
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mongo_celery.bridge.refusal import Refusal
-from mongo_celery.bridge.worker.envelope import Run, bridge_of, seal, unseal
+from mongo_celery.bridge.worker.envelope import Reference, Run, bridge_of, seal, unseal
 from mongo_celery.errors import InvalidEnvelopeError
 from tests.fixtures.samples import BSON_VALUES, event
 
@@ -75,6 +75,67 @@ def test_what_was_refused_is_not_read_by_a_worker_of_an_older_version() -> None:
     refused = replace(RUN, changes=EVENTS[:1], last=41, refusal=Refusal("because"), token={"_data": "82"})
     formats = [bson.decode(base64.b64decode(seal("run", run, KEY))[SIGNATURE_BYTES:])["f"] for run in (RUN, refused)]
     assert formats == [1, 2]
+
+
+REFERRING = replace(RUN, changes=(), hash=2**64 - 1, reference=Reference.to(("82", "83"), EVENTS[:2]))
+
+
+@pytest.mark.parametrize("refused", [{}, {"refusal": Refusal("because", halts=True), "token": {"_data": "82"}}])
+def test_a_run_travels_by_reference_with_tokens_sizes_and_digest(refused: dict[str, Any]) -> None:
+    """Whatever its changes weigh: none of their bytes are in the message."""
+    run = replace(REFERRING, **refused)
+    sealed = seal("run", run, KEY)
+    assert unseal("run", sealed, KEY) == run
+    assert run.head == "82"
+    assert all(event not in base64.b64decode(sealed) for event in EVENTS)
+
+
+def test_a_run_by_reference_is_not_read_by_a_worker_of_an_older_version() -> None:
+    """It knows the formats 1 and 2, and would find no change to handle. The listener sends the run again."""
+    assert bson.decode(base64.b64decode(seal("run", REFERRING, KEY))[SIGNATURE_BYTES:])["f"] == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"d": ["83", "82"]},
+        {"d": ["82", "84"]},
+        {"z": [Int64(1), Int64(2)]},
+        {"x": b"\x00" * 32},
+        {"f": 1},
+        {"q": Int64(7)},
+    ],
+    ids=repr,
+)
+def test_another_reference_under_an_old_signature_is_refused(changes: dict[str, Any]) -> None:
+    """P11: who can write to the broker chooses neither which stored changes run nor what they may say."""
+    with pytest.raises(InvalidEnvelopeError):
+        unseal("run", sign_again(base64.b64decode(seal("run", REFERRING, KEY)), **changes), KEY)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        (),
+        EVENTS[:1],
+        EVENTS[:3],
+        (EVENTS[1], EVENTS[0]),
+        (EVENTS[0] + EVENTS[1][:1], EVENTS[1][1:]),
+        (EVENTS[0], EVENTS[1][:-1] + b"\x01"),
+    ],
+    ids=["none", "one", "three", "other order", "other lengths", "another byte"],
+)
+def test_a_reference_fits_its_own_bytes_alone(found: tuple[bytes, ...]) -> None:
+    """P11: who can write to the collection of stored changes alone cannot change what was signed."""
+    assert REFERRING.reference is not None
+    assert REFERRING.reference.fits(EVENTS[:2])
+    assert not REFERRING.reference.fits(found)
+
+
+@pytest.mark.parametrize("number", [None, 0, 7, 2**63 - 1, 2**63, 2**64 - 1])
+def test_the_hash_of_a_runs_head_arrives(number: int | None) -> None:
+    """BSON has no unsigned numbers; a listener of an earlier version sends none."""
+    assert unseal("run", seal("run", replace(RUN, hash=number), KEY), KEY).hash == number
 
 
 def test_an_envelope_is_text_that_every_serializer_carries() -> None:

@@ -12,6 +12,7 @@ from mongo_celery.demo.history import (
     Due,
     Effect,
     Fact,
+    Kept,
     Led,
     SetAside,
     Started,
@@ -177,6 +178,14 @@ def test_changes_before_a_handlers_start_are_not_its_own() -> None:
     assert lost(history, {"record": place(1)}) == []
     assert beyond_prefix(history, {"record": place(1)}) == []
     assert lost(history, ALL)
+
+
+def test_a_watermark_may_pass_what_is_stored_in_the_state_database() -> None:
+    """P5, P13: of that very handler, and no other change; it is still owed."""
+    history: list[Fact] = [written(1), Kept("record", place(1)), watermark(1)]
+    assert beyond_prefix(history, ALL) == []
+    assert lost(history, ALL)
+    assert beyond_prefix([written(1), Kept("audit", place(1)), watermark(1)], ALL)
 
 
 def test_positions_may_begin_anew_after_a_drop() -> None:

@@ -31,7 +31,7 @@ def other(_change: object) -> None:
 def test_a_bridge_is_called_like_its_app() -> None:
     """So two apps on one cluster do not share a bridge by forgetting a name."""
     assert Bridge(celery_app("shop"), URL).name == "shop"
-    assert Bridge(celery_app("shop"), URL).options.queue_names[0] == "shop.0"
+    assert Bridge(celery_app("shop"), URL).options.queue_of(0) == "shop.0"
     assert Bridge(celery_app("shop"), URL, name="orders").options.name == "orders"
 
 
@@ -103,6 +103,7 @@ def test_definitions_are_the_same_in_every_process_and_other_after_every_change(
         _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, transactional=True),
         _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, failure_policy="skip"),
         _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, name="other"),
+        _defined(operations=["insert", "update"], match={"$gt": ["$x", 1]}, group="slow"),
     ]
     assert len({plain.digest, *(each.digest for each in others)}) == len(others) + 1
 
@@ -112,6 +113,7 @@ def test_an_option_of_the_stream_makes_other_definitions() -> None:
     options: list[dict[str, Any]] = [
         {},
         {"partitions": 5},
+        {"queues": 3},
         {"full_document": "whenAvailable"},
         {"full_document_before_change": "whenAvailable"},
         {"show_expanded_events": True},

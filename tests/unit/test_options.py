@@ -28,7 +28,7 @@ DURATIONS = (
     "dispatch_grace",
     "start_timeout",
 )
-COUNTS = ("partitions", "run_size", "run_bytes", "max_crashes", "buffer_changes", "buffer_bytes")
+COUNTS = ("partitions", "run_size", "run_bytes", "max_crashes", "buffer_bytes")
 
 
 def make(**options: Any) -> BridgeOptions:
@@ -135,13 +135,6 @@ def test_a_grace_shorter_than_a_heartbeat_and_a_call_is_refused() -> None:
         make(claim_ttl=30, dispatch_grace=18.9)
 
 
-def test_the_buffer_holds_at_least_one_run() -> None:
-    """A run that can never be read whole would never be dispatched whole."""
-    assert make(run_size=500, buffer_changes=500)
-    with pytest.raises(ConfigurationError, match=r"buffer_changes=499 .* run_size=500"):
-        make(run_size=500, buffer_changes=499)
-
-
 def test_there_are_never_more_queues_than_partitions() -> None:
     """A queue without a partition would wait for nothing."""
     assert make(partitions=4, queues=4).queue_count == 4
@@ -150,11 +143,14 @@ def test_there_are_never_more_queues_than_partitions() -> None:
 
 
 def test_partitions_share_the_queues_in_turn() -> None:
-    """Every partition has one queue, every queue a partition; by default there is one for each."""
+    """Every partition has one queue, every queue a partition; by default there are no more than four."""
     options = make(name="shop", partitions=5, queues=2)
-    assert options.queue_names == ["shop.0", "shop.1"]
+    assert options.queues_of() == ["shop.0", "shop.1"]
+    assert options.queues_of("slow") == ["shop.slow.0", "shop.slow.1"]
     assert [options.queue_of(index) for index in range(5)] == ["shop.0", "shop.1", "shop.0", "shop.1", "shop.0"]
-    assert make(partitions=3).queue_names == ["default.0", "default.1", "default.2"]
+    assert make(partitions=3).queues_of() == ["default.0", "default.1", "default.2"]
+    assert make(partitions=16).queues_of() == ["default.0", "default.1", "default.2", "default.3"]
+    assert make(partitions=16, queues=16).queue_count == 16
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a.b", "a/b", "x" * 65, "é", "a\n", None, 7])

@@ -25,7 +25,7 @@ from bson.datetime_ms import DatetimeMS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mongo_celery.bridge.partitioning import HASH_NAME, document_key, partition_index, partitioner
+from mongo_celery.bridge.partitioning import HASH_NAME, document_key, partition_index, partitioner, rule_named
 from mongo_celery.errors import ConfigurationError
 from tests.fixtures.samples import BSON_VALUES, event
 
@@ -329,3 +329,25 @@ def test_a_function_without_a_name_of_its_own_is_refused(rule: Any) -> None:
     """P1: two different lambdas would have the same name, and a layout would not notice the change."""
     with pytest.raises(ConfigurationError, match="must be a function at module level"):
         partitioner(rule, None, None)
+
+
+def region_of(event: Mapping[str, Any]) -> Any:
+    """A rule at module level."""
+    return event["documentKey"]["region"]
+
+
+def test_a_rule_is_found_again_by_the_name_that_is_stored() -> None:
+    """P2: until a new layout is in force, changes belong to partitions by the old rule."""
+    for rule in ("_id", "documentKey.region", region_of):
+        name = partitioner(rule, None, None).name
+        again = partitioner(rule_named(name), None, None)
+        assert again.name == name
+        found = {"ns": {"db": "shop", "coll": "orders"}, "documentKey": {"_id": 1, "region": "north"}}
+        assert again.hash(found) == partitioner(rule, None, None).hash(found)
+
+
+@pytest.mark.parametrize("name", [f"{__name__}:nothing", "no.such.module:rule", f"{__name__}:__doc__"])
+def test_a_rule_that_is_gone_is_refused_by_its_name(name: str) -> None:
+    """P2, P9: nothing is imported for it, and nothing else takes its place."""
+    with pytest.raises(ConfigurationError, match=name):
+        rule_named(name)

@@ -10,6 +10,7 @@ from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.operations import broker_check, deployment, encryption
 from mongo_celery.bridge.operations.lease_check import judge_layout
+from mongo_celery.bridge.operations.spill_check import judge_spill, judge_storing
 from mongo_celery.bridge.operations.state_check import judge_state
 from mongo_celery.bridge.operations.worker_check import judge_workers
 from mongo_celery.errors import AccessError, ServerUnavailableError
@@ -72,9 +73,14 @@ def test_pickle_and_the_lack_of_json_are_errors(accepted: list[str], levels: lis
     assert [finding.level for finding in broker_check.judge_content(accepted)] == levels
 
 
-def findings_of(active: dict[str, list[str]], registered: dict[str, list[str]]) -> dict[str, tuple[str, str]]:
+def findings_of(
+    active: dict[str, list[str]], registered: dict[str, list[str]], needed: dict[str, list[str]] | None = None
+) -> dict[str, tuple[str, str]]:
     queues = {worker: [{"name": name} for name in names] for worker, names in active.items()}
-    return {each.name: (each.level, each.message) for each in judge_workers(QUEUES, NEEDED, queues, registered)}
+    return {
+        each.name: (each.level, each.message)
+        for each in judge_workers(needed or dict.fromkeys(QUEUES, NEEDED), queues, registered)
+    }
 
 
 def test_workers_that_serve_everything_are_well() -> None:
@@ -97,6 +103,15 @@ def test_a_worker_that_lacks_a_task_is_an_error_only_if_it_consumes_our_queues()
     assert found["worker_tasks"][0] == "error"
     assert "a@x lacks mongo_celery.commit" in found["worker_tasks"][1]
     assert "other@x" not in found["worker_tasks"][1]
+
+
+def test_a_worker_of_one_group_needs_the_tasks_of_that_group_alone() -> None:
+    """P16: what is never sent to its queues it does not lack."""
+    needed = {"shop.0": ["quick"], "shop.slow.0": ["slow"]}
+    found = findings_of({"a@x": ["shop.0"], "b@x": ["shop.slow.0"]}, {"a@x": ["quick"], "b@x": ["quick"]}, needed)
+    assert found["consumers"][0] == "ok"
+    assert found["worker_tasks"][0] == "error"
+    assert "b@x lacks slow" in found["worker_tasks"][1]
 
 
 def test_no_worker_at_all_is_a_warning() -> None:
@@ -231,13 +246,22 @@ def state(**changes: Any) -> dict[str, Any]:
         "unread_seconds": 0,
         "broker_down": False,
     }
-    return {**calm, "subscriptions": [{"name": "summarise", "state": "flowing"}], "partitions": [], **changes}
+    spill = {"count": 0, "bytes": 0, "limit": 8 << 30, "share": 0.0, "lasts_seconds": None, "waits": None}
+    one = {"name": "summarise", "state": "flowing", "spilled": {"partitions": 0, "count": 0, "bytes": 0}}
+    return {**calm, "spill": spill, "subscriptions": [one], "partitions": [], **changes}
 
 
 def partition(index: int, state: str) -> dict[str, Any]:
-    head = {"key": "shop.orders insert 7"} if state == "halted" else None
+    head = {"key": "shop.orders insert 7", "token": "82CC"} if state == "halted" else None
     retry = {"error": "ValueError: no"} if state == "halted" else None
-    return {"subscription": "summarise", "index": index, "state": state, "head": head, "retry": retry}
+    return {
+        "subscription": "summarise",
+        "index": index,
+        "state": state,
+        "head": head,
+        "retry": retry,
+        "spilled": None,
+    }
 
 
 def judged(**changes: Any) -> dict[str, tuple[str, str]]:
@@ -304,11 +328,15 @@ def test_what_a_person_should_look_at_is_no_longer_well(changes: dict[str, Any],
 
 
 def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
-    """`changes retry` would refuse it."""
+    """`changes retry` would refuse it; unless it is stored (P13)."""
     lost = {"name": "summarise", "state": "history_lost"}
     _, message = judged(partitions=[partition(3, "halted")], subscriptions=[lost])["halted"]
     assert "changes skip summarise --partition 3" in message
+    assert "changes head summarise 3" in message
     assert "retry" not in message
+    stored = {**partition(3, "halted"), "spilled": {"to": "82DD", "count": 4, "bytes": 4000}}
+    _, message = judged(partitions=[stored], subscriptions=[lost])["halted"]
+    assert "changes retry summarise --partition 3" in message
 
 
 def test_a_listener_with_another_layout_than_this_app_is_told() -> None:
@@ -317,3 +345,65 @@ def test_a_listener_with_another_layout_than_this_app_is_told() -> None:
     assert (finding.name, finding.level) == ("layout", "warning")
     assert list(judge_layout({"live": True, "partitions": 4}, 4)) == []
     assert list(judge_layout({"live": False, "partitions": 16}, 4)) == []
+
+
+def spilled(index: int, *, size: int = 4000, state: str = "halted") -> dict[str, Any]:
+    """A partition of which something is stored."""
+    return {**partition(index, state), "spilled": {"to": "82DD", "count": 4, "bytes": size, "age_seconds": 60}}
+
+
+def bound(share: float, lasts: int | None = None) -> dict[str, Any]:
+    limit = 8 << 30
+    return {
+        "count": 4,
+        "bytes": int(share * limit),
+        "limit": limit,
+        "share": share,
+        "lasts_seconds": lasts,
+        "waits": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("share", "name", "level", "words"),
+    [
+        (0.5, "spill", "ok", "50% of spill_bytes"),
+        (0.75, "spill_bound", "warning", "in 2.0 h"),
+        (0.9, "spill_bound", "error", "90% of 8.0 GiB"),
+        (1.0, "spill_bound", "error", "once that is full"),
+    ],
+)
+def test_a_bound_that_is_near_is_told_with_the_largest(share: float, name: str, level: str, words: str) -> None:
+    """P12: who takes the room, and for how long it lasts; before others are held back."""
+    partitions = [spilled(index, size=index) for index in range(5)]
+    (finding,) = judge_spill(state(spill=bound(share, 7200), partitions=partitions))
+    assert (finding.name, finding.level) == (name, level)
+    assert words in finding.message
+    assert ("partition 4 of summarise (halted), partition 3" in finding.message) is (name == "spill_bound")
+    assert "partition 1 of" not in finding.message
+
+
+def test_what_is_stored_and_what_nobody_would_run_is_told() -> None:
+    """P16: no listener, no handler; and nothing is said where nothing is stored."""
+    assert list(judge_spill(state())) == []
+    retired = {"name": "retired", "state": "unregistered", "spilled": {"partitions": 1, "count": 4, "bytes": 9}}
+    idle = state(state="idle", spill=bound(0.1), partitions=[spilled(0)], subscriptions=[retired])
+    found = {each.name: each for each in judge_spill(idle)}
+    assert {name: each.level for name, each in found.items()} == {"spill_unled": "warning", "spill_unserved": "warning"}
+    assert "4 changes of retired" in found["spill_unserved"].message
+
+
+def test_what_should_be_stored_and_is_not_is_an_error() -> None:
+    """P12, P16: with the listener's own reason; one handler reaches its part of the bound before the bound is near."""
+    refused = {**bound(0.7), "waits": "one handler may have three quarters"}
+    (finding,) = judge_spill(state(spill=refused, partitions=[spilled(0)]))
+    assert (finding.name, finding.level) == ("spill_refused", "error")
+    assert "three quarters" in finding.message
+
+
+@pytest.mark.parametrize(("rate", "level"), [(1 << 20, "ok"), (8 << 20, "warning")])
+def test_storing_that_would_roll_the_oplog_soon_is_told(rate: int, level: str) -> None:
+    """P13: what is stored is written to the oplog too."""
+    finding = judge_storing(rate, 10 << 30)
+    assert (finding.name, finding.level) == ("spill_oplog", level)
+    assert f"{rate >> 20}.0 MiB/s" in finding.message

@@ -266,6 +266,10 @@ def test_a_source_that_depends_on_the_url_or_on_a_framework_waits(bridge: Bridge
         ({"match": "$x"}, "must be an aggregation expression"),
         ({"name": "a.b"}, "handler name 'a.b' must be 1 to 64"),
         ({"name": "x" * 65}, "must be 1 to 64"),
+        ({"group": "slow.ones"}, "group 'slow.ones' must be 1 to 64"),
+        ({"group": "3"}, "group '3' must not be a number"),
+        ({"group": ""}, "group '' must be 1 to 64"),
+        ({"queue": "slow"}, "group='...' gives a handler queues of its own"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -351,6 +355,17 @@ def test_a_handler_may_have_its_own_rules(bridge: Bridge) -> None:
     assert mine.partitioner(bridge.options).name == "tests.unit.test_registration:key_of"
     assert (plain.name, plain.policy(bridge.options)) == ("handle_bound_to_none", "halt")
     assert plain.partitioner(bridge.options).name == "_id"
+
+
+def test_a_bridge_has_the_queues_of_the_groups_that_its_handlers_are_in(app: Celery) -> None:
+    """P9: no two of them share one, and none is consumed for nobody."""
+    bridge = Bridge(app, URL, name="shop", queues=2)
+    assert (bridge.wiring.groups, bridge.wiring.queue_names) == ([None], ["shop.0", "shop.1"]), "before any handler"
+    register(bridge, name="billing", group="slow")
+    assert bridge.wiring.queue_names == ["shop.slow.0", "shop.slow.1"]
+    bridge.on_change("shop.orders")(handle_bound_to_none)
+    assert bridge.wiring.groups == [None, "slow"]
+    assert bridge.wiring.queue_names == ["shop.0", "shop.1", "shop.slow.0", "shop.slow.1"]
 
 
 # What the task can do without a listener
@@ -490,7 +505,7 @@ def test_an_app_may_have_two_bridges(app: Celery, bridge: Bridge) -> None:
     second_task = second.on_change("shop.orders")(handle_bound_to_none)
     assert (first_task.wiring, second_task.wiring) == (bridge.wiring, second.wiring)
     assert BRIDGES.of(app) == [bridge.wiring, second.wiring]
-    assert not set(bridge.options.queue_names) & set(second.options.queue_names)
+    assert not set(bridge.wiring.queue_names) & set(second.wiring.queue_names)
     assert list(app.user_options["worker"]).count(LISTENER_OPTION) == 1
     assert ListenerStep in app.steps["worker"]
 

@@ -14,12 +14,15 @@ from bson import Timestamp
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch
+from mongo_celery.bridge.listener.spilled import Limit
 from mongo_celery.bridge.listener.subscription import Plan, Subscription
 from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner, document_index
-from mongo_celery.bridge.state.leases import Layout
+from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.reader import ChangeEvent
 from mongo_celery.bridge.window import Mark
 from tests.fixtures.samples import event, image, mark, token_data
@@ -40,13 +43,13 @@ def id_of(document: Mapping[str, Any]) -> int:
 
 
 class Chosen(Partitioner):
-    """A partitioner without a hash."""
+    """A partitioner whose hash is the partition that the test wants."""
 
     __slots__ = ()
 
-    def index(self, event: Mapping[str, Any], count: int) -> int:
+    def hash(self, event: Mapping[str, Any]) -> int:
         found: int = self.key(event)
-        assert found < count
+        assert found < PARTITIONS
         return found
 
 
@@ -73,7 +76,7 @@ def subscription(
         handler,
         handler.selector(None),
         Chosen("test", id_of),
-        Layout(3, PARTITIONS, {"handle": "blake2b-64:_id"}),
+        Layout(3, PARTITIONS, "blake2b-64:_id"),
         VERSION,
         Timestamp(1000, start),
         watermark,
@@ -126,7 +129,7 @@ def test_a_change_that_is_wanted_waits_for_its_turn_with_the_bytes_of_the_server
     """P11: what is dispatched is what was read."""
     one = subscription()
     one.take_in(change(1, index=2))
-    assert (one.window.count, one.is_idle) == (1, False)
+    assert one.window.count == 1
     (run,) = due(one)
     assert run.run.changes == [change(1, index=2).raw]
     assert (run.run.partition_id, run.run.version) == ("shop/handle/3/2", VERSION)
@@ -139,7 +142,7 @@ def test_a_change_that_is_not_wanted_moves_the_watermark() -> None:
     one = subscription()
     one.take_in(change(1, ns="shop.invoices"))
     one.take_in(mark(2))
-    assert (taken(one), one.is_idle) == (token_data(2), True)
+    assert (taken(one), one.window.count, one.outstanding) == (token_data(2), 0, [])
 
 
 def test_what_a_reopened_stream_repeats_is_not_taken_in_twice() -> None:
@@ -189,7 +192,7 @@ def test_an_event_without_a_time_is_owed() -> None:
     assert one.window.count == 1
 
 
-def test_while_draining_nothing_behind_the_end_is_taken_in() -> None:
+def test_nothing_behind_the_end_is_taken_in_while_a_new_layout_is_prepared() -> None:
     """P1, P2: what lies behind belongs to the next layout; neither a change nor a marker may pass it."""
     one = subscription()
     one.until = mark(2)
@@ -202,7 +205,7 @@ def test_while_draining_nothing_behind_the_end_is_taken_in() -> None:
     assert (taken(one), one.window.count) == (token_data(2), 0)
 
 
-def test_a_drained_layout_ends_exactly_at_its_end() -> None:
+def test_a_layout_that_is_over_ends_exactly_at_its_end() -> None:
     """P5: the first place behind the end shows that nothing more comes before it; the watermark goes no further."""
     one = subscription()
     one.until = mark(4)
@@ -212,19 +215,7 @@ def test_a_drained_layout_ends_exactly_at_its_end() -> None:
     assert (taken(one), one.left) == (None, token_data(6))
     due(one)
     one.observe(committed(0, 1, 1), NOW)
-    assert (taken(one), one.is_idle) == (token_data(4), True)
-
-
-def test_a_subscription_is_full_at_its_bound_and_not_before() -> None:
-    """Every buffer has a bound; the reader waits while it is full."""
-    one = subscription(buffer_changes=2)
-    full = []
-    for number in (1, 2):
-        one.take_in(change(number))
-        full.append(one.is_full)
-    due(one)
-    one.observe(committed(0, 1, 1), NOW)
-    assert [*full, one.is_full] == [False, True, False]
+    assert (taken(one), one.window.count, one.outstanding) == (token_data(4), 0, [])
 
 
 def test_refused_changes_fill_it_by_themselves_and_what_was_noted_before_does_not(
@@ -244,6 +235,141 @@ def test_refused_changes_fill_it_by_themselves_and_what_was_noted_before_does_no
         (run,) = due(one)
         one.observe(committed(run.run.index, number, number), NOW)
     assert not one.is_full
+
+
+def test_refused_changes_that_are_stored_count_until_the_stored_watermark_has_passed_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """P12: their notes have a bound too; a later term reads them again while the watermark is in front of them."""
+    monkeypatch.setattr("mongo_celery.bridge.listener.subscription.MOST_REFUSED", 2)
+    one = subscription()
+    for number in (1, 2):
+        one.take_in(change(number, index=9))  # no such partition: the rule fails
+    (index,) = one.window.waiting()
+    one.spill(index, [stored(number, Refusal("no key")) for number in (1, 2)], 0)
+    assert (one.window.refused, one.is_full) == (0, True)
+    assert len(one.notes_of_refused().changes) == 2
+    one.stored = mark(1)
+    assert not one.is_full
+    one.stored = mark(3)
+    one.admission.noted(one.notes_of_refused())
+    one.take_in(change(4, index=9))
+    assert [each["token"][:18] for each in one.notes_of_refused().changes] == [token_data(4)[:18]]
+
+
+# Stored changes
+
+
+def stored(number: int, refusal: Refusal | None = None, **fields: Any) -> StoredChange:
+    """The change with this place in the stream, as it is stored."""
+    token = {"_data": token_data(number)} if refusal is not None else None
+    return StoredChange(token_data(number), change(number).raw, refusal=refusal, token=token, **fields)
+
+
+def spilled(to: int, count: int = 0, number: int = 0, **changes: Any) -> Image:
+    """A partition that is marked up to this place, with so many committed changes, the last at the other place."""
+    mark_ = {"to": token_data(to), "since": None, "reason": "halted"}
+    if not count:
+        return image(index=0, spilled=mark_, **changes)
+    return committed(0, count, number, spilled=mark_, **changes)
+
+
+def test_stored_changes_run_only_as_far_as_the_stream_was_read() -> None:
+    """P2: an earlier change may be read again, which was not stored; what was read holds what is stored behind it."""
+    one = subscription(images={0: spilled(5)}, watermark=mark(1))
+    assert one.readable(0) == Limit(token_data(1), inclusive=True)
+    one.take_in(mark(2))
+    assert one.readable(0) == Limit(token_data(2), inclusive=True)
+    one.take_in(change(3))
+    assert one.readable(0) == Limit(token_data(3), inclusive=False)
+    assert not one.is_blocked(0)
+    one.found(0, [], one.readable(0))
+    assert one.is_blocked(0)
+    one.spill(0, [stored(3)], 0)
+    one.take_in(change(7))
+    assert one.readable(0) == Limit(token_data(5), inclusive=True)
+
+
+def test_while_anything_stored_is_not_committed_the_buffer_waits() -> None:
+    """P2: what is buffered lies behind what is stored."""
+    one = subscription(images={0: spilled(2)}, watermark=mark(2), run_size=10)
+    one.take_in(change(3))
+    assert due(one) == []
+    one.found(0, [stored(1), stored(2)], one.readable(0))
+    assert [numbers(run) for run in due(one)] == [[1, 2]]
+    one.observe(spilled(2, 2, 2), NOW)
+    (run,) = due(one)
+    assert (numbers(run), run.run.first) == ([3], 3)
+
+
+def test_stored_changes_run_like_all_others() -> None:
+    """P2, P6: numbered at dispatch, within the limits, one at a time after an unclean end, a refused one alone."""
+    one = subscription(images={0: spilled(9, 4, 1, single=6)}, watermark=mark(9), run_size=3)
+    changes = [
+        stored(2),
+        stored(3),
+        stored(4),
+        stored(5),
+        stored(6, Refusal("no key")),
+        stored(7),
+        stored(8),
+        stored(9),
+    ]
+    one.found(0, changes, one.readable(0))
+    seen = []
+    for count in (5, 6, 8, 9, 12):
+        (run,) = due(one)
+        seen.append((run.run.first, numbers(run), run.run.token))
+        one.observe(spilled(9, count, count - 3, single=6), NOW)
+    assert seen == [
+        (5, [2], None),
+        (6, [3], None),
+        (7, [4, 5], None),
+        (9, [6], mark(6).token),
+        (10, [7, 8, 9], None),
+    ]
+    assert one.spilled == {}
+
+
+def test_the_first_two_runs_stay_in_memory_within_the_share() -> None:
+    """A short stand reads nothing back."""
+    for keep_bytes, kept in ((1 << 20, 4), (0, 0), (2 * (len(stored(1).raw) + 200), 2)):
+        one = subscription(run_size=2)
+        for number in range(1, 8):
+            one.take_in(change(number))
+        one.spill(0, [stored(number) for number in range(1, 8)], keep_bytes)
+        assert [each.data for each in one.spilled[0].ahead] == [token_data(number) for number in range(1, kept + 1)]
+        assert (one.window.count, taken(one)) == (0, token_data(7))
+        assert one.size == sum(len(stored(number).raw) + 200 for number in range(1, kept + 1))
+
+
+def test_what_is_stored_behind_a_gap_in_memory_does_not_follow_it() -> None:
+    """P2: memory has what comes next, without a gap."""
+    one = subscription()
+    one.take_in(change(1))
+    one.take_in(change(2))
+    one.take_in(change(3))
+    one.spill(0, [stored(1), stored(2), stored(3)], 1 << 20)
+    one.take_in(change(4))
+    one.spill(0, [stored(4)], 1 << 20)
+    assert [each.data for each in one.spilled[0].ahead] == [token_data(1), token_data(2)]
+    one.found(0, [stored(3), stored(4)], one.readable(0))
+    one.take_in(change(5))
+    one.observe(spilled(4, 3, 3), NOW)
+    one.spill(0, [stored(5)], 1 << 20)
+    assert [each.data for each in one.spilled[0].ahead] == [token_data(4), token_data(5)]
+
+
+def test_a_copied_head_that_stands_begins_a_run_and_is_not_dispatched_before_its_partition_stands() -> None:
+    """P12: several heads may have come into one partition; each stands in its turn."""
+    standing = {"state": "halted", "head": None, "retry": None}
+    one = subscription(images={0: spilled(3)}, watermark=mark(3), run_size=10)
+    one.found(0, [stored(1), stored(2, standing=standing), stored(3)], one.readable(0))
+    assert [numbers(run) for run in due(one)] == [[1]]
+    one.observe(spilled(3, 1, 1), NOW)
+    assert due(one) == []
+    one.observe(spilled(3, 1, 1, stood=token_data(2)), NOW)
+    assert [numbers(run) for run in due(one)] == [[2, 3]]
 
 
 def test_a_change_whose_partition_rule_fails_is_refused_in_its_turn() -> None:
@@ -332,10 +458,25 @@ def test_a_run_carries_as_many_changes_as_the_options_allow() -> None:
     assert run.label == "(shop.orders insert 0 seq=1 and 2 more)"
     size = len(change(1).raw)
     for limit, expected in ((1, [1]), (2 * size, [1, 2]), (3 * size - 1, [1, 2])):
-        small = subscription(run_size=3, run_bytes=limit)
-        for number in range(1, 6):
-            small.take_in(change(number))
-        assert numbers(due(small)[0]) == expected
+        for small in (
+            subscription(run_size=3, run_bytes=limit),
+            subscription(run_size=3, max_message_bytes=limit),
+        ):
+            for number in range(1, 6):
+                small.take_in(change(number))
+            assert numbers(due(small)[0]) == expected
+
+
+def test_a_change_that_is_too_large_for_a_message_is_a_run_alone() -> None:
+    """It travels by reference, and takes nothing with it that a message can hold."""
+    one = subscription(run_size=3, max_message_bytes=1000)
+    for number, size in enumerate((0, 2000, 0, 0), 1):
+        one.take_in(change(number, text="x" * size))
+    for first, expected in enumerate(([1], [2], [3, 4]), 1):
+        (run,) = due(one)
+        assert numbers(run) == expected
+        assert [each.raw for each in run.buffered] == run.run.changes
+        one.observe(committed(0, first, first), NOW)
 
 
 def test_after_an_unclean_end_runs_are_one_change_each_until_it_is_passed() -> None:
@@ -421,7 +562,7 @@ def test_an_observed_commit_moves_the_watermark_over_the_prefix_only() -> None:
     one.observe(committed(1, 1, 2), NOW)
     assert taken(one) is None
     one.observe(committed(0, 1, 1), NOW)
-    assert (taken(one), one.is_idle) == (token_data(3), True)
+    assert (taken(one), one.window.count, one.outstanding) == (token_data(3), 0, [])
 
 
 def test_a_newer_term_is_reported_and_changes_nothing() -> None:

@@ -27,6 +27,7 @@ done; it may then run once more.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -35,13 +36,13 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.change import FLAGS, describe
 from mongo_celery.bridge.error_text import error_text
-from mongo_celery.bridge.partitioning import Partitioner, document_index
+from mongo_celery.bridge.partitioning import Partitioner, document_hash
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.window import PendingChange
 from mongo_celery.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.state.leases import Layout
+    from mongo_celery.bridge.state.subscriptions import Layout
     from mongo_celery.bridge.stream.reader import ChangeEvent
     from mongo_celery.bridge.stream.source import Selector
 
@@ -97,6 +98,7 @@ class Admission:
         if noted and noted.get("generation") == layout.generation:
             self._noted = {each["token"]: each["index"] for each in noted["changes"]}
         self._fresh: dict[str, int] = {}
+        self._spilled: list[str] = []
         self._stored: int | None = None
         self._bound = 0
         self._complained_at: float | None = None
@@ -107,20 +109,18 @@ class Admission:
         is_owed, refusal = self._judge(event)
         if not is_owed:
             return None
-        index: int | None = None
+        hash_: int | None = None
         if refusal is None or (event.flaw is not None and event.flaw.only_match):  # else the rule might see too little
             try:
-                index = self._partitioner.index(event.document, self._layout.partitions)
+                hash_ = self._partitioner.hash(event.document)
             except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
-                refusal = refusal or Refusal.because(
-                    f"partition_by of handler {self._selector.name} failed: {error_text(error)}; it must give a key "
-                    "for every event",
-                )
-        if index is None:
-            index = document_index(event.document, self._layout.partitions)
+                refusal = refusal or keyless(self._selector.name, error)
+        if hash_ is None:
+            hash_ = document_hash(event.document)
+        index = hash_ % self._layout.partitions
         if self._noted:
             index = self._noted.get(_entry(event.mark.data), index)
-        return PendingChange(event.mark, index, event.raw, refusal)
+        return PendingChange(event.mark, index, event.raw, refusal, hash_)
 
     def _judge(self, event: ChangeEvent) -> tuple[bool, Refusal | None]:
         """Whether the event is owed, for all that can be told, and why it is refused if it is."""
@@ -173,19 +173,30 @@ class Admission:
         """Whether all refused changes are noted; until then nothing of the subscription may be dispatched."""
         return not self._fresh
 
-    def notes(self, positions: Mapping[int, str]) -> Notes:
+    def spilled(self, data: str) -> None:
+        """A refused change was stored with its bytes; its note is kept until the watermark has passed it."""
+        heapq.heappush(self._spilled, data)
+
+    def spilled_since(self, watermark: str) -> int:
+        """How many refused changes are stored behind the watermark, so that they may be read again."""
+        while self._spilled and self._spilled[0] <= watermark:
+            heapq.heappop(self._spilled)
+        return len(self._spilled)
+
+    def notes(self, positions: Mapping[int, str], watermark: str = "") -> Notes:
         """
-        What is to be stored: the new ones, or, from time to time, all that still stand.
+        What is to be stored: the new ones, or, from time to time, all that may be read again and still stand.
 
         Args:
             positions: comparable part of the committed token, by partition; what lies before it is forgotten.
+            watermark: that of the stored watermark; nothing before it is read again.
         """
         if self._stored is not None and self._stored + len(self._fresh) <= self._bound:
             return Notes(self._layout.generation, _changes(self._fresh), is_all=False)
         self._noted = {
             entry: index
             for entry, index in self._noted.items()
-            if entry in self._fresh or entry[:_TIME_CHARS] >= positions.get(index, "")[:_TIME_CHARS]
+            if entry in self._fresh or entry[:_TIME_CHARS] >= max(positions.get(index, ""), watermark)[:_TIME_CHARS]
         }
         return Notes(self._layout.generation, _changes(self._noted), is_all=True)
 
@@ -197,6 +208,13 @@ class Admission:
         else:
             self._stored = (self._stored or 0) + len(notes.changes)
         self._fresh.clear()
+
+
+def keyless(handler: str, error: Exception) -> Refusal:
+    """The refusal of a change for which the partition rule has failed."""
+    return Refusal.because(
+        f"partition_by of handler {handler} failed: {error_text(error)}; it must give a key for every event"
+    )
 
 
 def _changes(entries: Mapping[str, int]) -> list[Mapping[str, Any]]:

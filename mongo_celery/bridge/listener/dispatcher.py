@@ -5,7 +5,8 @@ A message is a hint. If publishing fails the outcome is unknown, and the run is 
 the claim in MongoDB drops whatever arrives twice.
 
 A broker that is away takes nothing, a broker that is there may reject one message: too large, or not to be
-serialised. A change that is larger than `run_bytes` therefore never travels with others. A batch that fails on two
+serialised. What is too large for a message by `max_message_bytes` is not sent at all (`claim_check`); for a broker that
+takes less, a change that is larger than `run_bytes` never travels with others. A batch that fails on two
 connections is tried run by run, the smallest first, on connections that work; a run that fails on two of them while
 the broker takes a third is rejected (Redis ends the connection on which a message was too large). At the first
 connection that cannot be made all attempts end, so an absence costs no more than before.
@@ -27,6 +28,7 @@ from kombu import Connection
 
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.signing import Sealing
+from mongo_celery.bridge.window import PendingChange
 from mongo_celery.bridge.worker.envelope import Carrier, Run, seal
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.connection import bounded_connection, demand_answer
@@ -51,16 +53,21 @@ class Dispatch:
         task_name: the handler's task.
         attempt: how often this head was dispatched before.
         label: what logs and monitors show instead of the arguments; no document contents.
+        queue: of its partition.
+        buffered: the changes of the run as the listener has read them, to be stored where they are too large for a
+            message; empty for those that are stored already.
     """
 
     run: Run
     task_name: str
     attempt: int
     label: str
+    queue: str
+    buffered: Sequence[PendingChange] = ()
 
     @property
     def size(self) -> int:
-        """Bytes of its changes; the message is larger by its encoding."""
+        """Bytes of the changes that travel with it; the message is larger by its encoding."""
         return sum(map(len, self.run.changes))
 
 
@@ -88,18 +95,22 @@ class Dispatcher:
         app: the Celery app.
         options: of the bridge.
         sealing: gives what messages are signed with now.
+        queues: that it publishes to.
     """
 
-    def __init__(self, app: Celery, options: BridgeOptions, sealing: Callable[[], Sealing]) -> None:
+    def __init__(
+        self, app: Celery, options: BridgeOptions, sealing: Callable[[], Sealing], queues: Sequence[str]
+    ) -> None:
         self._app = app
         self._options = options
+        self._queues = queues
         self._sealing = sealing
         self._key: bytes | None = None
         self._connection: Connection | None = None
         self._producer: Any = None
         self._careful: Connection | None = None
         self._origin = f"listener.{options.name}.{os.getpid()}@{socket.gethostname()}"
-        declare_queues(app, options.queue_names)
+        declare_queues(app, queues)
 
     def publish(self, together: Sequence[Dispatch], alone: Sequence[Dispatch] = ()) -> Published:
         """
@@ -173,7 +184,7 @@ class Dispatcher:
             self._connection = bounded_connection(self._app, _BROKER_SECONDS)
             demand_answer(self._connection, _BROKER_SECONDS)
             channel = self._connection.default_channel
-            for name in self._options.queue_names:
+            for name in self._queues:
                 self._app.amqp.queues[name].bind(channel).declare()
             self._producer = self._app.amqp.Producer(channel, auto_declare=False)
         return self._producer
@@ -183,7 +194,7 @@ class Dispatcher:
         connection = self._connection
         if connection is not None and connection.transport.driver_type == "amqp":
             channel: Any = connection.default_channel
-            channel.queue_declare(self._options.queue_names[0], passive=True)
+            channel.queue_declare(self._queues[0], passive=True)
 
     def _careful_producer(self) -> Any:
         """
@@ -212,19 +223,26 @@ class Dispatcher:
 
     def _publish(self, producer: Any, dispatch: Dispatch) -> None:
         run = dispatch.run
-        queue = self._options.queue_of(run.index)
         task_id = f"{run.bridge}.{run.subscription}.{run.index}.{run.first}"
         if dispatch.attempt:
             task_id += f".d{dispatch.attempt}"
         task_id += f".{secrets.token_hex(_SECRET_BYTES)}"
         sealing = self._sealed_with()
         commit_id = f"{task_id}.commit"
-        commit = replace(run, changes=(), refusal=None, token=None, carrier=Carrier.of(commit_id, None))
+        commit = replace(
+            run,
+            changes=(),
+            refusal=None,
+            token=None,
+            hash=None,
+            reference=None,
+            carrier=Carrier.of(commit_id, None),
+        )
         link = {
             "task": COMMIT_TASK,
             "args": [seal("commit", commit, sealing.key, sealing.installation)],
             "kwargs": {},
-            "options": {"queue": queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"},
+            "options": {"queue": dispatch.queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"},
             "subtask_type": None,
             "immutable": True,
         }
@@ -246,7 +264,7 @@ class Dispatcher:
             producer,
             dispatch.task_name,
             message,
-            queue=self._app.amqp.queues[queue],
+            queue=self._app.amqp.queues[dispatch.queue],
             serializer="json",
             declare=[],
             retry=False,

@@ -232,7 +232,7 @@ class MessageEvidence:
 
     def _awaited(self, subscriptions: Iterable[Subscription]) -> list[Overdue]:
         return [
-            Overdue(subscription, tracker, run.sent_at, self._options.queue_of(index))
+            Overdue(subscription, tracker, run.sent_at, subscription.queue_of(index))
             for subscription in subscriptions
             for index, tracker in subscription.trackers.items()
             if tracker.is_awaited and (run := tracker.outstanding) is not None
@@ -248,7 +248,7 @@ class MessageEvidence:
             queue, handler = by_queue[each.queue], by_handler[each.subscription.name]
             progress = max(queue.progress_before(each.sent_at), handler.progress_before(each.sent_at))
             if progress > -math.inf:
-                each.tracker.sign_of_life(progress + self._token_seconds(each.subscription))
+                each.tracker.sign_of_life(progress + token_seconds(self._app, each.subscription.plan.handler.task_name))
             sighting = sightings.get(each.queue)
             if sighting is None or sighting.asked_at < each.sent_at:
                 continue
@@ -266,14 +266,15 @@ class MessageEvidence:
         self, subscriptions: Iterable[Subscription]
     ) -> tuple[dict[str, Lane], dict[str, Lane], dict[tuple[str, str], int]]:
         """The lanes, by queue and by handler, and how many runs of a queue and task are known to be executed."""
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in self._options.queue_names}
+        taken: dict[str, list[tuple[float, float]]] = {}
         handlers, running = {}, dict[tuple[str, str], int]()
         for subscription in subscriptions:
             own = []
             for index, tracker in subscription.trackers.items():
-                queue = self._options.queue_of(index)
+                queue = subscription.queue_of(index)
+                in_queue = taken.setdefault(queue, [])
                 if tracker.taken is not None:
-                    taken[queue].append(tracker.taken)
+                    in_queue.append(tracker.taken)
                     own.append(tracker.taken)
                 if tracker.outstanding is not None and not tracker.is_awaited:
                     place = queue, subscription.plan.handler.task_name
@@ -291,13 +292,6 @@ class MessageEvidence:
                     found.add(queue)
                 self._consumers[queue] = consumers
         return found
-
-    def _token_seconds(self, subscription: Subscription) -> float:
-        """How long a worker waits between two runs of a handler with a rate limit."""
-        task: Any = self._app.tasks.get(subscription.plan.handler.task_name)
-        limit: Any = getattr(task, "rate_limit", None)
-        per_second = rate(limit) if limit else 0.0
-        return 1 / per_second if per_second > 0 else 0.0
 
     def _miss(
         self,
@@ -321,6 +315,13 @@ class MessageEvidence:
                 return
             self._probed[name] = now
         each.tracker.repeat(now)
+
+
+def token_seconds(app: Celery, task_name: str) -> float:
+    """How long a worker waits between two runs of a task with a rate limit; 0 without one."""
+    limit: Any = getattr(app.tasks.get(task_name), "rate_limit", None)
+    per_second = rate(limit) if limit else 0.0
+    return 1 / per_second if per_second > 0 else 0.0
 
 
 def _is_missing(occupancy: Occupancy, task: str, running: int) -> bool:

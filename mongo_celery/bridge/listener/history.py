@@ -13,10 +13,12 @@ What becomes of the rest, in this order:
 
 Judged twice: before the stream is opened, by the oldest entry of the oplog where it may be read; and when the server
 refuses the place at which the stream was opened. Then each is judged by how far it has been read in this term, since
-what is buffered is not lost: it runs as long as the listener lives. Where the oplog may not be read, the one that
-stands first is lost for certain; if that was not all, the next refusal shows the next one.
+what is buffered is not lost: it runs as long as the listener lives. What is stored at or below the watermark runs in
+any case; what is stored behind it waits for the decision, and runs once the stream was read behind it. Where the
+oplog may not be read, the one that stands first is lost for certain; if that was not all, the next refusal shows the
+next one.
 
-Where nobody is left who can be read, the listener ends with the sentence, once nothing is buffered any more: there is
+Where nobody is left who can be read, the listener ends with the sentence, once nothing is left to run: there is
 nothing to lead, and a supervisor's alarm is louder than a record.
 
 No start is ever lowered: neither by the oldest entry, if a handler's own start was pinned behind it, nor for a handler
@@ -169,15 +171,15 @@ class LostHistory:
             Where to read on when somebody has; else None.
 
         Raises:
-            HistoryLostError: nobody is left who can be read, nothing is buffered, and nobody has decided.
+            HistoryLostError: nobody is left who can be read, nothing is left to run, and nobody has decided.
             LeaseLostError: the term has ended.
             AccessError: the oldest entry is asked for and may not be read.
         """
         standing = [name for name, subscription in subscriptions.items() if subscription.lost]
         if not standing:
             return None
-        buffered = any(subscription.window.count for subscription in subscriptions.values())
-        is_over = len(standing) == len(subscriptions) and not buffered
+        is_runnable = any(subscription.is_runnable for subscription in subscriptions.values())
+        is_over = len(standing) == len(subscriptions) and not is_runnable
         if now - self._looked_at < _DECISION_SECONDS and not is_over:  # before giving up somebody may have decided
             return None
         self._looked_at = now
@@ -191,6 +193,18 @@ class LostHistory:
                 raise self._error
             return None
         return self._settle(decided, starts, oplog_or_none(self._client), self._error, subscriptions, watermarks)
+
+    def place(self, subscriptions: Subscriptions) -> Position | None:
+        """
+        Where to read on, so that each one that can be read misses nothing behind what it has read; None without one.
+
+        Raises:
+            LeaseLostError: the term has ended.
+        """
+        reached = self._reached(
+            subscriptions, read_starts(self._store, list(subscriptions), self._renewal.term.version)
+        )
+        return open_position(reached, self._fingerprint) if reached else None
 
     # -- what becomes of it ------------------------------------------------------------------------
 
@@ -259,7 +273,9 @@ class LostHistory:
     def _forget_attempts(self, subscription: Subscription) -> None:
         """What is counted of a change that is given up must not be charged to the one that comes next."""
         generation, partitions = subscription.plan.layout.generation, self._store.partitions
-        for image in partitions.of([subscription.name], generation):
+        for image in partitions.of({subscription.name: generation}):
+            if image.spilled is not None and image.spilled["to"] > image.data:
+                continue  # its first change is stored, and is not given up
             counted = image.retries or image.crashes or image.claim is not None
             if counted and image.state == "flowing" and not image.live and image.handled is None:
                 partitions.retry(image, generation)

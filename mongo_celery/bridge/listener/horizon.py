@@ -104,6 +104,11 @@ class Horizon:
         """Read no more. Does not wait: a read that is under way has a limit."""
         self._stopping.set()
 
+    def share(self, subscription: Subscription) -> float:
+        """Which share of the oplog's window lies behind a subscription, by the last reading; 0 where nothing rolls."""
+        oplog = self._read
+        return max(oplog.share_behind(_place(subscription)), 0.0) if oplog is not None else 0.0
+
     def judge(self, subscriptions: Iterable[Subscription]) -> None:
         """Compare with what was read last, if that is new, and name those who have passed a threshold."""
         oplog = self._read

@@ -19,17 +19,21 @@ from typing import TYPE_CHECKING, Any
 import pymongo
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.listener import draining
+from mongo_celery.bridge.listener.claim_check import ClaimCheck
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
-from mongo_celery.bridge.listener.evidence import BrokerWatch, MessageEvidence
+from mongo_celery.bridge.listener.evidence import BrokerWatch, MessageEvidence, token_seconds
+from mongo_celery.bridge.listener.fairness import Fairness
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
+from mongo_celery.bridge.listener.leftovers import Leftovers
 from mongo_celery.bridge.listener.noting import Noting
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
+from mongo_celery.bridge.listener.relayout import Relayouts, rules_in_force
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.starts import find_starts
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
-from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover, take_over
+from mongo_celery.bridge.listener.takeover import LockedPartitions, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.signing import sealing_of
@@ -56,10 +60,6 @@ _READ_AHEAD = 2000
 _COMPLAINT_SECONDS = 30.0
 _LOCKED_NAMED = 10
 _SILENCE_SECONDS = 5
-
-
-class Relayout(Exception):  # noqa: N818 - not an error: the layout has changed, lead again
-    """The new partition layout is in force; the term begins again under it."""
 
 
 class Leader:
@@ -95,7 +95,7 @@ class Leader:
         self._held: Item | None = None
         self._reader: StreamReader | None = None
         self._subscriptions: dict[str, Subscription] = {}
-        self._takeover: Takeover | None = None
+        self._leftovers: Leftovers | None = None
         self._locked: LockedPartitions | None = None
         self._watermarks = Watermarks(self._store, renewal, scope.fingerprint, self.report)
         self._history = LostHistory(
@@ -107,13 +107,29 @@ class Leader:
             fingerprint=scope.fingerprint,
         )
         self._horizon = Horizon(wiring)
+        self._spilling = Spilling(self._store, self._options, wiring.state_concern, self._horizon.share)
         self._noting = Noting(self._store.subscriptions, wiring.state_concern)
+        self._relayouts = Relayouts(
+            self._store,
+            self._options,
+            wiring.state_concern,
+            self._watermarks,
+            self._spilling,
+        )
         self._at_end = False
-        self._full = ""
+        self._full, self._full_at = "", math.inf
         self._opened_at = self._looked_at = self._swept_at = self._moved_at = 0.0
         self._complained_at = -math.inf
-        self._publishing = Publishing(Dispatcher(wiring.app, self._options, lambda: sealing_of(renewal.term.document)))
+        self._claim_check = ClaimCheck(self._store.spill, self._options.max_message_bytes)
+        self._publishing = Publishing(
+            Dispatcher(wiring.app, self._options, lambda: sealing_of(renewal.term.document), wiring.queue_names),
+            self._claim_check,
+        )
         self._evidence = MessageEvidence(wiring.app, self._options, BrokerWatch(wiring.app))
+        self._fairness = Fairness(
+            {handler.name: handler.group for handler in wiring.handlers},
+            {handler.name for handler in wiring.handlers if token_seconds(wiring.app, handler.task_name)},
+        )
 
     def lead(self) -> None:
         """
@@ -121,10 +137,17 @@ class Leader:
 
         Raises:
             LeaseLostError: somebody else leads.
-            Relayout: the layout has changed; lead again.
             MongoCeleryError: something that waiting cannot cure.
         """
-        self._begin()
+        try:
+            self._begin()
+            self._lead()
+        finally:
+            self._publishing.close()
+            self._evidence.close()
+            self._spilling.close()
+
+    def _lead(self) -> None:
         self._horizon.start()
         try:
             while not self._stopping.is_set():
@@ -140,8 +163,6 @@ class Leader:
             self._horizon.stop()
             with pymongo.timeout(call_timeout(self._options.lease_ttl)):  # one call's time for all, however it ends
                 self._watermarks.store(self._subscriptions.values(), time.monotonic())
-            self._publishing.close()
-            self._evidence.close()
 
     def wake(self) -> None:
         """End the current wait; callable from any thread."""
@@ -154,17 +175,20 @@ class Leader:
         lost = (subscription.lost for subscription in subscriptions)
         reading = self._reading()
         rejected = rejections(tracker for subscription in subscriptions for tracker in subscription.trackers.values())
-        stuck = standing or rejected["rejectedCount"] or reading["unreadSeconds"]
+        is_spilled = any(each.spilled for each in subscriptions)
+        stuck = standing or rejected["rejectedCount"] or rejected["notStoredCount"] or reading["unreadSeconds"]
         return {
             "outstanding": sum(len(subscription.outstanding) for subscription in subscriptions),
             "buffered": sum(subscription.window.count for subscription in subscriptions),
-            "bufferedBytes": sum(subscription.window.size for subscription in subscriptions),
+            "bufferedBytes": sum(subscription.size for subscription in subscriptions),
             "standing": standing,
-            "caughtUp": self._at_end and not stuck and not any(lost),
+            "caughtUp": self._at_end and not (stuck or is_spilled or any(lost)),
             "brokerDown": self._publishing.is_down,
             "locked": self._locked.names[:_LOCKED_NAMED] if self._locked is not None else [],
             **rejected,
             **reading,
+            "moving": self._relayouts.report(),
+            **self._spilling.report(),
             "atRisk": [risk.report() for risk in self._horizon.risks],
             "held": [place for each in subscriptions if each.has_gap for place in each.held()],
         }
@@ -175,7 +199,8 @@ class Leader:
         if reader is None:
             return {"unreadSeconds": 0, "readingWaits": None, "reopenings": 0, "flaws": 0}
         status = reader.status
-        silent = int(time.monotonic() - (status.last_read or self._opened_at))
+        last_read = status.last_read or self._opened_at
+        silent = int(time.monotonic() - (min(last_read, self._full_at) if self._full else last_read))
         waits = self._full or (status.last_error if status.failures else None)
         return {
             "unreadSeconds": silent if silent >= _SILENCE_SECONDS else 0,
@@ -188,9 +213,8 @@ class Leader:
 
     def _begin(self) -> None:
         handlers = self._wiring.handlers
-        takeover = self._takeover = take_over(self._store, self._renewal, self._options, handlers)
-        if takeover.layout is not takeover.wanted:
-            draining.check_can_drain(self._options, handlers, takeover)
+        takeover = take_over(self._store, self._renewal, self._options, handlers)
+        rules = rules_in_force(self._options, handlers, takeover)
         starts = find_starts(self._store, self._wiring.client, self._renewal, self._options, takeover)
         subscriptions: dict[str, Subscription] = {}
         for handler, selector in zip(handlers, self._selectors, strict=True):
@@ -198,16 +222,17 @@ class Leader:
             plan = Plan(
                 handler,
                 selector,
-                handler.partitioner(self._options),
-                takeover.layout,
+                rules[handler.name],
+                takeover.layouts[handler.name],
                 takeover.version,
                 start.time,
                 start.watermark,
                 takeover.documents[handler.name].get("refused"),
             )
             images = takeover.images[handler.name]
+            generation = plan.layout.generation
             ids = {
-                image.index: self._store.partitions.partition_id(handler.name, takeover.layout.generation, image.index)
+                image.index: self._store.partitions.partition_id(handler.name, generation, image.index)
                 for image in images
             }
             trackers = make_trackers(images, ids, takeover.version, self._options)
@@ -216,9 +241,10 @@ class Leader:
             self._store, takeover.version, [each for led in subscriptions.values() for each in led.trackers.values()]
         )
         self._subscriptions = subscriptions  # at once: the renewal thread reports from it
+        self._spilling.begin(subscriptions, takeover.version)
         position = self._history.begin(subscriptions, starts, self._watermarks)
-        if takeover.layout is not takeover.wanted:
-            draining.check_can_read(self._options, takeover, subscriptions.values())
+        self._relayouts.begin(subscriptions, takeover)
+        self._leftovers = Leftovers(self._store, takeover.version)
         self._read_on(position)
 
     def _read_on(self, position: Position | None) -> None:
@@ -261,10 +287,12 @@ class Leader:
         try:
             self._look(now)
             self._look_at_history(now)
-            self._drain()
         except PyMongoError as error:
             self._unread(error)
             self._looked_at = self._swept_at = now
+        else:
+            self._relayout(now)
+        self._spilling.turn(now, at_end=self._at_end)
         self._dispatch()
         self._watermarks.flush(self._subscriptions.values(), now, self._moved_at)
         self._wait()
@@ -282,10 +310,10 @@ class Leader:
                 self._failed(self._held.error)
                 self._held = None
                 return
-            if number % _ITEMS_A_CHECK == 0 and self._is_full():
+            if number % _ITEMS_A_CHECK == 0 and self._spilling.is_full:
                 self._wait_for_room(now)
                 return
-            self._full = ""
+            self._full, self._full_at = "", math.inf
             self._at_end = not hasattr(self._held, "raw")
             for subscription in self._subscriptions.values():
                 subscription.take_in(self._held)
@@ -293,31 +321,23 @@ class Leader:
             self._reader.made_room(self._held)
             self._held = None
 
-    def _is_full(self) -> bool:
-        subscriptions = self._subscriptions.values()
-        return any(subscription.is_full for subscription in subscriptions) or (
-            sum(subscription.window.size for subscription in subscriptions) >= self._options.buffer_bytes
-        )
-
     def _wait_for_room(self, now: float) -> None:
-        """Full buffers are normal under backlog; they are loud where what stands still fills them."""
+        """A full buffer is normal under backlog; it is loud where nothing more may be stored of what stands."""
         largest = max(self._subscriptions.values(), key=lambda subscription: subscription.window.size)
         full = next((each for each in self._subscriptions.values() if each.is_full), largest)
-        standing = [tracker.image.index for tracker in full.standing]
-        held = sum(full.window.depth(index) for index in standing)
-        is_held = 2 * held >= full.window.count
+        is_held = bool(self._spilling.waits)
         self._at_end = False
-        self._full = f"the buffer of handler {full.name} is full ({full.window.count} changes)" + (
-            f", and {held} of them stand still in its partitions {standing}" if held else ""
+        self._full_at = min(self._full_at, now)
+        self._full = f"the buffer is full, most of it with changes of handler {full.name} ({full.window.count})" + (
+            f"; {self._spilling.waits}" if is_held else ""
         )
         if now - self._complained_at < _COMPLAINT_SECONDS:
             return
         self._complained_at = now
         logger.log(
             logging.ERROR if is_held else logging.INFO,
-            "%s; the stream is not read until %s",
+            "%s. The stream is not read until workers have made room",
             self._full,
-            "they are resumed, retried or skipped" if is_held else "workers have made room",
             extra={"event": "buffer_full"},
         )
 
@@ -328,20 +348,22 @@ class Leader:
         began = time.monotonic()
         if now - self._swept_at >= _SWEEP_SECONDS:
             self._swept_at = self._looked_at = now
-            assert self._takeover is not None, "a term looks after it has taken over"
-            images = self._store.partitions.of(self._subscriptions, self._takeover.layout.generation)
+            images = self._store.partitions.of(
+                {name: subscription.plan.layout.generation for name, subscription in self._subscriptions.items()},
+                self._spilling.session,
+            )
         elif now - self._looked_at >= self._look_pause(now):
             self._looked_at = now
+            outstanding = (tracker for led in self._subscriptions.values() for tracker in led.outstanding)
             images = self._store.partitions.look(
-                tracker.partition_id
-                for subscription in self._subscriptions.values()
-                for tracker in subscription.outstanding
+                (tracker.partition_id for tracker in outstanding), self._spilling.session
             )
         else:
             return
         seen = time.monotonic()
         for image in images:
             self._observe(image, seen)
+        self._fairness.observe(self._subscriptions, began)
         if self._evidence.weigh(self._subscriptions.values(), began, seen, broker_down=self._publishing.is_down):
             self._publishing.ready_at = 0.0  # it answers again: publish now, not at the next try
 
@@ -390,20 +412,31 @@ class Leader:
         least = _SHORTEST_LOOK if outstanding < _BUSY else _BUSY_LOOK
         return min(max((now - self._moved_at) / 4, least), _LONGEST_LOOK)
 
-    def _drain(self) -> None:
-        assert self._takeover is not None, "a term drains after it has taken over"
-        if self._takeover.layout is self._takeover.wanted:
+    def _relayout(self, now: float) -> None:
+        """Go on with new layouts; a subscription whose layout is in force takes the place of the old one."""
+        assert self._leftovers is not None, "a term changes layouts after it has taken over"
+        for subscription in self._relayouts.turn(now, at_end=self._at_end):
+            self._subscriptions[subscription.name] = subscription
+            self._spilling.follow(subscription)
+            self._leftovers.look_again()
+        if self._relayouts.wants_reading(now):
+            self._read_on(self._history.place(self._subscriptions))
+            self._relayouts.reads_again(now)
+        in_force = {
+            name: each.plan.layout.generation for name, each in self._subscriptions.items() if not each.is_moving
+        }
+        try:
+            touched = self._leftovers.remove(in_force, now)
+        except PyMongoError as error:  # nothing waits for it
+            raise_if_final(error, self._wiring.state_concern)
+            logger.warning(
+                "removing what is left of an older layout failed, trying again: %s",
+                error,
+                extra={"event": "leftovers_failed"},
+            )
             return
-        led = self._subscriptions.values()
-        drain = draining.limit(self._options, self._takeover, led)
-        if drain is draining.Drain.RUNNING:
-            draining.end_dead_claims(self._store, led)
-        elif drain is draining.Drain.BEGIN_AGAIN:
-            raise Relayout
-        elif drain is draining.Drain.DONE:
-            self._watermarks.store(led, time.monotonic())
-            draining.flip(self._store, self._renewal, self._takeover, led)
-            raise Relayout
+        if touched is not None:
+            self._spilling.has_documents(touched)  # or none any more: it is counted anew
 
     # -- dispatching -------------------------------------------------------------------------------
 
@@ -411,9 +444,11 @@ class Leader:
         now = time.monotonic()
         if now < self._publishing.ready_at:
             return
-        due = [pair for subscription in self._subscriptions.values() for pair in subscription.due(now)]
+        due = self._fairness.due(self._subscriptions, now)
         if due and self._renewal.trusted() and self._publishing.publish(due):
             self._moved_at = time.monotonic()
+        while self._claim_check.stored:
+            self._spilling.has_documents(self._claim_check.stored.pop())
 
     # -- failures of the stream --------------------------------------------------------------------
 
@@ -433,12 +468,14 @@ class Leader:
 
     def _wait(self) -> None:
         now = time.monotonic()
-        next_run = min((subscription.next_due() for subscription in self._subscriptions.values()), default=math.inf)
+        next_run = self._fairness.next_due(self._subscriptions)
         until = min(
             self._swept_at + _SWEEP_SECONDS,
             self._looked_at + self._look_pause(now),
             max(next_run, self._publishing.ready_at),
             self._noting.due(self._subscriptions.values()),
+            self._relayouts.due(),
+            self._spilling.next_at(),
         )
         pause = max(until - now, 0.0)
         if self._held is not None:  # full: new items cannot be taken in

@@ -16,7 +16,7 @@ from kombu.exceptions import OperationalError
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.candidacy import Candidacy, ForeignMessages
-from mongo_celery.bridge.listener.leader import Leader, Relayout
+from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.mark import MarkKeeper, refuse_foreign_leader
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.state.candidates import Definitions
@@ -197,7 +197,7 @@ class Listener:
         try:
             if not leases.serve(term, definitions):
                 raise LeaseLostError
-            self._lead_until_done(renewal, selectors, scope)
+            self._lead_by(renewal, selectors, scope)
             if renewal.overtaken and not self._stopping.is_set():
                 logger.info(
                     "stepping down for a listener with newer definitions of the handlers", extra={"event": "overtaken"}
@@ -221,25 +221,16 @@ class Listener:
             mark.stop()
             self._release(leases, renewal, ended_by, definitions)
 
-    def _lead_until_done(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:
-        while True:
-            self._leader = Leader(
-                self._wiring,
-                renewal,
-                selectors,
-                scope,
-                self._stopping,
-                self._on_history_lost or self._options.on_history_lost,
-            )
-            try:
-                self._leader.lead()
-            except Relayout:
-                document = self._wiring.store.leases.read()
-                if document is None:
-                    raise LeaseLostError from None
-                renewal.refresh(document)
-                continue
-            return
+    def _lead_by(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:
+        self._leader = Leader(
+            self._wiring,
+            renewal,
+            selectors,
+            scope,
+            self._stopping,
+            self._on_history_lost or self._options.on_history_lost,
+        )
+        self._leader.lead()
 
     def _release(self, leases: Leases, renewal: Renewal, ended_by: Exception | None, definitions: Definitions) -> None:
         state = "idle" if ended_by is None else ("history_lost" if isinstance(ended_by, HistoryLostError) else "failed")

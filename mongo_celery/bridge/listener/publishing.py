@@ -2,18 +2,23 @@
 Publishing what is due: what waits when the broker is away, and what waits alone when it rejects one message.
 
 A rejected run holds its own partition: it is tried again by itself, after pauses of its own that grow to
-`LONGEST_REFUSAL_PAUSE`, so that it goes out soon after the broker's limit was lifted. All others flow.
+`LONGEST_REFUSAL_PAUSE`, so that it goes out soon after the broker's limit was lifted. All others flow. The same holds
+for a run that is too large for a message and cannot be stored.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from bson.errors import BSONError
+from pymongo.errors import PyMongoError
+
 from mongo_celery.bridge.error_text import storable
+from mongo_celery.bridge.listener.claim_check import ClaimCheck
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.listener.tracker import Rejection, Tracker
 from mongo_celery.mongo.redaction import short
@@ -25,6 +30,7 @@ LONGEST_REFUSAL_PAUSE = 15.0
 _REFUSAL_PAUSES = Pauses(first=1.0, longest=LONGEST_REFUSAL_PAUSE)
 _BROKER_PAUSES = Pauses(first=0.5, longest=10.0)
 _ALONE_A_TURN = 8
+_STORED_A_TURN = 16 << 20  # bytes: the leading thread has other things to do
 _REPEATS_A_RECORD = 20
 _REPORTED_MAX = 10
 _REASON_CHARS = 300
@@ -38,8 +44,9 @@ class Publishing:
         ready_at: monotonic time before which nothing is published, because the broker was away.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, claim_check: ClaimCheck) -> None:
         self.ready_at = 0.0
+        self._claim_check = claim_check
         self._dispatcher = dispatcher
         self._failures = 0
 
@@ -50,6 +57,9 @@ class Publishing:
 
     def publish(self, due: Sequence[tuple[Tracker, Dispatch]]) -> bool:
         """Publish the next runs of some partitions; whether any of them is out now."""
+        due = list(self._checked_in(due))
+        if not due:  # the broker is not even asked: what is known of it stays
+            return False
         alone = [dispatch for tracker, dispatch in due if tracker.rejection is not None][:_ALONE_A_TURN]
         trackers = {dispatch.run.partition_id: tracker for tracker, dispatch in due}
         done = self._dispatcher.publish([dispatch for tracker, dispatch in due if tracker.rejection is None], alone)
@@ -68,10 +78,43 @@ class Publishing:
         """Drop the connection."""
         self._dispatcher.close()
 
+    def _checked_in(self, due: Sequence[tuple[Tracker, Dispatch]]) -> Iterator[tuple[Tracker, Dispatch]]:
+        """What can be sent in this turn: of what is too large for a message not more than some is stored at a time."""
+        room = _STORED_A_TURN
+        for tracker, dispatch in due:
+            if not self._claim_check.needs(dispatch):
+                yield tracker, dispatch
+                continue
+            if room <= 0:
+                continue
+            room -= dispatch.size
+            try:
+                yield tracker, self._claim_check.check_in(dispatch)
+            except (PyMongoError, BSONError) as error:
+                self._not_stored(tracker, dispatch, error)
+                room = 0  # it may be away: nobody else has to wait for it more than once in a turn
+
+    def _not_stored(self, tracker: Tracker, dispatch: Dispatch, error: Exception) -> None:
+        rejection = _rejection(tracker, dispatch, error, time.monotonic(), is_stored=False)
+        tracker.rejected(rejection)
+        if rejection.count % _REPEATS_A_RECORD == 1:
+            logger.error(
+                "%s in partition %s is too large for a message (%d bytes of changes), and MongoDB does not store it: "
+                "%s. The partition waits and others go on; it is tried again at least every %.0f s. Grant the right to "
+                "write to the collection `spill` of the state database and make room for it; or raise "
+                "max_message_bytes, if the broker takes such messages",
+                dispatch.label,
+                tracker.partition_id,
+                dispatch.size,
+                rejection.error,
+                LONGEST_REFUSAL_PAUSE,
+                extra={"event": "change_not_stored", "partition": tracker.partition_id, "bytes": dispatch.size},
+            )
+
     def _sent(self, tracker: Tracker, dispatch: Dispatch, now: float) -> None:
         if tracker.rejection is not None:
             logger.info(
-                "the broker has taken the message of %s in partition %s, which it had rejected",
+                "the message of %s in partition %s is out, which could not be sent before",
                 dispatch.label,
                 tracker.partition_id,
                 extra={"event": "message_taken"},
@@ -79,21 +122,18 @@ class Publishing:
         tracker.sent(now)
 
     def _rejected(self, tracker: Tracker, dispatch: Dispatch, error: Exception, now: float) -> None:
-        before = tracker.rejection
-        count = before.count if before else 0
-        pause = _REFUSAL_PAUSES.nth(count)
-        since = before.since if before else datetime.now(UTC)
-        tracker.rejected(Rejection(dispatch.label, dispatch.size, _reason(error), since, count + 1, now + pause))
-        if count % _REPEATS_A_RECORD == 0:
+        rejection = _rejection(tracker, dispatch, error, now, is_stored=True)
+        tracker.rejected(rejection)
+        if rejection.count % _REPEATS_A_RECORD == 1:
             logger.error(
                 "the broker rejects the message of %s in partition %s (%d bytes of changes): %s. The partition waits "
                 "and others go on; the message is tried again at least every %.0f s. Raise the broker's limit (Redis: "
-                "proto-max-bulk-len, maxmemory; RabbitMQ: max_message_size), or make the changes smaller: "
-                "full_document=None, or a pipeline without the large fields",
+                "proto-max-bulk-len, maxmemory; RabbitMQ: max_message_size), or lower max_message_bytes: a run with "
+                "more travels by reference",
                 dispatch.label,
                 tracker.partition_id,
                 dispatch.size,
-                _reason(error),
+                rejection.error,
                 LONGEST_REFUSAL_PAUSE,
                 extra={"event": "message_rejected", "partition": tracker.partition_id, "bytes": dispatch.size},
             )
@@ -111,22 +151,36 @@ class Publishing:
 
 
 def rejections(trackers: Iterable[Tracker]) -> dict[str, Any]:
-    """What the listener's report says of rejected messages: their number, and some of them."""
-    rejected = [(tracker, tracker.rejection) for tracker in trackers if tracker.rejection is not None]
+    """What the listener's report says of runs that cannot be sent: their number, and some of them, by who refuses."""
+    waiting = [(tracker.partition_id, tracker.rejection) for tracker in trackers if tracker.rejection is not None]
+    rejected = [pair for pair in waiting if pair[1].is_stored]
+    not_stored = [pair for pair in waiting if not pair[1].is_stored]
     return {
         "rejectedCount": len(rejected),
-        "rejected": [
-            {
-                "partition": tracker.partition_id,
-                "key": storable(rejection.label),
-                "bytes": rejection.size,
-                "error": rejection.error,
-                "since": rejection.since,
-            }
-            for tracker, rejection in rejected[:_REPORTED_MAX]
-            if rejection is not None
-        ],
+        "rejected": [_reported(*pair) for pair in rejected[:_REPORTED_MAX]],
+        "notStoredCount": len(not_stored),
+        "notStored": [_reported(*pair) for pair in not_stored[:_REPORTED_MAX]],
     }
+
+
+def _reported(partition_id: str, rejection: Rejection) -> dict[str, Any]:
+    return {
+        "partition": partition_id,
+        "key": storable(rejection.label),
+        "bytes": rejection.size,
+        "error": rejection.error,
+        "since": rejection.since,
+    }
+
+
+def _rejection(tracker: Tracker, dispatch: Dispatch, error: Exception, now: float, *, is_stored: bool) -> Rejection:
+    before = tracker.rejection
+    if before is not None and before.is_stored is not is_stored:
+        before = None
+    count = before.count if before else 0
+    since = before.since if before else datetime.now(UTC)
+    pause = _REFUSAL_PAUSES.nth(count)
+    return Rejection(dispatch.label, dispatch.size, _reason(error), since, count + 1, now + pause, is_stored)
 
 
 def _reason(error: BaseException) -> str:

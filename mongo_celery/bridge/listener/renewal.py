@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from pymongo.errors import PyMongoError
@@ -90,11 +89,6 @@ class Renewal:
                 return False
             self._term = term
             return True
-
-    def refresh(self, document: Mapping[str, Any]) -> None:
-        """Take in a newer reading of the lease, after this term itself has changed it."""
-        with self._lock:
-            self._term = replace(self._term, document=document)
 
     def stop(self) -> None:
         """End the thread, and wait for it: release comes after the last renewal."""

@@ -82,8 +82,9 @@ def find_starts(
     fresh = [name for name, document in takeover.documents.items() if document["startAtOperationTime"] is None]
     if fresh:
         _pin(store, client, renewal, options, takeover, fresh)
-        return read_starts(store, list(takeover.documents), takeover.version)
-    return {name: _start(document, takeover.version) for name, document in takeover.documents.items()}
+    # Read again in any case: a later term may have put another layout in force, and removed the partitions of this one,
+    # before the take-over made them anew.
+    return read_starts(store, list(takeover.documents), takeover.version)
 
 
 def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, Start]:
@@ -91,15 +92,18 @@ def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, S
     The starts of some subscriptions, as they are stored now.
 
     Raises:
-        LeaseLostError: a later term has taken one of them.
+        LeaseLostError: a later term has taken one of them, or it is gone.
     """
-    documents = store.subscriptions.take_over(names, version)
-    return {name: _start(document, version) for name, document in documents.items()}
+    return _starts(store.subscriptions.affirm(names, version), names, version)
 
 
 def starts_now(store: Store, names: Collection[str], version: int) -> dict[str, Start]:
     """As `read_starts`, without writing anything."""
     documents = {name_in(document): document for document in store.subscriptions.read_all()}
+    return _starts(documents, names, version)
+
+
+def _starts(documents: Mapping[str, Mapping[str, Any]], names: Collection[str], version: int) -> dict[str, Start]:
     if not documents.keys() >= set(names):
         raise LeaseLostError
     return {name: _start(documents[name], version) for name in names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,13 @@ from mongo_celery.bridge.change import describe
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.admission import MOST_REFUSED, Admission, Notes
 from mongo_celery.bridge.listener.dispatcher import Dispatch
+from mongo_celery.bridge.listener.spilled import Limit, Spilled
 from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
-from mongo_celery.bridge.state.leases import Layout
 from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.reader import ChangeEvent
 from mongo_celery.bridge.stream.source import Selector
 from mongo_celery.bridge.window import Mark, PendingChange, Window
@@ -55,11 +57,13 @@ class Subscription:
 
     Attributes:
         admission: what it owes of what was read.
-        until: while an old layout is drained, the place up to which this is done.
+        is_moving: whether a new layout is being prepared: nothing is dispatched then.
+        until: meanwhile, the place up to which it is read; None for no limit.
         left: the first place behind it that was read, and left.
         lost: whether its history is lost: nothing more is read for it, and its watermark stands. What is buffered
             runs, since it was read before.
         has_gap: whether its history is lost, or was given up in this term; what is buffered is older then.
+        spilled: its partitions that run from stored changes, by index.
     """
 
     def __init__(self, options: BridgeOptions, plan: Plan, trackers: Mapping[int, Tracker]) -> None:
@@ -67,6 +71,7 @@ class Subscription:
         self.plan = plan
         self.trackers = trackers
         self.window = Window(plan.watermark)
+        self.is_moving = False
         self.until: Mark | None = None
         self.left: str | None = None
         self.lost = False
@@ -74,7 +79,11 @@ class Subscription:
         self.stored: Mark | None = plan.watermark
         self.admission = Admission(plan.selector, plan.partitioner, plan.layout, plan.refused)
         self._options = options
+        self._run_bytes = min(options.run_bytes, options.max_message_bytes)
         self._candidates: set[int] = set()
+        self.spilled: dict[int, Spilled] = {}
+        for tracker in trackers.values():
+            self._follow(tracker.image)
 
     @property
     def outstanding(self) -> list[Tracker]:
@@ -88,14 +97,32 @@ class Subscription:
             tracker
             for index, tracker in self.trackers.items()
             if tracker.image.state == "halted"
-            or (self.window.depth(index) and (tracker.image.state != "flowing" or tracker.image.parked))
+            or (self.has_next(index) and (tracker.image.state != "flowing" or tracker.image.parked))
         ]
+
+    def has_next(self, index: int) -> bool:
+        """Whether a partition has changes that are not committed, buffered or stored."""
+        return index in self.spilled or bool(self.window.depth(index))
+
+    def is_busy(self, index: int) -> bool:
+        """Whether a partition has something to do, or under way."""
+        return self.trackers[index].outstanding is not None or self.has_next(index)
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether anything that was read, or is stored, is left to run, whatever becomes of the stream."""
+        return bool(self.window.count) or any(self._may_run(index) for index in list(self.spilled))
+
+    @property
+    def size(self) -> int:
+        """Bytes that its changes take in memory."""
+        return self.window.size + sum(spilled.size for spilled in list(self.spilled.values()))
 
     @property
     def is_full(self) -> bool:
-        """Whether no more may be read for this subscription: refused changes have a bound too, that of their notes."""
-        is_full = self.window.count >= self._options.buffer_changes or self.window.refused >= MOST_REFUSED
-        return is_full and not self.lost
+        """Whether no more may be read for this subscription: of refused changes there are as many as can be noted."""
+        stored = self.stored.data if self.stored is not None else ""
+        return not self.lost and self.window.refused + self.admission.spilled_since(stored) >= MOST_REFUSED
 
     def take_in(self, item: ChangeEvent | Mark) -> None:
         """Put what the reader handed over into the window."""
@@ -103,7 +130,7 @@ class Subscription:
         if self.lost or not self.window.is_new(mark.data):
             return
         if self.until is not None and mark.data > self.until.data:
-            if self.left is None:  # up to here old partitions are drained; all behind it is left for the new layout
+            if self.left is None:  # all behind it is left for the new layout, and read again
                 self.left = mark.data
                 self.window.pass_over(self.until)
             return
@@ -124,14 +151,15 @@ class Subscription:
 
     def notes_of_refused(self) -> Notes:
         """What is to be stored with the subscription of its refused changes."""
-        return self.admission.notes({index: tracker.image.data for index, tracker in self.trackers.items()})
+        positions = {index: tracker.image.data for index, tracker in self.trackers.items()}
+        return self.admission.notes(positions, self.stored.data if self.stored is not None else "")
 
     def held(self) -> list[dict[str, Any]]:
-        """Partitions that stand still with changes in the buffer, which need not be read again."""
+        """Partitions that stand still with changes that are buffered or stored, and need not be read again."""
         return [
             {"subscription": self.name, "partition": index}
             for index, tracker in self.trackers.items()
-            if tracker.image.state != "flowing" and self.window.depth(index)
+            if tracker.image.state != "flowing" and (self.window.depth(index) or self._may_run(index))
         ]
 
     def observe(self, image: Image, now: float) -> Step:
@@ -140,13 +168,75 @@ class Subscription:
         step = tracker.observe(image, now)
         if step is Step.ENDED:
             self.window.complete(image.index, image.data)
-        if tracker.outstanding is None and self.window.depth(image.index):
+        self._follow(image)
+        if tracker.outstanding is None and self.has_next(image.index):
             self._candidates.add(image.index)
         return step
 
+    # -- stored changes ----------------------------------------------------------------------------
+
+    def _follow(self, image: Image) -> None:
+        """Keep to the mark of a partition, and to what is committed of its stored changes."""
+        spilled = self.spilled.get(image.index)
+        marked = image.spilled["to"] if image.spilled is not None else ""
+        if spilled is None:
+            if marked > image.data:
+                self.spilled[image.index] = Spilled(marked, image.data)
+            return
+        spilled.to = max(spilled.to, marked)
+        spilled.complete(image.data)
+        if image.data >= spilled.to:
+            del self.spilled[image.index]
+
+    def spill(self, index: int, changes: Sequence[StoredChange], keep_bytes: int) -> None:
+        """
+        The first changes of a partition's buffer are stored, and the mark is behind the last of them.
+
+        Afterwards they hold no watermark, and the partition runs from what is stored. The first two runs stay in
+        memory, as far as they have no more than `keep_bytes`.
+        """
+        spilled = self.spilled.get(index)
+        if spilled is None:
+            data = self.trackers[index].image.data
+            spilled = self.spilled[index] = Spilled(data, data)
+        spilled.stored(changes, count=2 * self._options.run_size, max_bytes=keep_bytes)
+        for change in changes:
+            if change.refusal is not None:
+                self.admission.spilled(change.data)
+        self.window.store(index, changes[-1].data)
+        if self.trackers[index].outstanding is None:
+            self._candidates.add(index)
+
+    def readable(self, index: int) -> Limit:
+        """Up to where stored changes of a partition may be run."""
+        self.window.complete(index, self.trackers[index].image.data)
+        unread = self.window.first(index)
+        return self.spilled[index].limit(unread.data if unread is not None else None, self.window.seen)
+
+    def found(self, index: int, changes: Sequence[StoredChange], limit: Limit) -> None:
+        """Take in what was read of a partition's stored changes."""
+        self.spilled[index].found(changes, limit)
+        if self.trackers[index].outstanding is None:
+            self._candidates.add(index)
+
+    def is_blocked(self, index: int) -> bool:
+        """Whether a partition waits for buffered changes, which are at or below its mark, to be stored again."""
+        spilled = self.spilled.get(index)
+        if spilled is None or spilled.ahead or self.trackers[index].outstanding is not None:
+            return False
+        limit = self.readable(index)
+        return not limit.inclusive and not spilled.has_more(limit)
+
+    def _may_run(self, index: int) -> bool:
+        """Whether stored changes are left that may be run, for all that is known. Callable from any thread."""
+        spilled = self.spilled.get(index)
+        return spilled is not None and (bool(spilled.ahead) or spilled.known_to < min(spilled.to, self.window.seen))
+
+    # -- running -----------------------------------------------------------------------------------
+
     def due(self, now: float) -> Iterable[tuple[Tracker, Dispatch]]:
         """Runs that may be dispatched now: numbered against what is committed now. None before refusals are noted."""
-        if not self.admission.is_noted:
+        if self.is_moving or not self.admission.is_noted:
             return
         for index in list(self._candidates):
             tracker = self.trackers[index]
@@ -156,15 +246,28 @@ class Subscription:
             if tracker.ready_at > now:
                 continue
             self.window.complete(index, tracker.image.data)
-            changes = _alike(self.window.head(index, self._limit(tracker), self._options.run_bytes))
+            changes = self._next(tracker)
             if changes:
                 yield tracker, self._dispatch(tracker, changes)
             else:
                 self._candidates.discard(index)
 
+    def _next(self, tracker: Tracker) -> Sequence[PendingChange | StoredChange]:
+        """The next run of a partition: while anything is stored that is not committed, from there alone."""
+        index, limit = tracker.image.index, self._limit(tracker)
+        spilled = self.spilled.get(index)
+        if spilled is None:
+            return _alike(self.window.head(index, limit, self._run_bytes))
+        changes = _alike(spilled.head(limit, self._run_bytes))
+        return [] if changes and stands_first(changes[0], tracker.image) else changes
+
+    def queue_of(self, index: int) -> str:
+        """The queue that runs of a partition go to."""
+        return self._options.queue_of(index, self.plan.handler.group)
+
     def next_due(self) -> float:
         """Monotonic time at which the next waiting run becomes ready; infinite when none waits for a time alone."""
-        if not self.admission.is_noted:
+        if self.is_moving or not self.admission.is_noted:
             return math.inf
         return min((self.trackers[index].ready_at for index in self._candidates), default=math.inf)
 
@@ -176,7 +279,7 @@ class Subscription:
             return 1
         return self._options.run_size
 
-    def _dispatch(self, tracker: Tracker, changes: list[PendingChange]) -> Dispatch:
+    def _dispatch(self, tracker: Tracker, changes: Sequence[PendingChange | StoredChange]) -> Dispatch:
         first = tracker.next_sequence
         run = Run(
             self._options.name,
@@ -188,23 +291,32 @@ class Subscription:
             first + len(changes) - 1,
             [change.raw for change in changes],
             refusal=changes[0].refusal,
-            token=changes[0].mark.token if changes[0].refusal is not None else None,
+            token=changes[0].token,
+            hash=changes[0].hash,
         )
-        return Dispatch(run, self.plan.handler.task_name, tracker.attempt, _label(changes, first))
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is buffered or under way."""
-        return not self.window.count and not self.outstanding
+        buffered = [change for change in changes if isinstance(change, PendingChange)]
+        label, queue = _label(changes, first), self.queue_of(run.index)
+        return Dispatch(run, self.plan.handler.task_name, tracker.attempt, label, queue, buffered)
 
 
-def _alike(changes: list[PendingChange]) -> list[PendingChange]:
-    """A refused change is a run of its own."""
-    refused = next((place for place, change in enumerate(changes) if change.refusal is not None), len(changes))
-    return changes[: max(refused, 1)]
+def stands_first(change: PendingChange | StoredChange, image: Image) -> bool:
+    """Whether a change was copied as a head that stands, and its partition is yet to be told so."""
+    return isinstance(change, StoredChange) and change.standing is not None and image.stood != change.data
 
 
-def _label(changes: list[PendingChange], first: int) -> str:
+def _alike(changes: Sequence[PendingChange | StoredChange]) -> Sequence[PendingChange | StoredChange]:
+    """A refused change is a run of its own, and one that was copied as a head begins one."""
+    if not changes or changes[0].refusal is not None:
+        return changes[:1]
+    ends = (
+        place
+        for place, change in enumerate(changes)
+        if place and (change.refusal is not None or (isinstance(change, StoredChange) and change.standing is not None))
+    )
+    return changes[: next(ends, len(changes))]
+
+
+def _label(changes: Sequence[PendingChange | StoredChange], first: int) -> str:
     more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
     return f"({describe(changes[0].raw)} seq={first}{more})"
 

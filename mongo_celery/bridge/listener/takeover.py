@@ -5,11 +5,11 @@ In this order, each step safe to repeat after a crash:
 
 1. subscriptions and partitions are raised to the new version; from then on no message of an older term
    can claim. A larger epoch (after a rewind, or a lease that was restored from a backup) raises the
-   lease's version above it, and the step begins again. All generations but the one in force are closed. Each
-   is one write and one read for all handlers, and of bulk writes it does not matter where one was interrupted:
-   what they made is read afterwards, by majority. A partition that an open transaction has locked is left out:
-   see `LockedPartitions`.
-2. the layout is compared with the options; another layout means that this term drains the old one.
+   lease's version above it, and the step begins again. Each is one write and one read for all handlers, and of bulk
+   writes it does not matter where one was interrupted: what they made is read afterwards, by majority. A partition that
+   an open transaction has locked is left out: see `LockedPartitions`.
+2. the layout of each subscription is compared with the options; where they ask for another one, this term begins
+   under the old one, and changes it (`relayout`). Partitions that an earlier term had closed for that are open again.
 3. the start is pinned where there is none (`starts`).
 """
 
@@ -26,9 +26,9 @@ from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.tracker import Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import HASH_NAME
-from mongo_celery.bridge.state.leases import Layout, layout_of
+from mongo_celery.bridge.state.leases import is_handed_over, layouts_of
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.state.subscriptions import name_in
+from mongo_celery.bridge.state.subscriptions import Layout, layout_in
 from mongo_celery.errors import LeaseLostError
 
 if TYPE_CHECKING:
@@ -42,34 +42,28 @@ _NAMED_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
-class OrphanedSubscription:
-    """A subscription that has no handler in this process, and its partitions."""
-
-    name: str
-    document: Mapping[str, Any]
-    images: Sequence[Image]
-
-
-@dataclass(frozen=True, slots=True)
 class Takeover:
     """
     What a take-over found.
 
     Attributes:
-        layout: under which this term runs.
-        wanted: the layout of the options; another one than `layout` means that this term only drains.
+        layouts: under which this term begins, by subscription.
+        wanted: the layouts of the options, with the generation that they would have; the one in force where that is
+            alike.
         documents: the subscriptions' documents by name.
         images: the partitions' images by subscription.
-        orphans: subscriptions without a handler, if this term drains the old layout; nothing can begin there any
-            more, and what runs may finish.
     """
 
     version: int
-    layout: Layout
-    wanted: Layout
+    layouts: Mapping[str, Layout]
+    wanted: Mapping[str, Layout]
     documents: Mapping[str, Mapping[str, Any]]
     images: Mapping[str, Sequence[Image]]
-    orphans: Sequence[OrphanedSubscription] = ()
+
+    @property
+    def moving(self) -> list[str]:
+        """The subscriptions whose layout is to change."""
+        return [name for name, layout in self.layouts.items() if layout is not self.wanted[name]]
 
 
 def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: Sequence[Handler]) -> Takeover:
@@ -79,23 +73,18 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
     Raises:
         LeaseLostError: the term ended meanwhile.
     """
-    stored = layout_of(renewal.term.document)
-    wanted = _wanted_layout(stored, options, handlers)
-    layout = wanted if stored is None or _same(stored, wanted) else stored
-    if layout is wanted and stored != wanted and not store.leases.set_layout(renewal.term, wanted):
-        raise LeaseLostError
-    names = [handler.name for handler in handlers]
+    _hand_over_layouts(store, renewal, options)
     for _ in range(_ROUNDS):
         version = renewal.term.version
-        documents = store.subscriptions.take_over(names, version)
-        positions = {name: documents[name]["resumeToken"] for name in names}
-        store.partitions.prepare(positions, layout.generation, layout.partitions, version)
-        images = _won(store, names, layout, version)
-        orphans = [] if layout is wanted else _orphans(store, names, layout, version)
+        wanted = {handler.name: _wanted_layout(handler, options, version) for handler in handlers}
+        documents = store.subscriptions.take_over(wanted, version)
+        layouts = {name: layout_in(documents[name]) or wanted[name] for name in wanted}
+        store.partitions.prepare({name: documents[name]["resumeToken"] for name in wanted}, layouts, version)
+        images = _won(store, layouts, version)
         largest = max([store.partitions.largest_epoch()] + [document["epoch"] for document in documents.values()])
         if largest <= version:
-            store.partitions.close_others(layout.generation, version)
-            return Takeover(version, layout, wanted, documents, images, orphans)
+            wanted = {name: layouts[name] if layouts[name].is_like(each) else each for name, each in wanted.items()}
+            return Takeover(version, layouts, wanted, documents, images)
         logger.warning(
             "an epoch of %d is larger than version %d; raising the version",
             largest,
@@ -107,20 +96,25 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
     raise LeaseLostError
 
 
-def _won(store: Store, names: Sequence[str], layout: Layout, version: int) -> dict[str, Sequence[Image]]:
-    """A listener with other options, whose flip came too late, may have left partitions that belong to nobody."""
-    images: dict[str, list[Image]] = {name: [] for name in names}
-    for image in store.partitions.take_over(names, layout.generation, version):
-        if image.index < layout.partitions:
-            images[image.subscription].append(image)
+def generations_of(layouts: Mapping[str, Layout]) -> dict[str, int]:
+    """The generations of some layouts, by subscription."""
+    return {name: layout.generation for name, layout in layouts.items()}
+
+
+def _hand_over_layouts(store: Store, renewal: Renewal, options: BridgeOptions) -> None:
+    """An earlier version kept one layout of all subscriptions in the lease, also of those without a handler now."""
+    lease = renewal.term.document
+    store.subscriptions.give_layouts(layouts_of(lease))
+    is_done = is_handed_over(lease, options.partitions)
+    if not is_done and not store.leases.hand_over_layouts(renewal.term, options.partitions):
+        raise LeaseLostError
+
+
+def _won(store: Store, layouts: Mapping[str, Layout], version: int) -> dict[str, Sequence[Image]]:
+    images: dict[str, list[Image]] = {name: [] for name in layouts}
+    for image in store.partitions.take_over(generations_of(layouts), version):
+        images[image.subscription].append(image)
     return dict(images)
-
-
-def _orphans(store: Store, names: Sequence[str], layout: Layout, version: int) -> list[OrphanedSubscription]:
-    documents = {name_in(document): document for document in store.subscriptions.read_all()}
-    left = [name for name in documents if name not in names]
-    images = _won(store, left, layout, version)
-    return [OrphanedSubscription(name, documents[name], images[name]) for name in left]
 
 
 class LockedPartitions:
@@ -178,15 +172,5 @@ class LockedPartitions:
         return images
 
 
-def _wanted_layout(stored: Layout | None, options: BridgeOptions, handlers: Sequence[Handler]) -> Layout:
-    """Keys of subscriptions that are not registered now are kept: they may come back."""
-    keys = {handler.name: f"{HASH_NAME}:{handler.partitioner(options).name}" for handler in handlers}
-    kept = dict(stored.keys) if stored else {}
-    return Layout(stored.generation if stored else 0, options.partitions, {**kept, **keys})
-
-
-def _same(stored: Layout, wanted: Layout) -> bool:
-    """Whether every subscription that both know is spread alike."""
-    return stored.partitions == wanted.partitions and all(
-        wanted.keys[name] == key for name, key in stored.keys.items() if name in wanted.keys
-    )
+def _wanted_layout(handler: Handler, options: BridgeOptions, version: int) -> Layout:
+    return Layout(version, options.partitions, f"{HASH_NAME}:{handler.partitioner(options).name}")

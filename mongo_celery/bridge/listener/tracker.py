@@ -71,15 +71,17 @@ class GracePeriods:
 @dataclass(frozen=True, slots=True)
 class Rejection:
     """
-    The broker rejects the message of a partition's next run, while it takes others.
+    A partition's next run cannot be sent: the broker rejects its message while it takes others, or its changes are too
+    large for a message and cannot be stored.
 
     Attributes:
         label: names the change, without contents of its document.
         size: bytes of the run's changes.
-        error: the broker's reason.
+        error: the reason that was given.
         since: when it was first rejected.
         count: how often it was rejected.
         until: monotonic time of the next attempt.
+        is_stored: whether it is the broker that rejects it; else it could not even be stored.
     """
 
     label: str
@@ -88,6 +90,7 @@ class Rejection:
     since: datetime
     count: int
     until: float
+    is_stored: bool = True
 
 
 class Tracker:
@@ -102,7 +105,7 @@ class Tracker:
         attempt: how often the change at the head was dispatched, for the task id.
         repeats: how often it was dispatched again since the last sign of life.
         taken: of the last run that was seen to be claimed, when it was dispatched and when that was seen.
-        rejection: why the broker does not take the next run; None while nothing is wrong.
+        rejection: why the next run cannot be sent; None while nothing is wrong.
         won: whether the take-over has raised the partition's epoch to this term's; if not, an open transaction has
             locked it, and an older term may still act there.
     """

@@ -8,7 +8,7 @@ that its operator has not seen, and two operators cannot undo each other unseen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -16,8 +16,8 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import token_data
-from mongo_celery.bridge.state.leases import layout_of
-from mongo_celery.bridge.state.partitions import Image, Partitions, state_of
+from mongo_celery.bridge.state.leases import layouts_in_force
+from mongo_celery.bridge.state.partitions import MOVING, Image, Partitions, state_of
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import is_out_of_reach, name_in
 from mongo_celery.errors import CommandRefusedError
@@ -32,9 +32,10 @@ _UNSERVED = (
     "example with include=[...] of the Celery app, or name the app that has it with -A; then retry"
 )
 _GONE = (
-    "has halted at a change that can no longer be read, since its history was lost: `status` has its key; repair by "
-    "hand what it stands for, then skip it"
+    "has halted at a change that can no longer be read, since its history was lost, and is not stored: `status` has "
+    "its key; repair by hand what it stands for, then skip it"
 )
+_MOVING = "is on its way to a new partition layout: repeat the command when `status` shows that one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +55,6 @@ class CommandResult:
     state: str
     result: Literal["done", "unchanged", "unfit", "refused"]
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """
-    The change at which a partition has halted.
-
-    Attributes:
-        key: namespace, operation and document key.
-        token: its resume token's `_data`; `skip` passes over this change only.
-        committed: number of the last change before it.
-        error: why it halted.
-    """
-
-    subscription: str
-    index: int
-    key: str
-    token: str
-    committed: int
-    error: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +81,8 @@ def pause(wiring: Wiring, subscription: str | None = None, partition: int | None
     """
     Let no new execution begin; what runs may finish, and nothing is lost.
 
-    Afterwards the partitions are `paused`. Their changes wait in the listener's buffer, and behind a full
-    buffer in the oplog: a pause longer than the oplog's window loses history.
+    Afterwards the partitions are `paused`. Their changes are stored, in order, for as long as it lasts and the bound
+    (`spill_bytes`) has room.
 
     Args:
         subscription: which one; all by default.
@@ -125,19 +106,19 @@ def retry(wiring: Wiring, subscription: str | None = None, partition: int | None
     Run the first change of halted or parked partitions again at once, with its counts at zero.
 
     Subscriptions without a handler in this app are left as they are, for nothing here would run them; a named one is
-    refused. So is a change that can no longer be read, unless the listener still has it. Arguments and errors as for
-    `pause`.
+    refused. So is a change that can no longer be read, unless it is stored, or the listener still has it. Arguments and
+    errors as for `pause`.
     """
     command = _Command("retry", None, _not_retriable, Partitions.retry, "flowing", runs=True)
     return _run(wiring, command, subscription, partition)
 
 
-def skip(wiring: Wiring, subscription: str | None, partition: int, *, token: str) -> CommandResult:
+def skip(wiring: Wiring, subscription: str | None, partition: int, *, token: str | None) -> CommandResult:
     """
     Pass over the change at which a partition has halted. That change will not be handled.
 
     Args:
-        token: of the change that the operator has seen, from `read_head`; another one is not skipped.
+        token: of the change that the operator has seen, from `read_halted`; another one is not skipped.
 
     Raises:
         CommandRefusedError: the partition is not halted, or halted at another change.
@@ -145,36 +126,23 @@ def skip(wiring: Wiring, subscription: str | None, partition: int, *, token: str
     return _run(wiring, _skipping(token), subscription, partition)[0]
 
 
-def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
-    """
-    The change that `skip` would pass over.
-
-    Raises:
-        CommandRefusedError: the partition is not halted.
-    """
-    try:
-        wiring.reach()
-        _, (image,) = _choose(wiring.store, wiring.name, subscription, partition)
-    except PyMongoError as error:
-        raise translated(error, wiring.state_concern) from error
-    objection = _not_halted(image)
-    if objection or image.head is None:
-        raise CommandRefusedError(_sentence(image, objection or "does not know its change: retry it once"))
-    token = token_data(image.head["resumeToken"])
-    return Head(image.subscription, image.index, image.head["key"], token, int(image.committed), image.error)
-
-
 def _run(wiring: Wiring, command: _Command, subscription: str | None, partition: int | None) -> list[CommandResult]:
     served = {handler.name for handler in wiring.handlers}
     try:
         wiring.reach()
         store = wiring.store
-        generation, images = _choose(store, wiring.name, subscription, partition)
+        generations, images = choose(store, wiring.name, subscription, partition)
         if command.runs and subscription is not None and subscription not in served:
             raise CommandRefusedError(f"Subscription {subscription} {_UNSERVED}.")
-        unable = _unable_to_run(store, images, served) if command.runs else {}
+        unable = _unable_to_run(store, generations, images, served) if command.runs else {}
         results = [
-            _apply(store.partitions, command, generation, image, unable.get((image.subscription, image.index)))
+            _apply(
+                store.partitions,
+                command,
+                generations[image.subscription],
+                image,
+                unable.get((image.subscription, image.index)),
+            )
             for image in images
         ]
     except PyMongoError as error:
@@ -184,7 +152,9 @@ def _run(wiring: Wiring, command: _Command, subscription: str | None, partition:
     return results
 
 
-def _unable_to_run(store: Store, images: Sequence[Image], served: Collection[str]) -> dict[tuple[str, int], str]:
+def _unable_to_run(
+    store: Store, generations: Mapping[str, int], images: Sequence[Image], served: Collection[str]
+) -> dict[tuple[str, int], str]:
     """Partitions whose next change nothing here would run, and why."""
     lease = store.leases.read() or {}
     report = (lease.get("live") and lease.get("report")) or {}
@@ -197,9 +167,25 @@ def _unable_to_run(store: Store, images: Sequence[Image], served: Collection[str
             found[place] = _UNSERVED
         elif image.head is not None and place not in held:
             document = documents.get(image.subscription, {})
-            if is_out_of_reach(document, image.head["resumeToken"]):
+            generation = generations[image.subscription]
+            if is_out_of_reach(document, image.head["resumeToken"]) and not _is_kept(store, generation, image):
                 found[place] = _GONE
     return found
+
+
+def _is_kept(store: Store, generation: int, image: Image) -> bool:
+    """
+    Whether the change at which a partition halted is stored; then it is within the partition's mark afterwards.
+
+    The execution that halts stores its change without a mark, since a listener has it to read. Where that is over, the
+    mark lets the next one find it.
+    """
+    assert image.head is not None, "only a halted partition is asked about"
+    data = token_data(image.head["resumeToken"])
+    if image.spilled and image.spilled["to"] >= data:
+        return True
+    partition_id = store.partitions.partition_id(image.subscription, generation, image.index)
+    return data in store.spill.fetch(partition_id, [data]) and store.partitions.mark_head(image, generation)
 
 
 def _apply(
@@ -213,34 +199,35 @@ def _apply(
                 image.index,
                 state_of(image),
                 "unchanged" if image.state == command.goal else "unfit",
-                _sentence(image, objection),
+                sentence_on(image, objection),
             )
         if command.write(partitions, image, generation):
             return CommandResult(image.subscription, image.index, command.after, "done")
         image = _again(partitions, image, generation)
-    reason = _sentence(image, f"kept changing while it was to {command.name}; look at status, then repeat the command")
+    reason = sentence_on(
+        image, f"kept changing while it was to {command.name}; look at status, then repeat the command"
+    )
     return CommandResult(image.subscription, image.index, state_of(image), "refused", reason)
 
 
 def _again(partitions: Partitions, image: Image, generation: int) -> Image:
     found = partitions.look([partitions.partition_id(image.subscription, generation, image.index)])
     if not found:
-        raise CommandRefusedError(_sentence(image, "is gone: the partition layout has changed; repeat the command"))
+        raise CommandRefusedError(sentence_on(image, "is gone: the partition layout has changed; repeat the command"))
     return found[0]
 
 
-def _choose(
+def choose(
     store: Store,
     bridge: str,
     subscription: str | None,
     partition: int | None,
-) -> tuple[int, Sequence[Image]]:
-    """Generation and images of the partitions that a command names."""
-    lease = store.leases.read()
-    layout = layout_of(lease) if lease else None
-    if layout is None:
+) -> tuple[Mapping[str, int], Sequence[Image]]:
+    """Images of the partitions that a command names, and the generations of their subscriptions."""
+    layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
+    if not layouts:
         raise CommandRefusedError(f"Bridge {bridge} has never been led: start a listener first.")
-    names = [name_in(document) for document in store.subscriptions.read_all()]
+    names = list(layouts)
     if subscription is not None and subscription not in names:
         raise CommandRefusedError(
             f"Bridge {bridge} has no subscription {subscription!r}{nearest(subscription, names)}; "
@@ -249,18 +236,20 @@ def _choose(
     if partition is not None and subscription is None and len(names) != 1:
         raise CommandRefusedError(f"Name the subscription of partition {partition}: one of {', '.join(names)}.")
     chosen = [subscription] if subscription is not None else names
-    images = store.partitions.of(chosen, layout.generation) if chosen else []
+    generations = {name: layouts[name].generation for name in chosen}
+    images = store.partitions.of(generations)
     if partition is not None:
         images = [image for image in images if image.index == partition]
         if not images:
             raise CommandRefusedError(
                 f"Subscription {chosen[0]} has no partition {partition}: its partitions are 0 to "
-                f"{layout.partitions - 1}.",
+                f"{layouts[chosen[0]].partitions - 1}.",
             )
-    return layout.generation, sorted(images, key=lambda image: (image.subscription, image.index))
+    return generations, sorted(images, key=lambda image: (image.subscription, image.index))
 
 
-def _sentence(image: Image, text: str) -> str:
+def sentence_on(image: Image, text: str) -> str:
+    """What is said of a partition."""
     return f"Partition {image.index} of {image.subscription} {text}."
 
 
@@ -291,22 +280,27 @@ def _not_retriable(image: Image) -> str | None:
     return "has nothing to retry: it is neither halted nor parked"
 
 
-def _not_halted(image: Image) -> str | None:
+def not_halted(image: Image) -> str | None:
+    """Why the change of a partition cannot be skipped; None when it can."""
     if image.state == "halted":
         return None
+    if image.state == MOVING:
+        return _MOVING
     return f"is {state_of(image)}, not halted: only the change at which a partition halted can be skipped"
 
 
 def _standing(image: Image) -> str:
     if image.state == "halted":
         return "is halted at a change that failed: retry or skip it"
+    if image.state == MOVING:
+        return _MOVING
     return f"is {image.state}: the partition layout has changed; repeat the command"
 
 
-def _skipping(token: str) -> _Command:
+def _skipping(token: str | None) -> _Command:
     def objection(image: Image) -> str | None:
         if image.state == "halted" and (image.head is None or token_data(image.head["resumeToken"]) != token):
             return "has halted at another change meanwhile: look at it, then repeat the command"
-        return _not_halted(image)
+        return not_halted(image)
 
     return _Command("skip", None, objection, Partitions.skip, "flowing")

@@ -15,15 +15,16 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS, remedy
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
+from mongo_celery.bridge.operations.spill_check import judge_storing
 from mongo_celery.bridge.operations.status import place_in
-from mongo_celery.bridge.state.leases import layout_of
+from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import Image, state_of
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
 from mongo_celery.mongo.opening import ANSWER_SECONDS, translated
-from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_fill, read_oplog
+from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_bytes, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Code, Concern
 
@@ -36,7 +37,8 @@ OPLOG_HOURS_MIN = 24
 """Below this reach of a full oplog a listener that is away for a night loses history."""
 
 _STANDING = ("halted", "paused", "waiting", "parked")
-_STATE_COLLECTIONS = ("leases", "subscriptions", "partitions", "dead_letters")
+# A new layout copies stored changes by an aggregation with $merge, which asks for no more than find, insert and update.
+_STATE_COLLECTIONS = ("leases", "subscriptions", "partitions", "dead_letters", "spill")
 _WANTS_IMAGES = ("whenAvailable", "required")
 _SERVER_DATABASES = frozenset({"admin", "config", "local"})
 
@@ -219,6 +221,10 @@ def _check_oplog(client: Client, wiring: Wiring) -> Iterator[Finding]:
     yield ok("oplog_rights", "The oplog can be read.")
     fill = _oplog_fill(client)
     yield _judge_window(oplog, fill)
+    rate = (lease.get("live") and (lease.get("report") or {}).get("spillBytesPerSecond")) or 0
+    size = oplog_bytes(client) if rate > 0 else None
+    if size:
+        yield judge_storing(rate, size)
     yield from judge_histories(_histories(wiring, lease), oplog, rolls=oplog.removes(fill))
 
 
@@ -238,7 +244,7 @@ def _judge_window(oplog: Oplog, fill: float | None) -> Finding:
         return ok("oplog_window", f"{text}, to the beginning of this cluster; {fill:.0%} of it are in use.")
     return warning(
         "oplog_window",
-        f"{text} only: if the listener is away for longer, or a partition stands still, changes are lost. Enlarge it "
+        f"{text} only: if the listener is away for longer, changes are lost. Enlarge it "
         "with replSetResizeOplog, or set minRetentionHours.",
     )
 
@@ -246,11 +252,11 @@ def _judge_window(oplog: Oplog, fill: float | None) -> Finding:
 def _histories(wiring: Wiring, lease: Mapping[str, Any]) -> list[History]:
     """Where the registered subscriptions stand, as far as they have been led with."""
     registered = {handler.name for handler in wiring.handlers}
-    layout = layout_of(lease)
     try:
         documents = {name_in(document): document for document in wiring.store.subscriptions.read_all()}
         names = sorted(registered & documents.keys())
-        images = wiring.store.partitions.of(names, layout.generation) if layout and names else []
+        layouts = layouts_in_force(lease, [documents[name] for name in names])
+        images = wiring.store.partitions.of({name: layout.generation for name, layout in layouts.items()})
     except OperationFailure:
         return []  # no right to read the state; a finding of its own says so
     reported = {risk["subscription"]: risk for risk in (lease.get("report") or {}).get("atRisk", ())}
@@ -289,8 +295,8 @@ def judge_histories(histories: Sequence[History], oplog: Oplog, *, rolls: bool) 
             yield (error if share >= SERIOUS else warning)(
                 "history_at_risk",
                 f"{share:.0%} of the oplog's window lie behind handler {history.name}, which stands at "
-                f"{history.place.as_datetime().isoformat()}; from 100% on changes are lost, but for what a running "
-                f"listener has buffered. {_sentence_on(history)}.",
+                f"{history.place.as_datetime().isoformat()}; from 100% on changes are lost, but for what is "
+                f"stored, or a running listener has buffered. {_sentence_on(history)}.",
             )
     if well:
         yield ok("history", "The oplog reaches back to where each handler stands.")

@@ -7,6 +7,9 @@ from typing import Literal
 
 Level = Literal["ok", "warning", "error"]
 
+NEAR, SERIOUS = 0.75, 0.9
+"""Shares of a bound from which on it is said, and from which on it is an error."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

@@ -1,6 +1,8 @@
 """
 An operator's decision on lost history: one subscription goes on, and what it has not read is given up.
 
+What was read is not: it is stored, and runs whatever became of the oplog.
+
 The command records the decision; the listener acts on it within seconds, or the next one when it begins. So a place is
 moved by one hand only, and the oldest entry is looked up when it is used.
 """
@@ -15,6 +17,8 @@ from bson import Timestamp
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import nearest
+from mongo_celery.bridge.state.leases import layouts_in_force
+from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import translated
@@ -33,6 +37,7 @@ class LostPlace:
         at: its place: what came behind it is owed.
         oldest: the oldest entry of the oplog when it was noticed; None where the oplog cannot be read.
         decided: `oldest` or `now` where somebody has decided already, and no listener has acted on it yet.
+        stored: partitions of which something is stored: that runs, whatever is decided.
         seen: the record as it was read; only this one is decided.
     """
 
@@ -41,6 +46,7 @@ class LostPlace:
     oldest: Timestamp | None
     error: str
     decided: str | None
+    stored: tuple[int, ...]
     seen: Mapping[str, Any] = field(repr=False)
 
 
@@ -56,6 +62,7 @@ def read_lost(wiring: Wiring, subscription: str) -> LostPlace:
     try:
         wiring.reach()
         documents = {name_in(document): document for document in wiring.store.subscriptions.read_all()}
+        stored = _stored(wiring.store, subscription) if subscription in documents else ()
     except PyMongoError as error:
         raise translated(error, wiring.state_concern) from error
     if subscription not in documents:
@@ -69,12 +76,18 @@ def read_lost(wiring: Wiring, subscription: str) -> LostPlace:
             f"Subscription {subscription} has not lost its history, as far as a listener has seen: nothing to decide.",
         )
     decided = (lost.get("goOn") or {}).get("policy")
-    return LostPlace(subscription, lost["at"], lost.get("oldest"), str(lost.get("error")), decided, lost)
+    return LostPlace(subscription, lost["at"], lost.get("oldest"), str(lost.get("error")), decided, stored, lost)
+
+
+def _stored(store: Store, subscription: str) -> tuple[int, ...]:
+    layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
+    images = store.partitions.of({subscription: layouts[subscription].generation}) if subscription in layouts else []
+    return tuple(sorted(image.index for image in images if image.spilled))
 
 
 def go_on(wiring: Wiring, lost: LostPlace, policy: str) -> None:
     """
-    Decide that a subscription goes on; what lies between its place and there will not be handled.
+    Decide that a subscription goes on; what lies between its place and there, and is not stored, will not be handled.
 
     Afterwards the decision is stored, and a listener acts on it once one leads. What partitions have committed, and
     where they are halted or paused, stays.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
+from mongo_celery.bridge.operations.spill_check import check_marks, judge_spill
 from mongo_celery.bridge.operations.status import read_status
 
 if TYPE_CHECKING:
@@ -17,7 +18,10 @@ _LONG_SECONDS = 3600
 
 def check_state(wiring: Wiring) -> Iterator[Finding]:
     """Read the bridge's state, and judge it."""
-    return judge_state(read_status(wiring))
+    status = read_status(wiring)
+    yield from judge_state(status)
+    yield from judge_spill(status)
+    yield from check_marks(wiring)
 
 
 def judge_state(status: Mapping[str, Any]) -> Iterator[Finding]:
@@ -67,8 +71,11 @@ def _standing(status: Mapping[str, Any]) -> Iterator[Finding]:
         key = (each["head"] or {}).get("key") or "a change"
         reason = (each["retry"] or {}).get("error") or "no error is recorded"
         cure = f"Cure the cause, then `changes retry {where}`, or pass over this change with `changes skip {where}`."
-        if each["subscription"] in lost:
-            cure = f"Its history is lost, so it cannot run any more: repair by hand, then `changes skip {where}`."
+        if each["subscription"] in lost and not _is_stored(each):
+            cure = (
+                f"Its history is lost: unless `changes head {each['subscription']} {each['index']}` has its bytes, it "
+                f"cannot run any more: repair by hand, then `changes skip {where}`."
+            )
         yield error("halted", f"Partition {each['index']} of {each['subscription']} stands at {key}: {reason}. {cure}")
     if len(halted) > _SHOWN:
         yield error("halted", f"{len(halted) - _SHOWN} more partitions are halted; `changes status` shows them.")
@@ -80,6 +87,11 @@ def _standing(status: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _parked(late)
     if not halted and not paused and not waiting and not late:
         yield ok("partitions", "None is halted or paused, waits for infrastructure, or is parked for long.")
+
+
+def _is_stored(halted: Mapping[str, Any]) -> bool:
+    """Whether the change at which a partition halted is within its mark, so that it can run again."""
+    return bool(halted["spilled"] and halted["head"] and halted["head"]["token"] <= halted["spilled"]["to"])
 
 
 def _parked(partitions: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ only while that listener's lease is live.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,13 @@ from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import token_data
+from mongo_celery.bridge.operations.amounts import Place, StoredAmounts, counted, reported
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.candidates import is_of_this_term
-from mongo_celery.bridge.state.leases import layout_of
-from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.subscriptions import lost_in, name_in
+from mongo_celery.bridge.state.leases import layouts_in_force
+from mongo_celery.bridge.state.partitions import MOVING, Image, state_of
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import Layout, lost_in, name_in
 from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, oplog_or_none, time_of_token
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 _READ_SECONDS = 10.0
 _FAILURES = {"failed", "history_lost"}
-_WORST_FIRST = ("halted", "paused", "waiting", "parked", "flowing")
+_WORST_FIRST = ("halted", "paused", "waiting", "parked", MOVING, "flowing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,14 @@ class Facts:
         registered: names of the subscriptions that this process's app has handlers for.
         lease: the lease with its verdict `live`, or None before the first start.
         subscriptions: all stored ones, registered or not.
-        images: the partitions of the layout in force.
+        images: the partitions of the layouts in force.
         dead_letters: number of dead letters by subscription.
         now: the cluster's latest operation time.
         oplog: how far it reaches back; None where that cannot be seen.
         oplog_rolls: whether its oldest entries are being removed, so that who stands too far back loses history.
+        stored: how much is stored of what stands still.
+        layouts: those in force, by subscription.
+        groups: of the registered subscriptions, by name.
     """
 
     options: BridgeOptions
@@ -60,6 +65,9 @@ class Facts:
     now: Timestamp
     oplog: Oplog | None
     oplog_rolls: bool = False
+    stored: StoredAmounts = field(default_factory=StoredAmounts)
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    groups: Mapping[str, str | None] = field(default_factory=dict)
 
 
 def read_status(wiring: Wiring) -> dict[str, Any]:
@@ -81,17 +89,31 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `dropped_by_workers`: how many messages workers have dropped since the bridge exists, by reason.
     - `rejected_by_broker`: some of the messages that the broker rejects while it takes others, of
       `rejected_by_broker_count` in all: their partition, the change, its bytes, the broker's reason and since when.
+    - `not_stored`: the same of changes that are too large for a message and that MongoDB does not store, of
+      `not_stored_count` in all.
     - `locked`: some of the partitions that this term could not win yet, because an open transaction has locked them.
     - `caught_up`: the listener has read to the end of the stream within the last seconds, and nothing stands.
       `standing` counts the partitions whose next change waits for a person or for its retry time.
     - `unread_seconds`: for how long no read of the stream has succeeded; 0 while one does every few seconds, None
       without a report. `reading_waits` is why: a full buffer, or the stream's last error; `reopenings` counts those of
       this term.
-    - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `flowing`), or
-      `new` (registered, but no listener has led with it yet), or `unregistered`; `history_lost` where the oplog
-      no longer holds its place: then `lost` says since when and where, and what was `decided`.
+    - `spill`: how much is stored of changes that stand still, beside the bound (`limit`): its `share`,
+      `bytes_per_second` by which it grows, `lasts_seconds` until the bound at that rate, and `waits`, why something is
+      not stored that should be. The figures are those of the listener's report. Where nobody has reported, the marked
+      partitions are counted for some seconds; `uncounted` says how many it took too long for, and then `count`, `bytes`
+      and what follows from them are None.
+    - a partition's `spilled`: `count` and `bytes` of what is stored (None where that is not known: the report names the
+      largest), `since` when, `age_seconds`, for what `reason`, `to`, the token of the last one, and whether it is
+      `missing`, as the listener finds; None where nothing is. A subscription's has how many `partitions` are so, and
+      their sums.
+    - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `moving`,
+      `flowing`), or `new` (registered, but no listener has led with it yet), or `unregistered`; `history_lost` where
+      the oplog no longer holds its place: then `lost` says since when and where, and what was `decided`.
+    - a subscription's `generation` and `partitions` are those of its layout in force; None where it is `new`.
+    - a subscription's `new_layout`: while one is being prepared, how many `partitions` it will have, since when, and
+      what it `waits` for.
     - a subscription's `oplog_share`: which share of the oplog's window lies behind it; None while the oplog removes
-      nothing, or cannot be read. From 1 on, what no listener has buffered is lost.
+      nothing, or cannot be read. From 1 on, what was not read is lost.
 
     Raises:
         ServerUnavailableError: MongoDB did not answer.
@@ -109,29 +131,41 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
     options = wiring.options
     store = wiring.store
     lease = store.leases.read()
-    layout = layout_of(lease) if lease else None
     subscriptions = store.subscriptions.read_all()
-    names = [name_in(document) for document in subscriptions]
-    images = store.partitions.of(names, layout.generation) if layout and names else []
+    layouts = layouts_in_force(lease, subscriptions)
+    images = store.partitions.of({name: layout.generation for name, layout in layouts.items()})
     oplog = oplog_or_none(client)
     return Facts(
         options=options,
         registered=tuple(handler.name for handler in wiring.handlers),
+        groups={handler.name: handler.group for handler in wiring.handlers},
         lease=lease,
         subscriptions=subscriptions,
         images=images,
+        layouts=layouts,
         dead_letters=store.dead_letters.count(),
         now=operation_time(client),
         oplog=oplog,
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
+        stored=reported(_report(lease or {})) or counted(store.spill, _marked(store, layouts, images)),
     )
+
+
+def _marked(store: Store, layouts: Mapping[str, Layout], images: Sequence[Image]) -> dict[Place, str]:
+    """The partitions of which something is stored, with their `_id`s."""
+    found = {}
+    for image in images:
+        if image.spilled:
+            place = name, index = image.subscription, image.index
+            found[place] = store.partitions.partition_id(name, layouts[name].generation, index)
+    return found
 
 
 def shape(facts: Facts) -> dict[str, Any]:
     """The status from facts."""
     lease = facts.lease or {}
-    live = bool(lease.get("live")) and lease.get("listenerId") is not None
-    report = (live and lease.get("report")) or {}  # of the term that leads: an acquisition clears its predecessor's
+    live = _is_led(lease)
+    report = _report(lease)
     subscriptions = _subscriptions(facts, report)
     lags = [each["lag_seconds"] for each in subscriptions if each["state"] != "unregistered"]
     under_way = sum(image.live or image.handled is not None for image in facts.images)
@@ -154,20 +188,31 @@ def shape(facts: Facts) -> dict[str, Any]:
         "broker_down": report.get("brokerDown", False),
         "rejected_by_broker": [{**each, "since": _iso(each["since"])} for each in report.get("rejected", ())],
         "rejected_by_broker_count": report.get("rejectedCount", 0),
+        "not_stored": [{**each, "since": _iso(each["since"])} for each in report.get("notStored", ())],
+        "not_stored_count": report.get("notStoredCount", 0),
         "dropped_by_workers": {reason: int(count) for reason, count in (lease.get("dropped") or {}).items()},
         "locked": list(report.get("locked", ())),
         "unread_seconds": _unread(lease, report),
         "reading_waits": report.get("readingWaits"),
         "reopenings": report.get("reopenings"),
+        "spill": facts.stored.beside(report.get("spillLimit", facts.options.spill_bytes)),
         "dead_letters": sum(facts.dead_letters.values()),
         "gaps": [_gap(gap) for gap in lease.get("gaps", ())],
-        "generation": lease.get("generation", 0),
         "subscriptions": subscriptions,
         "partitions": [
-            _partition(image, facts.options)
+            _partition(image, facts)
             for image in sorted(facts.images, key=lambda image: (image.subscription, image.index))
         ],
     }
+
+
+def _is_led(lease: Mapping[str, Any]) -> bool:
+    return bool(lease.get("live")) and lease.get("listenerId") is not None
+
+
+def _report(lease: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the term that leads: an acquisition clears its predecessor's."""
+    return (_is_led(lease) and lease.get("report")) or {}
 
 
 def _unread(lease: Mapping[str, Any], report: Mapping[str, Any]) -> int | None:
@@ -202,10 +247,12 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
     documents = {name_in(document): document for document in facts.subscriptions}
     idle = bool(report.get("caughtUp")) and not report.get("buffered") and not report.get("outstanding")
     version = (facts.lease or {}).get("version")
+    moving = {each["subscription"]: each for each in report.get("moving", ())}
     shaped = []
     for name in sorted({*documents, *facts.registered}):
         document = documents.get(name, {})
         images = [image for image in facts.images if image.subscription == name]
+        layout = facts.layouts.get(name)
         # A report speaks for the subscriptions of its own term; an epoch shows which these are.
         lost = lost_in(document)
         done = idle and name in facts.registered and document.get("epoch") == version and not lost
@@ -214,10 +261,14 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
             {
                 "name": name,
                 "state": _subscription_state(facts, name, document, images),
+                "generation": int(layout.generation) if layout else None,
+                "partitions": layout.partitions if layout else None,
+                "new_layout": _new_layout(moving[name]) if name in moving else None,
                 "watermark": _data(document.get("resumeToken")),
                 "watermark_at": _iso(document.get("clusterTime")),
                 "lag_seconds": lag,
                 "oplog_share": _share(facts, place_in(document)),
+                "spilled": facts.stored.sum((name, image.index) for image in images if image.spilled),
                 "dead_letters": facts.dead_letters.get(name, 0),
                 "lost": _lost(lost) if lost else None,
                 "gaps": [_gap(gap) for gap in document.get("gaps", ())],
@@ -254,6 +305,10 @@ def _share(facts: Facts, place: Timestamp | None) -> float | None:
     return round(facts.oplog.share_behind(place), 3)
 
 
+def _new_layout(moving: Mapping[str, Any]) -> dict[str, Any]:
+    return {"partitions": moving["partitions"], "since": _iso(moving["since"]), "waits": moving["waits"]}
+
+
 def _lost(lost: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "since": _iso(lost.get("since")),
@@ -264,11 +319,11 @@ def _lost(lost: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _partition(image: Image, options: BridgeOptions) -> dict[str, Any]:
+def _partition(image: Image, facts: Facts) -> dict[str, Any]:
     return {
         "subscription": image.subscription,
         "index": image.index,
-        "queue": options.queue_of(image.index),
+        "queue": facts.options.queue_of(image.index, facts.groups.get(image.subscription)),
         "state": state_of(image),
         "committed": int(image.committed),
         "token": image.data or None,
@@ -279,6 +334,7 @@ def _partition(image: Image, options: BridgeOptions) -> dict[str, Any]:
         "retry": _retry(image),
         "waiting": _waiting(image),
         "head": _head(image),
+        "spilled": _spilled(image, facts),
     }
 
 
@@ -321,6 +377,20 @@ def _head(image: Image) -> dict[str, Any] | None:
     if image.head is None:
         return None
     return {"token": token_data(image.head["resumeToken"]), "key": image.head["key"]}
+
+
+def _spilled(image: Image, facts: Facts) -> dict[str, Any] | None:
+    if image.spilled is None:
+        return None
+    since = _iso(image.spilled["since"])
+    assert since is not None, "a mark has its time from the server"
+    return {
+        **facts.stored.of((image.subscription, image.index)),
+        "since": since,
+        "age_seconds": max(facts.now.time - int(datetime.fromisoformat(since).timestamp()), 0),
+        "reason": image.spilled["reason"],
+        "to": image.spilled["to"],
+    }
 
 
 def _gap(gap: Mapping[str, Any]) -> dict[str, Any]:

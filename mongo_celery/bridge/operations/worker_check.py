@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.operations.broker_check import BROKER_SECONDS
@@ -30,13 +30,20 @@ def check_workers(wiring: Wiring) -> Iterator[Finding]:
     except Exception as failure:  # noqa: BLE001 - every transport raises its own; some have no remote control
         yield warning("workers", f"They cannot be asked over this broker: {short(failure)}")
         return
-    needed = [*(handler.task_name for handler in wiring.handlers), COMMIT_TASK]
-    yield from judge_workers(wiring.options.queue_names, needed, queues, tasks)
+    yield from judge_workers(_needed(wiring), queues, tasks)
+
+
+def _needed(wiring: Wiring) -> dict[str, list[str]]:
+    """The tasks that are sent to each queue of the bridge."""
+    return {
+        queue: [*(handler.task_name for handler in wiring.handlers if handler.group == group), COMMIT_TASK]
+        for group in wiring.groups
+        for queue in wiring.options.queues_of(group)
+    }
 
 
 def judge_workers(
-    queue_names: Sequence[str],
-    needed: Sequence[str],
+    needed: Mapping[str, Collection[str]],
     active_queues: Mapping[str, Iterable[Mapping[str, Any]]],
     registered: Mapping[str, Iterable[str]],
 ) -> Iterator[Finding]:
@@ -44,8 +51,7 @@ def judge_workers(
     Findings from what workers answered.
 
     Args:
-        queue_names: of the bridge.
-        needed: names of the tasks that the bridge sends.
+        needed: by queue of the bridge, names of the tasks that it sends there.
         active_queues: by worker, as Celery's `inspect` gives them.
         registered: task names by worker, perhaps followed by their options in brackets.
     """
@@ -57,13 +63,13 @@ def judge_workers(
         )
         return
     consumed = {worker: {str(queue["name"]) for queue in queues} for worker, queues in active_queues.items()}
-    concerned = sorted(worker for worker, names in consumed.items() if names & set(queue_names))
+    concerned = {worker: names & needed.keys() for worker, names in sorted(consumed.items()) if names & needed.keys()}
     yield ok("workers", f"{len(concerned)} of {len(active_queues)} that answered consume this bridge's queues.")
-    yield from _missing_consumers(queue_names, consumed)
+    yield from _missing_consumers(needed, consumed)
     yield from _missing_tasks(concerned, needed, registered)
 
 
-def _missing_consumers(queue_names: Sequence[str], consumed: Mapping[str, set[str]]) -> Iterator[Finding]:
+def _missing_consumers(queue_names: Iterable[str], consumed: Mapping[str, set[str]]) -> Iterator[Finding]:
     everything = set().union(*consumed.values())
     alone = [name for name in queue_names if name not in everything]
     if not alone:
@@ -79,16 +85,16 @@ def _missing_consumers(queue_names: Sequence[str], consumed: Mapping[str, set[st
 
 
 def _missing_tasks(
-    concerned: Sequence[str],
-    needed: Sequence[str],
+    concerned: Mapping[str, Collection[str]],
+    needed: Mapping[str, Collection[str]],
     registered: Mapping[str, Iterable[str]],
 ) -> Iterator[Finding]:
     complete = True
-    for worker in concerned:
+    for worker, queues in concerned.items():
         if worker not in registered:
             continue  # it answered only the other question
         known = {text.partition(" [")[0] for text in registered[worker]}
-        lacking = [name for name in needed if name not in known]
+        lacking = sorted({name for queue in queues for name in needed[queue]} - known)
         if lacking:
             complete = False
             yield error(

@@ -32,7 +32,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +44,7 @@ from pymongo.errors import DuplicateKeyError, PyMongoError
 
 from mongo_celery.bridge.state.candidates import Definitions, died, ended, is_overtaken, named, served, stands_back
 from mongo_celery.bridge.state.signing import EXCHANGE, installation_kept, new_key
+from mongo_celery.bridge.state.subscriptions import Layout, layout_in, name_in
 from mongo_celery.mongo.expressions import SHIFT, after, literal, millis, next_number
 from mongo_celery.mongo.oplog import last_operation_time
 from mongo_celery.mongo.table import Table, call_timeout
@@ -51,6 +52,7 @@ from mongo_celery.mongo.table import Table, call_timeout
 _TRUST = 0.9
 """Share of the ttl for which the holder trusts its lease; the rest is margin for clocks that drift."""
 
+_HANDED_OVER = "in the documents of the subscriptions"
 _UNANSWERED_MAX = 1000
 _UNANSWERED_SECONDS = 60.0
 
@@ -71,15 +73,6 @@ class Term:
     version: int
     trusted_until: float
     document: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How changes are spread: stored with the lease, changed only as a whole."""
-
-    generation: int
-    partitions: int
-    keys: Mapping[str, str]
 
 
 class Leases:
@@ -110,7 +103,7 @@ class Leases:
             "startAtOperationTime": None,
             "generation": 0,
             "partitions": None,
-            "keys": {},
+            "keys": _HANDED_OVER,
             "signingKey": new_key(),
             "renewedAt": None,
             "state": "idle",
@@ -274,9 +267,17 @@ class Leases:
             document = self._table.find_one(guard, {"startAtOperationTime": 1})
         return None if document is None else document["startAtOperationTime"]
 
-    def set_layout(self, term: Term, layout: Layout) -> bool:
-        """Flip to a layout in one write; False when the term has ended."""
-        change = {"generation": layout.generation, "partitions": layout.partitions, "keys": dict(layout.keys)}
+    def hand_over_layouts(self, term: Term, partitions: int) -> bool:
+        """
+        Record that layouts are kept with the subscriptions; False when the term has ended.
+
+        A listener of a version that kept one here would create partitions beside those in force, and do again what is
+        done. It ends where it finds no keys, before it has written anything.
+
+        Args:
+            partitions: what this term's options ask for, for people.
+        """
+        change = {"partitions": partitions, "keys": _HANDED_OVER}
         return self._table.update(self._mine(term), {"$set": change})
 
     def record_position(
@@ -363,8 +364,21 @@ def has_begun(document: Mapping[str, Any] | None) -> bool:
     return document is not None and (document.get("startAtOperationTime") or document.get("partitions")) is not None
 
 
-def layout_of(document: Mapping[str, Any]) -> Layout | None:
-    """The layout in a lease document; None before the first one was stored."""
-    if document.get("partitions") is None:
-        return None
-    return Layout(document["generation"], document["partitions"], document["keys"])
+def layouts_of(document: Mapping[str, Any]) -> dict[str, Layout]:
+    """By subscription, the layout that an earlier version kept in the lease; empty once it was handed over."""
+    keys = document.get("keys")
+    if document.get("partitions") is None or not isinstance(keys, Mapping):
+        return {}
+    return {name: Layout(document["generation"], document["partitions"], key) for name, key in keys.items()}
+
+
+def layouts_in_force(lease: Mapping[str, Any] | None, documents: Iterable[Mapping[str, Any]]) -> dict[str, Layout]:
+    """The layouts of stored subscriptions by name, also where a listener of an earlier version was the last to lead."""
+    inherited = layouts_of(lease or {})
+    found = {name_in(document): layout_in(document) or inherited.get(name_in(document)) for document in documents}
+    return {name: layout for name, layout in found.items() if layout is not None}
+
+
+def is_handed_over(document: Mapping[str, Any], partitions: int) -> bool:
+    """Whether the lease says that layouts are kept with the subscriptions, and names these options."""
+    return document.get("keys") == _HANDED_OVER and document.get("partitions") == partitions

@@ -22,13 +22,20 @@ from typing import Any
 
 from bson.int64 import Int64
 from pymongo import InsertOne
+from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
+from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.state.claims import CHARGE, COMMIT
+from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import literal, next_number, remaining
-from mongo_celery.mongo.locked import update_around_locks, update_unlocked
+from mongo_celery.mongo.locked import is_lock, update_around_locks, update_one_around_lock, update_unlocked
 from mongo_celery.mongo.table import Table, call_timeout
 
+MOVING = "moving"
+"""The state of a partition that is closed, because a new layout of its subscription is being prepared."""
+
+_CLOSABLE = ("flowing", "halted", "paused")
 _WINNING_SECONDS = 0.25  # the leading thread has other things to do
 _DEFAULTS: dict[str, Any] = {
     "epoch": Int64(0),
@@ -41,6 +48,9 @@ _DEFAULTS: dict[str, Any] = {
     "single": None,
     "head": None,
     "state": "flowing",
+    "was": None,
+    "spilled": None,
+    "stood": None,
 }
 
 _TRACES = ("resumeToken", "claim", "handled", "retry", "single", "head")
@@ -64,6 +74,11 @@ class Image:
         live: whether a claim stands and has not lapsed.
         due_in: seconds until a parked change may run; 0 or less when it may.
         ahead: seconds by which a claim's expiry exceeds its own ttl; positive only after a clock fault.
+        spilled: `to`, `since`, `reason`: up to where changes of this partition are stored, and not all committed; None
+            where none are.
+        stood: comparable part of the token of a copied head whose carried state was put in force.
+        retry: what is counted of the first change, as it is stored.
+        was: the state in which it was closed for a new layout.
         waiting: since when (`since`), why (`cause`) and how often (`count`) the first change has waited for
             infrastructure; None after any other outcome.
     """
@@ -87,6 +102,10 @@ class Image:
     single: int
     head: Mapping[str, Any] | None
     waiting: Mapping[str, Any] | None = None
+    spilled: Mapping[str, Any] | None = None
+    stood: str | None = None
+    retry: Mapping[str, Any] | None = None
+    was: str | None = None
 
     @property
     def parked(self) -> bool:
@@ -108,24 +127,28 @@ class Partitions:
     def prepare(
         self,
         positions: Mapping[str, Mapping[str, Any] | None],
-        generation: int,
-        count: int,
+        layouts: Mapping[str, Layout],
         version: int,
+        inherited: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """
-        Create the partitions of some subscriptions that are missing, positioned at each one's token.
+        Create the partitions of some subscriptions that are missing in their layouts, positioned at each one's token.
 
         Their fences count from the lease's version, which is above all that was ever given. Their epoch is that
         version too: so it shows whose they are, and a later term knows what an older one has left. The number of
         calls does not depend on that of subscriptions.
+
+        Args:
+            inherited: fields that partitions have from an older layout, by `_id`.
         """
         if not positions:
             return
-        present = {doc["_id"] for doc in self._table.find(self._scope(positions, generation), {"_id": 1})}
+        generations = {name: layouts[name].generation for name in positions}
+        present = {doc["_id"] for doc in self._table.find(self._scope(generations), {"_id": 1})}
         wanted = {
-            self.partition_id(name, generation, index): token
+            self.partition_id(name, generations[name], index): token
             for name, token in positions.items()
-            for index in range(count)
+            for index in range(layouts[name].partitions)
         }
         self._table.write_all(
             [
@@ -136,6 +159,7 @@ class Partitions:
                         "epoch": Int64(version),
                         "fence": Int64(version),
                         "resumeToken": dict(token) if token else None,
+                        **(inherited or {}).get(partition_id, {}),
                     }
                 )
                 for partition_id, token in wanted.items()
@@ -143,28 +167,22 @@ class Partitions:
             ]
         )
 
-    def discard(self, subscriptions: Iterable[str], generation: int, version: int) -> None:
-        """
-        Remove partitions of a generation that never became valid, before they are prepared again.
-
-        What a later term has prepared stays: there the generation may be in force, and at work.
-        """
-        self._table.delete_all({**self._scope(subscriptions, generation), "epoch": {"$lte": version}})
-
-    def take_over(self, subscriptions: Iterable[str], generation: int, version: int) -> list[Image]:
+    def take_over(self, generations: Mapping[str, int], version: int) -> list[Image]:
         """
         Close the partitions of some subscriptions to all older terms, and commit what is handled.
 
         The number of calls does not depend on that of partitions, unless some are locked by open transactions.
 
+        Args:
+            generations: by subscription, that of its layout in force.
+
         Returns:
             Their images afterwards. One whose epoch is larger than `version` was not won, one whose epoch is smaller
             is locked; see `win`.
         """
-        names = list(subscriptions)
-        if not names:
+        if not generations:
             return []
-        scope = self._scope(names, generation)
+        scope = self._scope(generations)
         update_around_locks(self._table, scope, _older(version), _winning(version))
         return self._images(scope)
 
@@ -179,18 +197,19 @@ class Partitions:
         update_unlocked(self._table, locked, _older(version), _winning(version), seconds=_WINNING_SECONDS)
         return self.look(locked)
 
-    def look(self, ids: Iterable[str]) -> list[Image]:
-        """Some partitions, by `_id`."""
-        return self._images({"_id": {"$in": list(ids)}})
+    def look(self, ids: Iterable[str], session: ClientSession | None = None) -> list[Image]:
+        """Some partitions, by `_id`; in a causally consistent session, what is read later is no older."""
+        return self._images({"_id": {"$in": list(ids)}}, session)
 
-    def of(self, subscriptions: Iterable[str], generation: int) -> list[Image]:
-        """All partitions of some subscriptions in a generation."""
-        return self._images(self._scope(subscriptions, generation))
+    def of(self, generations: Mapping[str, int], session: ClientSession | None = None) -> list[Image]:
+        """All partitions of some subscriptions, by name in these generations."""
+        return self._images(self._scope(generations), session) if generations else []
 
     def are_touched(self, subscription: str) -> bool:
         """Whether anything has ever been claimed, decided or stored in a subscription's partitions, of any layout."""
         marks: list[dict[str, Any]] = [{name: {"$ne": None}} for name in _TRACES]
-        traces = [{"committed": {"$gt": 0}}, {"state": {"$nin": ["flowing", "closed"]}}, *marks]
+        states: dict[str, Any] = {"state": {"$nin": ["flowing", "closed", MOVING]}, "was": {"$nin": [None, "flowing"]}}
+        traces = [{"committed": {"$gt": 0}}, *({name: found} for name, found in states.items()), *marks]
         found = self._table.find_one({**_under(f"{self._bridge}/{subscription}/"), "$or": traces}, {"_id": 1})
         return found is not None
 
@@ -210,18 +229,107 @@ class Partitions:
         guard = {"_id": partition_id, "fence": fence, "claim.until": until, "handled": None}
         return self._table.update(guard, [{"$set": change}])
 
-    def close_others(self, generation: int, version: int) -> None:
+    def mark_spilled(
+        self, partition_id: str, version: int, to: str, reason: str, session: ClientSession | None = None
+    ) -> bool:
         """
-        Shut every generation but this one, of all subscriptions: no version can claim there any more.
+        Record that changes are stored up to a place; it only grows. Repeating it is harmless.
 
-        Also those of subscriptions that have no handler now, and what a crash has left open. What an open transaction
-        has locked there is left to the next take-over: in a generation that is over nothing is dispatched.
+        Args:
+            to: comparable part of the last stored change's token.
+            reason: why they are stored, for people; kept from the first mark until it is cleared.
+
+        Returns:
+            False when the epoch has moved on.
+
+        Raises:
+            PyMongoError: also where an open transaction has locked the partition.
         """
-        others = {"$not": {"$regex": f"/{generation}/[0-9]+$"}}
-        scope = {"_id": {**_under(f"{self._bridge}/")["_id"], **others}}
-        still_open = {"epoch": {"$lte": version}, "state": {"$ne": "closed"}}
-        change = {"$set": {"epoch": Int64(version), "state": "closed"}}
-        update_around_locks(self._table, scope, still_open, change)
+        since = {"since": "$$NOW", "reason": literal(reason)}
+        farthest = {"$max": ["$spilled.to", literal(to)]}  # an answer that was lost may be of a write that comes late
+        change = {"spilled": {"$mergeObjects": [since, "$spilled", {"to": farthest}]}}
+        return update_one_around_lock(self._table, {"_id": partition_id, "epoch": version}, [{"$set": change}], session)
+
+    def clear_spilled(self, ids: Iterable[str], version: int) -> None:
+        """
+        Record where all that is marked as stored is committed, by the server's comparison; bounded.
+
+        It waits for no partition that is locked: the images say where it is recorded.
+        """
+        done = {"$gte": ["$resumeToken._data", "$spilled.to"]}
+        condition = {"epoch": version, "spilled": {"$ne": None}, "$expr": done}
+        change = {"$set": {"spilled": None}}
+        update_unlocked(self._table, list(ids), condition, change, seconds=_WINNING_SECONDS)
+
+    def stand(self, image: Image, partition_id: str, data: str, standing: Mapping[str, Any]) -> bool:
+        """
+        Put in force what a head, copied from an older layout, was there: the state, head and retry of its partition.
+
+        Args:
+            image: as it was seen; nothing may be claimed or handled.
+            data: comparable part of the head's token, kept as `stood`, so that it is put in force once.
+
+        Returns:
+            False when the partition has moved on, also by an operator; when it is in force; or when an open transaction
+            has locked it: the image says which.
+        """
+        guard = {
+            "_id": partition_id,
+            "epoch": image.epoch,
+            "committed": image.committed,
+            "fence": image.fence,
+            "state": image.state,
+            "claim": None,
+            "handled": None,
+        }
+        change = {name: standing.get(name) for name in ("state", "head", "retry")} | {"stood": data}
+        try:
+            return update_one_around_lock(self._table, {**guard, "stood": {"$ne": data}}, {"$set": change})
+        except PyMongoError as error:
+            if is_lock(error):
+                return False
+            raise
+
+    def close(self, ids: Iterable[str], version: int, session: ClientSession | None = None) -> list[Image]:
+        """
+        Close partitions for a new layout, those where nothing runs; bounded, and waits for none that is locked.
+
+        Afterwards nobody can claim there, and no execution of before can write; a claim that has lapsed is ended, and
+        charged as always. A take-over opens what is closed: the new layout is not in force then.
+
+        Returns:
+            Their images afterwards. What is closed is `moving`.
+        """
+        wanted = list(ids)
+        free = {"$lte": ["$claim.until", "$$NOW"]}  # also where there is no claim
+        condition = {"epoch": version, "handled": None, "state": {"$in": _CLOSABLE}, "$expr": free}
+        has_claim = {"$gt": ["$claim", None]}
+        change = {
+            "was": "$state",
+            "state": MOVING,
+            "fence": next_number("fence"),
+            "claim": None,
+            "retry": {"$cond": [has_claim, {"$mergeObjects": ["$retry", CHARGE]}, "$retry"]},
+            "single": {"$cond": [has_claim, {"$max": ["$single", "$claim.last"]}, "$single"]},
+        }
+        update_unlocked(self._table, wanted, condition, [{"$set": change}], seconds=_WINNING_SECONDS)
+        return self.look(wanted, session)
+
+    def open(self, ids: Iterable[str], version: int) -> None:
+        """Open again what this version has closed: it is as it was before."""
+        scope = {"_id": {"$in": list(ids)}, "epoch": version, "state": MOVING}
+        with self._table.limit():
+            self._table.collection.update_many(scope, [{"$set": _OPENED}])
+
+    def discard_others(self, generations: Mapping[str, int], version: int) -> None:
+        """
+        Remove the partitions of all generations of some subscriptions but these, which are in force under this version.
+
+        What a later term has prepared stays.
+        """
+        if generations:
+            others = [_but(f"{self._bridge}/{name}/", number) for name, number in generations.items()]
+            self._table.delete_all({"$or": others, "epoch": {"$lte": version}})
 
     def largest_epoch(self) -> int:
         """The largest epoch of any partition of the bridge, in whatever generation; 0 where there is none."""
@@ -240,6 +348,25 @@ class Partitions:
         """Run the first change of a halted or parked partition again at once, with its counts at zero."""
         change = {"state": "flowing", "retry": None, "head": None, "claim": None, "fence": next_number("fence")}
         return self._command(image, generation, change, image.state)
+
+    def mark_head(self, image: Image, generation: int) -> bool:
+        """
+        Let the mark reach the change at which a partition has halted; it must be stored.
+
+        No epoch guards it, as none guards what an operator does: a mark promises nothing of what lies between, and what
+        it reaches is not committed while the guard holds.
+        """
+        assert image.head is not None, "only a halted partition knows its head"
+        guard = {
+            "_id": self.partition_id(image.subscription, generation, image.index),
+            "committed": image.committed,
+            "fence": image.fence,
+            "state": "halted",
+            "handled": None,
+        }
+        to = {"$max": ["$spilled.to", literal(image.head["resumeToken"]["_data"])]}
+        since = {"since": "$$NOW", "reason": "halted"}
+        return self._table.update(guard, [{"$set": {"spilled": {"$mergeObjects": [since, "$spilled", {"to": to}]}}}])
 
     def skip(self, image: Image, generation: int) -> bool:
         """Pass over the change at which a partition halted."""
@@ -267,11 +394,11 @@ class Partitions:
             del guard["fence"], guard["committed"], guard["handled"]
         return self._table.update(guard, [{"$set": dict(change)}])
 
-    def _scope(self, subscriptions: Iterable[str], generation: int) -> dict[str, Any]:
-        return {"$or": [_under(f"{self._bridge}/{name}/{generation}/") for name in subscriptions]}
+    def _scope(self, generations: Mapping[str, int]) -> dict[str, Any]:
+        return {"$or": [_under(f"{self._bridge}/{name}/{number}/") for name, number in generations.items()]}
 
-    def _images(self, query: Mapping[str, Any]) -> list[Image]:
-        return [image_of(document) for document in self._table.find(query, _PROJECTION)]
+    def _images(self, query: Mapping[str, Any], session: ClientSession | None = None) -> list[Image]:
+        return [image_of(document) for document in self._table.find(query, _PROJECTION, session=session)]
 
 
 def state_of(image: Image) -> str:
@@ -307,7 +434,18 @@ def image_of(document: Mapping[str, Any]) -> Image:
         single=document["single"] or 0,
         head=document["head"],
         waiting=retry.get("waiting"),
+        spilled=document.get("spilled"),
+        stood=document.get("stood"),
+        retry=document["retry"],
+        was=document.get("was"),
     )
+
+
+_OPENED: dict[str, Any] = {
+    "state": {"$cond": [{"$eq": ["$state", MOVING]}, {"$ifNull": ["$was", "flowing"]}, "$state"]},
+    "was": None,
+}
+"""A partition that was closed for a new layout is as it was before."""
 
 
 def _older(version: int) -> dict[str, Any]:
@@ -315,12 +453,17 @@ def _older(version: int) -> dict[str, Any]:
 
 
 def _winning(version: int) -> list[dict[str, Any]]:
-    """The update of a take-over: my epoch, and the commit of what is handled."""
+    """The update of a take-over: my epoch, the commit of what is handled, and open again what was closed in vain."""
     handled = {"$gt": ["$handled", None]}
-    change: dict[str, Any] = {"epoch": Int64(version)}
+    change: dict[str, Any] = {"epoch": Int64(version), **_OPENED}
     for name, value in COMMIT.items():
         change[name] = {"$cond": [handled, value, f"${name}"]}
     return [{"$set": change}]
+
+
+def _but(prefix: str, generation: int) -> dict[str, Any]:
+    inside = _under(f"{prefix}{generation}/")["_id"]
+    return {"$and": [_under(prefix), {"$or": [{"_id": {"$lt": inside["$gte"]}}, {"_id": {"$gte": inside["$lt"]}}]}]}
 
 
 def _under(prefix: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from bson.codec_options import CodecOptions, DatetimeConversion
 from pymongo import MongoClient
+from pymongo.client_session import ClientSession
 
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import Claims
@@ -14,6 +15,7 @@ from mongo_celery.bridge.state.drops import Drops
 from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.signing import SigningKeys
+from mongo_celery.bridge.state.spill import Spill
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.mongo.opening import strict
 
@@ -33,6 +35,7 @@ class Store:
     """
 
     def __init__(self, client: MongoClient[dict[str, Any]], options: BridgeOptions) -> None:
+        self._client = client
         database = strict(client[options.database], _TYPES)
         bridge = options.name
         self.leases = Leases(database["leases"], bridge, options.lease_ttl)
@@ -41,4 +44,9 @@ class Store:
         self.subscriptions = Subscriptions(database["subscriptions"], bridge, options.lease_ttl)
         self.partitions = Partitions(database["partitions"], bridge, options.lease_ttl)
         self.claims = Claims(database["partitions"], database["dead_letters"], options.claim_ttl)
+        self.spill = Spill(database["spill"], bridge, options.lease_ttl)
         self.dead_letters = DeadLetters(database["dead_letters"], bridge, options.lease_ttl)
+
+    def start_session(self) -> ClientSession:
+        """A causally consistent session: what it reads is never older than what it has read or written before."""
+        return self._client.start_session(causal_consistency=True)

@@ -7,6 +7,11 @@ whose term has ended can move nothing here. A watermark only grows.
 A subscription whose place the oplog no longer holds carries `lost`: `since`, `at` (its place), `oldest` (the oldest
 entry that was seen then, or null), `error`, and `goOn` once somebody has decided: `policy`, `time` (of the decision),
 for the listener to act on. It counts only while the subscription stands at `at`.
+
+`layout` says how its changes are spread: the generation, how many partitions, and by which key. The partitions in force
+are those of that generation. It is there from the first take-over on, and changed in one write. A generation is the
+version of the term that put it in force, so it is above all that were ever used, also where a state database was
+dropped: targets compare it (see `fenced/fence.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +41,30 @@ _GAPS_KEPT = 20
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """
+    How the changes of a subscription are spread.
+
+    Attributes:
+        generation: which layout it is; a later one has a larger number.
+        partitions: how many there are.
+        key: hash and name of the partition rule.
+    """
+
+    generation: int
+    partitions: int
+    key: str
+
+    def is_like(self, other: Layout) -> bool:
+        """Whether both spread changes alike, whatever their generations."""
+        return self.partitions == other.partitions and self.key == other.key
+
+    def document(self) -> dict[str, Any]:
+        """As it is stored."""
+        return {"generation": Int64(self.generation), "partitions": self.partitions, "key": self.key}
+
+
+@dataclass(frozen=True, slots=True)
 class Advance:
     """A watermark to be stored: of which subscription, under which version, with its token and cluster time."""
 
@@ -52,22 +81,63 @@ class Subscriptions:
         self._table = Table(collection, call_timeout(ttl))
         self._bridge = bridge
 
-    def take_over(self, names: Sequence[str], version: int) -> dict[str, dict[str, Any]]:
+    def take_over(self, layouts: Mapping[str, Layout], version: int) -> dict[str, dict[str, Any]]:
         """
         Raise the epoch of each subscription to this version, creating what is missing.
 
         Two calls, however many they are. Somebody else who creates one at the same time may leave it with its epoch.
 
+        Args:
+            layouts: by name, for those that have none yet.
+
         Returns:
             The documents by name. One whose epoch is not `version` was not won.
         """
-        change: Update = [
-            {"$replaceWith": {"$mergeObjects": [literal(_DEFAULTS), "$$ROOT"]}},
-            {"$set": {"epoch": {"$max": ["$epoch", Int64(version)]}}},
+        writes = [
+            UpdateOne({"_id": self._id(name)}, _winning(version, layout), upsert=True)
+            for name, layout in layouts.items()
         ]
+        self._table.write_all(writes)
+        return self._read(list(layouts))
+
+    def affirm(self, names: Sequence[str], version: int) -> dict[str, dict[str, Any]]:
+        """Read some subscriptions behind a write with this version, which a deposed server cannot acknowledge."""
+        change = {"$max": {"epoch": Int64(version)}}
+        self._table.write_all([UpdateOne({"_id": self._id(name)}, change) for name in names])
+        return self._read(names)
+
+    def _read(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         wanted = {self._id(name): name for name in names}
-        self._table.write_all([UpdateOne({"_id": where}, change, upsert=True) for where in wanted])
         return {wanted[doc["_id"]]: doc for doc in self._table.find({"_id": {"$in": list(wanted)}})}
+
+    def give_layouts(self, layouts: Mapping[str, Layout]) -> None:
+        """Store the layouts of subscriptions that have none yet and are there; those of others stay."""
+        self._table.write_all(
+            [
+                UpdateOne({"_id": self._id(name), "layout": None}, {"$set": {"layout": layout.document()}})
+                for name, layout in layouts.items()
+            ]
+        )
+
+    def put_in_force(self, layouts: Mapping[str, Layout], version: int, places: Mapping[str, str]) -> list[str]:
+        """
+        Put layouts in force, each in one write.
+
+        Args:
+            places: comparable part of the token that the watermark of each must have reached; empty for none.
+
+        Returns:
+            Those that are, by a majority read; where one is not, the epoch has moved on, or the watermark is elsewhere.
+        """
+        writes = []
+        for name, layout in layouts.items():
+            guard: dict[str, Any] = {"_id": self._id(name), "epoch": version}
+            if places[name]:
+                guard["resumeToken._data"] = {"$gte": places[name]}
+            writes.append(UpdateOne(guard, {"$set": {"layout": layout.document()}}))
+        self._table.write_all(writes)
+        found = self._read(list(layouts))
+        return [name for name, document in found.items() if layout_in(document) == layouts[name]]
 
     def pin(self, name: str, version: int, start: Timestamp, position: Mapping[str, Any] | None) -> bool:
         """
@@ -206,6 +276,15 @@ class Subscriptions:
         return f"{self._bridge}/{name}"
 
 
+def _winning(version: int, layout: Layout) -> Update:
+    """The update of a take-over: my epoch, and what is missing."""
+    defaults = {**_DEFAULTS, "layout": layout.document()}
+    return [
+        {"$replaceWith": {"$mergeObjects": [literal(defaults), "$$ROOT"]}},
+        {"$set": {"epoch": {"$max": ["$epoch", Int64(version)]}}},
+    ]
+
+
 def _with_gap(start: Timestamp, policy: str) -> dict[str, Any]:
     """The noted gaps, the last 20 of them, and one more: from where it stands to where it goes on."""
     place = {"$ifNull": ["$clusterTime", "$startAtOperationTime"]}
@@ -227,6 +306,12 @@ def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bo
     if start is None or time_ is None:
         return False
     return bool(time_ < max(start, (lost_in(document) or {}).get("oldest") or start))
+
+
+def layout_in(document: Mapping[str, Any]) -> Layout | None:
+    """How the changes of a stored subscription are spread; None where no listener of this version has led with it."""
+    found = document.get("layout")
+    return Layout(int(found["generation"]), found["partitions"], found["key"]) if found else None
 
 
 def name_in(document: Mapping[str, Any]) -> str:

@@ -10,6 +10,9 @@ A refused change travels alone, in a format of its own, with its reason and its 
 drops that format as one that it cannot read; it would take the reason away and call the handler. The listener sends
 the run again, and a newer worker applies the failure policy.
 
+A run that is too large for a message travels by reference, in a third format: its changes are stored, and the message
+names them, with a digest of their bytes. What the worker reads there is signed by that as if it had travelled.
+
 Who can only write to the broker can neither invent changes nor commits; who replays a valid message
 meets the claim in MongoDB, which drops it. What a worker honours of the message around an envelope, its id
 and the link behind it, is signed with it (`Carrier`); `worker/request.py` sees to the rest.
@@ -25,7 +28,7 @@ import binascii
 import hashlib
 import hmac
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +37,16 @@ from bson.binary import Binary
 from bson.errors import BSONError
 from bson.int64 import Int64
 
+from mongo_celery.bridge.change import token_data, token_of
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.errors import InvalidEnvelopeError
 
 _SIGNATURE_BYTES = 32
 _FORMAT = 1
 _REFUSED_FORMAT = 2
+_REFERRING_FORMAT = 3
+_FORMATS = {_FORMAT, _REFUSED_FORMAT, _REFERRING_FORMAT}
+_HASHES = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +72,44 @@ class Carrier:
 
 
 @dataclass(frozen=True, slots=True)
+class Reference:
+    """
+    What a message carries in the place of changes that are stored.
+
+    Attributes:
+        tokens: comparable parts of their resume tokens, which tell where they are.
+        sizes: bytes of each.
+        digest: of all their bytes.
+    """
+
+    tokens: tuple[str, ...]
+    sizes: tuple[int, ...]
+    digest: bytes
+
+    @classmethod
+    def to(cls, tokens: Iterable[str], changes: Sequence[bytes]) -> Reference:
+        """The reference to these changes."""
+        return cls(tuple(tokens), tuple(map(len, changes)), _digest(changes))
+
+    def fits(self, changes: Sequence[bytes]) -> bool:
+        """Whether these are the changes that it refers to, byte for byte."""
+        return self.sizes == tuple(map(len, changes)) and self.digest == _digest(changes)
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """
     Consecutive changes of one partition, dispatched under one version of the lease.
 
     Attributes:
-        changes: the raw BSON of each event; empty in the envelope of a commit.
+        changes: the raw BSON of each event; empty in the envelope of a commit, and where they travel by reference.
         first: sequence number of the first change.
         last: sequence number of the last change.
         carrier: the message in which it travels; None from a listener of an earlier version, which did not sign it.
         refusal: why its one change is not given to the handler; None for all others.
         token: the resume token of a refused change, whose bytes may be unreadable.
+        hash: of the first change's partition key, from 0 to 2^64 - 1; None from a listener of an earlier version.
+        reference: to changes that are stored; None for those that travel in the message.
     """
 
     bridge: str
@@ -89,11 +123,24 @@ class Run:
     carrier: Carrier | None = None
     refusal: Refusal | None = None
     token: Mapping[str, Any] | None = None
+    hash: int | None = None
+    reference: Reference | None = None
 
     @property
     def partition_id(self) -> str:
         """`_id` of the partition's document."""
         return f"{self.bridge}/{self.subscription}/{self.generation}/{self.index}"
+
+    @property
+    def head(self) -> str:
+        """Comparable part of the first change's resume token."""
+        if self.reference is not None:
+            return self.reference.tokens[0]
+        return token_data(self.token_of(self.changes[0]))
+
+    def token_of(self, change: bytes) -> Mapping[str, Any]:
+        """The resume token of one of the changes: from its bytes, since a handler could change what it was given."""
+        return self.token if self.token is not None else token_of(change)
 
 
 def seal(kind: str, run: Run, key: bytes, installation: str = "") -> str:
@@ -123,6 +170,12 @@ def seal(kind: str, run: Run, key: bytes, installation: str = "") -> str:
     if run.refusal is not None:
         assert run.token is not None, "a refused change is known by its token"
         document |= {"f": _REFUSED_FORMAT, "r": run.refusal.reason, "h": run.refusal.halts, "p": dict(run.token)}
+    if run.hash is not None:
+        document["q"] = Int64(run.hash - _HASHES if run.hash >= _HASHES // 2 else run.hash)
+    if run.reference is not None:
+        assert not run.changes, "what is referred to does not travel"
+        tokens, sizes = run.reference.tokens, run.reference.sizes
+        document |= {"f": _REFERRING_FORMAT, "d": tokens, "z": [*map(Int64, sizes)], "x": Binary(run.reference.digest)}
     body = bson.encode(document)
     return base64.b64encode(_sign(key, body) + body).decode("ascii")
 
@@ -157,9 +210,9 @@ def unseal(kind: str, envelope: object, key: bytes) -> Run:
     if not hmac.compare_digest(signature, _sign(key, body)):
         raise InvalidEnvelopeError
     document = _decode(body)
-    is_refused = document.get("f") == _REFUSED_FORMAT
-    if not (is_refused or document.get("f") == _FORMAT) or document["k"] != kind:
+    if document.get("f") not in _FORMATS or document["k"] != kind:
         raise InvalidEnvelopeError
+    is_refused = "r" in document
     first, last = document["n"]
     return Run(
         document["b"],
@@ -169,11 +222,20 @@ def unseal(kind: str, envelope: object, key: bytes) -> Run:
         document["v"],
         first,
         last,
-        (bytes(document["c"]),) if is_refused else tuple(_split(document["c"])),
+        (bytes(document["c"]),) if document["f"] == _REFUSED_FORMAT else tuple(_split(document["c"])),
         Carrier(document["t"], document["l"]) if "t" in document else None,
         Refusal(document["r"], document["h"]) if is_refused else None,
         document["p"] if is_refused else None,
+        document["q"] % _HASHES if "q" in document else None,
+        Reference(tuple(document["d"]), tuple(document["z"]), bytes(document["x"])) if "x" in document else None,
     )
+
+
+def _digest(changes: Iterable[bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for change in changes:
+        digest.update(change)
+    return digest.digest()
 
 
 def _sign(key: bytes, body: bytes) -> bytes:

@@ -9,10 +9,7 @@ One execution of a run in a worker: claim, handlers, outcome.
                   +- no match: dropped                   +- infrastructure was away: parked, not counted
                                                          +- process ends: a crash is counted
 
-Every way out writes at most one outcome, guarded by this execution's fence; an outcome that is refused
-ends the execution quietly, because a newer one decides. One that cannot be stored falls back, step by step,
-to a halt with a plain text. One that MongoDB does not answer for is written later, by the process
-(`deferred`), so that an outage is charged to no change.
+Every way out writes at most one outcome (`outcomes`), guarded by this execution's fence.
 
 A run means what one chain per change would mean: a change at a later position that fails ends the run
 before itself, so that a failing change always fails, retries and times out as the head of its own run.
@@ -26,22 +23,20 @@ import contextvars
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import bson
-from bson.binary import Binary
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import Change, describe, token_data, token_of
-from mongo_celery.bridge.error_text import error_text, storable, traceback_text
+from mongo_celery.bridge.change import Change, describe
+from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.state.claims import Claim
-from mongo_celery.bridge.state.dead_letters import CHANGE_BYTES, dead_letter, kept, naming
+from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import (
     cause_text,
@@ -52,74 +47,38 @@ from mongo_celery.bridge.worker.attribution import (
     names,
 )
 from mongo_celery.bridge.worker.deferred import DeferredWrites
-from mongo_celery.bridge.worker.departure import is_leaving
-from mongo_celery.bridge.worker.envelope import Run
-from mongo_celery.bridge.worker.heartbeat import Heartbeat
+from mongo_celery.bridge.worker.envelope import Reference, Run
+from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, Outcomes, Waiting, persisted
 from mongo_celery.bridge.worker.retry_times import retry_time
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, RefusedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.verdicts import explained, is_transient
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from pymongo.client_session import ClientSession
 
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
-    from mongo_celery.bridge.worker.heartbeat import Heartbeat
 
 logger = logging.getLogger("mongo_celery.worker")
 
-ANSWER_SECONDS = 30.0
-"""How long an execution itself waits for MongoDB to take its outcome."""
-
-_PAUSES = Pauses(first=0.05, longest=1.0)
-_WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
 _TIME_OUTS_MAX = 3
 _CONFLICTS_MAX = 10  # some minutes: a dead client's transaction holds its documents for one by default
 _TOO_LONG = "the transaction took longer than its limit"
+_TOKEN_CHARS = 64
+_MISSING = (
+    "%s: nothing is charged, and they are stored again before the change is sent again. Stop whatever else removes "
+    "documents of the collection `spill`"
+)
 _LOST_CLAIM_ANSWERS = 5  # a claim whose answer was lost may still arrive: the server reads what is in its sockets
 
 current: contextvars.ContextVar[Execution | None] = contextvars.ContextVar("mongo_celery_execution", default=None)
 """The execution whose handler runs in this context."""
 
 
-def persisted(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECONDS) -> bool:
-    """
-    Write to the state, for a bounded time again and again while there is no answer; whether it was accepted.
-
-    Raises:
-        PyMongoError: what the last attempt said, or what repeating cannot cure.
-    """
-    return until_answered(
-        write,
-        deadline=time.monotonic() + seconds,
-        pauses=_PAUSES,
-        note=lambda error: logger.warning(
-            "writing %s failed, trying again: %s", what, error_text(error), extra={"event": "outcome_failed"}
-        ),
-    )
-
-
 class SupersededError(Ignore):
     """A newer execution decides: nothing more is to be done with this message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """
-    What a change waits for.
-
-    Attributes:
-        cause: in words that can be shown.
-        doubts_max: how often in a row, since its handler may have done it to itself; None for as long as it lasts.
-    """
-
-    cause: str
-    doubts_max: int | None = None
 
 
 class Execution:
@@ -150,8 +109,6 @@ class Execution:
         self._met_outage: str | None = None
         self._met_conflict: str | None = None
         self._judged: tuple[BaseException, Waiting | None] | None = None
-        self._beat: Heartbeat | None = None
-        self._owes = False
 
     def execute(self, call: Callable[[Change, int], None]) -> None:
         """
@@ -176,23 +133,34 @@ class Execution:
         started = time.monotonic()
         claim = self.claim = self._take_claim(started)
         beats = self._wiring.of_process(WorkerRuntime).heartbeats
-        beat = self._beat = beats.begin(claim, started, ttl=self._ttl, renew=not self._handler.transactional)
+        beat = beats.begin(claim, started, ttl=self._ttl, renew=not self._handler.transactional)
+        outcomes = Outcomes(
+            self._wiring,
+            self._handler,
+            self._run,
+            claim,
+            beat,
+            patience=self._patience,
+            before=self._return_session,
+        )
         token = current.set(self)
         try:
+            if self._run.reference is not None:
+                self._fetch(self._run.reference, outcomes)
             if self._run.refusal is not None:
-                self._fail(claim, RefusedChangeError(self._run.refusal.reason), self._run.changes[0])
+                outcomes.fail(RefusedChangeError(self._run.refusal.reason), self._run.changes[0])
             if claim.crashes > self._wiring.options.max_crashes:
-                self._fail(claim, self._crashed(claim), self._run.changes[0])
-            self._run_changes(claim, call, lambda: beat.lost)
+                outcomes.fail(self._crashed(claim), self._run.changes[0])
+            self._run_changes(claim, outcomes, call, lambda: beat.lost)
         finally:
             current.reset(token)
-            if not self._owes:
+            if not outcomes.owed:
                 beats.end(beat)
 
     def handle_in(self, session: ClientSession, change: Change) -> None:
         """The last write of a transactional handler's transaction; SupersededError when a newer execution decides."""
         assert self.claim is not None, "a handler runs under a claim"
-        token = self._token_of(self._run.changes[change.seq - self.claim.first])
+        token = self._run.token_of(self._bytes_of(change))
         if not self._store.claims.handle(self.claim, change.seq, token, session):
             raise SupersededError
 
@@ -257,7 +225,7 @@ class Execution:
                 version=run.version,
                 first=run.first,
                 last=run.last,
-                token=token_data(self._token_of(run.changes[0])),
+                token=run.head,
                 ttl=ttl,
                 session=session,
                 living=self._wiring.of_process(WorkerRuntime).heartbeats.living(run.partition_id),
@@ -298,9 +266,31 @@ class Execution:
             answers=_LOST_CLAIM_ANSWERS,
         )
 
+    def _fetch(self, reference: Reference, outcomes: Outcomes) -> None:
+        """
+        Read the changes of a run that travels by reference; where they cannot be read the head waits, uncharged.
+
+        The listener stores them before it sends the message, and stores them again when it sends it again.
+        """
+        run, found = self._run, dict[str, StoredChange]()
+        what = f"change {run.first} of {run.partition_id}"
+        try:
+            found = self._store.spill.fetch(run.partition_id, reference.tokens)
+        except (PyMongoError, SoftTimeLimitExceeded) as error:
+            outcomes.wait(Waiting(cause_text(error)), what, error)
+        except Exception as error:  # noqa: BLE001 - whatever a document does that is not what was stored
+            logger.debug("%s as it is stored: %s", what, error_text(error))
+        changes = tuple(found[token].raw for token in reference.tokens if token in found)
+        if not reference.fits(changes):
+            missing = f"the stored bytes of {what}, token {reference.tokens[0][:_TOKEN_CHARS]}, are missing"
+            logger.error(_MISSING, missing, extra={"event": "stored_change_missing", "partition": run.partition_id})
+            outcomes.wait(Waiting(missing), what, LookupError(missing))
+        self._run = replace(run, changes=changes)
+
     def _run_changes(
         self,
         claim: Claim,
+        outcomes: Outcomes,
         call: Callable[[Change, int], None],
         is_lost: Callable[[], bool],
     ) -> None:
@@ -310,16 +300,17 @@ class Execution:
             # Sent before the listener could know of a crash: its changes run one by one from now on.
             if offset and (claim.crashes or is_lost() or time.monotonic() > until):
                 break
-            outcome = self._run_one(claim, raw, offset, done, call)
+            outcome = self._run_one(claim, outcomes, raw, offset, done, call)
             if outcome is None:
                 break
             done = outcome
         if done is not None and not self._handled_in_transaction:
-            self._record_handled(claim, done)
+            outcomes.handled(done.seq, self._bytes_of(done))
 
     def _run_one(
         self,
         claim: Claim,
+        outcomes: Outcomes,
         raw: bytes,
         offset: int,
         done: Change | None,
@@ -333,23 +324,23 @@ class Execution:
         except SupersededError:
             raise
         except Ignore:
-            logger.info("handler ignored %s", self._describe(raw), extra={"event": "change_ignored"})
+            logger.info("handler ignored %s", describe(raw), extra={"event": "change_ignored"})
             return change
         except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
             if offset == 0:
-                self._first_failed(claim, raw, error)
+                self._first_failed(claim, outcomes, raw, error)
             logger.info(
                 "%s will be the head of its own run: %s",
-                self._describe(raw),
+                describe(raw),
                 error_text(error),
                 extra={"event": "run_cut"},
             )
             return None
         except BaseException as error:
-            self._record_crash(claim, done, error)
+            outcomes.crashed(None if done is None else (done.seq, self._bytes_of(done)), error)
             raise
 
-    def _first_failed(self, claim: Claim, raw: bytes, error: Exception) -> None:
+    def _first_failed(self, claim: Claim, outcomes: Outcomes, raw: bytes, error: Exception) -> NoReturn:
         """Write the outcome of a failed head; always raises."""
         if isinstance(error, Retry):
             try:
@@ -357,15 +348,15 @@ class Execution:
             except HandlerUsageError as unusable:
                 error = unusable
             else:
-                self._park(claim, error, raw, *due)
+                outcomes.park(error, raw, *due)
         if isinstance(error, StaleFencingTokenError):
             self._check_stale(claim)
         waiting = None if error is self._decided else self._waiting_for(error)
         if waiting is not None:
-            self._wait(claim, waiting, raw, error)
+            outcomes.wait(waiting, describe(raw), error)
         if isinstance(error, Reject) and error.args and isinstance(error.args[0], Exception):
             error = error.args[0]
-        self._fail(claim, error, raw)
+        outcomes.fail(error, raw)
 
     def _check_stale(self, claim: Claim) -> None:
         """Ignore when a newer execution decides, as a refused write says; a claim that still stands is no such case."""
@@ -412,171 +403,9 @@ class Execution:
             return False
         return True
 
-    def _wait(self, claim: Claim, waiting: Waiting, raw: bytes, error: BaseException) -> None:
-        """Park the head until infrastructure may be there again, and count nothing; always raises."""
-        delay, cause, doubtful = _WAITS.nth(claim.waits), waiting.cause, waiting.doubts_max is not None
-
-        def wait(said: str) -> bool:
-            return self._store.claims.wait(claim, delay=delay, cause=said, doubtful=doubtful)
-
-        logger.warning(
-            "%s waits for infrastructure, next try in %.1f s: %s",
-            self._describe(raw),
-            delay,
-            cause,
-            extra={"event": "change_waiting", "partition": claim.partition_id},
-        )
-        self._settle(
-            claim, {"waiting": lambda: wait(storable(cause)), "waiting without cause": lambda: wait("not storable")}
-        )
-        raise Ignore from error
-
-    def _park(self, claim: Claim, retry: Retry, raw: bytes, not_before: datetime | None, delay: float | None) -> None:
-        def park() -> bool:
-            given = isinstance(retry.exc, BaseException)
-            error = error_text(retry.exc) if given else storable(str(retry.message or "retry"))
-            return self._store.claims.park(claim, delay=delay, not_before=not_before, error=error)
-
-        self._settle(claim, {"retry": park, "halt": self._plain_halt(claim, raw, "its retry")})
-        raise retry
-
-    def _fail(self, claim: Claim, error: Exception, raw: bytes) -> None:
-        """Apply the failure policy to the first change under this execution's fence; always raises."""
-        policy, token = self._handler.policy(self._wiring.options), self._token_of(raw)
-        if self._run.refusal is not None and self._run.refusal.halts:
-            policy = "halt"
-        claims, text, ways = self._store.claims, error_text(error), dict[str, Callable[[], bool]]()
-        if policy == "skip":
-            ways["skip"] = lambda: claims.skip(claim, token)
-        elif policy == "dead_letter":
-            for number, form in enumerate(_forms_of(raw, token)):
-                ways["dead_letter" if number == 0 else f"dead_letter, form {number + 1}"] = partial(
-                    self._set_aside, claim, token, form, error
-                )
-        ways["halt"] = lambda: claims.halt(claim, token, self._describe(raw), text)
-        ways["halt without text"] = self._plain_halt(claim, raw, f"its failure ({type(error).__name__})")
-        applied = self._settle(claim, ways).split(",")[0]
-        logger.error(
-            "%s failed for good, policy %s: %s",
-            self._describe(raw),
-            applied,
-            text,
-            extra={"event": "change_failed", "policy": applied.split()[0], "partition": claim.partition_id},
-        )
-        raise error
-
-    def _plain_halt(self, claim: Claim, raw: bytes, what: str) -> Callable[[], bool]:
-        """The last resort of an outcome that cannot be stored: nothing of it but words of ours."""
-        token = {"_data": token_data(self._token_of(raw))}
-        text = f"{what} cannot be stored; the worker's log says why.".encode("ascii", "replace").decode()
-        return lambda: self._store.claims.halt(claim, token, "?", text)
-
-    def _set_aside(
-        self, claim: Claim, token: Mapping[str, Any], form: Callable[[], Mapping[str, Any]], error: Exception
-    ) -> bool:
-        letter = dead_letter(
-            bridge=self._run.bridge,
-            subscription=self._run.subscription,
-            partition=self._run.index,
-            token=token,
-            key=self._describe(self._run.changes[0]),
-            change=form(),
-            error=error_text(error),
-            traceback=traceback_text(error),
-            # What has crashed too often is not started once more, and what is refused never was.
-            attempts=claim.retries + claim.crashes + (not isinstance(error, HandlerCrashedError | RefusedChangeError)),
-        )
-        return self._store.claims.set_aside(claim, token, letter)
-
-    def _record_handled(self, claim: Claim, done: Change) -> None:
-        token, after_transaction = (
-            self._token_of(self._run.changes[done.seq - claim.first]),
-            self._handler.transactional,
-        )
-        self._settle(
-            claim,
-            {"handled": lambda: self._store.claims.handle(claim, done.seq, token, retryable=after_transaction)},
-        )
-
-    def _settle(self, claim: Claim, ways: Mapping[str, Callable[[], bool]]) -> str:
-        """
-        Write an outcome, by the first of some ways that can be stored; which one it was.
-
-        Raises:
-            Ignore: a newer execution decides; or MongoDB does not answer, and the process writes it later.
-            Exception: no way can be stored. The claim lapses, and that is counted.
-        """
-        self._return_session()
-        *_, last = ways
-        for outcome, write in ways.items():
-            try:
-                accepted = persisted(write, f"an outcome of {claim.partition_id}", self._patience)
-            except Exception as error:
-                if isinstance(error, SoftTimeLimitExceeded) or is_transient(error):
-                    self._defer(claim, outcome, write, error)
-                logger.error(
-                    "%s of %s cannot be stored: %s",
-                    outcome,
-                    claim.partition_id,
-                    error_text(error),
-                    extra={"event": "outcome_not_storable", "outcome": outcome},
-                )
-                if outcome == last:
-                    raise
-                continue
-            if not accepted:
-                self._refused(claim, outcome)
-            break
-        return outcome
-
-    def _defer(self, claim: Claim, outcome: str, write: Callable[[], bool], error: Exception) -> NoReturn:
-        logger.warning(
-            "MongoDB does not answer: %s of %s is written as soon as it does (%s)",
-            outcome,
-            claim.partition_id,
-            error_text(error),
-            extra={"event": "outcome_deferred", "outcome": outcome},
-        )
-        beats, beat = self._wiring.of_process(WorkerRuntime).heartbeats, self._beat
-        assert beat is not None, "it began with the claim"
-        self._owes = True
-
-        def write_late() -> bool:
-            accepted = write()
-            if not accepted and not beat.charged:  # whoever has claimed meanwhile may have charged this execution
-                beats.withdraw(claim)
-            return accepted
-
-        self._wiring.of_process(DeferredWrites).add(
-            f"{outcome} of {claim.partition_id}", write_late, ended=lambda: beats.end(beat)
-        )
-        raise Ignore from error
-
-    def _record_crash(self, claim: Claim, done: Change | None, error: BaseException) -> None:
-        """The process is about to end (a hard time limit, a shutdown): best effort, once."""
-        try:
-            if done is not None:
-                self._store.claims.handle(claim, done.seq, self._token_of(self._run.changes[done.seq - claim.first]))
-            elif is_leaving():  # a shutdown that was announced is nobody's crash
-                self._store.claims.relinquish(claim.partition_id, claim.owner)
-            else:
-                self._store.claims.crash(claim, error_text(error))
-        except PyMongoError:
-            logger.warning(
-                "could not record the crash of %s; its claim will lapse",
-                claim.partition_id,
-                extra={"event": "crash_not_recorded"},
-            )
-
-    def _refused(self, claim: Claim, outcome: str) -> None:
-        logger.warning(
-            "%s of %s (fence %d) was refused: a newer execution decides",
-            outcome,
-            claim.partition_id,
-            claim.fence,
-            extra={"event": "outcome_refused", "outcome": outcome},
-        )
-        raise Ignore
+    def _bytes_of(self, change: Change) -> bytes:
+        """The event as it arrived."""
+        return self._run.changes[change.seq - self._run.first]
 
     def _change(self, claim: Claim, raw: bytes, offset: int) -> Change:
         event = strip_flags(bson.decode(raw, self._codec))
@@ -597,25 +426,10 @@ class Execution:
 
     def _crashed(self, claim: Claim) -> HandlerCrashedError:
         message = (
-            f"The worker ended {claim.crashes} times while handling {self._describe(self._run.changes[0])}: look for a "
+            f"The worker ended {claim.crashes} times while handling {describe(self._run.changes[0])}: look for a "
             "signal, the out-of-memory killer or a hard time limit in its log."
         )
         return HandlerCrashedError(message, crashes=claim.crashes)
-
-    def _describe(self, raw: bytes) -> str:
-        return describe(raw)
-
-    def _token_of(self, raw: bytes) -> Mapping[str, Any]:
-        """From the event's bytes: a position must never come from what a handler could change."""
-        return self._run.token if self._run.token is not None else token_of(raw)
-
-
-def _forms_of(raw: bytes, token: Mapping[str, Any]) -> Iterator[Callable[[], Mapping[str, Any]]]:
-    """How a dead letter may hold its change, the fullest first: an event may be too large, too deep or broken."""
-    yield lambda: kept(raw)
-    if len(raw) <= CHANGE_BYTES:
-        yield lambda: {**naming(raw, "documentKey"), "bytes": Binary(raw)}
-    yield lambda: {"_id": {"_data": token_data(token)}}
 
 
 @dataclass(frozen=True, slots=True)

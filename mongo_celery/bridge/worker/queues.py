@@ -33,7 +33,7 @@ def _declare_partition_queues(instance: Any = None, options: Mapping[str, Any] |
         return
     for wiring in BRIDGES.of(instance.app):
         try:
-            names = wiring.options.queue_names
+            names = wiring.queue_names
         except ConfigurationError as error:
             _set_up_logging(instance, options or {})
             logger.critical(
@@ -75,7 +75,7 @@ def _name_foreign_tasks(sender: Any = None, message: Any = None, name: str = "",
     Said once for each task: other code, or another app whose bridge has the same name on this broker.
     """
     queue = str((message.delivery_info or {}).get("routing_key"))
-    bridge = next((each for each in BRIDGES.of(sender.app) if queue in each.options.queue_names), None)
+    bridge = next((each for each in BRIDGES.of(sender.app) if queue in each.queue_names), None)
     if bridge is None or (bridge.name, name) in _named or len(_named) >= _NAMED_MAX:
         return
     _named.add((bridge.name, name))

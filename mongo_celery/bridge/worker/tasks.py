@@ -34,14 +34,8 @@ from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.envelope import bridge_of
-from mongo_celery.bridge.worker.execution import (
-    ANSWER_SECONDS,
-    Execution,
-    ParkedSignature,
-    current,
-    persisted,
-    refuse_new_arguments,
-)
+from mongo_celery.bridge.worker.execution import Execution, ParkedSignature, current, refuse_new_arguments
+from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, persisted
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
 from mongo_celery.mongo.verdicts import is_transient, is_unanswered

@@ -9,10 +9,13 @@ from typing import Any
 from celery import Celery, Task
 
 from mongo_celery import Bridge
+from tests.acceptance.chain_project.points import arm
 from tests.acceptance.chain_project.recording import record
 
 NAME = os.environ["CHAIN_NAME"]
 DATA = f"{NAME}_data"
+
+arm()
 
 
 def _from_environment(variable: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from mongo_celery import Change, StaleFencingTokenError
+from mongo_celery.bridge.worker.execution import current
 from tests.acceptance.chain_project.acts import WantedError, perform
 from tests.acceptance.chain_project.application import DATA, bridge
 from tests.acceptance.chain_project.recording import record, starts_of
@@ -30,24 +31,28 @@ def _handle(task: Any, name: str, change: Change) -> None:
     document = change.full_document
     if document is None:  # a delete is of no interest here
         return
+    execution = current.get()
+    assert execution is not None, "a handler runs in an execution"
+    generation = execution._run.generation
     fact = {
         "handler": name,
         "key": document["_id"],
         "n": document["n"],
         "partition": change.partition,
+        "generation": generation,
         "seq": change.seq,
         "fence": change.fencing_token,
     }
     record("start", **fact, retries=task.request.retries)
     start = starts_of(name, document["_id"], document["n"])
     perform(task, document, start, after=False)
-    _take_effect(change, f"{name}-{change.partition}", fact)
+    _take_effect(change, f"{name}-{change.partition}-{generation}", fact)
     perform(task, document, start, after=True)
     record("end", **fact)
 
 
 def _take_effect(change: Change, sink: str, fact: dict[str, Any]) -> None:
-    """One document for each handler and partition: its list is the order in which effects were accepted."""
+    """One document for each handler, partition and generation: its list is the order in which effects were accepted."""
     push = {"$push": {"effects": fact}}
     if change.session is not None:
         bridge.client[DATA]["sink"].update_one({"_id": sink}, push, upsert=True, session=change.session)

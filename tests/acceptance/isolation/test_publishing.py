@@ -24,7 +24,8 @@ _SMALL = 20
 @pytest.fixture
 def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
     """Give a bridge with one handler, on a broker that takes no message above a megabyte, also after a restart."""
-    made = Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"])
+    whole = {"max_message_bytes": 64 * _MEGABYTE}  # nothing by reference
+    made = Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=whole)
     made.redis = RedisServer(options=("--proto-max-bulk-len", "1mb"))
     with made:
         yield made
@@ -81,13 +82,13 @@ def test_messages_that_the_broker_rejects_hold_their_own_partitions_only(chain: 
     wait_started(chain, write_small(chain, 2, 3))
 
     rejected = reported(chain, lambda found: len(found) == 2)
-    assert {each["partition"] for each in rejected} == {"chain/plain/0/0", "chain/plain/0/1"}
+    assert {each["partition"] for each in rejected} == {chain.of(item)["_id"] for item in huge}
     assert all(each["key"] and each["error"] and each["since"] for each in rejected)
     assert all(chain.of(item)["committed"] == 0 for item in huge)
     said = "\n".join(rejections(listener))
     for item in huge[::2]:
         assert f"'{item.key}'" in said, "the record names the change"
-        assert f"chain/plain/0/{chain.partition_of('plain', item.key)}" in said, "and its partition"
+        assert chain.of(item)["_id"] in said, "and its partition"
     wait_started(chain, write_small(chain, 2, 3, prefix="later"))
 
     lift_the_limit(chain)
@@ -108,7 +109,7 @@ def test_a_broker_that_goes_away_beside_a_rejected_message_is_waited_for_as_a_wh
     wait_started(chain, small)
 
     (rejected,) = reported(chain, len)
-    assert rejected["partition"] == "chain/plain/0/0"
+    assert rejected["partition"] == chain.partition("plain", 0)["_id"]
     assert all(f"'{huge.key}'" in line for line in rejections(listener)), "nothing small was taken for rejected"
 
     lift_the_limit(chain)

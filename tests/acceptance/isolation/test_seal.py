@@ -67,7 +67,7 @@ def test_a_queued_message_that_was_tampered_with_is_dropped_and_its_change_is_ha
     """P11: time limits, expiry, ETA, stamps, links: taken from the broker, changed and put back, they have no power."""
     changes: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [(headers, {}) for headers in _HEADERS.values()]
     changes += [({}, embedded) for embedded in _EMBEDDED.values()]
-    options = {"partitions": len(changes)}
+    options = {"partitions": len(changes), "queues": len(changes)}
     with Chain(mongo_client, mongo_url, tmp_path, handlers=["skipping"], options=options) as chain:
         chain.listener()
         for index in range(len(changes)):

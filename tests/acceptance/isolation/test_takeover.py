@@ -46,7 +46,7 @@ def test_a_partition_that_a_dead_client_has_locked_keeps_no_other_from_being_led
     first, _ = chain.both()
     done = chain.write("plain", next(chain.keys("plain", 0)), 1)
     chain.wait_done()
-    where = {"_id": f"chain/plain/0/{chain.partition_of('plain', done.key)}"}
+    where = {"_id": chain.of(done)["_id"]}
     with chain.client.start_session() as session:
         session.start_transaction()
         chain.state["partitions"].update_one(where, {"$set": {"note": 1}}, session=session)

@@ -31,8 +31,11 @@ NAMES = os.environ["PROJECT_NAMES"]
 ITEMS = os.environ.get("PROJECT_DATA", f"{NAMES}_data") + ".items"
 STATE = os.environ.get("PROJECT_STATE", f"{NAMES}_state")
 GATE_SECONDS_MAX = 120.0
+RETRY_SECONDS = 3600
 SLOW = "slow"
 FAILING = "failing"
+HALTING = "halting"
+PARKING = "parking"
 
 
 def _options() -> dict[str, Any]:
@@ -97,15 +100,27 @@ def _wait_for_gate(key: str) -> None:
         pause.wait(0.02)
 
 
+_ERRORS: dict[str, type[Exception]] = {HALTING: ValueError, PARKING: ConnectionError}
+
+
 def _fail(fact: dict[str, Any]) -> None:
     same = {name: fact[name] for name in ("handler", "key", "n")}
     if sink()["starts"].count_documents(same) <= int(os.environ.get("PROJECT_FAIL", "0")):
         raise ValueError("as the test asked")
 
 
-@bridge.on_change(ITEMS, name="record", autoretry_for=(ConnectionError,), max_retries=3)
+@bridge.on_change(
+    ITEMS, name="record", autoretry_for=(ConnectionError,), max_retries=3, default_retry_delay=RETRY_SECONDS
+)
 def record(change: Change) -> None:
-    """The handler that every test has."""
+    """The handler that every test has; the first change of some keys fails until their gate is open."""
+    key, n = str(change.document_key["_id"]), number_of(change)
+    kind = key.partition(" ")[0]
+    if kind in _ERRORS and n == 1 and sink()["gates"].find_one({"_id": key}) is None:
+        sink()["starts"].insert_one(
+            {"handler": "record", "key": key, "n": n, "fence": change.fencing_token, "pid": os.getpid()}
+        )
+        raise _ERRORS[kind]("as the test asked")
     note("record", change)
 
 

@@ -1,0 +1,162 @@
+"""
+The change at which a partition stands, as an operator sees it: with its bytes, as far as they are stored.
+
+That is the change at which it halted; else the first one that is stored and not committed. What has stood for a shorter
+time than `spill_after`, and did not halt, is in the listener's memory only: then the partition alone is told.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from bson import json_util
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.change import FLAGS, decoded, describe, token_data
+from mongo_celery.bridge.operations.commands import choose, not_halted, sentence_on
+from mongo_celery.bridge.state.partitions import Image, state_of
+from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.opening import translated
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
+
+_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """
+    The first change of a partition that is not committed, as far as it is known.
+
+    Attributes:
+        state: of its partition.
+        key: namespace, operation and document key; None where the change is not known.
+        token: its resume token's `_data`; `skip` passes over this change only. None where it is not known.
+        committed: number of the last change before it.
+        error: why it halted, failed last, or is refused.
+        since: since when it waits for infrastructure, or something of its partition is stored; ISO, in UTC.
+        due_seconds: until a parked one may run again.
+        bytes: of the event; None where it is not stored.
+        event: as relaxed extended JSON; None where it is not stored, or cannot be read.
+        raw: the bytes in base64, of an event that cannot be read; else None.
+    """
+
+    subscription: str
+    index: int
+    state: str
+    key: str | None
+    token: str | None
+    committed: int
+    error: str | None
+    retries: int = 0
+    crashes: int = 0
+    since: str | None = None
+    due_seconds: float = 0.0
+    bytes: int | None = None
+    event: Mapping[str, Any] | None = None
+    raw: str | None = None
+
+
+def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
+    """
+    The change at which a partition stands.
+
+    Raises:
+        CommandRefusedError: nothing stands there, or nothing has that name.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    image, change = _read(wiring, subscription, partition)
+    if change is None and state_of(image) == "flowing":
+        raise CommandRefusedError(sentence_on(image, "flows, and nothing of it is stored: it stands at no change"))
+    return _head(image, change)
+
+
+def read_halted(wiring: Wiring, subscription: str | None, partition: int) -> Head:
+    """
+    The change that `skip` would pass over.
+
+    Raises:
+        CommandRefusedError: the partition is not halted.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    image, change = _read(wiring, subscription, partition)
+    objection = not_halted(image)
+    if objection or image.head is None:
+        raise CommandRefusedError(sentence_on(image, objection or "does not know its change: retry it once"))
+    return _head(image, change)
+
+
+def _read(wiring: Wiring, subscription: str | None, partition: int) -> tuple[Image, StoredChange | None]:
+    """A partition, and what is stored where it stands; once more where it has moved on between the two."""
+    try:
+        wiring.reach()
+        store = wiring.store
+        generations, (image,) = choose(store, wiring.name, subscription, partition)
+        partition_id = store.partitions.partition_id(image.subscription, generations[image.subscription], image.index)
+        for _ in range(_ROUNDS):
+            change = _change_at(store, partition_id, image)
+            if change is not None or image.spilled is None:
+                break
+            image = next(iter(store.partitions.look([partition_id])), image)
+    except PyMongoError as error:
+        raise translated(error, wiring.state_concern) from error
+    return image, change
+
+
+def _change_at(store: Store, partition_id: str, image: Image) -> StoredChange | None:
+    if image.head is not None:
+        data = token_data(image.head["resumeToken"])
+        return store.spill.fetch(partition_id, [data]).get(data)
+    if image.spilled is None:
+        return None
+    found = store.spill.read(partition_id, image.data, image.spilled["to"], limit=1, max_bytes=1)
+    return found[0] if found else None
+
+
+def _head(image: Image, change: StoredChange | None) -> Head:
+    key = token = None
+    if image.head is not None:
+        key, token = image.head["key"], token_data(image.head["resumeToken"])
+    elif change is not None:
+        key, token = describe(change.raw), change.data
+    refusal = change.refusal.reason if change is not None and change.refusal is not None else None
+    since = (image.waiting or image.spilled or {}).get("since")
+    event = _event(change.raw) if change is not None else None
+    return Head(
+        subscription=image.subscription,
+        index=image.index,
+        state=state_of(image),
+        key=key,
+        token=token,
+        committed=int(image.committed),
+        error=image.error or refusal,
+        retries=int(image.retries),
+        crashes=int(image.crashes),
+        since=_iso(since) if since else None,
+        due_seconds=max(image.due_in, 0.0),
+        bytes=len(change.raw) if change is not None else None,
+        event=event,
+        raw=base64.b64encode(change.raw).decode() if change is not None and event is None else None,
+    )
+
+
+def _event(raw: bytes) -> Mapping[str, Any] | None:
+    """An event as relaxed extended JSON, without what the bridge itself has asked the server to add."""
+    try:
+        event = {name: value for name, value in decoded(raw).items() if name != FLAGS}
+        found: dict[str, Any] = json.loads(json_util.dumps(event, json_options=json_util.RELAXED_JSON_OPTIONS))
+    except Exception:  # noqa: BLE001 - whatever users' documents hold: then its bytes are all that can be shown
+        return None
+    return found
+
+
+def _iso(moment: datetime) -> str:
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).isoformat()

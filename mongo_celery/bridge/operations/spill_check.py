@@ -1,0 +1,139 @@
+"""Preflight of what is stored of changes that stand still: the bound, who would run it, and whether it is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mongo_celery.bridge.operations.findings import NEAR, SERIOUS, Finding, error, ok, warning
+from mongo_celery.bridge.state.leases import layouts_in_force
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
+
+_SHOWN = 3
+_LOOKING_SECONDS = 3.0
+_GIB, _MIB, _HOUR = 1 << 30, 1 << 20, 3600
+_ROLLED_HOURS_MIN = 1
+"""A tail of storing that would roll the whole oplog sooner leaves nobody the time to act."""
+
+
+def check_marks(wiring: Wiring) -> Iterator[Finding]:
+    """Look for partitions that say that changes of theirs are stored, which are not; for some seconds at most."""
+    store = wiring.store
+    layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
+    generations = {name: layout.generation for name, layout in layouts.items()}
+    until = time.monotonic() + _LOOKING_SECONDS
+    for image in store.partitions.of(generations):
+        partition_id = store.partitions.partition_id(image.subscription, generations[image.subscription], image.index)
+        if image.spilled and time.monotonic() < until and _is_bare(wiring, partition_id):
+            yield error(
+                "spill_missing",
+                f"Partition {image.index} of {image.subscription} says that changes of it are stored, and none is: "
+                "somebody has removed documents of the collection spill in the state database, or has restored a part "
+                "of that database only. It stands still until they are back: restore them from a backup, or set the "
+                "partition's `spilled` to null and restart the listener, which gives up what was stored.",
+            )
+
+
+def _is_bare(wiring: Wiring, partition_id: str) -> bool:
+    """
+    Whether nothing is stored within a mark, by a session that has seen it: so that no old primary can say so.
+
+    The mark is looked at twice, since what was stored is removed once it is committed.
+    """
+    store = wiring.store
+    with wiring.client.start_session(causal_consistency=True) as session:
+        seen = set()
+        for _ in range(2):
+            images = store.partitions.look([partition_id], session)
+            after, to = (images[0].data, (images[0].spilled or {}).get("to", "")) if images else ("", "")
+            if to <= after or store.spill.read(partition_id, after, to, limit=1, max_bytes=1, session=session):
+                return False
+            seen.add((after, to))
+    return len(seen) == 1
+
+
+def judge_spill(status: Mapping[str, Any]) -> Iterator[Finding]:
+    """Findings from a status, as `read_status` gives it; none where nothing is stored."""
+    spilled = [each for each in status["partitions"] if each["spilled"]]
+    if not spilled and not status["spill"]["bytes"] and not status["spill"]["waits"]:
+        return
+    findings = [
+        *_refused(status),
+        *_beside_the_bound(status, spilled),
+        *_unled(status, spilled),
+        *_unserved(status),
+    ]
+    yield from findings
+    if not findings:
+        share = status["spill"]["share"]
+        known = f": {share:.0%} of spill_bytes" if share is not None else ""
+        yield ok("spill", f"Changes of {len(spilled)} partitions are stored, and run when these go on{known}.")
+
+
+def _refused(status: Mapping[str, Any]) -> Iterator[Finding]:
+    waits = status["spill"]["waits"]
+    if waits:
+        yield error("spill_refused", f"What stands is no longer stored: {waits}.")
+
+
+def _beside_the_bound(status: Mapping[str, Any], spilled: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    spill = status["spill"]
+    share = spill["share"]
+    if share is None or share < NEAR:
+        return
+    lasts = spill["lasts_seconds"]
+    soon = f", which at the present rate is so in {lasts / _HOUR:.1f} h" if lasts else ""
+    then = f"At 100%{soon}, what stands waits in the listener's memory again, and the stream is not read for any"
+    if share >= 1:
+        then = "So what stands waits in the listener's memory, and once that is full the stream is not read for any"
+    yield (error if share >= SERIOUS else warning)(
+        "spill_bound",
+        f"What is stored of changes that stand still takes {share:.0%} of {spill['limit'] / _GIB:.1f} GiB "
+        f"(spill_bytes). {then}. Free the largest: {_largest(spilled)}; or raise spill_bytes, if the state database "
+        "has room.",
+    )
+
+
+def _unled(status: Mapping[str, Any], spilled: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    if status["state"] != "leading" and spilled:
+        yield warning(
+            "spill_unled",
+            f"Changes of {len(spilled)} partitions are stored, and nobody leads: they wait for a listener, and lose "
+            "nothing by it.",
+        )
+
+
+def _unserved(status: Mapping[str, Any]) -> Iterator[Finding]:
+    for each in status["subscriptions"]:
+        if each["state"] == "unregistered" and each["spilled"]["partitions"]:
+            count = each["spilled"]["count"]
+            yield warning(
+                "spill_unserved",
+                f"{'Changes' if count is None else f'{count} changes'} of {each['name']} are stored, which has no "
+                "handler in this app: they wait until it is back, and take room under spill_bytes meanwhile.",
+            )
+
+
+def _largest(spilled: Sequence[Mapping[str, Any]]) -> str:
+    largest_first = sorted(spilled, key=lambda each: each["spilled"]["bytes"] or 0, reverse=True)
+    named = [f"partition {each['index']} of {each['subscription']} ({each['state']})" for each in largest_first]
+    return ", ".join(named[:_SHOWN]) or "`changes status` names them"
+
+
+def judge_storing(bytes_per_second: float, oplog_bytes: int) -> Finding:
+    """How long the oplog would hold what is stored at this rate: storing is written to it, too."""
+    hours = oplog_bytes / bytes_per_second / _HOUR
+    text = (
+        f"Storing what stands still writes {bytes_per_second / _MIB:.1f} MiB/s, which alone fills the oplog of "
+        f"{oplog_bytes / _GIB:.1f} GiB in {hours:.1f} h"
+    )
+    if hours >= _ROLLED_HOURS_MIN:
+        return ok("spill_oplog", f"{text}.")
+    return warning(
+        "spill_oplog",
+        f"{text}: whoever reads it has no longer than that. Free what stands (`changes status` names it), or enlarge "
+        "the oplog with replSetResizeOplog.",
+    )

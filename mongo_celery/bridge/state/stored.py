@@ -1,0 +1,286 @@
+"""
+The document form of a stored change: where its document stands, and what is in it. See `spill.py` for the rules.
+
+An `_id` is the partition's, a slash and the change's place; the parts of a change that fits into no document stand
+behind it, each behind one more slash. A slash sorts before every character of a place, and what ends a range after
+them all: so the stream's order is that of the `_id`s, and a change and its parts are never far from one another.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import bson
+from bson.binary import Binary
+from bson.int64 import Int64
+
+from mongo_celery.bridge.change import token_data, token_of
+from mongo_celery.bridge.refusal import Refusal
+
+Document = dict[str, Any]
+
+_PLACE_CHARS = 1024
+_PLACE_KEPT = 960
+_ZIPPED_FROM = 1024
+_WORTH_IT = 0.9
+_SIZE_AND_RAW = 20  # both fields without the bytes themselves
+_SHOWN_CHARS = 80
+_DOCUMENT_BYTES = (16 << 20) - (16 << 10)
+_PART_BYTES = 8 << 20
+_BULK_BYTES = 4 << 20
+_BULK_DOCUMENTS = 1000
+_HASHES = 1 << 64
+_END = "~"
+_OF_A_KIND = ("zip", "parts", "digest", "token", "refusal")
+"""Fields that one change has and another has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChange:
+    """
+    One change as it is stored.
+
+    Attributes:
+        data: comparable part of its resume token.
+        raw: the event's bytes; empty where they are damaged, and then there is a refusal.
+        hash: of its partition key, from 0 to 2^64 - 1.
+        refusal: why it is not given to its handler; None for all others.
+        token: the whole resume token, where `raw` may not give it, and where it is long; None for all others.
+        standing: its carried state, where it was copied as a head: `state`, `head`, `retry`; None for all others.
+        size: bytes that it takes in the collection; 0 before it is stored.
+    """
+
+    data: str
+    raw: bytes
+    hash: int = 0
+    refusal: Refusal | None = None
+    token: Mapping[str, Any] | None = None
+    standing: Mapping[str, Any] | None = None
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How many changes, and the bytes that they take."""
+
+    count: int = 0
+    size: int = 0
+
+    def __add__(self, other: Amount) -> Amount:
+        """Both together."""
+        return Amount(self.count + other.count, self.size + other.size)
+
+
+# -- places ----------------------------------------------------------------------------------------
+
+
+def place_of(data: str) -> str:
+    """
+    The place of a token within an `_id`, bounded: tokens carry the document's `_id`, which may have megabytes.
+
+    What is kept of a long one holds cluster time, number and collection, which no two events share: so places have the
+    order of their tokens. The place of a place is itself.
+    """
+    if len(data) <= _PLACE_CHARS:
+        return data
+    return f"{data[:_PLACE_KEPT]}{_END}{hashlib.blake2b(data.encode(), digest_size=16).hexdigest()}"
+
+
+def id_of(partition_id: str, data: str) -> str:
+    """The `_id` of a change's document, by the comparable part of its token or its place."""
+    return f"{partition_id}/{place_of(data)}"
+
+
+def place_in(partition_id: str, document_id: str) -> str:
+    """The place of a change in the `_id` of its document, or of one of its parts."""
+    return document_id[len(partition_id) + 1 :].partition("/")[0]
+
+
+def ids_between(partition_id: str, after: str, until: str, *, inclusive: bool = True) -> dict[str, str]:
+    """The `_id`s of a partition behind a token or place, up to another one: the changes and their parts."""
+    behind = f"{id_of(partition_id, after)}/{_END}" if after else f"{partition_id}/"
+    last = id_of(partition_id, until)
+    return {"$gt": behind, "$lte": f"{last}/{_END}"} if inclusive else {"$gt": behind, "$lt": last}
+
+
+def ids_under(prefix: str) -> dict[str, str]:
+    """The `_id`s that begin with this and a slash, of a bridge or a partition; a zero comes after a slash."""
+    return {"$gt": f"{prefix}/", "$lt": past(prefix)}
+
+
+def past(prefix: str) -> str:
+    """What comes after all `_id`s that begin with this and a slash."""
+    return f"{prefix}0"
+
+
+def part_ids(head: Mapping[str, Any]) -> list[str]:
+    """The `_id`s of a change's parts: behind its own, and named by their contents."""
+    # Read again, an event may have other bytes: those of two readings must not be mixed.
+    return [f"{head['_id']}/{head['digest']}.{number:02d}" for number in range(head["parts"])]
+
+
+def index_by(count: int) -> dict[str, Any]:
+    """The partition of a stored hash, as an expression: kept as a signed number, it counts as an unsigned one."""
+    zero = Int64(0)  # of a damaged document
+    kept = {"$convert": {"input": "$hash", "to": "long", "onError": zero, "onNull": zero}}
+    wrapped = {"$cond": [{"$lt": [kept, zero]}, Int64(_HASHES % count), zero]}
+    return {"$mod": [{"$add": [{"$mod": [kept, Int64(count)]}, wrapped, Int64(count)]}, Int64(count)]}
+
+
+# -- documents -------------------------------------------------------------------------------------
+
+
+def documents_of(partition_id: str, changes: Iterable[StoredChange], version: int) -> Iterator[Document]:
+    """The documents of some changes; the parts of one before itself, so that where it is they are."""
+    for change in changes:
+        head: Document = {
+            "_id": id_of(partition_id, change.data),
+            "term": Int64(version),
+            "hash": Int64(change.hash - _HASHES if change.hash >= _HASHES // 2 else change.hash),
+            **_rare(change),
+        }
+        raw = change.raw
+        if len(raw) > _ZIPPED_FROM:
+            zipped = zlib.compress(raw, 1)
+            if len(zipped) < _WORTH_IT * len(raw):
+                raw, head["zip"] = zipped, True
+        if len(raw) + _overhead(head) > _DOCUMENT_BYTES:
+            head["parts"] = -(-len(raw) // _PART_BYTES)
+            head["digest"] = hashlib.blake2b(raw, digest_size=8).hexdigest()
+            yield from _parts(head, raw)
+            raw = b""
+        yield _sized(head, raw)
+
+
+def bulks_of(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Groups of documents for one call each; the parts of a change are in earlier ones than itself."""
+    bulk: list[Document] = []
+    size = 0
+    for document in documents:
+        if bulk and (size + document["size"] > _BULK_BYTES or len(bulk) >= _BULK_DOCUMENTS or "parts" in document):
+            yield bulk
+            bulk, size = [], 0
+        bulk.append(document)
+        size += document["size"]
+    if bulk:
+        yield bulk
+
+
+def amount_of(documents: Iterable[Mapping[str, Any]]) -> Amount:
+    """How many changes these documents are, and their bytes."""
+    found = list(documents)
+    return Amount(sum("part" not in each for each in found), sum(size_of(each) for each in found))
+
+
+def size_of(document: Mapping[str, Any]) -> int:
+    """Bytes of a document, as it says; 0 where it does not."""
+    size = document.get("size")
+    return size if isinstance(size, int) else 0
+
+
+def replacing(document: Mapping[str, Any]) -> Document:
+    """
+    The update that puts one reading of a change in the place of another; what it stood for stays with it.
+
+    One without bytes replaces nothing: it was read where they are damaged, and those that are there may be restored.
+    """
+    if not document["raw"] and "parts" not in document:
+        return {"$max": {"term": document["term"]}}
+    gone = {name: "" for name in _OF_A_KIND if name not in document}
+    return {"$set": {name: value for name, value in document.items() if name != "_id"}, "$unset": gone}
+
+
+def change_in(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]] = ()) -> StoredChange:
+    """
+    The change in a document and its parts.
+
+    One whose bytes are not all there, or cannot be read, is refused: it halts its own partition, and nothing else. So
+    is a document that nobody of ours has written.
+    """
+    try:
+        return _change_in(head, parts)
+    except Exception as error:  # noqa: BLE001 - whatever somebody has left there
+        partition_id, _, place = head["_id"].rpartition("/")
+        reason = _damaged(partition_id, place, f"the document cannot be read ({error!r})")
+        return StoredChange(place, b"", refusal=Refusal.because(reason, halts=True), token={"_data": place})
+
+
+def _change_in(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> StoredChange:
+    partition_id, _, place = head["_id"].rpartition("/")
+    token = head.get("token") or {"_data": place}
+    raw, damage = _bytes_of(head, parts)
+    refusal = head.get("refusal")
+    if damage:
+        refusal = {"reason": _damaged(partition_id, token_data(token), damage), "halts": True}
+    return StoredChange(
+        data=token_data(token),
+        raw=raw,
+        hash=head["hash"] % _HASHES,
+        refusal=Refusal.because(refusal["reason"], halts=refusal["halts"]) if refusal else None,
+        token=token if damage or "token" in head else None,
+        standing=dict(head["standing"]) if head.get("standing") else None,
+        size=amount_of([head, *parts]).size,
+    )
+
+
+def _bytes_of(head: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> tuple[bytes, str]:
+    """An event's bytes, and what is wrong with them."""
+    if len(parts) != head.get("parts", 0):
+        return b"", f"of {head['parts']} parts {len(parts)} are there"
+    raw = b"".join(part["raw"] for part in parts) if parts else head["raw"]
+    if not isinstance(raw, bytes):
+        return b"", f"they are of type {type(raw).__name__}"
+    try:
+        return zlib.decompress(raw) if head.get("zip") else raw, ""
+    except zlib.error as error:
+        return b"", f"they cannot be decompressed ({error})"
+
+
+def _damaged(partition_id: str, data: str, damage: str) -> str:
+    return (
+        f"The bytes that partition {partition_id} has stored of the change at {data[:_SHOWN_CHARS]} are damaged: "
+        f"{damage}. Restore them in the collection `spill` of the state database and retry, or skip the change."
+    )
+
+
+def _rare(change: StoredChange) -> Document:
+    """The fields that most changes do not have."""
+    fields: Document = {}
+    if change.token is not None:
+        fields["token"] = dict(change.token)
+    elif not _is_told(change):
+        fields["token"] = {"_data": change.data}
+    if change.refusal is not None:
+        fields["refusal"] = {"reason": change.refusal.reason, "halts": change.refusal.halts}
+    if change.standing is not None:
+        fields["standing"] = dict(change.standing)
+    return fields
+
+
+def _is_told(change: StoredChange) -> bool:
+    """Whether `_id` and bytes together say what the token is: a long one is not in the `_id`."""
+    try:
+        return len(change.data) <= _PLACE_CHARS and token_data(token_of(change.raw)) == change.data
+    except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
+        return False
+
+
+def _parts(head: Document, raw: bytes) -> Iterator[Document]:
+    shared = {"term": head["term"], "hash": head["hash"]}
+    for number, part_id in enumerate(part_ids(head)):
+        part = raw[number * _PART_BYTES : (number + 1) * _PART_BYTES]
+        yield _sized({"_id": part_id, **shared, "part": number + 1}, part)
+
+
+def _sized(document: Document, raw: bytes) -> Document:
+    return {**document, "size": len(raw) + _overhead(document), "raw": Binary(raw)}
+
+
+def _overhead(document: Document) -> int:
+    return len(bson.encode(document)) + _SIZE_AND_RAW

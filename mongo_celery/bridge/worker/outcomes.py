@@ -1,0 +1,334 @@
+"""
+The outcomes of one execution: each is written under its claim, and guarded by its fence.
+
+An outcome that is refused ends the execution quietly, because a newer one decides. One that cannot be stored falls
+back, step by step, to a halt with a plain text. One that MongoDB does not answer for is written later, by the process
+(`deferred`), so that an outage is charged to no change.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pymongo
+from bson.binary import Binary
+from celery.exceptions import Ignore, SoftTimeLimitExceeded
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.change import describe, token_data
+from mongo_celery.bridge.error_text import error_text, storable, traceback_text
+from mongo_celery.bridge.state.dead_letters import CHANGE_BYTES, dead_letter, kept, naming
+from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.worker.deferred import DeferredWrites
+from mongo_celery.bridge.worker.departure import is_leaving
+from mongo_celery.bridge.worker.runtime import WorkerRuntime
+from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
+from mongo_celery.mongo.repeating import Pauses, until_answered
+from mongo_celery.mongo.verdicts import is_transient
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from celery.exceptions import Retry
+
+    from mongo_celery.bridge.handlers import Handler
+    from mongo_celery.bridge.state.claims import Claim
+    from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.bridge.worker.envelope import Run
+    from mongo_celery.bridge.worker.heartbeat import Heartbeat
+
+logger = logging.getLogger("mongo_celery.worker")
+
+ANSWER_SECONDS = 30.0
+"""How long an execution itself waits for MongoDB to take its outcome."""
+
+_STORING_SECONDS = 2.0
+_PAUSES = Pauses(first=0.05, longest=1.0)
+_WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
+
+
+def persisted(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECONDS) -> bool:
+    """
+    Write to the state, for a bounded time again and again while there is no answer; whether it was accepted.
+
+    Raises:
+        PyMongoError: what the last attempt said, or what repeating cannot cure.
+    """
+    return until_answered(
+        write,
+        deadline=time.monotonic() + seconds,
+        pauses=_PAUSES,
+        note=lambda error: logger.warning(
+            "writing %s failed, trying again: %s", what, error_text(error), extra={"event": "outcome_failed"}
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """
+    What a change waits for.
+
+    Attributes:
+        cause: in words that can be shown.
+        doubts_max: how often in a row, since its handler may have done it to itself; None for as long as it lasts.
+    """
+
+    cause: str
+    doubts_max: int | None = None
+
+
+class Outcomes:
+    """
+    What becomes of a run that was claimed.
+
+    Args:
+        wiring: where the state comes from.
+        handler: the subscription's handler.
+        run: as it arrived; its changes are given to each outcome.
+        claim: under which everything is written.
+        beat: the claim's heartbeat.
+        patience: seconds for which MongoDB may keep an outcome waiting before the execution ends without it.
+        before: called before an outcome is written.
+
+    Attributes:
+        owed: whether an outcome is written later: until then the claim is kept alive.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        handler: Handler,
+        run: Run,
+        claim: Claim,
+        beat: Heartbeat,
+        *,
+        patience: float,
+        before: Callable[[], None],
+    ) -> None:
+        self.owed = False
+        self._wiring = wiring
+        self._handler = handler
+        self._run = run
+        self._claim = claim
+        self._beat = beat
+        self._patience = patience
+        self._before = before
+        self._claims = wiring.store.claims
+        self._is_stored = run.reference is not None
+
+    def wait(self, waiting: Waiting, what: str, error: BaseException) -> NoReturn:
+        """
+        Park the head until infrastructure may be there again, and count nothing; always raises.
+
+        Args:
+            waiting: for what.
+            what: names the head in the log.
+            error: what was met.
+        """
+        claim = self._claim
+        delay, cause, doubtful = _WAITS.nth(claim.waits), waiting.cause, waiting.doubts_max is not None
+
+        def wait(said: str) -> bool:
+            return self._claims.wait(claim, delay=delay, cause=said, doubtful=doubtful)
+
+        logger.warning(
+            "%s waits for infrastructure, next try in %.1f s: %s",
+            what,
+            delay,
+            cause,
+            extra={"event": "change_waiting", "partition": claim.partition_id},
+        )
+        self._settle({"waiting": lambda: wait(storable(cause)), "waiting without cause": lambda: wait("not storable")})
+        raise Ignore from error
+
+    def park(self, retry: Retry, raw: bytes, not_before: datetime | None, delay: float | None) -> NoReturn:
+        """Park the head until its retry time, and count the attempt; always raises."""
+
+        def park() -> bool:
+            given = isinstance(retry.exc, BaseException)
+            error = error_text(retry.exc) if given else storable(str(retry.message or "retry"))
+            return self._claims.park(self._claim, delay=delay, not_before=not_before, error=error)
+
+        self._settle({"retry": park, "halt": self._plain_halt(raw, "its retry")})
+        raise retry
+
+    def fail(self, error: Exception, raw: bytes) -> NoReturn:
+        """Apply the failure policy to the first change under this execution's fence; always raises."""
+        policy, token = self._handler.policy(self._wiring.options), self._run.token_of(raw)
+        if self._run.refusal is not None and self._run.refusal.halts:
+            policy = "halt"
+        claim, claims, text, ways = self._claim, self._claims, error_text(error), dict[str, Callable[[], bool]]()
+        if policy == "skip":
+            ways["skip"] = lambda: claims.skip(claim, token)
+        elif policy == "dead_letter":
+            for number, form in enumerate(_forms_of(raw, token)):
+                ways["dead_letter" if number == 0 else f"dead_letter, form {number + 1}"] = partial(
+                    self._set_aside, token, raw, form, error
+                )
+        ways["halt"] = lambda: self._halt(raw, token, describe(raw), text)
+        ways["halt without text"] = self._plain_halt(raw, f"its failure ({type(error).__name__})")
+        applied = self._settle(ways).split(",")[0]
+        logger.error(
+            "%s failed for good, policy %s: %s",
+            describe(raw),
+            applied,
+            text,
+            extra={"event": "change_failed", "policy": applied.split()[0], "partition": claim.partition_id},
+        )
+        raise error
+
+    def handled(self, last: int, raw: bytes) -> None:
+        """Everything up to this change is done."""
+        token, after_transaction = self._run.token_of(raw), self._handler.transactional
+        self._settle({"handled": lambda: self._claims.handle(self._claim, last, token, retryable=after_transaction)})
+
+    def crashed(self, done: tuple[int, bytes] | None, error: BaseException) -> None:
+        """
+        The process is about to end (a hard time limit, a shutdown): best effort, once.
+
+        Args:
+            done: number and bytes of the last change that is done.
+            error: what ends the process.
+        """
+        claim = self._claim
+        try:
+            if done is not None:
+                last, raw = done
+                self._claims.handle(claim, last, self._run.token_of(raw))
+            elif is_leaving():  # a shutdown that was announced is nobody's crash
+                self._claims.relinquish(claim.partition_id, claim.owner)
+            else:
+                self._claims.crash(claim, error_text(error))
+        except PyMongoError:
+            logger.warning(
+                "could not record the crash of %s; its claim will lapse",
+                claim.partition_id,
+                extra={"event": "crash_not_recorded"},
+            )
+
+    def _plain_halt(self, raw: bytes, what: str) -> Callable[[], bool]:
+        """The last resort of an outcome that cannot be stored: nothing of it but words of ours."""
+        token = {"_data": token_data(self._run.token_of(raw))}
+        text = f"{what} cannot be stored; the worker's log says why.".encode("ascii", "replace").decode()
+        return lambda: self._halt(raw, token, "?", text)
+
+    def _halt(self, raw: bytes, token: Mapping[str, Any], key: str, text: str) -> bool:
+        """What halts may outlast the oplog: it is stored before, so that a command has its bytes."""
+        self._store(raw)
+        return self._claims.halt(self._claim, token, key, text)
+
+    def _store(self, raw: bytes) -> None:
+        """Best effort: where it fails, the listener may store the change later, for it has read it too."""
+        run = self._run
+        if self._is_stored or run.hash is None:
+            return
+        change = StoredChange(token_data(run.token_of(raw)), raw, run.hash, run.refusal, run.token)
+        try:
+            with pymongo.timeout(min(self._patience, _STORING_SECONDS)):
+                self._wiring.store.spill.insert(run.partition_id, [change], run.version)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the halt must be written
+            logger.warning(
+                "%s halts without being stored before: %s",
+                describe(raw),
+                error_text(error),
+                extra={"event": "halted_change_not_stored", "partition": run.partition_id},
+            )
+            return
+        self._is_stored = True
+
+    def _set_aside(
+        self, token: Mapping[str, Any], raw: bytes, form: Callable[[], Mapping[str, Any]], error: Exception
+    ) -> bool:
+        claim = self._claim
+        letter = dead_letter(
+            bridge=self._run.bridge,
+            subscription=self._run.subscription,
+            partition=self._run.index,
+            token=token,
+            key=describe(raw),
+            change=form(),
+            error=error_text(error),
+            traceback=traceback_text(error),
+            # What has crashed too often is not started once more, and what is refused never was.
+            attempts=claim.retries + claim.crashes + (not isinstance(error, HandlerCrashedError | RefusedChangeError)),
+        )
+        return self._claims.set_aside(claim, token, letter)
+
+    def _settle(self, ways: Mapping[str, Callable[[], bool]]) -> str:
+        """
+        Write an outcome, by the first of some ways that can be stored; which one it was.
+
+        Raises:
+            Ignore: a newer execution decides; or MongoDB does not answer, and the process writes it later.
+            Exception: no way can be stored. The claim lapses, and that is counted.
+        """
+        self._before()
+        claim = self._claim
+        *_, last = ways
+        for outcome, write in ways.items():
+            try:
+                accepted = persisted(write, f"an outcome of {claim.partition_id}", self._patience)
+            except Exception as error:
+                if isinstance(error, SoftTimeLimitExceeded) or is_transient(error):
+                    self._defer(outcome, write, error)
+                logger.error(
+                    "%s of %s cannot be stored: %s",
+                    outcome,
+                    claim.partition_id,
+                    error_text(error),
+                    extra={"event": "outcome_not_storable", "outcome": outcome},
+                )
+                if outcome == last:
+                    raise
+                continue
+            if not accepted:
+                self._refused(outcome)
+            break
+        return outcome
+
+    def _defer(self, outcome: str, write: Callable[[], bool], error: Exception) -> NoReturn:
+        claim, beat = self._claim, self._beat
+        logger.warning(
+            "MongoDB does not answer: %s of %s is written as soon as it does (%s)",
+            outcome,
+            claim.partition_id,
+            error_text(error),
+            extra={"event": "outcome_deferred", "outcome": outcome},
+        )
+        beats = self._wiring.of_process(WorkerRuntime).heartbeats
+        self.owed = True
+
+        def write_late() -> bool:
+            accepted = write()
+            if not accepted and not beat.charged:  # whoever has claimed meanwhile may have charged this execution
+                beats.withdraw(claim)
+            return accepted
+
+        self._wiring.of_process(DeferredWrites).add(
+            f"{outcome} of {claim.partition_id}", write_late, ended=lambda: beats.end(beat)
+        )
+        raise Ignore from error
+
+    def _refused(self, outcome: str) -> NoReturn:
+        logger.warning(
+            "%s of %s (fence %d) was refused: a newer execution decides",
+            outcome,
+            self._claim.partition_id,
+            self._claim.fence,
+            extra={"event": "outcome_refused", "outcome": outcome},
+        )
+        raise Ignore
+
+
+def _forms_of(raw: bytes, token: Mapping[str, Any]) -> Iterator[Callable[[], Mapping[str, Any]]]:
+    """How a dead letter may hold its change, the fullest first: an event may be too large, too deep or broken."""
+    yield lambda: kept(raw)
+    if len(raw) <= CHANGE_BYTES:
+        yield lambda: {**naming(raw, "documentKey"), "bytes": Binary(raw)}
+    yield lambda: {"_id": {"_data": token_data(token)}}

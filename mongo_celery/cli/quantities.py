@@ -1,0 +1,41 @@
+"""Quantities as people say them: durations, sizes, times, and how many of something."""
+
+from __future__ import annotations
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+_KIB = 1024
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as people say them; a dash where nobody knows."""
+    if seconds is None:
+        return "-"
+    for unit, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def size(count: float | None) -> str:
+    """Bytes as people say them, in units of 1024; a dash where nobody knows."""
+    if count is None:
+        return "-"
+    if count < _KIB:
+        return f"{count:.0f} B"
+    scaled, unit = float(count), "B"
+    for name in _UNITS:
+        if scaled < _KIB:
+            break
+        scaled, unit = scaled / _KIB, name
+    return f"{scaled:.1f} {unit}" if scaled < 10 else f"{scaled:.0f} {unit}"  # noqa: PLR2004 - two digits are enough
+
+
+def number(count: int, one: str, many: str) -> str:
+    """How many of something."""
+    return f"{count} {one if count == 1 else many}"
+
+
+def moment(iso: str | None) -> str:
+    """A time to the second; a dash where there is none."""
+    return "-" if iso is None else iso[:19].replace("T", " ") + " UTC"

@@ -1,0 +1,87 @@
+"""Changes that are larger than what the broker takes: they travel by reference, and nothing else waits for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from mongo_celery.demo.history import Due
+from mongo_celery.embedded import RedisServer
+from tests.acceptance.chain_rig import Chain
+from tests.fixtures.process import wait_for
+
+Document = dict[str, Any]
+
+_MEGABYTE = 1 << 20
+
+
+@pytest.fixture
+def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
+    """Give a bridge with two handlers, on a broker that takes no message above a megabyte, the least it can be told."""
+    # A message that waits for a worker that starts slowly is not sent, and its changes not stored, once more.
+    made = Chain(mongo_client, mongo_url, tmp_path, handlers=["plain", "together"], options={"dispatch_grace": 60})
+    made.redis = RedisServer(options=("--proto-max-bulk-len", "1mb"))
+    with made:
+        yield made
+
+
+def write(chain: Chain, handler: str, megabytes: int, partition: int = 0) -> list[Due]:
+    """Write a change of this size between two small ones of the same document."""
+    key = next(chain.keys(handler, partition, f"{megabytes}mb"))
+    blob = "x" * megabytes * _MEGABYTE
+    return [chain.write(handler, key, 1), chain.write(handler, key, 2, blob=blob), chain.write(handler, key, 3)]
+
+
+def is_out(chain: Chain) -> bool:
+    """Whether a message is in one of the queues."""
+    with chain.broker as broker:
+        return any(broker.llen(queue) for queue in broker.keys("chain.[0-9]*"))
+
+
+def test_documents_above_the_brokers_limit_reach_their_handlers_in_order(chain: Chain) -> None:
+    """P12: of 2 and 12 MB, also in a transaction, on a broker that never holds them."""
+    listener, _ = chain.both()
+    write(chain, "plain", 2, partition=0)
+    write(chain, "plain", 12, partition=1)
+    write(chain, "together", 2)
+    chain.wait_done()
+    chain.judge()
+    assert "rejects the message" not in listener.text
+    with chain.broker as broker:
+        assert broker.info("memory")["used_memory_peak"] < 10 * _MEGABYTE
+
+
+def test_stored_bytes_that_somebody_removes_are_stored_again(chain: Chain) -> None:
+    """P13, P14: the worker names what is missing, charges nothing, and runs it once; others go on meanwhile."""
+    chain.listener()
+    key, other = next(chain.keys("plain", 0)), next(chain.keys("plain", 1))
+    chain.write("plain", key, 1, blob=os.urandom(_MEGABYTE).hex())
+    stored = chain.state["spill"]
+    wait_for(lambda: is_out(chain), message="the large change is sent")
+    assert stored.delete_many({}).deleted_count == 1
+    chain.write("plain", key, 2)
+    chain.write("plain", other, 1)
+
+    worker = chain.worker()
+    worker.wait_for_output(r"the stored bytes of change 1 of chain/plain/[0-9]+/0, token 82[0-9A-F]+, are missing")
+    chain.wait_done()
+    chain.judge()
+    assert [start.retries for start in chain.starts()] == [0, 0, 0]
+    assert worker.text.count("are missing: nothing is charged") == 1
+
+
+def test_a_large_change_that_halts_is_retried_by_reference(chain: Chain) -> None:
+    """P12: its failure reaches the policy as any other's, and a person lets it go on."""
+    chain.both()
+    key = next(chain.keys("plain", 0))
+    item = chain.allow(chain.write("plain", key, 1, blob=os.urandom(_MEGABYTE).hex(), act="raise"))
+    chain.write("plain", key, 2)
+    chain.wait_state(item, lambda state: state["state"] == "halted")
+    chain.changes("retry", "plain")
+    chain.wait_done()
+    chain.judge()

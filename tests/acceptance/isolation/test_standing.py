@@ -1,0 +1,176 @@
+"""What stands costs its own partition and nothing else, for as long as it stands: it is stored with its bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from mongo_celery.demo.history import Due
+from mongo_celery.embedded import MongoReplicaSet
+from tests.acceptance.isolation.rolling_rig import Rolling, rollings
+from tests.fixtures.process import wait_for
+
+Document = dict[str, Any]
+Make = Callable[..., Rolling]
+HOUR = 3600
+
+
+@pytest.fixture
+def make(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Make]:
+    """Give what makes a bridge with these handlers."""
+    yield from rollings(mongo_client, mongo_url, tmp_path)
+
+
+@pytest.fixture
+def make_rolling(
+    rolling_oplog: MongoReplicaSet, make_client: Callable[..., MongoClient[Document]], tmp_path: Path
+) -> Iterator[Make]:
+    """Give what makes a bridge on an oplog that rolls, with these handlers."""
+    yield from rollings(make_client(rolling_oplog.url), rolling_oplog.url, tmp_path)
+
+
+def wait_committed(chain: Rolling, *, but: Due | None = None) -> None:
+    """Wait until all that was written is committed; of one partition nothing, if so."""
+    owed = Counter((item.handler, chain.partition_of(item.handler, item.key)) for item in chain.written)
+    if but is not None:
+        del owed[but.handler, chain.partition_of(but.handler, but.key)]
+
+    def found() -> dict[tuple[str, int], int]:
+        return {place: int(chain.partition(*place)["committed"]) for place in owed}
+
+    wait_for(lambda: found() == owed, message=lambda: f"owed {owed}, committed {found()}, {chain.lease['report']}")
+
+
+def wait_passed(chain: Rolling, handler: str) -> None:
+    """Wait until the stored watermark has passed all that was written."""
+    written = chain.client.admin.command("ping")["operationTime"]
+    wait_for(lambda: chain.watermark(handler) >= written, message="a watermark behind all that was written")
+
+
+def wait_removed(chain: Rolling) -> None:
+    """Wait until nothing is stored any more, and no partition is marked."""
+    partitions, stored = chain.state["partitions"], chain.state["spill"]
+    marked = {"spilled": {"$ne": None}}
+    wait_for(
+        lambda: not stored.count_documents({}) and not partitions.count_documents(marked),
+        message=lambda: f"{stored.count_documents({})} stored, marked: {list(partitions.find(marked))}",
+    )
+
+
+def write_around(chain: Rolling, handler: str, count: int, first: int = 1, **do: Any) -> None:
+    """Write so many changes of a document in each partition, in turns."""
+    keys = [next(chain.keys(handler, index)) for index in range(chain.partitions)]
+    for n in range(first, first + count):
+        for key in keys:
+            chain.write(handler, key, n, **do)
+
+
+def stored_reasons(chain: Rolling) -> dict[str, str]:
+    """Why partitions are marked, by `_id`."""
+    return {
+        each["_id"]: each["spilled"]["reason"] for each in chain.state["partitions"].find({"spilled": {"$ne": None}})
+    }
+
+
+def a_halted_partition(chain: Rolling, rounds: int) -> None:
+    """A partition halts, much is written, the oplog rolls over it, the listener is started anew: nothing is lost."""
+    listener, _ = chain.both()
+    bad = chain.allow(chain.write("halting", "bad", 1, act="raise"))
+    chain.wait_state(bad, lambda state: state["state"] == "halted")
+
+    write_around(chain, "halting", rounds)
+
+    wait_committed(chain, but=bad)
+    wait_passed(chain, "halting")
+    assert chain.of(bad)["state"] == "halted"
+    assert list(stored_reasons(chain).values()) == ["halted"]
+    chain.roll()
+    chain.keep()
+    wait_for(lambda: chain.watermark("halting") > chain.oldest, message="a watermark in the oplog")
+    assert listener.terminate() == 0
+    again = chain.listener("again")
+    write_around(chain, "halting", 3, first=rounds + 1)
+    wait_committed(chain, but=bad)
+    assert chain.of(bad)["state"] == "halted"
+    done = chain.command("retry", "halting", "--partition", str(chain.partition_of("halting", "bad")))
+    assert done.returncode == 0, done.text
+    wait_committed(chain)
+    wait_removed(chain)
+    assert "has lost its history" not in again.text
+    chain.judge()
+
+
+def test_a_halted_partition_holds_nobody_and_loses_nothing(make_rolling: Make) -> None:
+    """P12, P13: others run, the watermark goes on, and a later retry finds all of it, in order."""
+    a_halted_partition(make_rolling("halting", spill_after=1, run_size=10), 40)
+
+
+@pytest.mark.slow
+def test_a_halted_partition_under_ten_thousand_writes(make_rolling: Make) -> None:
+    """P12, P13: as above, with more than memory holds."""
+    a_halted_partition(make_rolling("halting", spill_after=1, run_size=100, buffer_bytes=300_000), 2500)
+
+
+def test_a_retry_of_an_hour_waits_outside_of_memory(make: Make) -> None:
+    """P12, P13: a parked change is what its partition waits for, also in the next listener."""
+    chain = make("plain", spill_after=1, run_size=5)
+    listener, _ = chain.both()
+    parked = chain.allow(chain.write("plain", "parked", 1, act="retry", options={"countdown": HOUR}))
+    chain.wait_state(parked, lambda state: state["retry"])
+
+    write_around(chain, "plain", 10)
+
+    wait_committed(chain, but=parked)
+    wait_passed(chain, "plain")
+    assert list(stored_reasons(chain).values()) == ["parked"]
+    assert listener.terminate() == 0
+    chain.listener("again")
+    done = chain.command("retry", "plain", "--partition", str(chain.partition_of("plain", "parked")))
+    assert done.returncode == 0, done.text
+    wait_committed(chain)
+    wait_removed(chain)
+    chain.judge()
+
+
+@pytest.mark.slow
+def test_a_hot_document_leaves_room_for_the_others(make: Make) -> None:
+    """P12: what it has more than memory holds is stored, and the others behind it in the stream are done."""
+    bound = 50_000
+    chain = make("plain", spill_after=600, buffer_bytes=bound, run_size=10)
+    chain.both()
+    write_around(chain, "plain", 1)
+    wait_committed(chain)
+    padding = {"padding": "x" * 1000}
+    hot = chain.write("plain", "hot", 1, gate="cooled", **padding)
+    for n in range(2, 242):
+        chain.write("plain", "hot", n, **padding)
+        if n % 30 == 0:
+            write_around(chain, "plain", 1, first=n)
+
+    wait_committed(chain, but=hot)
+    assert chain.of(hot)["committed"] <= 1, "the hot document's handler waits"
+    assert list(stored_reasons(chain).values()) == ["starving"]
+    report = chain.lease["report"]
+    assert report["bufferedBytes"] <= 2 * bound, "some changes are read before the bound is looked at again"
+    chain.open_gate("cooled")
+    wait_committed(chain)
+    wait_removed(chain)
+    chain.judge()
+
+
+@pytest.mark.slow
+def test_a_backlog_of_all_alike_stays_in_memory(make: Make) -> None:
+    """What flows is not stored: the stream waits for room, and the state database is not paid for it."""
+    chain = make("plain", buffer_bytes=50_000, run_size=10)
+    write_around(chain, "plain", 40, padding="x" * 1000)
+    listener, _ = chain.both()
+    wait_committed(chain)
+    listener.wait_for_output("the buffer is full")
+    assert "are stored in the state database" not in listener.text
+    assert chain.state["spill"].count_documents({}) == 0
+    chain.judge()

@@ -1,0 +1,228 @@
+"""Terms that store changes: what is read, run and committed in them is said by the test, step by step."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import uuid4
+
+import bson
+from bson.raw_bson import RawBSONDocument
+from pymongo import MongoClient
+from pymongo.collection import Collection
+
+from mongo_celery.bridge.change import EVENT_TYPES, token_of
+from mongo_celery.bridge.listener.spilling import Spilling
+from mongo_celery.bridge.listener.takeover import generations_of
+from mongo_celery.bridge.listener.tracker import Step
+from mongo_celery.bridge.listener.watermarks import Watermarks
+from mongo_celery.bridge.partitioning import partition_index
+from mongo_celery.bridge.state.claims import Claim
+from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.stream.reader import ChangeEvent
+from mongo_celery.bridge.window import Mark
+from mongo_celery.bridge.worker.envelope import Run
+from mongo_celery.errors import LeaseLostError
+from mongo_celery.mongo.verdicts import Concern
+from tests.fixtures.process import wait_for
+from tests.fixtures.samples import event, mark, token_data
+from tests.integration.term_rig import TermRig, begin_term
+
+Document = dict[str, Any]
+
+PARTITIONS = 2
+STREAM = "the fingerprint"
+_TURNS = 20
+_LATER = 1.1
+
+
+def key_of(index: int) -> int:
+    """A document of a partition."""
+    return next(key for key in itertools.count() if partition_index(["shop", "orders", key], PARTITIONS) == index)
+
+
+def change(number: int, index: int = 0, padding: int = 0) -> ChangeEvent:
+    """The change with this place in the stream, of this partition."""
+    document = event("insert", documentKey={"_id": key_of(index)}, fullDocument={"n": number, "padding": "x" * padding})
+    raw = bson.encode({**document, "_id": {"_data": token_data(number)}})
+    return ChangeEvent(mark(number), RawBSONDocument(raw, EVENT_TYPES), raw)
+
+
+def number_of(raw: bytes) -> int:
+    """The place in the stream of a change."""
+    found: int = bson.decode(raw)["fullDocument"]["n"]
+    return found
+
+
+class RefusedError(Exception):
+    """A worker may not begin what it was sent."""
+
+
+class Term:
+    """
+    One term over one subscription, from its take-over on.
+
+    Attributes:
+        ran: places of the changes that workers have run, in order.
+        share: of the oplog's window that lies behind the subscription.
+    """
+
+    def __init__(self, client: MongoClient[Document], database: str, marks: Mark | None, **options: Any) -> None:
+        self.rig: TermRig = begin_term(client, database, PARTITIONS, **options)
+        self.takeover = self.rig.take_over()
+        stored = self.takeover.documents["record"]["resumeToken"]
+        at = Mark(stored, stored["_data"], None) if stored else marks
+        (self.led,) = self.rig.led(self.takeover, {"record": at})
+        self.share = 0.0
+        concern = Concern("the state database", "readWrite")
+        self.spilling = Spilling(self.rig.store, self.rig.options, concern, lambda _: self.share)
+        self.spilling.begin({"record": self.led}, self.rig.version)
+        self.watermarks = Watermarks(self.rig.store, self.rig.renewal, STREAM, dict)
+        self.ran: list[int] = []
+        self._later = 0.0
+
+    # -- what the listener does --------------------------------------------------------------------
+
+    def read(self, *numbers: int, index: int = 0, padding: int = 0) -> None:
+        """Take in changes of a partition."""
+        for number in numbers:
+            self.led.take_in(change(number, index, padding))
+
+    def pass_over(self, number: int) -> None:
+        """Take in a place at which nothing is owed."""
+        self.led.take_in(mark(number))
+
+    def look(self) -> None:
+        """Read all partitions; LeaseLostError where a later term has them."""
+        found = self.rig.store.partitions.of(generations_of(self.takeover.layouts), self.spilling.session)
+        for image in found:
+            if self.led.observe(image, time.monotonic()) is Step.SUPERSEDED:
+                raise LeaseLostError
+
+    def turn(self, later: float = 0.0, *, at_end: bool = False) -> None:
+        """Let so much time pass, look, and do what is due."""
+        self._later += later
+        self.look()
+        self.spilling.turn(time.monotonic() + self._later, at_end=at_end)
+
+    def turn_until(self, condition: Callable[[], object], later: float = _LATER) -> None:
+        """Turn again and again, each time so much later, until something is so."""
+
+        def turned() -> object:
+            self.turn(later)
+            return condition()
+
+        wait_for(turned, message=lambda: f"stored {self.stored()}, {self.image()}, {self.spilling.report()}")
+
+    def store(self, index: int = 0, reason: str = "halted") -> bool:
+        """Store what a partition has in the buffer."""
+        return self.spilling.store(self.led, index, reason)
+
+    def dispatch(self) -> list[Run]:
+        """What is due now, as published."""
+        found = []
+        for tracker, dispatch in self.led.due(time.monotonic()):
+            tracker.sent(time.monotonic())
+            found.append(dispatch.run)
+        return found
+
+    def flush(self) -> str | None:
+        """Store the watermark; how far it is."""
+        self.watermarks.store([self.led], time.monotonic())
+        document = self.rig.database["subscriptions"].find_one({"_id": "shop/record"}) or {}
+        token = document["resumeToken"]
+        return token["_data"] if token else None
+
+    def close(self) -> None:
+        """End the term."""
+        self.spilling.close()
+
+    # -- what workers do ---------------------------------------------------------------------------
+
+    def claim(self, run: Run) -> Claim:
+        """Begin to run it."""
+        claim = self.rig.store.claims.take(
+            run.partition_id,
+            owner=uuid4().hex,
+            version=run.version,
+            first=run.first,
+            last=run.last,
+            token=token_of(run.changes[0])["_data"],
+        )
+        if claim is None:
+            raise RefusedError(f"somebody else has run {run.first}, or does")
+        return claim
+
+    def run(self, run: Run) -> None:
+        """Run it, and commit it."""
+        claim = self.claim(run)
+        self.ran += map(number_of, run.changes)
+        assert self.rig.store.claims.handle(claim, run.last, token_of(run.changes[-1]))
+        assert self.rig.store.claims.commit(run.partition_id, run.first)
+
+    def halt(self, run: Run) -> None:
+        """Fail at its first change."""
+        assert self.rig.store.claims.halt(self.claim(run), token_of(run.changes[0]), "key", "as asked")
+
+    def retry(self, index: int = 0) -> None:
+        """Let a halted partition go on."""
+        assert self.rig.store.partitions.retry(self.image(index), self.takeover.layouts["record"].generation)
+
+    def work(self, *, until: int, later: float = 0.0) -> list[int]:
+        """Run everything up to a place; all that ran in this term."""
+
+        def done() -> bool:
+            for _ in range(_TURNS):
+                self.turn(later)
+                for run in self.dispatch():
+                    self.run(run)
+                    if self.ran[-1] >= until:
+                        return True
+            return False
+
+        wait_for(done, message=lambda: f"ran {self.ran}, stored {self.stored()}, {self.image()}")
+        self.look()
+        return self.ran
+
+    # -- what there is -----------------------------------------------------------------------------
+
+    @property
+    def documents(self) -> Collection[Document]:
+        """The stored changes, as they are stored."""
+        return self.rig.database["spill"]
+
+    def partition_id(self, index: int = 0) -> str:
+        return self.led.trackers[index].partition_id
+
+    def stored(self, index: int = 0) -> list[int]:
+        """Places of the stored changes of a partition."""
+        found = self.rig.store.spill.read(self.partition_id(index), "", "9", limit=1_000_000, max_bytes=1 << 40)
+        return [number_of(each.raw) for each in found]
+
+    def image(self, index: int = 0) -> Image:
+        return self.rig.store.partitions.look([self.partition_id(index)])[0]
+
+    def marked(self, index: int = 0) -> str | None:
+        """Up to where a partition is marked."""
+        spilled = self.image(index).spilled
+        return spilled["to"] if spilled else None
+
+    @property
+    def watermark(self) -> str | None:
+        found = self.led.window.watermark
+        return found.data if found else None
+
+
+def terms(client: MongoClient[Document], database: str) -> Iterator[Callable[..., Term]]:
+    """Give what begins a term, whatever the one before is doing."""
+    begun: list[Term] = []
+
+    def begin(marks: Mark | None = None, **options: Any) -> Term:
+        begun.append(Term(client, database, marks, **options))
+        return begun[-1]
+
+    yield begin
+    for term in begun:
+        term.close()

@@ -1,0 +1,788 @@
+"""
+Stored changes against a real replica set: what is there by majority, in which order, and who may remove it.
+
+P6, P12 and P13 are the invariants of the design: no change is lost, and what stands costs its own partition alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import bson
+import pytest
+from bson.binary import Binary
+from bson.datetime_ms import DatetimeMS
+from bson.int64 import Int64
+from pymongo import MongoClient, WriteConcern
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.errors import OperationFailure, PyMongoError
+
+from mongo_celery.bridge.change import token_of
+from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.partitioning import partition_hash
+from mongo_celery.bridge.refusal import Refusal
+from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.bridge.state.spill import Amount, Spill, StoredChange
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.stored import index_by
+from mongo_celery.embedded import MongoReplicaSet
+from tests.fixtures.election import Elections
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
+from tests.fixtures.process import wait_for
+from tests.fixtures.proxy import Direction, Proxy
+from tests.fixtures.samples import raw_event, token_data
+from tests.integration.partition_rig import NASTY, Rig, rig_of
+
+Document = dict[str, Any]
+
+BRIDGE = "shop"
+PARTITION = f"{BRIDGE}/record/7/3"
+NEW = f"{BRIDGE}/record/8/"
+VERSION = 100
+LATER = VERSION + 1
+LAST = token_data(9999)
+LARGE = 17 << 20
+PATIENT_TTL = 300.0
+"""Calls may take longer than this machine stalls."""
+
+
+@pytest.fixture
+def store(mongo_client: MongoClient[Document], state_database: str) -> Store:
+    """Give the state of a bridge, which is empty."""
+    return Store(mongo_client, BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=PATIENT_TTL))
+
+
+@pytest.fixture
+def spill(store: Store) -> Spill:
+    """Give the stored changes of a bridge that has none."""
+    return store.spill
+
+
+@pytest.fixture
+def documents(mongo_client: MongoClient[Document], state_database: str) -> Collection[Document]:
+    """Give the documents as they are stored."""
+    return mongo_client[state_database]["spill"]
+
+
+def change(number: int, key: Any = None, padding: bytes = b"", **fields: Any) -> StoredChange:
+    """The change with this number, of the key of that number unless it has another one."""
+    token = {"_data": token_data(number)}
+    raw = raw_event(_id=token, padding=Binary(padding))
+    return StoredChange(token["_data"], raw, partition_hash(number if key is None else key), **fields)
+
+
+def numbers(changes: list[StoredChange]) -> list[int]:
+    """Which ones these are."""
+    return [int(each.data[10:18], 16) for each in changes]
+
+
+def read(spill: Spill, partition_id: str = PARTITION, after: str = "", until: str = LAST, **options: Any) -> list[int]:
+    """The numbers of the changes that are stored of a partition."""
+    return numbers(spill.read(partition_id, after, until, **{"limit": 1000, "max_bytes": 1 << 30, **options}))
+
+
+def noise(seed: int, size: int) -> bytes:
+    """Bytes that cannot be compressed."""
+    return random.Random(seed).randbytes(size)
+
+
+def seen(spill: Spill, partition_id: str = PARTITION) -> list[StoredChange]:
+    """All changes that are stored of a partition."""
+    return spill.read(partition_id, "", LAST, limit=1000, max_bytes=1 << 30)
+
+
+# -- inserting and reading ---------------------------------------------------------------------------
+
+
+def test_what_was_inserted_is_read_in_the_streams_order(spill: Spill, documents: Collection[Document]) -> None:
+    """P5: whatever was inserted first; and with its bytes, whether they were worth compressing or not."""
+    changes = [change(n, padding=noise(n, 3000) if n % 2 else bytes(3000)) for n in range(1, 6)]
+    added = spill.insert(PARTITION, changes[3:], VERSION)
+    added += spill.insert(PARTITION, changes[:3], VERSION)
+    stored = seen(spill)
+    assert [each.raw for each in stored] == [each.raw for each in changes]
+    assert [each.hash for each in stored] == [each.hash for each in changes]
+    assert [each.data for each in stored] == [each.data for each in changes]
+    assert {each["_id"][-4:] for each in documents.find({"zip": True})} == {each.data[-4:] for each in changes[1::2]}
+    assert added == spill.amount(PARTITION) == Amount(5, sum(each.size for each in stored))
+    for each in documents.find():
+        assert each["size"] == len(bson.encode(each)), "the bytes that it takes"
+
+
+@pytest.mark.parametrize(("limit", "max_bytes", "expected"), [(1, 1, 1), (3, 1 << 20, 3), (9, 5500, 2), (9, 6500, 3)])
+def test_one_reading_is_bounded_but_for_its_first_change(
+    spill: Spill, limit: int, max_bytes: int, expected: int
+) -> None:
+    """P12: memory; and yet a partition whose first change is large goes on."""
+    spill.insert(PARTITION, [change(n, padding=bytes(1900)) for n in range(1, 6)], VERSION)
+    assert read(spill, limit=limit, max_bytes=max_bytes) == list(range(1, expected + 1))
+
+
+def test_a_reading_begins_behind_a_place_and_ends_at_one(spill: Spill) -> None:
+    """P8: what is committed is not read again, and what may not run yet is not read."""
+    spill.insert(PARTITION, [change(n, padding=noise(n, LARGE if n == 6 else 1)) for n in range(1, 10)], VERSION)
+    bounds = {"after": token_data(3), "until": token_data(6)}
+    assert read(spill, **bounds) == [4, 5, 6]
+    assert read(spill, **bounds, inclusive=False) == [4, 5]
+    assert read(spill, after=token_data(6)) == [7, 8, 9]
+    assert read(spill, until="") == []
+    assert read(spill, after=token_data(9)) == []
+    assert set(spill.fetch(PARTITION, [token_data(n) for n in (2, 6, 77)])) == {token_data(2), token_data(6)}
+
+
+def test_an_insert_that_finds_its_document_makes_it_the_terms_own(
+    spill: Spill, documents: Collection[Document]
+) -> None:
+    """P6: an older term that wakes up late removes nothing that a later one relies on; nor does it take it back."""
+    assert spill.insert(PARTITION, [change(1), change(2)], VERSION).count == 2
+    assert spill.insert(PARTITION, [change(2), change(3)], LATER).count == 1, "what is new"
+    assert spill.insert(PARTITION, [change(3)], VERSION) == Amount()
+    assert [each["term"] for each in documents.find().sort("_id", 1)] == [VERSION, LATER, LATER]
+    assert spill.remove(PARTITION, LAST, VERSION) == 1
+    assert read(spill) == [2, 3]
+    assert spill.remove(PARTITION, token_data(2), LATER) == 1
+    assert read(spill) == [3]
+
+
+def test_a_removal_takes_what_is_committed_and_nothing_else(spill: Spill) -> None:
+    """P6: with the parts of the last one; nothing where nothing is committed; some at a time."""
+    spill.insert(PARTITION, [change(n, padding=noise(n, LARGE if n == 3 else 1)) for n in range(1, 6)], VERSION)
+    assert spill.remove(PARTITION, "", VERSION) == 0
+    assert spill.remove(PARTITION, token_data(3), VERSION, limit=2) == 2
+    assert spill.remove(PARTITION, token_data(3), VERSION, limit=100) == 4, "one change and its parts"
+    assert read(spill) == [4, 5]
+    assert spill.amount(PARTITION).count == 2
+
+
+def test_partitions_whose_names_begin_alike_are_kept_apart(spill: Spill) -> None:
+    """A partition 1 is not 10 nor 100, a bridge `shop` is not `shop-2`, `shop0` or `shop_x`."""
+    mine = [f"shop/record/7/{index}" for index in (1, 10, 100, 2)] + ["shop/record-2/7/1", "shop/record/70/1"]
+    foreign = [f"{name}/record/7/1" for name in ("shop-2", "shop.", "shop0", "shop_x", "shopé")]
+    for where in mine + foreign:
+        spill.insert(where, [change(1), change(2, padding=noise(2, 20))], VERSION)
+    found: list[str] = []
+    while (after := spill.next_partition(found[-1] if found else None)) is not None:
+        found.append(after)
+    assert sorted(found) == sorted(mine)
+    for where in mine + foreign:
+        assert read(spill, where) == [1, 2]
+        assert spill.amount(where).count == 2
+        assert spill.remove(where, token_data(1), VERSION) == 1
+        assert not spill.discard(where, VERSION)
+        assert spill.amount(where) == Amount()
+        others = (mine + foreign)[(mine + foreign).index(where) + 1 :]
+        assert all(spill.amount(other).count == 2 for other in others)
+    assert spill.next_partition() is None
+
+
+def test_a_change_that_is_refused_no_longer_is_renewed(spill: Spill, documents: Collection[Document]) -> None:
+    """P12: its cause was cured; it would be refused again for ever. The other way round it stays."""
+    refused = change(2, refusal=Refusal("no key", halts=True), token={"_data": token_data(2)})
+    assert spill.insert(PARTITION, [change(1), refused, change(3)], VERSION).count == 3
+    assert seen(spill)[1] == replace(refused, size=seen(spill)[1].size)
+    assert spill.stand(PARTITION, token_data(2), {"state": "halted"})
+    again = [change(1, padding=b"more"), change(2, padding=b"more"), replace(change(3), refusal=Refusal("bad"))]
+    assert spill.insert(PARTITION, again, LATER) == Amount()
+    stored = seen(spill)
+    assert [(each.refusal, each.token) for each in stored] == [(None, None)] * 3
+    assert [each.raw for each in stored] == [change(1).raw, again[1].raw, change(3).raw]
+    assert stored[1].standing == {"state": "halted"}
+    assert {each["term"] for each in documents.find()} == {LATER}
+
+
+# -- what events may be ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beyond", [-40_000, -16_700, -16_600, -16_500, -16_400, 121, 16_384, 12 << 20])
+def test_an_event_of_any_size_is_stored(spill: Spill, beyond: int) -> None:
+    """P12: one that fits into no document is stored in parts; one too large for its bulk would hold all others."""
+    size = (16 << 20) + beyond
+    large = change(2, padding=noise(beyond, size - len(change(2).raw)))
+    assert len(large.raw) == size
+    token = {"_data": large.data, "_typeBits": noise(1, 5000)}
+    refused = replace(large, data=token_data(3), token={**token, "_data": token_data(3)})
+    spill.insert(PARTITION, [change(1), large, refused, change(4)], VERSION)
+    assert read(spill) == [1, 2, 3, 4]
+    stored = spill.fetch(PARTITION, [large.data, refused.data])
+    assert stored[large.data].raw == stored[refused.data].raw == large.raw
+    assert stored[refused.data].token == refused.token
+    assert size < stored[large.data].size < size + 1000
+
+
+def test_an_event_that_is_read_again_with_other_bytes_is_not_mixed(
+    spill: Spill, documents: Collection[Document]
+) -> None:
+    """P6: an update's look-up may be another one; and an older term's removal leaves none of its parts missing."""
+    first, second = (replace(change(1, padding=noise(seed, LARGE)), hash=5) for seed in (1, 2))
+    spill.insert(PARTITION, [first], VERSION)
+    spill.stand(PARTITION, first.data, {"state": "halted"})
+    spill.insert(PARTITION, [second], LATER)
+    spill.remove(PARTITION, LAST, VERSION)
+    (stored,) = seen(spill)
+    assert stored.raw in (first.raw, second.raw)
+    assert stored.standing == {"state": "halted"}
+    spill.insert(PARTITION, [change(1)], LATER + 1)
+    spill.remove(PARTITION, LAST, LATER)
+    assert seen(spill)[0].raw in (first.raw, second.raw, change(1).raw)
+    spill.insert(PARTITION, [second], LATER + 2)
+    spill.remove(PARTITION, LAST, LATER + 1)
+    assert seen(spill)[0].raw in (second.raw, change(1).raw)
+    assert spill.remove(PARTITION, LAST, LATER + 2)
+    assert documents.count_documents({}) == 0
+
+
+def test_a_later_terms_parts_are_no_older_terms_to_rely_on(spill: Spill) -> None:
+    """P6: what cannot be made one's own is not acknowledged."""
+    spill.insert(PARTITION, [change(1, padding=noise(1, LARGE))], LATER)
+    with pytest.raises(OperationFailure):
+        spill.insert(PARTITION, [change(1, padding=noise(2, LARGE))], VERSION)
+    assert seen(spill)[0].raw == change(1, padding=noise(1, LARGE)).raw
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"$unset": {"hash": 1}},
+        {"$unset": {"raw": 1}},
+        {"$set": {"raw": 7}},
+        {"$set": {"hash": "x"}},
+        {"$set": {"refusal": "x"}},
+        {"$set": {"standing": 7}},
+        {"$set": {"parts": 2}},
+        {"$unset": {"size": 1}, "$set": {"zip": True}},
+    ],
+    ids=str,
+)
+def test_a_document_that_is_damaged_is_that_changes_affair(
+    spill: Spill, documents: Collection[Document], damage: Document
+) -> None:
+    """P12: whatever somebody has done to it; the others are read, and all can be copied."""
+    spill.insert(PARTITION, [change(1), change(2), change(3)], VERSION)
+    documents.update_one({"_id": f"{PARTITION}/{token_data(2)}"}, damage)
+    stored = seen(spill)
+    assert [each.data for each in stored] == [token_data(number) for number in (1, 2, 3)]
+    assert [each.refusal is not None for each in stored] == [False, True, False]
+    assert spill.copy(PARTITION, "", LAST, NEW, 1, VERSION, limit=10) is None
+    assert len(spill.read(f"{NEW}0", "", LAST, limit=9, max_bytes=9999)) == 3
+
+
+def test_a_change_whose_parts_are_missing_is_refused_by_name(spill: Spill, documents: Collection[Document]) -> None:
+    """P12: it halts its own partition, and says which change of which; never a short event."""
+    spill.insert(PARTITION, [change(1), change(2, padding=noise(1, LARGE)), change(3)], VERSION)
+    part = documents.find_one_and_delete({"part": 2})
+    assert part is not None
+    stored = seen(spill)
+    assert numbers(stored) == [1, 2, 3]
+    damaged = stored[1]
+    assert damaged.refusal is not None
+    assert damaged.refusal.halts
+    assert PARTITION in damaged.refusal.reason
+    assert token_data(2) in damaged.refusal.reason
+    assert (damaged.raw, damaged.token) == (b"", {"_data": token_data(2)})
+    spill.insert(PARTITION, [damaged], LATER)
+    assert seen(spill)[1] == replace(damaged, size=seen(spill)[1].size), "nothing takes the place of what is left"
+    documents.insert_one(part)
+    assert seen(spill)[1].refusal is None, "restored"
+    documents.delete_one({"part": 2})
+    spill.insert(PARTITION, [change(2, padding=noise(1, LARGE))], LATER)
+    assert seen(spill)[1].raw == change(2, padding=noise(1, LARGE)).raw, "read again"
+    documents.update_one({"_id": f"{PARTITION}/{token_data(3)}"}, {"$set": {"zip": True}})
+    refusal = seen(spill)[2].refusal
+    assert refusal is not None
+    assert "decompressed" in refusal.reason
+
+
+def nested(levels: int) -> Document:
+    """A document that many levels deep."""
+    found: Document = {}
+    for _ in range(levels):
+        found = {"a": found}
+    return found
+
+
+ODD = {
+    "deep": raw_event(fullDocument=nested(200)),
+    "no UTF-8": raw_event(fullDocument={"_id": "XXXX"}).replace(b"XXXX", b"\xff\xfe\xc0\x80"),
+    "far future": raw_event(fullDocument={"_id": 1, "at": DatetimeMS(1 << 62)}),
+    "no key": bson.encode({"_id": {"_data": token_data(1)}}),
+    "other token": raw_event(_id={"_data": "82AA"}),
+    "no token": bson.encode({"a": 1}),
+    "token of another type": bson.encode({"_id": 5}),
+    "no BSON": b"\x00\x01\x02",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", sorted(ODD))
+def test_events_that_nobody_can_decode_are_stored_as_they_are(spill: Spill, name: str) -> None:
+    """P12: nothing looks into them; and where their bytes do not tell the token, it is stored beside them."""
+    spill.insert(PARTITION, [change(0), replace(change(1), raw=ODD[name]), change(2)], VERSION)
+    copy_all(spill, 1)
+    for where in (PARTITION, f"{NEW}0"):
+        stored = seen(spill, where)
+        assert numbers(stored) == [0, 1, 2]
+        assert stored[1].raw == ODD[name]
+        token = stored[1].token or token_of(stored[1].raw)
+        assert token["_data"] == token_data(1)
+
+
+def test_long_tokens_keep_their_order_and_bound_like_others(spill: Spill) -> None:
+    """P5: a token carries the document's `_id`, which may have megabytes."""
+    tails = ["", "46" * 300, "46" * 600 + "04", "46" * 600 + "0404", "46" * (1 << 19)]
+    data = [token_data(n) + tails[n % len(tails)] for n in range(1, 12)]
+    changes = [StoredChange(each, raw_event(_id={"_data": each}), n) for n, each in enumerate(data)]
+    spill.insert(PARTITION, random.Random(1).sample(changes, len(changes)), VERSION)
+    assert [each.data for each in seen(spill)] == data
+    for first in range(len(data)):
+        for last in range(first, len(data)):
+            found = spill.read(PARTITION, data[first], data[last], limit=99, max_bytes=1 << 30)
+            assert [each.data for each in found] == data[first + 1 : last + 1]
+            found = spill.read(PARTITION, data[first], data[last], limit=99, max_bytes=1 << 30, inclusive=False)
+            assert [each.data for each in found] == data[first + 1 : last]
+    assert set(spill.fetch(PARTITION, data)) == set(data)
+    assert all((each.token or token_of(each.raw))["_data"] == each.data for each in seen(spill))
+    copy_all(spill, 1, after=data[1], until=data[8], limit=2)
+    assert [each.data for each in seen(spill, f"{NEW}0")] == data[2:9]
+    assert spill.stand(PARTITION, data[4], {"state": "paused"})
+    assert spill.remove(PARTITION, data[4], VERSION) == 5
+    assert [each.data for each in seen(spill)] == data[5:]
+
+
+# -- what may go wrong on the way --------------------------------------------------------------------
+
+
+APP = "spilling"
+
+
+@pytest.fixture
+def watched(make_client: MakeClient, state_database: str) -> Spill:
+    """Give the same stored changes by a client that failpoints know by name."""
+    client = make_client(appName=APP)
+    client.admin.command("ping")
+    return Store(client, BridgeOptions(name=BRIDGE, database=state_database)).spill
+
+
+FAULTS: dict[str, Document] = {
+    "a write concern": {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}},
+    "a full disk": {"errorCode": 14031},
+    "no answer": {"closeConnection": True},
+    "a late answer": {"blockConnection": True, "blockTimeMS": 3600},
+}
+
+
+@pytest.mark.parametrize("command", ["insert", "update", "aggregate"])
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_what_was_not_acknowledged_is_an_error(
+    spill: Spill, watched: Spill, failpoint: Failpoint, fault: str, command: str
+) -> None:
+    """P6: no mark may rest on it; and made again it is harmless."""
+    if command != "insert":
+        spill.insert(PARTITION, [change(1), change(2)], VERSION)
+    calls = {"aggregate": lambda: watched.copy(PARTITION, "", LAST, NEW, 1, VERSION, limit=9)}
+    call = calls.get(command, lambda: watched.insert(PARTITION, [change(n) for n in (1, 2, 3)], LATER))
+    with failpoint(failCommands=[command], appName=APP, **FAULTS[fault]), pytest.raises(PyMongoError):
+        call()
+    call()
+    assert read(spill, f"{NEW}0" if command == "aggregate" else PARTITION) == [1, 2, 3][: 2 + (command != "aggregate")]
+
+
+def test_duplicates_do_not_hide_another_error(spill: Spill, watched: Spill, failpoint: Failpoint) -> None:
+    """P6: a bulk may have both."""
+    spill.insert(PARTITION, [change(1)], VERSION)
+    with (
+        failpoint(failCommands=["insert"], appName=APP, **FAULTS["a write concern"]),
+        pytest.raises(OperationFailure) as raised,
+    ):
+        watched.insert(PARTITION, [change(1), change(2)], VERSION)
+    assert raised.value.code == 64
+
+
+def test_what_is_removed_between_insert_and_raise_is_inserted_again(
+    spill: Spill,
+    replica_set: MongoReplicaSet,
+    make_proxy: Callable[[int], Proxy],
+    make_client: MakeClient,
+    state_database: str,
+) -> None:
+    """P6: an older term's late removal; the document was there, and is not any more."""
+    spill.insert(PARTITION, [change(1), change(2)], VERSION)
+    proxy = make_proxy(replica_set.primary.port)
+    client = make_client(proxy.mongo_url)
+    held = Store(client, BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=PATIENT_TTL)).spill
+    client.admin.command("ping")
+    with ThreadPoolExecutor(1) as pool:
+        proxy.hold(b"\x02update\x00")
+        inserting = pool.submit(held.insert, PARTITION, [change(1), change(2), change(3)], LATER)
+        proxy.wait_until_held()
+        assert spill.remove(PARTITION, token_data(1), VERSION) == 1
+        proxy.release()
+        assert inserting.result(60).count == 2, "the removed one counts again"
+    assert read(spill) == [1, 2, 3]
+    assert spill.remove(PARTITION, LAST, VERSION) == 0, "all are the later term's"
+
+
+# -- a new layout ------------------------------------------------------------------------------------
+
+
+def copy_all(spill: Spill, count: int, *, after: str = "", until: str = LAST, limit: int = 1000) -> int:
+    """Copy a partition to the new layout; returns how many calls it took."""
+    place: str | None = after
+    calls = 0
+    while place is not None:
+        place = spill.copy(PARTITION, place, until, NEW, count, VERSION, limit=limit)
+        calls += 1
+    return calls
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_copy_on_the_server_goes_where_the_client_would_send_it(spill: Spill, seed: int) -> None:
+    """P5: the stored hash is signed, the partition is that of an unsigned one; else a key's order is lost."""
+    chance = random.Random(seed)
+    count = chance.choice([1, 2, 3, 7, 10, 64, 100, 255, 256, 999, 1000, chance.randint(1, 1000)])
+    edges = [0, 1, (1 << 63) - 1, 1 << 63, (1 << 63) + 1, (1 << 64) - 1]
+    hashes = [*edges, *(chance.getrandbits(64) for _ in range(200)), *(partition_hash(key) for key in range(200))]
+    spill.insert(PARTITION, [replace(change(n), hash=each) for n, each in enumerate(hashes)], VERSION)
+    copy_all(spill, count)
+    for index in {each % count for each in hashes}:
+        expected = [n for n, each in enumerate(hashes) if each % count == index]
+        assert read(spill, f"{NEW}{index}") == expected, index
+    assert sum((spill.amount(f"{NEW}{index}") for index in range(count)), Amount()).count == len(hashes)
+
+
+def test_the_server_counts_a_signed_hash_as_an_unsigned_one(spill: Spill, documents: Collection[Document]) -> None:
+    """P5: whatever the number of partitions is."""
+    chance = random.Random(1)
+    hashes = [0, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, *(chance.getrandbits(64) for _ in range(40))]
+    spill.insert(PARTITION, [replace(change(n), hash=each) for n, each in enumerate(hashes)], VERSION)
+    counts = range(1, 1001)
+    found = documents.aggregate([{"$sort": {"_id": 1}}, {"$project": {str(n): index_by(n) for n in counts}}])
+    for each, stored in zip(hashes, found, strict=True):
+        assert [stored[str(n)] for n in counts] == [each % n for n in counts]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 1000])
+def test_a_copy_goes_on_where_it_ended_and_takes_parts_with_their_change(
+    spill: Spill, documents: Collection[Document], limit: int
+) -> None:
+    """P6: a head without its parts would be a change without its bytes."""
+    large = [change(n, padding=noise(n, LARGE)) for n in (2, 3, 5)]
+    spill.insert(PARTITION, [change(1), large[0], large[1], change(4), large[2], change(6)], VERSION)
+    assert documents.count_documents({"part": {"$gt": 0}}) >= 6, "parts"
+    calls = copy_all(spill, 2, limit=limit)
+    assert calls > 1, "by bytes, where not by number"
+    for index in (0, 1):
+        copied = spill.read(f"{NEW}{index}", "", LAST, limit=1000, max_bytes=1 << 30)
+        assert numbers(copied) == [n for n in range(1, 7) if partition_hash(n) % 2 == index]
+        assert [each.raw for each in copied if len(each.raw) > LARGE] == [
+            each.raw for each in large if each.hash % 2 == index
+        ]
+
+
+def test_a_copy_is_bounded_on_both_sides(spill: Spill) -> None:
+    """P8: what is committed is not copied, nor what lies behind the last that may be."""
+    spill.insert(PARTITION, [change(n) for n in range(1, 10)], VERSION)
+    copy_all(spill, 1, after=token_data(3), until=token_data(7), limit=2)
+    assert read(spill, f"{NEW}0") == [4, 5, 6, 7]
+
+
+def test_a_copy_keeps_what_is_there_and_says_whose_it_is(spill: Spill, documents: Collection[Document]) -> None:
+    """P4: a crash in the middle is repeated; the copies are of the term that made them, whoever stored the change."""
+    spill.insert(PARTITION, [change(n) for n in range(1, 5)], VERSION - 5)
+    standing = {"state": "halted", "head": {"seq": 3}, "retry": None}
+    assert spill.stand(PARTITION, token_data(1), standing)
+    assert not spill.stand(PARTITION, token_data(5), standing), "it is not stored"
+    copy_all(spill, 1, until=token_data(2))
+    documents.update_one({"_id": f"{NEW}0/{token_data(2)}"}, {"$set": {"standing": {"state": "paused"}}})
+    copy_all(spill, 1)
+    copied = spill.read(f"{NEW}0", "", LAST, limit=10, max_bytes=1 << 20)
+    assert numbers(copied) == [1, 2, 3, 4]
+    assert [each.standing for each in copied] == [standing, {"state": "paused"}, None, None]
+    assert {each["term"] for each in documents.find({"_id": {"$regex": f"^{NEW}"}})} == {VERSION}
+    assert read(spill) == [1, 2, 3, 4], "the old layout's stay until it is over"
+
+
+def _by_number(stored: StoredChange) -> StoredChange:
+    return replace(stored, hash=(1 << 64) - numbers([stored])[0])
+
+
+def test_a_copy_by_another_key_computes_it_from_the_bytes(spill: Spill) -> None:
+    """P5: a partition rule that changed; everything else stays with the change."""
+    refused = change(3, refusal=Refusal("no key"), token={"_data": token_data(3), "_typeBits": b"x"})
+    spill.insert(PARTITION, [change(1), change(2), refused, change(4)], VERSION)
+
+    place: str | None = ""
+    places = []
+    while place is not None:
+        places.append(place)
+        place = spill.copy_by(PARTITION, place, LAST, NEW, 3, LATER, _by_number, limit=2)
+    assert places == ["", token_data(2), token_data(4)]
+    for n in (1, 2, 3, 4):
+        index = ((1 << 64) - n) % 3
+        found = spill.fetch(f"{NEW}{index}", [token_data(n)])[token_data(n)]
+        assert found.hash == (1 << 64) - n
+        assert (found.refusal, found.token) == ((refused.refusal, refused.token) if n == 3 else (None, None))
+
+
+def test_a_layout_that_is_over_is_discarded_in_pieces(spill: Spill, documents: Collection[Document]) -> None:
+    """P1: never what a later term has stored there, nor another partition's."""
+    spill.insert(PARTITION, [change(n) for n in range(1, 8)], VERSION - 1)
+    spill.insert(f"{PARTITION}0", [change(1)], VERSION)
+    spill.insert(f"{PARTITION[:-1]}2", [change(1)], VERSION)
+    assert spill.discard(PARTITION, VERSION, limit=3)
+    assert read(spill) == [4, 5, 6, 7]
+    spill.insert(PARTITION, [change(5)], LATER)
+    assert not spill.discard(PARTITION, VERSION, limit=3), "somebody else's now"
+    assert read(spill) == [5, 7]
+    assert spill.discard(PARTITION, LATER, limit=2)
+    assert not spill.discard(PARTITION, LATER, limit=2)
+    assert documents.count_documents({}) == 2
+
+
+# -- marks -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rig(mongo_client: MongoClient[Document], state_database: str) -> Rig:
+    """Give one partition that flows and that nobody has claimed."""
+    return rig_of(mongo_client, state_database)
+
+
+def test_a_mark_only_grows(rig: Rig) -> None:
+    """P6: a write of the same term whose answer was lost may land last; the watermark has passed on."""
+    for to, reason in [(3, "first"), (7, "$$NOW"), (7, "again"), (5, "late")]:
+        assert rig.partitions.mark_spilled(rig.where, VERSION, token_data(to), reason), "harmless"
+    spilled = rig.image.spilled
+    assert spilled is not None
+    assert (spilled["to"], spilled["reason"]) == (token_data(7), "first")
+    since = spilled["since"]
+    assert rig.partitions.mark_spilled(rig.where, VERSION, token_data(8), "later")
+    assert rig.document["spilled"] == {"to": token_data(8), "reason": "first", "since": since}
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_a_reason_is_no_expression(rig: Rig, text: str) -> None:
+    """P16: what is shown is what was said."""
+    assert rig.partitions.mark_spilled(rig.where, VERSION, text, text)
+    assert rig.document["spilled"] == {"to": text, "reason": text, "since": rig.document["spilled"]["since"]}
+
+
+def test_a_term_that_is_over_marks_and_clears_nothing(rig: Rig) -> None:
+    """P1: the next one decides what may be read."""
+    assert rig.partitions.mark_spilled(rig.where, VERSION, token_data(3), "hot")
+    rig.take_over(LATER)
+    before = rig.document
+    assert not rig.partitions.mark_spilled(rig.where, VERSION, token_data(9), "hot")
+    rig.spoil(resumeToken={"_data": token_data(3)})
+    rig.partitions.clear_spilled([rig.where], VERSION)
+    assert rig.document["spilled"] == before["spilled"]
+    rig.partitions.clear_spilled([rig.where], LATER)
+    assert rig.document["spilled"] is None
+
+
+def test_a_mark_is_cleared_only_where_all_is_committed(rig: Rig) -> None:
+    """P6: by what the server holds, not by what was seen."""
+
+    def is_cleared() -> bool:
+        rig.partitions.clear_spilled([rig.where], VERSION)
+        return rig.image.spilled is None
+
+    rig.partitions.mark_spilled(rig.where, VERSION, token_data(5), "hot")
+    assert not is_cleared(), "nothing is committed"
+    rig.spoil(resumeToken={"_data": token_data(4)})
+    assert not is_cleared(), "not enough"
+    rig.partitions.mark_spilled(rig.where, VERSION, token_data(8), "hot")
+    rig.spoil(resumeToken={"_data": token_data(6)})
+    assert not is_cleared(), "the mark has grown"
+    rig.spoil(resumeToken={"_data": token_data(8)})
+    assert is_cleared()
+    assert is_cleared(), "harmless"
+    assert rig.partitions.mark_spilled(rig.where, VERSION, token_data(2), "again"), "as if never before"
+
+
+STANDING: Document = {
+    "state": "halted",
+    "head": {"resumeToken": {"_data": token_data(1)}, "error": "$boom"},
+    "retry": {"count": 3, "crashes": 1},
+}
+
+
+def test_what_a_head_stood_for_is_put_in_force_once(rig: Rig) -> None:
+    """P12: a halt moves with its change; what an operator decides afterwards is not undone."""
+    image = rig.image
+    assert rig.partitions.stand(image, rig.where, token_data(1), STANDING)
+    assert rig.document | STANDING == rig.document
+    assert rig.image.stood == token_data(1)
+    assert not rig.partitions.stand(rig.image, rig.where, token_data(1), STANDING), "once"
+    assert rig.partitions.retry(rig.image, 0)
+    assert not rig.partitions.stand(rig.image, rig.where, token_data(1), STANDING), "not after a retry"
+    assert not rig.partitions.stand(image, rig.where, token_data(1), STANDING)
+    assert rig.image.state == "flowing"
+
+
+@pytest.mark.parametrize("moved", ["claimed", "paused", "committed", "taken over", "retried"])
+def test_a_partition_that_has_moved_on_is_left_alone(rig: Rig, moved: str) -> None:
+    """P4: what was seen is compared where it is written."""
+    image = rig.image
+    moves: dict[str, Callable[[], object]] = {
+        "claimed": rig.claim,
+        "paused": lambda: rig.partitions.pause(image, 0),
+        "committed": lambda: rig.spoil(committed=Int64(1)),
+        "taken over": lambda: rig.take_over(LATER),
+        "retried": lambda: rig.partitions.retry(image, 0),
+    }
+    moves[moved]()
+    before = rig.document
+    assert not rig.partitions.stand(image, rig.where, token_data(1), STANDING)
+    assert rig.document == before
+
+
+def test_a_mark_whose_answer_was_lost_is_made_again(
+    rig: Rig,
+    replica_set: MongoReplicaSet,
+    make_proxy: Callable[[int], Proxy],
+    make_client: MakeClient,
+    state_database: str,
+) -> None:
+    """P6: whether it was made or not, the second one says so."""
+    proxy = make_proxy(replica_set.primary.port)
+
+    def partitions() -> Partitions:
+        proxy.pass_through()
+        proxy.reset()
+        client = make_client(proxy.mongo_url)
+        client.admin.command("ping")
+        return Store(client, BridgeOptions(name=BRIDGE, database=state_database)).partitions
+
+    lost = partitions()
+    proxy.black_hole(Direction.TO_CLIENT)
+    with pytest.raises(PyMongoError):
+        lost.mark_spilled(rig.where, VERSION, token_data(5), "hot")
+    wait_for(lambda: rig.image.spilled is not None)
+    assert partitions().mark_spilled(rig.where, VERSION, token_data(5), "hot")
+    assert rig.image.spilled is not None
+
+
+# -- three members -----------------------------------------------------------------------------------
+
+
+SHORT_TTL = 3.0
+
+
+@pytest.fixture
+def elections(three_members: MongoReplicaSet) -> Elections:
+    """Give the faults of a set of this test's own."""
+    return Elections(three_members)
+
+
+@pytest.fixture
+def far(three_members: MongoReplicaSet, make_client: MakeClient, state_database: str) -> Rig:
+    """Give a partition on that set, with calls that may take their time."""
+    client = make_client(three_members.url)
+    rig = rig_of(client, state_database)
+    options = BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=PATIENT_TTL)
+    return replace(rig, store=Store(client, options))
+
+
+def test_what_a_deposed_primary_says_is_not_believed(
+    far: Rig, elections: Elections, three_members: MongoReplicaSet, make_client: MakeClient, state_database: str
+) -> None:
+    """
+    P6: in a session that has seen the image it does not say that nothing is stored: it waits, and that in vain.
+
+    Without such a session it says so; and who believed it would run past what is stored.
+    """
+    client = far.documents.database.client
+    primary = three_members.primary
+    client_of_old = make_client(primary.url, heartbeatFrequencyMS=600_000, serverMonitoringMode="poll")
+    client_of_old.admin.command("ping")  # so it has not heard of any other
+    with client.start_session(causal_consistency=True) as session, elections.deposed() as old:
+        assert old is primary
+        stale = Store(client_of_old, BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=SHORT_TTL))
+        assert far.store.spill.insert(far.where, [change(1), change(2)], VERSION, session).count == 2
+        assert far.partitions.mark_spilled(far.where, VERSION, token_data(2), "hot", session)
+        (image,) = far.partitions.look([far.where], session)
+        assert image.spilled is not None
+        assert read(far.store.spill, far.where, session=session) == [1, 2]
+
+        assert read(stale.spill, far.where) == [], "the truth of another time"
+        assert stale.partitions.look([far.where])[0].spilled is None
+        with client_of_old.start_session(causal_consistency=True) as same:
+            _go_on(session, same)
+            calls: list[Callable[[], object]] = [
+                lambda: read(stale.spill, far.where, session=same),
+                lambda: stale.spill.fetch(far.where, [token_data(1)], same),
+                lambda: stale.partitions.look([far.where], same),
+            ]
+            for call in calls:
+                with pytest.raises(PyMongoError) as raised:
+                    call()
+                assert raised.value.timeout
+    with client_of_old.start_session(causal_consistency=True) as same:
+        _go_on(session, same)
+        wait_for(lambda: read(stale.spill, far.where, session=same) == [1, 2], message="it has joined its successor")
+
+
+def _go_on(session: ClientSession, other: ClientSession) -> None:
+    """What one session has seen, another one has."""
+    assert session.cluster_time is not None
+    assert session.operation_time is not None
+    other.advance_cluster_time(session.cluster_time)
+    other.advance_operation_time(session.operation_time)
+
+
+COMMANDS = {"insert": "insert", "duplicates": "insert", "copy": "aggregate"}
+_LOOKS = 20
+
+
+@pytest.mark.parametrize("way", sorted(COMMANDS))
+def test_what_an_election_takes_back_was_not_acknowledged(
+    far: Rig, elections: Elections, three_members: MongoReplicaSet, make_client: MakeClient, way: str
+) -> None:
+    """
+    P6: between insert and mark the primary dies with what nobody else has.
+
+    Also where the documents were there already, of one who did not wait for a majority: then nothing is written.
+    """
+    client, state = make_client(three_members.url, retryWrites=False), far.documents.database.name
+    ours = Store(client, BridgeOptions(name=BRIDGE, database=state, lease_ttl=PATIENT_TTL)).spill
+    changes = [change(n) for n in (1, 2, 3)]
+    target = f"{NEW}0" if way == "copy" else far.where
+    calls = {"copy": lambda: ours.copy(PARTITION, "", LAST, NEW, 1, VERSION, limit=9)}
+    call: Callable[[], object] = calls.get(way, lambda: ours.insert(target, changes, VERSION))
+    ours.insert(PARTITION, changes, VERSION)
+    ours.insert(target, changes[:1], VERSION)
+    with ThreadPoolExecutor(1) as pool:
+        with elections.held_back() as primary, MongoClient[Document](primary.url) as direct:
+            if way != "insert":
+                hasty = direct[state].get_collection("spill", write_concern=WriteConcern(1))
+                assert Spill(hasty, BRIDGE, PATIENT_TTL).insert(target, changes, VERSION).count == 2
+            seen = Counter[int]()
+            calling = pool.submit(call)
+            wait_for(lambda: calling.done() or _is_held(direct, COMMANDS[way], seen), message="it waits for a majority")
+            assert not calling.done()
+        with pytest.raises(PyMongoError):
+            calling.result(60)
+    assert read(far.store.spill, target) == [1], "so no mark may be made"
+    wait_for(lambda: _is_writable(client))
+    call()
+    with far.documents.database.client.start_session(causal_consistency=True) as session:
+        assert far.partitions.mark_spilled(far.where, VERSION, token_data(3), "hot", session)
+        assert read(far.store.spill, target, session=session) == [1, 2, 3]
+
+
+def _is_held(client: MongoClient[Document], command: str, seen: Counter[int]) -> bool:
+    """Whether one command on stored changes was under way at every look of many."""
+    running = {"active": True, f"command.{command}": "spill"}
+    seen.update(each["opid"] for each in client.admin.aggregate([{"$currentOp": {}}, {"$match": running}]))
+    return any(count >= _LOOKS for count in seen.values())
+
+
+def _is_writable(client: MongoClient[Document]) -> bool:
+    return bool(client.admin.command("hello")["isWritablePrimary"])

@@ -1,0 +1,593 @@
+"""
+Storing changes and running what is stored, against a real replica set.
+
+P13: what was read is not lost; P2, order; P5, the watermark passes nothing that is neither committed nor stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.listener import removal, spilling
+from mongo_celery.bridge.listener.tracker import Rejection
+from mongo_celery.bridge.state.spill import Spill, StoredChange
+from mongo_celery.bridge.stream.reader import Flaw
+from mongo_celery.bridge.worker.envelope import Run
+from mongo_celery.errors import LeaseLostError
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
+from tests.fixtures.process import wait_for
+from tests.fixtures.samples import token_data
+from tests.integration.spilling_rig import Term, change, terms
+
+Document = dict[str, Any]
+Begin = Callable[..., Term]
+APP = "spilling"
+_SECOND = 1.1
+_BEGUN, _ENDED = 6.0, 0.3
+"""Seconds after which what stands is stored, and after which it is judged again."""
+
+
+@pytest.fixture
+def begin(make_client: MakeClient, state_database: str) -> Iterator[Begin]:
+    """Give what begins a term, whatever the one before is doing."""
+    yield from terms(make_client(appName=APP), state_database)
+
+
+def halted(term: Term, *numbers: int) -> None:
+    """A partition that halts at the first of these changes, with the others behind it."""
+    term.read(*numbers)
+    (run,) = term.dispatch()
+    term.halt(run)
+    term.look()
+
+
+def next_run(term: Term) -> Run:
+    """The next run that is due."""
+    runs: list[Run] = []
+
+    def found() -> bool:
+        runs.extend(term.dispatch())
+        return bool(runs)
+
+    term.turn_until(found)
+    return runs[0]
+
+
+def events(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The names of what was logged."""
+    return [record.__dict__.get("event", "") for record in caplog.records]
+
+
+@pytest.mark.parametrize("run_size", [1, 100])
+def test_what_stands_is_stored_and_runs_in_order_when_it_is_retried(
+    begin: Begin, run_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P12, P13: the watermark passes it, the others are done, and afterwards nothing is left behind."""
+    caplog.set_level(logging.INFO)
+    term = begin(run_size=run_size)
+    halted(term, *range(1, 251))
+    term.read(251, index=1)
+    term.work(until=251)
+    assert term.flush() is None, "the halted change holds the watermark"
+    term.turn()
+    term.turn(_BEGUN)
+    assert (term.marked(), term.stored()) == (token_data(250), list(range(1, 251)))
+    assert (term.led.window.count, term.flush()) == (0, token_data(251))
+    term.retry()
+    term.ran.clear()
+    assert term.work(until=250) == list(range(1, 251))
+    term.read(252)
+    assert term.work(until=252)[-1] == 252
+    term.turn_until(lambda: not term.stored() and term.marked() is None)
+    term.turn_until(lambda: term.spilling.report()["spilledCount"] == 0 and "spill_ended" in events(caplog))
+    assert events(caplog).count("spill_begun") == events(caplog).count("spill_ended") == 1
+
+
+def test_what_comes_behind_stored_changes_is_stored_too(begin: Begin) -> None:
+    """P13: in the order of the stream, and the watermark goes on."""
+    term = begin()
+    halted(term, 1, 2)
+    term.turn()
+    term.turn(_BEGUN)
+    term.read(3, 4)
+    term.turn(_ENDED)
+    assert (term.stored(), term.flush()) == ([1, 2], token_data(2))
+    term.turn(_SECOND)
+    assert (term.stored(), term.marked(), term.flush()) == ([1, 2, 3, 4], token_data(4), token_data(4))
+    term.retry()
+    assert term.work(until=4) == [1, 2, 3, 4]
+
+
+def test_a_short_stand_is_not_stored(begin: Begin) -> None:
+    """What goes on within `spill_after` costs nothing."""
+    term = begin()
+    halted(term, 1, 2)
+    term.turn()
+    term.turn(4.0)
+    term.retry()
+    assert term.work(until=2) == [1, 2]
+    term.turn(_BEGUN)
+    assert term.documents.count_documents({}) == 0
+
+
+@pytest.mark.parametrize("command", ["insert", "update"])
+def test_what_fails_between_storing_and_marking_completes_nothing(
+    begin: Begin, failpoint: Failpoint, command: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P5, P13: no watermark behind what nobody has acknowledged; it is tried again after a pause."""
+    term = begin()
+    halted(term, 1, 2, 3)
+    term.turn()
+    with failpoint(failCommands=[command], errorCode=50, appName=APP):
+        for _ in range(5):
+            term.turn(_BEGUN)
+        assert (term.marked(), term.watermark, term.led.window.count) == (None, None, 3)
+        assert events(caplog).count("spill_failed") >= 1
+    term.turn_until(term.marked, later=_BEGUN)
+    assert (term.stored(), term.watermark) == ([1, 2, 3], token_data(3))
+    term.retry()
+    assert term.work(until=3) == [1, 2, 3]
+
+
+def test_a_mark_whose_answer_is_lost_is_made_again(begin: Begin, failpoint: Failpoint) -> None:
+    """P5: the partition is marked, and this term does not know that its inserts are behind it."""
+    term = begin()
+    halted(term, 1, 2, 3)
+    lost = {"code": 64, "errmsg": "waiting for replication timed out"}
+    failing = failpoint(failCommands=["update"], writeConcernError=lost, appName=APP, mode={"times": 2})
+    with failing, pytest.raises(PyMongoError):
+        term.store()
+    wait_for(term.marked)  # the failpoint does not wait for the majority
+    assert (term.marked(), term.watermark) == (token_data(3), None)
+    term.look()
+    term.retry()
+    assert term.work(until=3) == [1, 2, 3]
+    assert term.watermark == token_data(3)
+
+
+def test_a_partition_that_a_transaction_has_locked_holds_up_no_other(
+    begin: Begin, mongo_client: MongoClient[Document], caplog: pytest.LogCaptureFixture
+) -> None:
+    """P12: its mark waits, and nothing waits for it: not even for the time of a call."""
+    term = begin(lease_ttl=600.0)
+    halted(term, 1, 2, 3)
+    term.read(4, index=1)
+    (run,) = [run for run in term.dispatch() if run.index == 1]
+    term.halt(run)
+    term.look()
+    assert term.store(1)
+    term.read(5, index=1)
+    term.turn()
+    with mongo_client.start_session() as session, session.start_transaction():
+        partitions = mongo_client[term.rig.database.name]["partitions"]
+        partitions.update_one({"_id": term.partition_id(0)}, {"$set": {"was": "x"}}, session=session)
+        term.turn_until(lambda: term.marked(1) == token_data(5), later=_BEGUN)
+        assert (term.marked(0), term.led.window.depth(0), term.led.window.depth(1)) == (None, 3, 0)
+        assert "spill_failed" in events(caplog)
+        session.commit_transaction()  # it was not ended by its age
+    term.turn_until(term.marked, later=_BEGUN)
+    assert term.flush() == token_data(5)
+
+
+def test_a_mark_that_is_passed_is_cleared_when_its_partition_is_free(
+    begin: Begin, mongo_client: MongoClient[Document]
+) -> None:
+    """P12: nor does clearing wait for a lock."""
+    term = begin(lease_ttl=600.0)
+    halted(term, 1, 2)
+    term.store()
+    term.retry()
+    term.work(until=2)
+    with mongo_client.start_session() as session, session.start_transaction():
+        partitions = mongo_client[term.rig.database.name]["partitions"]
+        partitions.update_one({"_id": term.partition_id()}, {"$set": {"was": "x"}}, session=session)
+        for _ in range(3):
+            term.turn(_SECOND)
+        assert term.marked() == token_data(2)
+        session.commit_transaction()
+    term.turn_until(lambda: term.marked() is None)
+
+
+def test_a_term_that_is_over_marks_nothing(begin: Begin) -> None:
+    """P13: its inserts are harmless, and its successor reads the changes again."""
+    old = begin()
+    halted(old, 1, 2)
+    new = begin()
+    with pytest.raises(LeaseLostError):
+        old.spilling.store(old.led, 0, "halted")
+    assert (new.marked(), old.watermark) == (None, None)
+    new.retry()
+    new.read(1, 2)
+    assert new.work(until=2) == [1, 2]
+
+
+def test_the_next_term_runs_what_is_stored(begin: Begin) -> None:
+    """P13: what lies at or below the watermark is not read again; it is there."""
+    old = begin()
+    halted(old, *range(1, 151))
+    old.store()
+    assert old.flush() == token_data(150)
+    new = begin()
+    assert new.watermark == token_data(150)
+    new.read(151)
+    new.retry()
+    assert new.work(until=151) == list(range(1, 152))
+
+
+def test_what_is_read_again_holds_what_is_stored_behind_it(begin: Begin) -> None:
+    """P2, P13: a term whose handler matches more reads a change that was not stored, before one that was."""
+    old = begin()
+    old.read(1)
+    halted(old, 3, 5, 6)
+    old.store()
+    assert old.marked() == token_data(6)
+    new = begin()  # the watermark was not stored before the crash
+    new.retry()
+    new.turn()
+    assert new.dispatch() == [], "nothing of the stream was read yet"
+    new.read(1, 2, 3)
+    assert new.work(until=3) == [1, 2, 3]
+    new.read(4, 5, 6, 7)
+    assert new.work(until=7) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_handler_that_matches_less_still_gets_what_was_stored(begin: Begin) -> None:
+    """What was owed when it was read is owed; and places that are passed over let it run."""
+    old = begin()
+    halted(old, 1, 2, 3)
+    old.store()
+    new = begin()
+    new.retry()
+    new.pass_over(2)
+    assert new.work(until=2) == [1, 2]
+    new.pass_over(9)
+    assert new.work(until=3) == [1, 2, 3]
+
+
+def test_what_a_crash_has_left_without_a_mark_is_found_and_removed(begin: Begin) -> None:
+    """The bound counts it, and nothing else would ever remove it."""
+    old = begin()
+    halted(old, 1, 2)
+    stored = [StoredChange(token_data(number), change(number).raw) for number in (1, 2)]
+    old.rig.store.spill.insert(old.partition_id(), stored, old.rig.version)
+    new = begin()
+    new.turn_until(lambda: new.spilling.report()["spilledCount"] == 2)
+    new.read(1, 2, 3)
+    new.retry()
+    assert new.work(until=3) == [1, 2, 3]
+    new.turn_until(lambda: not new.stored() and not new.spilling.report()["spilledCount"])
+
+
+def test_a_rewind_stores_again_what_was_removed(begin: Begin) -> None:
+    """P13: the mark stays, what is read again is stored again, and everything from the place runs once more."""
+    old = begin()
+    halted(old, *range(1, 8))
+    old.store()
+    old.retry()
+    assert old.work(until=4) == [1, 2, 3, 4]
+    old.turn_until(lambda: old.stored() == [5, 6, 7])
+    back = {"_data": token_data(1)}
+    old.rig.partitions.update_one({"_id": old.partition_id()}, {"$set": {"resumeToken": back}})
+    old.rig.database["subscriptions"].update_one({"_id": "shop/record"}, {"$set": {"resumeToken": back}})
+    new = begin()
+    new.read(*range(2, 9))
+    assert new.work(until=8) == [2, 3, 4, 5, 6, 7, 8]
+
+
+def test_at_the_bound_nothing_more_is_stored_and_it_says_what_waits(
+    begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P12: the state database has no more room for it; the sentence names partition, bytes and cure."""
+    term = begin(spill_bytes=12_000, buffer_bytes=100_000)
+    halted(term, *range(1, 21))
+    term.turn()
+    term.turn(_BEGUN)
+    assert term.marked() == token_data(20)
+    for number in range(21, 61):
+        term.read(number, padding=1000)
+    term.turn_until(lambda: term.spilling.waits)
+    kept = term.stored()
+    assert 20 < len(kept) < 60, "the longest prefix that has room"
+    assert (term.marked(), term.watermark) == (token_data(kept[-1]), token_data(kept[-1]))
+    sentence = term.spilling.report()["spillWaits"]
+    assert all(word in sentence for word in (term.partition_id(), "bytes", "retry or skip", "spill_bytes"))
+    assert events(caplog).count("spill_full") == 1
+    term.retry()
+    assert term.work(until=60) == list(range(1, 61))
+    term.turn(_SECOND)
+    assert term.spilling.report()["spillWaits"] is None
+
+
+def test_what_must_be_stored_again_is_stored_also_at_the_bound(begin: Begin) -> None:
+    """Else the partition would wait for ever for the room that only it can make."""
+    old = begin()
+    halted(old, *range(1, 11))
+    old.store()
+    new = begin(spill_bytes=1)
+    new.retry()
+    new.read(*range(1, 12))
+    new.turn_until(lambda: new.spilling.report()["spilledBytes"] > 1)
+    assert new.work(until=11) == list(range(1, 12))
+
+
+def test_a_copied_head_stands_in_its_new_partition(begin: Begin) -> None:
+    """P12: what halted before the new layout halts in it, and is not run; once it is retried, it is."""
+    term = begin()
+    standing = {"state": "halted", "head": {"resumeToken": {"_data": token_data(2)}, "key": "k"}, "retry": None}
+    stored = [
+        StoredChange(token_data(number), change(number).raw, standing=standing if number == 2 else None)
+        for number in (1, 2, 3)
+    ]
+    term.rig.store.spill.insert(term.partition_id(), stored, term.rig.version)
+    assert term.rig.store.partitions.mark_spilled(term.partition_id(), term.rig.version, token_data(3), "moved")
+    term.pass_over(5)
+    assert term.work(until=1) == [1]
+    term.turn_until(lambda: term.image().state == "halted")
+    term.turn(_SECOND)
+    assert (term.dispatch(), term.image().head) == ([], standing["head"])
+    term.retry()
+    assert term.work(until=3) == [1, 2, 3]
+
+
+def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
+    begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P16: somebody has deleted them; nothing is passed over, and once they are back they run."""
+    old = begin()
+    halted(old, 1, 2)
+    old.store()
+    old.flush()
+    saved = list(old.documents.find())
+    old.documents.delete_many({})
+    new = begin()
+    new.retry()
+    new.turn_until(lambda: "stored_changes_missing" in events(caplog))
+    assert (new.dispatch(), new.marked()) == ([], token_data(2))
+    assert [each["missing"] for each in new.spilling.report()["spilled"]] == [True]
+    new.documents.insert_many(saved)
+    assert new.work(until=2) == [1, 2]
+    assert new.marked() is None or new.led.spilled == {}
+
+
+def test_a_watermark_far_back_in_the_oplog_is_freed(begin: Begin) -> None:
+    """P13: before the oplog rolls past what is read and not done, it is stored, whoever holds it."""
+    term = begin()
+    term.read(1, 2, 3)
+    (run,) = term.dispatch()
+    term.turn(_BEGUN)
+    assert term.marked() is None, "a partition that waits for a worker is plain backlog"
+    term.share = 0.3
+    term.turn(_ENDED)
+    assert (term.marked(), term.flush()) == (token_data(3), token_data(3))
+    term.run(run)
+    assert term.work(until=3) == [1, 2, 3]
+
+
+def test_memory_has_the_next_changes_only(begin: Begin) -> None:
+    """However much is stored, what is read back is a part of the buffer; and a reader that waits can go on."""
+    last = 500
+    term = begin(buffer_bytes=200_000)
+    halted(term, 1)
+    for number in range(2, last + 1):
+        term.read(number, padding=1000)
+        if term.spilling.is_full:
+            term.turn(_BEGUN)
+    term.turn_until(lambda: term.marked() == token_data(last))
+    assert term.led.window.count == 0
+    term.retry()
+    largest = 0
+    while not term.ran or term.ran[-1] < last:
+        term.turn(_ENDED)
+        largest = max(largest, term.spilling.size)
+        for run in term.dispatch():
+            term.run(run)
+    assert term.ran == list(range(1, last + 1))
+    assert largest <= 200_000 / 4
+
+
+def refused(term: Term, number: int, *behind: int) -> None:
+    """A partition that halts at a change which no handler gets, with others behind it; all of them are stored."""
+    term.led.take_in(replace(change(number), flaw=Flaw("match fails on it")))
+    term.read(*behind)
+    term.led.admission.noted(term.led.notes_of_refused())
+    (run,) = term.dispatch()
+    assert run.refusal is not None
+    term.halt(run)
+    term.look()
+    term.turn()
+    term.turn(_BEGUN)
+    assert term.marked() == token_data(max(number, *behind))
+
+
+def test_a_refused_change_is_not_stored_before_it_is_noted(begin: Begin) -> None:
+    """P2: after a crash, a corrected rule would run it in its own partition, and again from where it is stored."""
+    term = begin()
+    term.led.take_in(replace(change(1), flaw=Flaw("match fails on it")))
+    term.turn()
+    term.turn(_BEGUN)
+    term.share = 1.0
+    term.turn(_BEGUN)
+    assert (term.stored(), term.marked()) == ([], None)
+    term.led.admission.noted(term.led.notes_of_refused())
+    term.turn_until(term.marked)
+    assert term.stored() == [1]
+
+
+def test_a_refused_change_that_is_stored_comes_back_without_its_cause_when_that_is_cured(begin: Begin) -> None:
+    """P13: to read it again is what cures it, so it holds the watermark, and nothing else: its bytes are stored."""
+    old = begin()
+    refused(old, 1, 2, 3)
+    old.read(4, index=1)
+    old.work(until=4)
+    assert (old.led.window.count, old.flush()) == (0, None)
+    new = begin()  # with a handler that can tell
+    new.retry()
+    new.read(1, 2, 3)
+    new.read(4, index=1)
+    run = next_run(new)
+    assert (run.first, run.refusal) == (1, None)
+    new.run(run)
+    assert new.work(until=3) == [1, 2, 3]
+    assert new.flush() == token_data(4)
+
+
+def test_a_refused_change_holds_no_watermark_when_the_oplog_moves_on(
+    begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P13: its bytes are stored, and that is what is left of it; it still stands, and is told."""
+    old = begin()
+    refused(old, 1, 2, 3)
+    assert old.flush() is None
+    old.share = 0.3
+    old.turn(_SECOND)
+    assert old.flush() == token_data(3)
+    assert events(caplog).count("refused_passed") == 1
+    new = begin()
+    new.retry()
+    new.pass_over(4)
+    run = next_run(new)
+    assert run.refusal is not None
+    assert run.refusal.reason == "match fails on it"
+
+
+def test_a_backlog_of_one_document_is_stored_for_two_buffers_a_minute_and_no_more(begin: Begin) -> None:
+    """Most of a normal backlog is not stored: once it was read on in vain, for two buffers, it waits."""
+    bound, turns = 50_000, 200
+    term = begin(run_size=1, buffer_bytes=bound)
+    term.read(1, index=1)
+    term.work(until=1)
+    term.dispatch()
+    last = 1
+    for _ in range(turns):
+        while not term.spilling.is_full:
+            last += 1
+            term.read(last, padding=1000)
+        term.turn(_SECOND)
+    size = sum(len(change(number, padding=1000).raw) for number in term.stored())
+    assert bound / 2 < size <= bound * (3 + 2 * turns * _SECOND / 60)
+
+
+def test_what_was_stored_before_with_other_bytes_runs_with_these(begin: Begin) -> None:
+    """P12: a message that says where they are stored has a digest of them; what memory had read would never fit it."""
+    old = begin()
+    halted(old, 1, 2)
+    first = StoredChange(token_data(1), change(1, padding=9).raw)
+    old.rig.store.spill.insert(old.partition_id(), [first], old.rig.version)
+    new = begin()
+    new.read(1, 2)
+    new.turn()
+    new.turn(_BEGUN)
+    new.retry()
+    assert next_run(new).changes[0] == first.raw
+
+
+@pytest.mark.parametrize("how", ["halted", "running", "rejected"])
+def test_a_large_head_that_stands_again_costs_no_memory(begin: Begin, how: str) -> None:
+    """P12: what was read back of it would fill the buffer, which nobody could empty; and afterwards it runs."""
+    term = begin(buffer_bytes=100_000, run_size=1)
+    term.read(1, padding=150_000)
+    halted(term, 2)
+    term.turn()
+    term.turn(_BEGUN)
+    assert term.led.window.count == 0
+    term.retry()
+    run = next_run(term)
+    filled = term.spilling.is_full
+    assert filled
+    claim = term.claim(run) if how == "running" else None
+    if how == "halted":
+        term.halt(run)
+    elif claim is None:
+        tracker = term.led.trackers[0]
+        tracker.outstanding = None
+        tracker.rejected(Rejection("a", 1, "too large", datetime.now(UTC), 9, time.monotonic() + 3600.0))
+    term.turn(_BEGUN)
+    assert not term.spilling.is_full
+    if how == "halted":
+        term.retry()
+    elif claim is not None:
+        assert term.rig.store.claims.handle(claim, 1, {"_data": token_data(1)})
+        assert term.rig.store.claims.commit(run.partition_id, 1)
+    else:
+        tracker.rejection = None
+    assert term.work(until=2)[-1] == 2
+
+
+def test_stored_changes_that_are_gone_behind_others_are_told(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    """P16: also where the ones before them were in memory when they were looked for."""
+    term = begin(run_size=1)
+    halted(term, 1, 2, 3)
+    term.store()
+    term.documents.delete_one({"_id": {"$regex": token_data(3)}})
+    term.retry()
+    assert term.work(until=2) == [1, 2]
+    term.turn_until(lambda: "stored_changes_missing" in events(caplog))
+    assert (term.dispatch(), term.marked()) == ([], token_data(3))
+
+
+def test_nothing_is_read_back_before_a_partition_was_seen(begin: Begin) -> None:
+    """P13: a session that has seen nothing may be answered by a deposed primary, which has other changes, or none."""
+    old = begin()
+    halted(old, 1, 2)
+    old.store()
+    old.retry()
+    old.flush()
+    new = begin()
+    new.spilling.turn(time.monotonic(), at_end=False)
+    assert not new.led.spilled[0].ahead
+    new.turn()
+    assert len(new.led.spilled[0].ahead) == 2
+
+
+def test_at_the_bound_the_listener_is_not_kept_busy(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P12: however many partitions wait for room, they are judged once a round, and all others are dispatched."""
+    monkeypatch.setattr(spilling, "_TURN_SECONDS", 0.0)
+    term = begin(spill_bytes=1)
+    for index in (0, 1):
+        halted(term, 1 + index) if index == 0 else term.read(2, index=1)
+    for run in term.dispatch():
+        term.halt(run)
+    term.look()
+    term.turn()
+    term.turn(_BEGUN)
+    assert term.spilling.waits
+    assert term.spilling.next_at() == math.inf
+
+
+def test_what_is_stored_is_counted_once(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To count reads all of it: the walk over what is stored has only what it meets for the first time counted."""
+    monkeypatch.setattr(removal, "_WALK_SECONDS", 0.0)
+    walked: list[object] = []
+    counted: list[str] = []
+    next_partition, amount = Spill.next_partition, Spill.amount
+
+    def walk(*arguments: Any) -> Any:
+        walked.append(arguments)
+        return next_partition(*arguments)
+
+    def count(spill: Spill, where: str) -> Any:
+        counted.append(where)
+        return amount(spill, where)
+
+    monkeypatch.setattr(Spill, "next_partition", walk)
+    monkeypatch.setattr(Spill, "amount", count)
+    old = begin()
+    halted(old, 1, 2)
+    old.store()
+    old.close()
+    new = begin()
+    new.turn_until(lambda: new.spilling.report()["spilledCount"] == 2)
+    del walked[:], counted[:]
+    new.turn_until(lambda: len(walked) > 8)
+    assert (counted, new.spilling.report()["spilledCount"]) == ([], 2)

@@ -1,0 +1,153 @@
+"""
+Listeners that end, or sleep and wake too late, between any two writes of storing, running and clearing.
+
+P2, order; P3 and P6, nothing twice; P13: what was read is not lost, and nothing is left behind in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.bridge.state.spill import Spill, StoredChange
+from mongo_celery.bridge.state.subscriptions import Subscriptions
+from mongo_celery.errors import LeaseLostError
+from tests.fixtures.mongo import MakeClient
+from tests.fixtures.process import wait_for
+from tests.fixtures.samples import token_data
+from tests.integration.spilling_rig import RefusedError, Term, change, terms
+from tests.integration.term_rig import KilledError, around
+
+Begin = Callable[..., Term]
+STEPS: list[tuple[type, str]] = [
+    (Spill, "insert"),
+    (Partitions, "mark_spilled"),
+    (Subscriptions, "advance_all"),
+    (Spill, "read"),
+    (Partitions, "clear_spilled"),
+]
+_NAMES = [name for _, name in STEPS]
+_FIRST, _LAST = 12, 20
+_BEGUN, _SWEPT = 6.0, 1.1
+
+
+@pytest.fixture
+def begin(make_client: MakeClient, state_database: str) -> Iterator[Begin]:
+    """Give what begins a term, whatever the one before is doing."""
+    yield from terms(make_client(), state_database)
+
+
+class Life:
+    """
+    Some changes of a partition that halts at the first of them, from their reading to the last removal.
+
+    Each term reads from the stored watermark on, as the stream does.
+
+    Attributes:
+        ran: what workers have run, by all terms.
+    """
+
+    def __init__(self, begin: Begin) -> None:
+        self._begin = begin
+        self.ran: list[int] = []
+        term = self.next()
+        term.read(*range(1, _FIRST + 1))
+        (run,) = term.dispatch()
+        term.halt(run)
+        self.first = term
+
+    def next(self) -> Term:
+        """The next term, as it begins."""
+        term = self._begin(run_size=5)
+        term.ran = self.ran
+        return term
+
+    def live(self, term: Term) -> None:
+        """Do in one term all that is left to be done: store, let it be retried, run, clear and remove."""
+        self._store(term)
+        term.look()
+        if term.image().state == "halted":
+            term.retry()
+        term.read(*range(_FIRST + 1, _LAST + 1))
+        if not self.ran or self.ran[-1] < _LAST:
+            term.work(until=_LAST)
+        term.turn_until(lambda: term.marked() is None and not term.stored())
+        term.flush()
+        term.look()
+
+    def _store(self, term: Term) -> None:
+        seen = term.watermark or ""
+        term.read(*[number for number in range(1, _FIRST + 1) if token_data(number) > max(seen, term.image().data)])
+        term.turn()
+        term.turn_until(lambda: term.image().state != "halted" or term.marked(), later=_BEGUN)
+        term.flush()
+
+    def judge(self) -> None:
+        """Everything has run once and in order, and nothing is left."""
+        assert self.ran == list(range(1, _LAST + 1))
+        last = self.next()
+        last.turn_until(lambda: not last.stored())
+        assert (last.marked(), last.watermark) == (None, token_data(_LAST))
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("step", STEPS, ids=_NAMES)
+def test_a_listener_that_is_killed_at_any_step_has_lost_and_doubled_nothing(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
+) -> None:
+    """P2, P6, P13: the next one ends what it began."""
+    life = Life(begin)
+
+    def kill() -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        around(patch, step, kill, behind=behind)
+        with pytest.raises(KilledError):
+            life.live(life.first)
+    life.live(life.next())
+    life.judge()
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("step", STEPS, ids=_NAMES)
+def test_a_listener_that_wakes_at_any_step_harms_nothing(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
+) -> None:
+    """P3, P13: its successor has stored, run and removed all of it; what it writes late is refused, or removed."""
+    life = Life(begin)
+
+    def succeed() -> None:
+        life.live(life.next())
+
+    with monkeypatch.context() as patch:
+        around(patch, step, succeed, behind=behind)
+        with pytest.raises((LeaseLostError, RefusedError)):
+            life.live(life.first)
+    life.judge()
+
+
+def test_what_is_stored_behind_a_count_is_removed_too(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P13: a count that was asked for before does not know it; as the last word it would leave a change behind."""
+    term = begin()
+    where, version = term.partition_id(), term.rig.version
+    stored = [StoredChange(token_data(number), change(number).raw) for number in (1, 2)]
+    term.rig.store.spill.insert(where, stored[:1], version)
+    term.spilling.has_documents(where)
+    term.read(1, 2)
+    assert term.work(until=1) == [1]
+    term.turn_until(lambda: not term.stored())
+    done: list[str] = []
+    around(monkeypatch, (Spill, "amount"), lambda: done.append("counted"), behind=True)
+    around(monkeypatch, (Spill, "next_partition"), lambda: done.append("met"), behind=True)
+    term.spilling.has_documents(where)
+    term.turn(_SWEPT)
+    wait_for(lambda: sorted(done) == ["counted", "met"])
+    term.rig.store.spill.insert(where, stored[1:], version)
+    term.spilling.has_documents(where)
+    for _ in range(3):
+        term.turn(_SWEPT)
+    assert term.work(until=2) == [1, 2]
+    term.turn_until(lambda: not term.stored())

@@ -1,0 +1,301 @@
+"""What each subscription of a group gets of its workers, in simulated time: the rules alone, on real trackers."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, cast
+
+import pytest
+
+from mongo_celery.bridge.listener.fairness import PATIENCE_SECONDS, Fairness, Slots
+from mongo_celery.bridge.listener.tracker import GracePeriods, Tracker
+from tests.fixtures.samples import image
+
+_TICK = 0.005
+_OVERHEAD = 0.004
+"""Of a run, before its claim and behind its commit: the slot is in use, and no claim shows it."""
+_FENCES = 1 << 32  # they count in cluster time
+_CLAIM = {"owner": "a", "first": 1, "last": 1, "ttl": 10_000, "until": "later"}
+NOOP = 0.004
+FAR = 10_000.0
+WARM_UP = 10.0
+SPAN = 20.0
+
+
+class Led:
+    """A subscription with a change due in each partition that is free, as long as its backlog lasts."""
+
+    def __init__(self, name: str, seconds: float, partitions: int = 16, backlog: float = math.inf) -> None:
+        self.name = name
+        self.seconds = seconds
+        self.backlog = backlog
+        self.done = 0
+        graces = GracePeriods(FAR, FAR)
+        self.trackers = {
+            index: Tracker(f"shop/{name}/0/{index}", image(index=index), 1, graces, 0.0) for index in range(partitions)
+        }
+
+    @property
+    def outstanding(self) -> list[Tracker]:
+        return [tracker for tracker in self.trackers.values() if tracker.outstanding is not None]
+
+    def due(self, now: float) -> Iterator[tuple[Tracker, tuple[Led, int]]]:
+        for index, tracker in self.trackers.items():
+            if tracker.outstanding is None and tracker.ready_at <= now and self.backlog > 0:
+                self.backlog -= 1
+                yield tracker, (self, index)
+
+    def next_due(self) -> float:
+        return min((tracker.ready_at for tracker in self.trackers.values() if self.backlog > 0), default=math.inf)
+
+
+@dataclass
+class Running:
+    """A run in a slot of a worker."""
+
+    led: Led
+    index: int
+    claimed_at: float
+    ended_at: float
+    free_at: float
+
+
+@dataclass
+class Simulation:
+    """A leader's turns, and workers that take runs in the order in which they were sent."""
+
+    slots: int
+    led: list[Led]
+    fair: bool = True
+    dead: set[int] = field(default_factory=set)
+    """Partitions whose queue nobody consumes."""
+
+    now: float = 0.0
+    most_out: int = 0
+
+    def __post_init__(self) -> None:
+        groups = {each.name: "shared" if self.fair else each.name for each in self.led}
+        self.fairness = Fairness(groups)
+        self.images = {(each.name, index): image(index=index) for each in self.led for index in each.trackers}
+        self.subscriptions = cast("dict[str, Any]", {each.name: each for each in self.led})
+        self.queue: deque[tuple[Led, int]] = deque()
+        self.running: list[Running] = []
+        self.moved_at = self.looked_at = 0.0
+
+    def run(self, seconds: float) -> dict[str, int]:
+        """How many runs each subscription finished in so many seconds."""
+        before = {each.name: each.done for each in self.led}
+        until = self.now + seconds
+        while self.now < until:
+            self.now += _TICK
+            self._work()
+            pause = min(max((self.now - self.moved_at) / 4, 0.03), 0.25)
+            if self.now - self.looked_at >= pause:
+                self._look()
+                self._dispatch()
+        return {each.name: each.done - before[each.name] for each in self.led}
+
+    def _work(self) -> None:
+        for each in list(self.running):
+            place = each.led.name, each.index
+            if each.claimed_at <= self.now and not self.images[place].live and each.ended_at > self.now:
+                known = self.images[place]
+                self.images[place] = replace(known, claim=_CLAIM, live=True, fence=known.fence + _FENCES)
+            if each.ended_at <= self.now:
+                known = self.images[place]
+                taken = known.fence + _FENCES * (not known.live)
+                done = known.committed + 1
+                self.images[place] = replace(known, claim=None, live=False, fence=taken, committed=done)
+                each.led.done += 1
+                each.ended_at = math.inf
+            if each.free_at <= self.now:
+                self.running.remove(each)
+        while self.queue and len(self.running) < self.slots:
+            led, index = self.queue.popleft()
+            if index not in self.dead:
+                claimed_at = self.now + _OVERHEAD / 2
+                ended_at = claimed_at + led.seconds
+                self.running.append(Running(led, index, claimed_at, ended_at, ended_at + _OVERHEAD / 2))
+
+    def _look(self) -> None:
+        self.looked_at = self.now
+        for led in self.led:
+            for tracker in led.outstanding:
+                index, committed = tracker.image.index, tracker.image.committed
+                tracker.observe(self.images[led.name, index], self.now)
+                if tracker.image.committed != committed:
+                    self.moved_at = self.now
+        self.fairness.observe(self.subscriptions, self.now)
+
+    def _dispatch(self) -> None:
+        for tracker, run in self.fairness.due(self.subscriptions, self.now):
+            tracker.sent(self.now)
+            self.queue.append(cast("tuple[Led, int]", run))
+            self.moved_at = self.now
+        self.most_out = max(self.most_out, sum(len(each.outstanding) for each in self.led))
+        assert self.fairness.next_due(self.subscriptions) > self.now, "the leader would turn and turn"
+
+
+def both(slots: int, *durations: float, **options: Any) -> Simulation:
+    """Handlers of these durations on the same workers, when what was sent in ignorance is done."""
+    led = [Led(f"led{number}", seconds) for number, seconds in enumerate(durations)]
+    simulation = Simulation(slots, led, **options)
+    simulation.run(WARM_UP)
+    return simulation
+
+
+def parts(simulation: Simulation, seconds: float = SPAN) -> list[float]:
+    """What each handler finishes in the next seconds, as a part of what it would finish alone."""
+    done = simulation.run(seconds)
+    return [done[each.name] / (rate_alone(simulation.slots, each.seconds) * seconds) for each in simulation.led]
+
+
+@cache
+def rate_alone(slots: int, seconds: float) -> float:
+    """Runs a second of a handler that has the workers for itself."""
+    simulation = Simulation(slots, [Led("alone", seconds)])
+    simulation.run(2.0)
+    span = max(5.0, 4 * seconds)
+    return simulation.run(span)["alone"] / span
+
+
+@pytest.mark.parametrize("slots", [2, 3, 8])
+def test_a_noop_beside_a_slow_handler_keeps_its_share_and_so_does_the_slow_one(slots: int) -> None:
+    """P12: about half of the slots each; one run of the slow one may be all that is half of them, rounded down."""
+    noop, slow = parts(both(slots, NOOP, 1.0))
+    assert noop >= 0.4
+    assert slow >= 0.25
+
+
+def test_without_fairness_a_noop_has_the_speed_of_the_slow_handler_beside_it() -> None:
+    """I9: what the simulation shows of it is what was seen."""
+    noop, slow = parts(both(2, NOOP, 1.0, fair=False))
+    assert noop < 0.05
+    assert slow > 0.9
+
+
+def test_handlers_of_all_speeds_get_on_beside_each_other() -> None:
+    """P12: none of them has the speed of the slowest."""
+    simulation = both(8, 10.0, 0.3, NOOP)
+    simulation.run(2 * WARM_UP)  # ten seconds a run: what was sent first takes long
+    assert min(parts(simulation, 60.0)) > 0.2
+
+
+def test_many_slow_handlers_leave_a_noop_its_share() -> None:
+    """P12: a sixth would be fair; and none of the slow ones is forgotten."""
+    simulation = both(4, *[1.0] * 5, NOOP)
+    simulation.run(2 * WARM_UP)  # 80 runs were sent in ignorance
+    *slow, noop = parts(simulation)
+    assert noop >= 1 / 6
+    assert min(slow) > 0.08
+
+
+def test_equally_slow_handlers_lose_nothing_by_it() -> None:
+    """Runs wait at the listener instead of in the queue, and no slot waits for the listener."""
+    both_parts = parts(both(4, 0.3, 0.3))
+    assert sum(both_parts) > 0.95
+    assert min(both_parts) > 0.45
+
+
+def test_quick_handlers_are_never_held_back() -> None:
+    """All that is due is out: nothing of a uniform load waits for a look."""
+    simulation = both(2, NOOP, 0.05)
+    assert simulation.most_out == 2 * 16
+    assert all(len(each.outstanding) == 16 for each in simulation.led)
+
+
+def test_a_handler_alone_in_its_group_is_never_held_back() -> None:
+    """There is nobody to be fair to, however long it takes."""
+    simulation = Simulation(2, [Led("slow", 1.0, partitions=64)])
+    simulation.run(WARM_UP)
+    assert simulation.most_out == 64
+
+
+def test_a_backlog_of_one_handler_does_not_delay_a_single_change_of_another() -> None:
+    """P12: 128 partitions of a slow handler have something due; the change waits for two runs of it, and no more."""
+    slow, quick = Led("slow", 1.0, partitions=128), Led("quick", NOOP, backlog=0)
+    simulation = Simulation(2, [slow, quick])
+    simulation.run(80.0)  # the first 128 were sent before anybody could know
+    quick.backlog = 1
+    done = simulation.run(2.5)
+    assert done["quick"] == 1
+    assert done["slow"] >= 4, "and it has all slots while nobody else needs them"
+
+
+def test_slots_that_nobody_else_needs_do_not_stay_idle() -> None:
+    """A few quick changes a second keep one slot in eight free, and not four."""
+    slow, quick = Led("slow", 1.0, partitions=64), Led("quick", NOOP, backlog=0)
+    simulation = Simulation(8, [slow, quick])
+    simulation.run(WARM_UP)
+    before = slow.done
+    for _ in range(60):
+        quick.backlog += 4
+        simulation.run(1.0)
+    assert (slow.done - before) / 60 > 0.75 * rate_alone(8, 1.0)
+
+
+def test_workers_that_leave_are_noticed() -> None:
+    """P12: the share of eight slots is not taken of two."""
+    simulation = both(8, NOOP, 1.0)
+    simulation.slots = 2
+    simulation.run(WARM_UP + 10)
+    assert parts(simulation)[0] >= 0.4
+
+
+def test_workers_that_come_are_noticed() -> None:
+    """A slow handler beside an idle one grows into them within seconds."""
+    slow = Led("slow", 1.0, partitions=64)
+    simulation = Simulation(2, [slow, Led("idle", NOOP, backlog=0)])
+    simulation.run(40.0)
+    simulation.slots = 16
+    simulation.run(WARM_UP)
+    assert simulation.run(10.0)["slow"] > 0.9 * 10 * rate_alone(16, 1.0)
+
+
+def test_queues_without_a_worker_do_not_hold_back_the_others() -> None:
+    """P12: what waits there counts for some seconds; then it is as if it were not out."""
+    slow = Led("slow", 1.0, partitions=16)
+    simulation = Simulation(4, [slow, Led("noop", NOOP)], dead=set(range(8)))
+    simulation.run(WARM_UP + 2 * PATIENCE_SECONDS)
+    done = simulation.run(20.0)
+    assert done["slow"] > 0.25 * 20 * rate_alone(4, 1.0)
+    assert done["noop"] > 0
+
+
+def test_a_handler_with_a_rate_limit_is_not_taken_for_delayed() -> None:
+    """Its runs wait for their tokens inside the worker, and no slot of another would help them."""
+    slow, limited = Led("slow", 1.0), Led("limited", NOOP)
+    simulation = Simulation(4, [slow, limited])
+    simulation.fairness = Fairness({"slow": None, "limited": None}, {"limited"})
+    simulation.run(WARM_UP)
+    assert simulation.run(20.0)["slow"] > 0.9 * 20 * rate_alone(4, 1.0)
+
+
+def test_a_count_that_was_seen_in_one_second_only_is_no_slot() -> None:
+    """A look reads one partition after the other, and may meet a run that ended beside its successor."""
+    slots = Slots()
+    assert slots.count == 0
+    slots.note(2, 1.0, all_busy=True)
+    assert slots.count == 2
+    slots.note(2, 2.0, all_busy=True)
+    slots.note(3, 3.0, all_busy=True)
+    assert slots.count == 2
+    slots.note(3, 4.5, all_busy=False)
+    assert slots.count == 3
+
+
+def test_fewer_claims_lower_the_estimate_only_while_somebody_waits() -> None:
+    """An idle worker is a worker."""
+    slots = Slots()
+    for second in range(2):
+        slots.note(8, float(second), all_busy=True)
+    for second in range(2, 100):
+        slots.note(1, float(second), all_busy=False)
+    assert slots.count == 8
+    for second in range(100, 120):
+        slots.note(1, float(second), all_busy=True)
+    assert slots.count == 1
