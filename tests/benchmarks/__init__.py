@@ -1,6 +1,6 @@
 """
-What outbox, transactions and a bridge's stream cost on this machine:
-`python -m tests.benchmarks [outbox] [transactions] [stream] [--quick]`.
+What outbox, transactions, a bridge's stream and what stands in it cost on this machine:
+`python -m tests.benchmarks [outbox] [transactions] [stream] [spill] [--quick]`.
 
 Not installed and not part of the test run; `test_benchmarks.py` only sees to it that they work. What a change
 costs on its way through the bridge is `mongo-celery bench`; the rules there hold here too: processes of their own,
@@ -31,6 +31,19 @@ measured in the same rounds.
   databases that are watched whole; beside one `$in` over the names, and beside one clause for each collection, which
   shows why there is none.
 
-`outbox_programs`, `transfer_programs`, `outbox_app` and `watched_app` are what the measured processes run; they leave
-their answers as files (`answers`).
+`spill` (`spill_suite`, `spill_costs`, `spill_handover`, `spill_rig`):
+
+- *others*: changes per second of all other partitions while a hot document takes most writes, a retry waits for an
+  hour, or a handler is halted under thousands of writes; beside the same load alone. All of it and its second half,
+  with a buffer that has room for everything, with one that would be filled eight times, and past an oplog that has
+  rolled over what stands. There it goes on in the end, so that what is lost would be waited for in vain.
+- *backlogs*: how many changes of a backlog that flows, eight times as large as the buffer, were stored: of all
+  partitions alike, and of three documents.
+- *cost*: processor time for storing one change of 1 kB and of 10 kB and for reading it back, beyond that of one that
+  stays in memory.
+- *handovers*: seconds until the next term has started a handler, and until a layout with twice as many partitions is
+  in force, and the listener's memory, with nothing stored and with 100 000 changes behind a retry of an hour.
+
+`outbox_programs`, `transfer_programs`, `outbox_app`, `watched_app` and `spill_app` are what the measured processes run;
+they leave their answers as files (`answers`).
 """

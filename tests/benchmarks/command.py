@@ -17,10 +17,11 @@ from mongo_celery.errors import MongoCeleryError
 from tests.benchmarks.outbox_suite import run_outbox
 from tests.benchmarks.report import SuiteResults, as_json, show
 from tests.benchmarks.sizes import FULL, QUICK, Sizes
+from tests.benchmarks.spill_suite import run_spill
 from tests.benchmarks.stream_suite import run_stream
 from tests.benchmarks.transaction_suite import run_transactions
 
-SUITES = ("outbox", "transactions", "stream")
+SUITES = ("outbox", "transactions", "stream", "spill")
 
 _COUNT = click.IntRange(min=1)
 _ANY = click.IntRange(min=0)
@@ -40,17 +41,23 @@ _ANY = click.IntRange(min=0)
 @click.option("--processes", type=_COUNT, hidden=True)
 @click.option("--kills", type=_COUNT, hidden=True)
 @click.option("--scanned", type=_COUNT, hidden=True)
+@click.option("--beside", type=_COUNT, hidden=True)
+@click.option("--standing", type=_COUNT, hidden=True)
+@click.option("--backlog", type=_COUNT, hidden=True)
+@click.option("--stored", type=_COUNT, hidden=True)
+@click.option("--spilled", type=_COUNT, hidden=True)
 @click.option("--lock-lifetime", type=_ANY, hidden=True)
 def benchmarks(
     suites: tuple[str, ...], quick: bool, wants_json: bool, mongo_url: str | None, redis_url: str | None, **given: Any
 ) -> None:
     """
-    Measure outbox, transactions and stream on this machine: all, or those that are named.
+    Measure outbox, transactions, stream and spill on this machine: all, or those that are named.
 
     \b
     outbox        writes beside plain ones, entries per second, the sweep, recovery
     transactions  two-phase commits and locked documents, and their recovery
     stream        oplog entries that the bridge's stream passes, by the number of its sources
+    spill         other partitions beside one that stands, what storing its changes costs, and going on with them
 
     Absolute figures depend on the machine and on what else it does; compare the ratios. Given servers
     are left as they were found.
@@ -78,5 +85,7 @@ def run_suites(stage: Stage, chosen: Sequence[str], sizes: Sizes, announce: Call
         results.transactions = run_transactions(stage, sizes, announce)
     if "stream" in chosen:
         results.stream = run_stream(stage, sizes, announce)
+    if "spill" in chosen:
+        results.spill = run_spill(stage, sizes, announce)
     results.seconds = time.monotonic() - began
     return results

@@ -13,6 +13,7 @@ from celery import Celery
 from mongo_celery import Outbox
 from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.stage import Scene, Stage, pause
+from mongo_celery.bridge.options import BridgeOptions
 from tests.benchmarks.answers import ask
 from tests.benchmarks.pending_query import PendingQuery, measure_pending_query
 from tests.benchmarks.readings import MILLISECONDS, RATE, SECONDS, Reading, reading
@@ -21,7 +22,6 @@ from tests.benchmarks.sizes import Sizes
 _PROGRAMS = "tests.benchmarks.outbox_programs"
 _WATCHED_APP = "tests.benchmarks.watched_app"
 _MANY = 10
-_PARTITIONS = 16
 _WRITTEN = 50
 _KILLS_MAX = 20
 _LOOK_SECONDS = 0.1
@@ -110,7 +110,7 @@ def _watched(stage: Stage, entries: int) -> float:
             count: Any = stage.broker.llen(scene.setting.name)
             return int(count)
 
-        scene.worker(_WATCHED_APP, ",".join(f"{scene.setting.name}.{number}" for number in range(_PARTITIONS)))
+        scene.worker(_WATCHED_APP, ",".join(BridgeOptions(name=scene.setting.name).queues_of()))
         scene.begin_now()
         ask(scene, _PROGRAMS, "leave", str(entries))
         scene.listener(_WATCHED_APP)

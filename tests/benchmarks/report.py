@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from tests.benchmarks.outbox_suite import OutboxResults
 from tests.benchmarks.pending_query import PendingQuery
 from tests.benchmarks.readings import Reading
 from tests.benchmarks.sizes import Sizes
+from tests.benchmarks.spill_suite import SpillResults
 from tests.benchmarks.stream_suite import StreamResults
 from tests.benchmarks.transaction_suite import TransactionResults
 
@@ -28,6 +29,7 @@ class SuiteResults:
     outbox: OutboxResults | None = None
     transactions: TransactionResults | None = None
     stream: StreamResults | None = None
+    spill: SpillResults | None = None
 
 
 def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
@@ -43,6 +45,8 @@ def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
             "entries": results.stream.entries,
             "scanned": _plain(results.stream.scanned),
         }
+    if results.spill is not None:
+        found["spill"] = {"rounds": sizes.rounds, **_spill(results.spill)}
     return found
 
 
@@ -55,6 +59,8 @@ def show(results: SuiteResults, console: Console) -> None:
     if results.stream is not None:
         title = f"Oplog entries that a stream passes per second, {results.stream.entries:,} of a neighbour"
         console.print(_table(title, results.stream.scanned))
+    if results.spill is not None:
+        _show_spill(results.spill, console)
     console.print(f"{results.seconds:.0f} s in all")
 
 
@@ -97,6 +103,30 @@ def _transactions(results: TransactionResults, sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def _spill(results: SpillResults) -> dict[str, Any]:
+    return {
+        "beside": results.beside,
+        "standing": results.standing,
+        "others": _plain(results.others),
+        "backlogs": {keys: asdict(backlog) for keys, backlog in results.backlogs.items()},
+        "cost_us": {
+            str(size): {
+                name: {process: round(used) for process, used in part.items()} for name, part in asdict(cost).items()
+            }
+            for size, cost in results.costs.items()
+        },
+        "handovers": [
+            {
+                "stored": each.stored,
+                "take_over_seconds": round(each.take_over, 3),
+                "new_layout_seconds": round(each.new_layout, 3),
+                "listener_memory_mb": {name: round(size, 1) for name, size in each.memory_mb.items()},
+            }
+            for each in results.handovers
+        ],
+    }
+
+
 def _plain(readings: Sequence[Reading]) -> dict[str, Any]:
     return {each.name: each.plain() for each in readings}
 
@@ -127,6 +157,26 @@ def _show_transactions(results: TransactionResults, console: Console) -> None:
         console.print(
             f"a killed holder's lock was free after {_seconds(results.lock)} with "
             f"transactionLifetimeLimitSeconds={results.lock_lifetime}"
+        )
+
+
+def _show_spill(results: SpillResults, console: Console) -> None:
+    title = f"Changes per second of the others, {results.beside:,} beside {results.standing:,} of what stands"
+    console.print(_table(title, results.others))
+    for keys, backlog in results.backlogs.items():
+        console.print(
+            f"a backlog of {backlog.changes:,} changes of {keys}, of which the buffer can have some "
+            f"{backlog.buffered:,}: {backlog.inserted:,} were stored"
+        )
+    for size, cost in results.costs.items():
+        for words, used in (("storing", cost.storing), ("reading back", cost.reading_back)):
+            parts = ", ".join(f"{process} {microseconds:,.0f} us" for process, microseconds in used.items())
+            console.print(f"{words} a change of {size:,} bytes: {parts}")
+    for each in results.handovers:
+        memory = ", ".join(f"{name} {size:.0f}" for name, size in each.memory_mb.items())
+        console.print(
+            f"with {each.stored:,} stored changes: take-over {each.take_over:.1f} s, "
+            f"new layout {each.new_layout:.1f} s; listener's memory in MB: {memory}"
         )
 
 

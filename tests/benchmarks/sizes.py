@@ -21,6 +21,11 @@ class Sizes:
         transfers: of one process in a round.
         processes: how many transfer at once.
         scanned: oplog entries of a neighbour that a stream passes.
+        beside: changes of the partitions beside one that stands.
+        standing: changes of the one that stands.
+        backlog: changes that flow, and are not to be stored.
+        stored: changes of 1 kB whose storing is measured; of 10 kB a third.
+        spilled: changes that are stored when a listener takes over, and when the layout changes.
         lock_lifetime: seconds that the server grants a transaction whose holder is killed; 0 leaves it out.
     """
 
@@ -34,11 +39,16 @@ class Sizes:
     transfers: int = 300
     processes: int = 4
     scanned: int = 200_000
+    beside: int = 5000
+    standing: int = 10_000
+    backlog: int = 20_000
+    stored: int = 9000
+    spilled: int = 100_000
     lock_lifetime: int = 5
 
 
 FULL = Sizes()
 QUICK = Sizes(
     rounds=1, writes=60, entries=500, documents=50_000, kills=1, sweep_after=1.0, claim_ttl=2.0, transfers=60,
-    scanned=20_000, lock_lifetime=2,
+    scanned=20_000, beside=1500, standing=3000, backlog=5000, stored=3000, spilled=10_000, lock_lifetime=2,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The benchmarks of outbox, transactions and stream, with tiny sizes: their shape, never their speed."""
+"""The benchmarks of outbox, transactions, stream and spill, with tiny sizes: their shape, never their speed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TINY = ["--quick", "--json", "--writes", "3", "--entries", "20", "--documents",
 _SECONDS_MAX = 240
 
 
-def _benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _benchmarks(*arguments: str, seconds: float = _SECONDS_MAX) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tests.benchmarks", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=_SECONDS_MAX,
+        timeout=seconds,
         check=False,
     )
 
@@ -91,12 +91,33 @@ def test_the_streams_suite_gives_entries_per_second_for_each_number_of_sources(
     assert not list(redis_client.scan_iter("*bench-*"))
 
 
+@pytest.mark.slow
+def test_the_suite_of_what_is_stored_gives_the_others_throughput_and_costs(redis_url: str) -> None:
+    """P12, P13: the others are done beside each kind of standing, plain backlog is not stored, and nothing is lost."""
+    sizes = ("--beside", "60", "--standing", "120", "--backlog", "300", "--stored", "120", "--spilled", "200")
+    ended = _benchmarks("spill", "--quick", "--json", *sizes, "--redis-url", redis_url, seconds=900)
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)["spill"]
+    for prefix in ("", "small_"):
+        for act in ("hot", "parked", "halted"):
+            assert found["others"][f"{prefix}{act}"][f"ratio_to_{prefix}alone"] > 0
+    assert found["others"]["rolled_halted_later"]["ratio_to_rolled_alone_later"] > 0
+    assert found["backlogs"]["all partitions"]["inserted"] == 0
+    assert found["backlogs"]["3 keys"]["changes"] == 300
+    for size in ("1000", "10000"):
+        assert set(found["cost_us"][size]) == {"storing", "reading_back"}
+    nothing, some = found["handovers"]
+    assert (nothing["stored"], some["stored"]) == (0, 200)
+    assert some["new_layout_seconds"] > 0
+
+
 def test_a_suite_that_does_not_exist_ends_in_one_sentence() -> None:
     """Nothing is measured that was not asked for."""
     ended = _benchmarks("bridge")
 
     assert ended.returncode == 2
-    assert "'outbox', 'transactions', 'stream'" in ended.stderr
+    assert "'outbox', 'transactions', 'stream', 'spill'" in ended.stderr
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
