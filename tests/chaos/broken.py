@@ -1,0 +1,205 @@
+"""
+Builds that are broken on purpose: each takes one rule away, in the started processes and nowhere else.
+
+The name of the build to be is in the environment; `BROKEN` says which there are. For each, `directed` has a plan that
+shows what it does, within a minute or so.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
+from typing import Any
+
+from pymongo import WriteConcern
+from pymongo.collection import Collection
+
+from mongo_celery.bridge.listener.tracker import Tracker
+from mongo_celery.bridge.state import claims
+from mongo_celery.bridge.state.leases import Leases
+from mongo_celery.bridge.state.spill import Amount, Spill, StoredChange
+from mongo_celery.bridge.window import Window
+from mongo_celery.mongo.table import Table
+from tests.chaos.plan import Plan, Step
+from tests.chaos.setting import HOT
+
+_AHEAD = timedelta(hours=1)
+_LATE_SECONDS = 2.0
+_BEHIND_EVERYTHING = "Z"
+"""Sorts after every resume token."""
+
+
+def apply(name: str) -> None:
+    """Break this process as told; nothing for an empty name."""
+    if name:
+        BROKEN[name]()
+
+
+def _remove_gate() -> None:
+    """Whoever asks for a claim gets it."""
+    find_and_update = Table.find_and_update_unretried
+
+    def ungated(self: Table, guard: Mapping[str, Any], change: Any, fields: Mapping[str, Any]) -> Any:
+        return find_and_update(self, {"_id": guard["_id"]}, change, fields)
+
+    Table.find_and_update_unretried = ungated  # type: ignore[method-assign]
+
+
+def _commit_out_of_order() -> None:
+    """Whoever says that a change is handled is believed, however late."""
+    update = Table.update_unretried
+
+    def believing(self: Table, guard: Mapping[str, Any], change: Any, *concern: Any) -> bool:
+        is_outcome = isinstance(change, dict) and "handled" in change.get("$set", {})
+        is_commit = change == [{"$set": claims.COMMIT}]
+        names = {"_id", "handled"} if is_commit else {"_id"} if is_outcome else set(guard)
+        return update(self, {name: guard[name] for name in names}, change, *concern)
+
+    Table.update_unretried = believing  # type: ignore[method-assign, assignment]
+
+
+def _keep_fence() -> None:
+    """A claim does not raise the fence."""
+    claims.next_number = lambda field: {"$add": [f"${field}", 0]}  # type: ignore[attr-defined]
+
+
+def _watermark_as_maximum() -> None:
+    """A watermark is the last thing that is done, whatever lies before it."""
+    complete = Window.complete
+
+    def furthest(self: Window, index: int, data: str) -> int:
+        done = [change.mark for change in self._buffers.get(index, ()) if change.mark.data <= data]
+        finished = complete(self, index, data)
+        if done and (self.watermark is None or self.watermark.data < done[-1].data):
+            self.watermark = done[-1]
+        return finished
+
+    Window.complete = furthest  # type: ignore[method-assign]
+
+
+def _remove_sweep() -> None:
+    """What was dispatched once is never dispatched again."""
+    Tracker.repeat = lambda *_: None  # type: ignore[method-assign]
+
+
+def _lease_of_one() -> None:
+    """The lease is written with w:1."""
+    make = Leases.__init__
+
+    def of_one(self: Leases, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
+        make(self, collection.with_options(write_concern=WriteConcern(1)), bridge, ttl)
+
+    Leases.__init__ = of_one  # type: ignore[method-assign]
+
+
+def _clients_clock() -> None:
+    """Expiries are judged by the clock of the process, and one listener's is an hour ahead."""
+    ahead = _AHEAD if os.environ.get("CHAOS_ROLE") == "listener-1" else timedelta()
+    find_and_update = Table.find_and_update
+
+    def mine(value: Any) -> Any:
+        if value == "$$NOW":
+            return datetime.now(UTC) + ahead
+        if isinstance(value, Mapping):
+            return {name: inner if name == "$literal" else mine(inner) for name, inner in value.items()}
+        return [mine(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def by_my_clock(self: Table, guard: Mapping[str, Any], change: Any) -> dict[str, Any] | None:
+        return find_and_update(self, mine(guard), mine(change))
+
+    Table.find_and_update = by_my_clock  # type: ignore[method-assign]
+
+
+def _mark_before_insert() -> None:
+    """Changes are stored some time after it was said that they are."""
+    insert = Spill.insert
+
+    def later(
+        self: Spill, partition_id: str, changes: Iterable[StoredChange], version: int, session: Any = None
+    ) -> Amount:
+        del session  # a timer's thread cannot share it
+        kept = list(changes)
+        threading.Timer(_LATE_SECONDS, insert, (self, partition_id, kept, version)).start()
+        return Amount(len(kept), sum(len(change.raw) for change in kept))
+
+    Spill.insert = later  # type: ignore[method-assign]
+
+
+def _removal_above_committed() -> None:
+    """A removal takes whatever is stored of the partition."""
+    remove = Spill.remove
+
+    def everything(self: Spill, partition_id: str, committed: str, version: int, *session: Any, **limit: Any) -> int:
+        return remove(self, partition_id, committed and _BEHIND_EVERYTHING, version, *session, **limit)
+
+    Spill.remove = everything  # type: ignore[method-assign]
+
+
+BROKEN: Mapping[str, Callable[[], None]] = MappingProxyType(
+    {
+        "gate removed": _remove_gate,
+        "commit out of order": _commit_out_of_order,
+        "fence not raised": _keep_fence,
+        "watermark as maximum": _watermark_as_maximum,
+        "sweep removed": _remove_sweep,
+        "w:1 lease": _lease_of_one,
+        "client's clock": _clients_clock,
+        "mark before insert": _mark_before_insert,
+        "removal above committed": _removal_above_committed,
+    }
+)
+
+_SPILLS = (
+    Step(4.0, "person: pause", where="quick", partition=0),
+    Step(16.0, "person: resume", where="quick", partition=0),
+    Step(18.0, "kill listener"),
+)
+_SHOWS: Mapping[str, tuple[float, int, tuple[Step, ...]]] = MappingProxyType(
+    {
+        "gate removed": (
+            15.0,
+            1,
+            tuple(Step(at, "repeat messages", lasts=2.0) for at in (3.0, 6.0, 9.0, 12.0)),
+        ),
+        "commit out of order": (
+            30.0,
+            1,
+            (Step(4.0, "freeze worker", lasts=10.0), Step(15.0, "freeze worker", lasts=10.0, choice=0.9)),
+        ),
+        "fence not raised": (
+            20.0,
+            1,
+            (
+                Step(3.0, "person: burst", where="slow", key=HOT),
+                Step(4.0, "kill worker"),
+                Step(6.0, "freeze worker", lasts=7.0, choice=0.9),
+                Step(14.0, "kill worker", choice=0.9),
+                Step(17.0, "kill worker"),
+            ),
+        ),
+        "watermark as maximum": (10.0, 1, (Step(2.0, "person: burst", where="slow", key=HOT),)),
+        "sweep removed": (
+            12.0,
+            1,
+            (
+                Step(2.0, "person: burst", where="slow", key=HOT),
+                Step(3.0, "kill worker"),
+                Step(3.1, "kill worker", choice=0.9),
+                Step(4.5, "flush redis"),
+            ),
+        ),
+        "w:1 lease": (15.0, 3, (Step(3.0, "take back a lease"),)),
+        "client's clock": (12.0, 1, (Step(3.0, "kill listener"),)),
+        "mark before insert": (22.0, 1, _SPILLS),
+        "removal above committed": (22.0, 1, _SPILLS),
+    }
+)
+
+
+def directed(name: str) -> Plan:
+    """A plan that shows what a broken build does; with a sound build it shows nothing."""
+    seconds, members, steps = _SHOWS[name]
+    return Plan(name, seconds, members, steps)

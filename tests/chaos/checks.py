@@ -1,0 +1,334 @@
+"""
+Pure checks of a run, beside those that every history has (`mongo_celery.demo.history`).
+
+Each returns sentences about what is wrong; none means good. Whatever is judged by time is judged with an allowance,
+since a machine may be busy; everything else is judged as it is. `tests/chaos/test_checks.py` gives each of them bad
+histories.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mongo_celery.demo.history import Due, Effect, SetAside, Started, Stored, Wrote
+from tests.chaos.facts import Acquired, Changed, Charged, Covered, Fact, Fault, Kept, Removed, Where
+from tests.chaos.setting import is_poison, partition_of
+
+SLACK_SECONDS = 20.0
+FACTOR = 2.0
+_STRIKES = 2
+"""
+What a partition may stand for: so many seconds on an idle machine, and so many times the bounds of the faults that
+befall it. Faults follow each other closely, but more than two of them rarely strike the same change.
+"""
+
+_LOAD_MAX = 3.0
+
+
+class Stop(NamedTuple):
+    """A time in which something waited and nothing went on: in a partition, or in all."""
+
+    where: Where | None
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return self.end - self.begin
+
+
+def not_found(history: Sequence[Fact], acknowledged: Iterable[Due]) -> list[str]:
+    """What the writer's server has acknowledged is in the history, once."""
+    found = Counter(Due(fact.handler or "", fact.key, fact.n) for fact in history if isinstance(fact, Wrote))
+    twice = [f"{due} is in the oplog {count} times" for due, count in found.items() if count > 1]
+    return [*(f"{due} was acknowledged and is not in the oplog" for due in acknowledged if due not in found), *twice]
+
+
+def passed_over(history: Sequence[Fact]) -> list[str]:
+    """
+    P5, P13: no position passes a change that is not done.
+
+    A watermark may pass what is stored at or below its partition's mark; a partition's position may not.
+    """
+    wrong: list[str] = []
+    for subscription in _subscriptions(history):
+        wrong += _Passing(subscription).judge(history)
+    return wrong
+
+
+class _Passing:
+    """The check of one subscription."""
+
+    def __init__(self, subscription: str) -> None:
+        self._name = subscription
+        self._open: dict[str, Due] = {}
+        self._of: dict[Where, dict[str, Due]] = defaultdict(dict)
+        self._places: dict[Due, str] = {}
+        self._kept: dict[Where, set[str]] = defaultdict(set)
+        self._marks: dict[Where, str] = {}
+
+    def judge(self, history: Sequence[Fact]) -> Iterator[str]:
+        for fact in history:
+            match fact:
+                case Wrote() if fact.handler == self._name:
+                    due = Due(self._name, fact.key, fact.n)
+                    self._places[due] = fact.place
+                    self._open[fact.place] = self._of[self._where(fact.key)][fact.place] = due
+                case Effect() | SetAside() if fact.due.handler == self._name:
+                    self._done(fact.due)
+                case Kept() if fact.where[0] == self._name:
+                    self._kept[fact.where].add(fact.place)
+                    self._cover(fact.where, [fact.place])
+                case Covered() if fact.where[0] == self._name:
+                    self._marks[fact.where] = fact.to
+                    self._cover(fact.where, sorted(self._kept[fact.where]))
+                case Removed() if fact.where[0] == self._name:
+                    self._kept[fact.where].discard(fact.place)
+                    due_there = self._of[fact.where].get(fact.place)
+                    if due_there is not None:
+                        yield f"{due_there} was removed from what is stored before it was done"
+                case Stored() if fact.passed == self._name:
+                    yield from self._passed(self._open, fact)
+                case Stored() if fact.passed is None and fact.where.split("/")[1:2] == [self._name]:
+                    yield from self._passed(self._of[_partition_in(fact.where)], fact)
+
+    def _where(self, key: str) -> Where:
+        return self._name, partition_of(self._name, key)
+
+    def _done(self, due: Due) -> None:
+        place = self._places.get(due, "")
+        self._open.pop(place, None)
+        self._of[self._where(due.key)].pop(place, None)
+
+    def _cover(self, where: Where, places: Iterable[str]) -> None:
+        """What is stored, and at or below the mark, holds no watermark."""
+        mark = self._marks.get(where, "")
+        for place in places:
+            if place <= mark and place in self._of[where]:
+                self._open.pop(place, None)
+
+    def _passed(self, owed: dict[str, Due], stored: Stored) -> Iterator[str]:
+        while owed and (first := next(iter(owed))) <= stored.place:
+            yield f"{stored.where} passed {owed.pop(first)} before it was done"
+
+
+def charged_innocents(history: Sequence[Fact], faults: Sequence[Fault]) -> list[str]:
+    """
+    P14: no retry, halt or dead letter of a change that was not poisoned; a crash only where a fault or a poison killed.
+
+    A claim that lapses is charged before its owner can say that it lives, so crashes are allowed for whatever happened
+    meanwhile; what they lead to is not.
+    """
+    changes = _Heads(history)
+    deaths = sorted(fact.at for fact in history if isinstance(fact, Started) and is_poison(fact.key))
+    wrong = []
+    for fact in history:
+        if isinstance(fact, SetAside) and not is_poison(fact.due.key):
+            wrong.append(f"{fact.due} was set aside")
+        elif isinstance(fact, Changed) and fact.state == "halted":
+            head = changes.at(fact.where, fact.head)
+            if head is None or not is_poison(head.key):
+                wrong.append(f"{fact.where} halted at {head}")
+        elif isinstance(fact, Charged):
+            head = changes.after(fact.where, fact.place)
+            if head is None or is_poison(head.key):
+                continue
+            if fact.retries:
+                wrong.append(f"{head} was charged {fact.retries} retries")
+            near = sum(fault.begin <= fact.at and changes.written_at(head) <= fault.until for fault in faults)
+            near += sum(changes.written_at(head) <= each <= fact.at for each in deaths)
+            if fact.crashes > near:
+                wrong.append(f"{head} was charged {fact.crashes} crashes beside {near} faults")
+    return wrong
+
+
+class _Heads:
+    """Which change stands where in its partition."""
+
+    def __init__(self, history: Sequence[Fact]) -> None:
+        self._at: dict[Where, dict[str, Wrote]] = defaultdict(dict)
+        self._times: dict[Due, float] = {}
+        for fact in history:
+            if isinstance(fact, Wrote) and fact.handler is not None:
+                self._at[fact.handler, partition_of(fact.handler, fact.key)][fact.place] = fact
+                self._times[Due(fact.handler, fact.key, fact.n)] = fact.at
+
+    def at(self, where: Where, place: str) -> Due | None:
+        """The change at a place."""
+        found = self._at[where].get(place)
+        return Due(where[0], found.key, found.n) if found is not None else None
+
+    def after(self, where: Where, place: str) -> Due | None:
+        """The first change after a place."""
+        found = next((each for each in self._at[where].values() if each.place > place), None)
+        return Due(where[0], found.key, found.n) if found is not None else None
+
+    def written_at(self, due: Due) -> float:
+        """When a change was written."""
+        return self._times[due]
+
+
+def stops(history: Sequence[Fact], places: Collection[Where], *, least: float) -> list[Stop]:
+    """The times, of at least so many seconds, in which a partition had something to do and did not go on."""
+    waiting = {where: _Waiting(where) for where in places}
+    for fact in history:
+        if isinstance(fact, Wrote | Started | Effect | SetAside):
+            due = _due(fact)
+            where = due.handler, partition_of(due.handler, due.key)
+            if where in waiting:
+                waiting[where].take(fact, due)
+    return [stop for each in waiting.values() for stop in each.ended(_last(history)) if stop.seconds >= least]
+
+
+def gaps(history: Sequence[Fact], places: Collection[Where], *, least: float) -> list[Stop]:
+    """The times in which something waited in one of these partitions, and nothing went on anywhere."""
+    waiting = _Waiting(None)
+    for fact in history:
+        if isinstance(fact, Wrote | Started | Effect | SetAside):
+            due = _due(fact)
+            if not isinstance(fact, Wrote) or (due.handler, partition_of(due.handler, due.key)) in places:
+                waiting.take(fact, due)
+    return [stop for stop in waiting.ended(_last(history)) if stop.seconds >= least]
+
+
+class _Waiting:
+    """What waits in a partition, or anywhere, and since when nothing has gone on."""
+
+    def __init__(self, where: Where | None) -> None:
+        self._where = where
+        self._dues: set[Due] = set()
+        self._since = 0.0
+        self._stops: list[Stop] = []
+
+    def take(self, fact: Wrote | Started | Effect | SetAside, due: Due) -> None:
+        """A fact of what is waited for. That a change was set aside has no time of its own: the next fact has."""
+        if isinstance(fact, SetAside):
+            self._dues.discard(due)
+            return
+        if isinstance(fact, Started | Effect) or not self._dues:
+            self._go_on(fact.at)
+        if isinstance(fact, Wrote):
+            self._dues.add(due)
+        elif isinstance(fact, Effect):
+            self._dues.discard(due)
+
+    def ended(self, at: float) -> list[Stop]:
+        """All that was found, at the end of the history."""
+        self._go_on(at)
+        return self._stops
+
+    def _go_on(self, at: float) -> None:
+        if self._dues:
+            self._stops.append(Stop(self._where, self._since, at))
+        self._since = at
+
+
+def _due(fact: Wrote | Started | Effect | SetAside) -> Due:
+    return Due(fact.handler or "", fact.key, fact.n) if isinstance(fact, Wrote) else fact.due
+
+
+def _last(history: Sequence[Fact]) -> float:
+    return max((getattr(fact, "at", 0.0) for fact in history), default=0.0)
+
+
+def stopped(found: Iterable[Stop], faults: Sequence[Fault], load: float = 1.0) -> list[str]:
+    """
+    P7, P12: nothing stands for longer than the faults that befall it explain, with an allowance; everything least.
+
+    Args:
+        found: stops of partitions, or of all.
+        load: how many processes wanted each core of the machine.
+    """
+    wrong = []
+    for stop in found:
+        near = overlapping(stop, faults)
+        strikes, share = (_STRIKES, 1.0) if stop.where is not None else (1, 0.5)
+        bounds = sorted((fault.kind.bound for fault in near), reverse=True)[:strikes]
+        lasted = sum(fault.end - fault.begin for fault in near if not fault.kind.has_successor)
+        allowed = share * (SLACK_SECONDS * min(load, _LOAD_MAX) + FACTOR * sum(bounds)) + lasted
+        if stop.seconds > allowed:
+            names = ", ".join(fault.name for fault in near) or "no fault"
+            what = f"{stop.where[0]}/{stop.where[1]}" if stop.where is not None else "everything"
+            wrong.append(f"{what} stood for {stop.seconds:.1f} s, {allowed:.1f} s allowed: {names}")
+    return wrong
+
+
+def overlapping(stop: Stop, faults: Iterable[Fault]) -> list[Fault]:
+    """The faults that may have kept something from going on."""
+    return [fault for fault in faults if fault.begin <= stop.end and stop.begin <= fault.until]
+
+
+class Longest(NamedTuple):
+    """The longest time without progress from when a fault's bound counts, and what else was in force then."""
+
+    seconds: float = 0.0
+    beside: tuple[str, ...] = ()
+
+
+def longest_gaps(found: Iterable[Stop], faults: Sequence[Fault]) -> dict[str, Longest]:
+    """For each kind of fault; more than its bound may be due to the others."""
+    longest = dict.fromkeys((fault.name for fault in faults), Longest())
+    for gap in found:
+        near = overlapping(gap, faults)
+        for fault in near:
+            seconds = gap.end - max(gap.begin, fault.since)
+            if seconds > longest[fault.name].seconds:
+                longest[fault.name] = Longest(seconds, tuple(other.name for other in near if other is not fault))
+    return longest
+
+
+def repeated(history: Sequence[Fact], faults: Sequence[Fault]) -> tuple[int, list[str]]:
+    """P6: how many starts were repetitions; a change may start once, and once more for each fault meanwhile."""
+    written = _Heads(history)
+    starts: dict[Due, list[Started]] = defaultdict(list)
+    for fact in history:
+        if isinstance(fact, Started):
+            starts[fact.due].append(fact)
+    wrong = []
+    for due, each in starts.items():
+        if len(each) > 1 and not is_poison(due.key):
+            near = sum(f.begin <= each[-1].at and written.written_at(due) <= f.until for f in faults)
+            if len(each) > 1 + near:
+                wrong.append(f"{due} started {len(each)} times beside {near} faults")
+    return sum(len(each) - 1 for due, each in starts.items() if not is_poison(due.key)), wrong
+
+
+def stolen(history: Sequence[Fact]) -> list[str]:
+    """P3: nobody takes a lease that another holds by the server's clock."""
+    return [
+        f"{fact.listener} took the lease {fact.until - fact.at:.2f} s before it ended"
+        for fact in history
+        if isinstance(fact, Acquired) and fact.until > fact.at
+    ]
+
+
+def phantom_terms(history: Sequence[Fact], announced: Mapping[int, str]) -> list[str]:
+    """P3: whoever says that it leads has the lease by a majority: no election takes it back."""
+    had = {fact.version for fact in history if isinstance(fact, Acquired)}
+    return [
+        f"{who} led with version {version}, which nobody has"
+        for version, who in announced.items()
+        if version not in had
+    ]
+
+
+AT_REST: Mapping[str, Any] = {"state": "leading", "caught_up": True, "standing": 0, "outstanding": 0, "buffered": 0}
+
+
+def untrue(status: Mapping[str, Any]) -> list[str]:
+    """P16: what status says of a bridge that has come to rest, and of its partitions."""
+    wrong = [f"{name} is {status.get(name)!r}" for name, value in AT_REST.items() if status.get(name) != value]
+    stand = (each for each in status.get("partitions", ()) if each["state"] != "flowing")
+    return wrong + [f"{each['subscription']}/{each['index']} is {each['state']}" for each in stand]
+
+
+def _subscriptions(history: Sequence[Fact]) -> list[str]:
+    return sorted({fact.handler for fact in history if isinstance(fact, Wrote) and fact.handler is not None})
+
+
+def _partition_in(where: str) -> Where:
+    _, subscription, _, index = where.split("/")
+    return subscription, int(index)

@@ -1,0 +1,106 @@
+"""What is known of a run beside the facts that every history has (`mongo_celery.demo.history`). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mongo_celery.demo.history import Fact as CommonFact
+from tests.chaos.kinds import KINDS, STALL, Kind
+
+Where = tuple[str, int]
+"""A partition: its subscription and its index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """
+    A listener took the lease.
+
+    Attributes:
+        until: when the lease would have ended that another one had not released; 0 where there was none.
+    """
+
+    listener: str
+    version: int
+    at: float
+    until: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Charged:
+    """Something was counted against the first change of a partition, after `place`: its counts are these now."""
+
+    where: Where
+    place: str
+    retries: int
+    crashes: int
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """
+    A partition has another state now.
+
+    Attributes:
+        head: the place of the change at which it halted; empty where it is not halted.
+    """
+
+    where: Where
+    state: str
+    head: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A change was stored with its bytes."""
+
+    where: Where
+    place: str
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """The mark of a partition: what is stored up to this place may be passed by the watermark. Empty: there is none."""
+
+    where: Where
+    to: str
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A stored change was removed."""
+
+    where: Where
+    place: str
+    at: float = 0.0
+
+
+Fact = CommonFact | Acquired | Charged | Changed | Kept | Covered | Removed
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault as it was; times are those of the servers' machine, in seconds."""
+
+    name: str
+    begin: float
+    end: float
+
+    @property
+    def kind(self) -> Kind:
+        """Its kind."""
+        return STALL if self.name == STALL.name else KINDS[self.name]
+
+    @property
+    def since(self) -> float:
+        """From when on its bound counts."""
+        return self.begin if self.kind.has_successor else self.end
+
+    @property
+    def until(self) -> float:
+        """When everything goes on, at the latest."""
+        return max(self.since + self.kind.bound, self.end)

@@ -1,0 +1,112 @@
+"""
+The app of a run: `celery -A tests.chaos.project listener` and `... worker`.
+
+One handler for each flow, with the same body: it records its start, is slow, takes its effect through the fence, or in
+its transaction, and does whatever the poison in its document is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+from pymongo import MongoClient
+
+from mongo_celery import Bridge, Change
+from mongo_celery.forking import PerProcess
+from tests.chaos import broken
+from tests.chaos.setting import BRIDGE, DATA, FACTS, FLOWS, OPTIONS, SINK, Flow
+
+GATES = Path(os.environ["CHAOS_GATES"])
+"""A file here that is named like a key, or `all`, cures its poison."""
+
+broken.apply(os.environ.get("CHAOS_BROKEN", ""))
+app = Celery(BRIDGE, broker=os.environ["CHAOS_BROKER"])
+app.conf.update(
+    broker_connection_retry_on_startup=True,
+    broker_transport_options={"visibility_timeout": 60, "unacked_restore_interval": 1, "unacked_restore_throttle": 1},
+    worker_hijack_root_logger=True,
+    worker_prefetch_multiplier=4,
+)
+bridge = Bridge(app, os.environ["CHAOS_MONGO"], **OPTIONS)
+facts: PerProcess[MongoClient[dict[str, Any]]] = PerProcess(
+    lambda: MongoClient(os.environ["CHAOS_FACTS"], appname="chaos-facts", connect=False)
+)
+
+
+def owner(event: Mapping[str, Any]) -> Any:
+    """A partition rule that fails where there is no owner."""
+    return event["fullDocument"]["owner"]
+
+
+def _register(flow: Flow) -> None:
+    def handle(task: Any, change: Change) -> None:
+        _handle(task, flow, change)
+
+    handle.__name__ = handle.__qualname__ = flow.name
+    bridge.on_change(
+        f"{DATA}.{flow.name}",
+        name=flow.name,
+        bind=True,
+        max_retries=3,
+        partition_by=owner if flow.owned else None,
+        failure_policy=flow.policy,
+        transactional=flow.transactional,
+        group=flow.group,
+    )(handle)
+
+
+def _handle(task: Any, flow: Flow, change: Change) -> None:
+    document = change.full_document
+    assert document is not None, "inserts and replaces carry their document"
+    fact = {
+        "handler": flow.name,
+        "key": str(document["_id"]),
+        "n": document["n"],
+        "partition": change.partition,
+        "seq": change.seq,
+        "fence": change.fencing_token,
+    }
+    start = {**fact, "retries": task.request.retries, "pid": os.getpid()}
+    facts.get()[FACTS]["start"].insert_one({"fact": start})
+    _act(task, document)
+    _take_time(flow.seconds)
+    _take_effect(change, f"{flow.name}-{change.partition}", fact)
+    _take_time(document.get("lingers", 0.0))
+
+
+def _take_effect(change: Change, sink: str, fact: Mapping[str, Any]) -> None:
+    """One document for each partition has the last effect; the oplog has them all, in the order of their acceptance."""
+    last = {"$set": {"last": fact}}
+    if change.session is not None:
+        bridge.client[DATA][SINK].update_one({"_id": sink}, last, upsert=True, session=change.session)
+    else:
+        change.fenced(f"{DATA}.{SINK}").update_one({"_id": sink}, last, upsert=True)
+
+
+def _act(task: Any, document: Mapping[str, Any]) -> None:
+    poison = document.get("poison")
+    if poison is None or (GATES / "all").exists() or (GATES / str(document["_id"])).exists():
+        return
+    if poison == "raises":
+        raise RuntimeError("poisoned")
+    if poison == "kills its process":
+        os._exit(7)
+    if poison == "retries in 30 000 years":
+        task.retry(countdown=1e12)
+
+
+def _take_time(seconds: float) -> None:
+    """Be slow, in small steps, so that whatever interrupts a handler finds its way in."""
+    pause, until = threading.Event(), time.monotonic() + seconds
+    while time.monotonic() < until:
+        pause.wait(0.02)
+
+
+for each in FLOWS.values():
+    _register(each)

@@ -1,0 +1,197 @@
+"""
+From the events of the run's own databases to the facts of its history. Pure.
+
+The events of a cluster are in one order that no clock and no process can dispute. Documents of the state are followed
+from event to event, since an update says only what it has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
+from tests.chaos.facts import Acquired, Changed, Charged, Covered, Fact, Kept, Removed, Where
+from tests.chaos.setting import BRIDGE, DATA, FACTS, FLOWS, SINK, STATE
+
+Event = Mapping[str, Any]
+Document = dict[str, Any]
+
+
+class Reading:
+    """
+    Takes in events in their order.
+
+    Attributes:
+        history: the facts so far.
+    """
+
+    def __init__(self) -> None:
+        self.history: list[Fact] = []
+        self._documents: dict[tuple[str, str, Any], Document] = {}
+        self._dues: dict[tuple[str, str], Due] = {}
+        self._transaction: list[Event] = []
+        self._executions: set[tuple[Any, ...]] = set()
+
+    def take(self, event: Event) -> list[Fact]:
+        """
+        The facts of an event.
+
+        Those of a transaction come when the next event shows that it is over: a dead letter before the position that
+        passes it, whichever was written first.
+        """
+        found: list[Fact] = []
+        if self._transaction and _transaction_of(event) != _transaction_of(self._transaction[0]):
+            found += self._end_transaction()
+        if _transaction_of(event) is None:
+            found += self._facts(event)
+        else:
+            self._transaction.append(event)
+        self.history += found
+        return found
+
+    def _end_transaction(self) -> Iterator[Fact]:
+        events, self._transaction = self._transaction, []
+        for event in sorted(events, key=lambda each: each["ns"].get("coll") != "dead_letters"):
+            yield from self._facts(event)
+
+    def _facts(self, event: Event) -> Iterator[Fact]:
+        if event["operationType"] not in {"insert", "update", "replace", "delete"}:
+            return
+        before, after = self._follow(event)
+        at = event["wallTime"].timestamp()
+        match event["ns"]:
+            case {"db": database, "coll": collection} if database == DATA and collection == SINK:
+                yield from _effect(before, after, at)
+            case {"db": database, "coll": collection} if database == DATA:
+                yield from self._wrote(event, collection, after, at)
+            case {"db": database, "coll": "start"} if database == FACTS:
+                yield from self._started(after["fact"], at)
+            case {"db": database, "coll": collection} if database == STATE:
+                yield from self._state(collection, event, before, after, at)
+
+    def _follow(self, event: Event) -> tuple[Document, Document]:
+        """A document before and after the event; empty where there is none."""
+        where = event["ns"]["db"], event["ns"]["coll"], str(event["documentKey"]["_id"])
+        before = self._documents.get(where, {})
+        if event["operationType"] == "delete":
+            self._documents.pop(where, None)
+            return before, {}
+        if event["operationType"] == "update":
+            after = updated(before, event["updateDescription"])
+        else:
+            after = event["fullDocument"]
+        if event["ns"]["db"] in {STATE, DATA} and event["ns"]["coll"] not in {"spill", "dead_letters"}:
+            self._documents[where] = after
+        return before, after
+
+    def _started(self, fact: Document, at: float) -> Iterator[Fact]:
+        """One that repeats its transaction, as the driver asks, has not started again."""
+        started = Started(**fact, at=at)
+        execution = started.handler, started.partition, started.seq, started.fence
+        if not FLOWS[started.handler].transactional or execution not in self._executions:
+            self._executions.add(execution)
+            yield started
+
+    def _wrote(self, event: Event, collection: str, after: Document, at: float) -> Iterator[Fact]:
+        key, place = str(event["documentKey"]["_id"]), event["_id"]["_data"]
+        if "n" in after:
+            self._dues[collection, place] = Due(collection, key, after["n"])
+            yield Wrote(key, after["n"], place, at, collection)
+
+    def _state(self, collection: str, event: Event, before: Document, after: Document, at: float) -> Iterator[Fact]:
+        where = str(event["documentKey"]["_id"])
+        if collection == "partitions" and after:
+            yield from self._partition(where, before, after, at)
+        elif collection == "subscriptions" and _place(before) != _place(after):
+            yield Stored(where, _place(after), {"epoch": after["epoch"]}, where.partition("/")[2], at)
+        elif collection == "leases" and where == BRIDGE and after:
+            yield from _lease(before, after, at)
+        elif collection == "dead_letters" and "fullDocument" in event:
+            yield from self._aside(after["subscription"], after["resumeToken"]["_data"])
+        elif collection == "spill":
+            partition, place = _stored_change(where)
+            if event["operationType"] == "delete":
+                yield Removed(partition, place, at)
+            elif event["operationType"] == "insert":
+                yield Kept(partition, place, at)
+
+    def _aside(self, subscription: str, place: str) -> Iterator[Fact]:
+        due = self._dues.get((subscription, place))
+        if due is not None:
+            yield SetAside(due)
+
+    def _partition(self, where: str, before: Document, after: Document, at: float) -> Iterator[Fact]:
+        partition = _partition(where)
+        head = _place(before, "head")
+        if head and head == _place(after) and before.get("committed", 0) < after["committed"]:
+            yield from self._aside(partition[0], head)  # a person has skipped it
+        numbers = {name: after[name] for name in ("committed", "epoch", "fence")}
+        if _place(before) != _place(after) or any(before.get(name) != value for name, value in numbers.items()):
+            yield Stored(where, _place(after), numbers, None, at)
+        if before.get("state", "flowing") != after["state"]:
+            yield Changed(partition, after["state"], _place(after, "head"), at)
+        counts = [(document.get("retry") or {}).get(name, 0) for document in (before, after) for name in _COUNTS]
+        if counts[2] > counts[0] or counts[3] > counts[1]:
+            yield Charged(partition, _place(after), counts[2], counts[3], at)
+        marks = [(document.get("spilled") or {}).get("to", "") for document in (before, after)]
+        if marks[0] != marks[1]:
+            yield Covered(partition, marks[1], at)
+
+
+_COUNTS = "count", "crashes"
+
+
+def updated(before: Document, description: Mapping[str, Any]) -> Document:
+    """A document after an update, from what the update has changed."""
+    after = dict(before)
+    for path, value in description["updatedFields"].items():
+        target, name = _within(after, path)
+        target[name] = value
+    for path in description["removedFields"]:
+        target, name = _within(after, path)
+        target.pop(name, None)
+    return after
+
+
+def _within(document: Document, path: str) -> tuple[Document, str]:
+    """The embedded document that a path leads to, a copy of its own, and the name there."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        inner = document.get(parent)
+        document[parent] = document = dict(inner) if isinstance(inner, dict) else {}
+    return document, name
+
+
+def _transaction_of(event: Event) -> Any:
+    return (event["txnNumber"], event["lsid"]["id"]) if "txnNumber" in event else None
+
+
+def _place(document: Document, field: str = "") -> str:
+    found = document.get(field) if field else document
+    token = (found or {}).get("resumeToken") or {}
+    return str(token.get("_data", ""))
+
+
+def _partition(where: str) -> Where:
+    _, subscription, _, index = where.split("/")[:4]
+    return subscription, int(index)
+
+
+def _stored_change(where: str) -> tuple[Where, str]:
+    return _partition(where), where.split("/")[4]
+
+
+def _effect(before: Document, after: Document, at: float) -> Iterator[Fact]:
+    if after.get("last") != before.get("last"):
+        yield Effect(**after["last"], at=at)
+
+
+def _lease(before: Document, after: Document, at: float) -> Iterator[Fact]:
+    if after["version"] != before.get("version") and after["listenerId"] is not None:
+        if after["listenerId"] != before.get("listenerId"):
+            ends = before.get("expiresAt")
+            held = before.get("listenerId") is not None and isinstance(ends, datetime)
+            yield Acquired(after["listenerId"], after["version"], at, ends.timestamp() if held and ends else 0.0)
+        yield Led(after["listenerId"], after["version"], at)

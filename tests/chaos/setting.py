@@ -1,0 +1,129 @@
+"""
+What all parts of a run agree on: names, times, subscriptions and their keys. Pure.
+
+The servers of a run are its own, so that names are fixed; and with them, which partition a key belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from mongo_celery.bridge.partitioning import partition_index
+
+BRIDGE = "chaos"
+DATA = "chaos_data"
+STATE = "chaos_state"
+FACTS = "chaos_facts"
+SINK = "sink"
+APP = "tests.chaos.project"
+
+PARTITIONS = 8
+LEASE_TTL = 2.0
+CLAIM_TTL = 3.0
+DISPATCH_GRACE = 3.0
+COMMIT_GRACE = 1.0
+TRANSACTION_SECONDS = 4.0
+MAX_CRASHES = 3
+SPILL_AFTER = 2.0
+BUFFER_BYTES = 256 << 10
+OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "name": BRIDGE,
+        "database": STATE,
+        "autodiscover": False,
+        "partitions": PARTITIONS,
+        "lease_ttl": LEASE_TTL,
+        "claim_ttl": CLAIM_TTL,
+        "dispatch_grace": DISPATCH_GRACE,
+        "commit_grace": COMMIT_GRACE,
+        "transaction_seconds": TRANSACTION_SECONDS,
+        "max_crashes": MAX_CRASHES,
+        "spill_after": SPILL_AFTER,
+        "buffer_bytes": BUFFER_BYTES,
+    }
+)
+
+LISTENERS, WORKERS, POOL = 2, 2, 4
+MESSAGE_BYTES_MAX = 1 << 20
+"""What the broker takes of one message, until a run is healed."""
+
+LISTENER, WORKER = "chaos-listener", "chaos-worker"
+"""What processes call themselves to MongoDB, for failpoints; the clients that record facts have another name."""
+
+HOT = "hot"
+STANDING_PARTITIONS = (0, 1)
+"""Where poison stands that is to halt or park; the other partitions of a subscription stay sound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """
+    One subscription with the collection of its name, and what is written there.
+
+    Attributes:
+        keys: how many keys, beside the hot one.
+        rate: writes a second.
+        hot: share of the writes that go to the hot key.
+        seconds: how long its handler takes.
+        policy: the failure policy.
+        group: of workers, where it has one.
+        owned: whether the partition is chosen by the field `owner`, by a function that fails without it.
+    """
+
+    name: str
+    keys: int
+    rate: float
+    hot: float = 0.0
+    seconds: float = 0.0
+    policy: str = "halt"
+    transactional: bool = False
+    group: str | None = None
+    owned: bool = False
+
+
+FLOWS: Mapping[str, Flow] = MappingProxyType(
+    {
+        flow.name: flow
+        for flow in (
+            Flow("quick", keys=32, rate=12.0, hot=0.1),
+            Flow("slow", keys=16, rate=3.0, seconds=0.3, group="slow"),
+            Flow("letters", keys=16, rate=4.0, policy="dead_letter", owned=True),
+            Flow("together", keys=12, rate=2.0, policy="dead_letter", transactional=True),
+        )
+    }
+)
+
+
+def keys_of(flow: Flow) -> list[str]:
+    """The sound keys of a flow, without the hot one."""
+    return [f"{flow.name}-{number}" for number in range(flow.keys)]
+
+
+def partition_of(subscription: str, key: str) -> int:
+    """The partition of a key; one without an owner belongs where its document key puts it."""
+    owned = FLOWS[subscription].owned and not key.startswith(OWNERLESS)
+    return partition_index(key if owned else [DATA, subscription, key], PARTITIONS)
+
+
+POISON, HARMLESS = "poison-", "odd-"
+OWNERLESS = f"{POISON}no-partition"
+BROKEN_TEXT = "\ufffd" * 4
+"""How bytes that are no UTF-8 are read, in a key that the writer writes with such bytes."""
+
+
+def keys_in(subscription: str, partition: int, prefix: str) -> Iterator[str]:
+    """Keys of one partition, without end."""
+    number = 0
+    while True:
+        key = f"{prefix}-{number}"
+        if partition_of(subscription, key) == partition:
+            yield key
+        number += 1
+
+
+def is_poison(key: str) -> bool:
+    """Whether the plan has poisoned a key."""
+    return key.startswith(POISON)

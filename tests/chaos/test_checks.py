@@ -1,0 +1,234 @@
+"""The checks of a run against bad histories, made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
+from tests.chaos import checks
+from tests.chaos.checks import Longest, Stop
+from tests.chaos.facts import Acquired, Changed, Charged, Covered, Fact, Fault, Kept, Removed
+from tests.chaos.plan import healthy_partitions
+from tests.chaos.report import merged
+from tests.chaos.setting import partition_of
+from tests.chaos.verdict import Evidence, judge
+
+KEY = next(f"key-{n}" for n in range(99) if ("quick", partition_of("quick", f"key-{n}")) in healthy_partitions())
+INDEX = partition_of("quick", KEY)
+WHERE = ("quick", INDEX)
+PARTITION = f"chaos/quick/0/{INDEX}"
+
+
+def wrote(n: int, at: float = 0.0, key: str = KEY) -> Wrote:
+    return Wrote(key, n, f"82{n:02}", at, "quick")
+
+
+def started(n: int, at: float = 0.0, fence: int = 0, key: str = KEY) -> Started:
+    return Started(handler="quick", key=key, n=n, fence=fence or n, partition=INDEX, seq=n, at=at)
+
+
+def effect(n: int, at: float = 0.0, fence: int = 0, key: str = KEY) -> Effect:
+    return Effect(handler="quick", key=key, n=n, fence=fence or n, partition=INDEX, seq=n, at=at)
+
+
+def watermark(n: int) -> Stored:
+    return Stored("chaos/quick", f"82{n:02}", {"epoch": 1}, "quick")
+
+
+def position(n: int) -> Stored:
+    return Stored(PARTITION, f"82{n:02}", {"committed": n})
+
+
+def due(n: int, key: str = KEY) -> Due:
+    return Due("quick", key, n)
+
+
+GOOD: list[Fact] = [
+    Acquired("a", 1, 0.0),
+    Led("a", 1, 0.0),
+    *(fact for n in (1, 2, 3) for fact in (wrote(n, n), started(n, n), effect(n, n), position(n), watermark(n))),
+]
+
+
+def test_a_good_history_has_nothing_wrong() -> None:
+    """P1-P6: else the checks below would say little."""
+    judgement = judge(Evidence(GOOD, [due(n) for n in (1, 2, 3)], [], {1: "listener"}))
+    assert judgement.good, judgement.wrong
+    assert judgement.counts == {
+        "written": 3,
+        "started": 3,
+        "effects": 3,
+        "set aside": 0,
+        "stored": 0,
+        "duplicates": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("promise", "change"),
+    [
+        ("lost", lambda facts: [fact for fact in facts if fact != effect(2, 2)]),
+        ("lost", lambda facts: [fact for fact in facts if fact != wrote(2, 2)]),
+        ("invented", lambda facts: [*facts, started(9)]),
+        ("out of order", lambda facts: [*facts, effect(2, 4, fence=4)]),
+        ("stale", lambda facts: [*facts, wrote(4), effect(4, fence=1)]),
+        ("stale", lambda facts: [*facts, started(3, fence=3)]),
+        ("positions", lambda facts: [*facts, position(1)]),
+        ("positions", lambda facts: [*facts, wrote(4), watermark(4), started(4), effect(4)]),
+        ("positions", lambda facts: [*facts, wrote(4), position(4), started(4), effect(4)]),
+        ("leases", lambda facts: [*facts, Acquired("b", 2, 5.0, until=6.0)]),
+        ("leases", lambda facts: [*facts, Led("b", 1, 5.0)]),
+        ("innocents charged", lambda facts: [*facts, wrote(4), SetAside(due(4))]),
+        ("repeated too often", lambda facts: [*facts, started(3, 9, fence=9)]),
+        ("healthy partitions stopped", lambda facts: [*facts, wrote(4, 10), started(4, 99), effect(4, 99)]),
+        ("healthy partitions stopped", lambda facts: [*facts, wrote(4, 10), Led("a", 2, 99)]),
+    ],
+)
+def test_what_is_spoilt_is_seen(promise: str, change: object) -> None:
+    """P1-P6, P12: each promise by at least one history that breaks it."""
+    assert callable(change)
+    judgement = judge(Evidence(change(GOOD), [due(n) for n in (1, 2, 3)], []))
+    assert judgement.wrong[promise], judgement.wrong
+
+
+def test_what_the_runner_could_not_do_and_what_ended_by_itself_is_no_good_run() -> None:
+    """A run that has not happened proves nothing."""
+    assert not judge(Evidence(GOOD, [], [], troubles=["no fault"])).good
+    assert not judge(Evidence(GOOD, [], [], ends={"listener-0": [1]})).good
+    assert not judge(Evidence(GOOD, [], [], announced={2: "listener-0"})).good
+
+
+def stored_behind(*facts: Fact) -> list[str]:
+    """A first change that stands, a second one behind it, and what happens to that."""
+    return checks.passed_over([wrote(1), wrote(2), *facts])
+
+
+def test_a_watermark_may_pass_what_is_stored_and_marked() -> None:
+    """P13: insert, mark, watermark; later what is stored runs."""
+    good: list[Fact] = [
+        Kept(WHERE, "8201"),
+        Kept(WHERE, "8202"),
+        Covered(WHERE, "8202"),
+        watermark(2),
+        effect(1),
+        position(1),
+        Removed(WHERE, "8201"),
+        effect(2),
+        position(2),
+        Removed(WHERE, "8202"),
+        Covered(WHERE, ""),
+    ]
+    assert stored_behind(*good) == []
+    assert stored_behind(Covered(WHERE, "8203"), Kept(WHERE, "8201"), Kept(WHERE, "8202"), watermark(2)) == []
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        [Kept(WHERE, "8201"), Kept(WHERE, "8202"), watermark(2)],
+        [Kept(WHERE, "8201"), Kept(WHERE, "8202"), Covered(WHERE, "8201"), watermark(2)],
+        [Kept(WHERE, "8202"), Covered(WHERE, "8202"), watermark(2)],
+        [Covered(WHERE, "8202"), watermark(2), Kept(WHERE, "8201"), Kept(WHERE, "8202")],
+        [Kept(("quick", INDEX + 1), "8201"), Covered(("quick", INDEX + 1), "8202"), watermark(1)],
+        [Kept(WHERE, "8201"), Kept(WHERE, "8202"), Covered(WHERE, "8202"), position(1)],
+    ],
+    ids=["no mark", "a mark below", "one not stored", "mark before insert", "another partition", "a position"],
+)
+def test_nothing_else_may_pass_what_is_not_done(facts: Sequence[Fact]) -> None:
+    """P5, P13."""
+    assert stored_behind(*facts)
+
+
+def test_what_is_stored_is_removed_when_it_is_done() -> None:
+    """P13: not before; what is stored again afterwards may go again."""
+    kept: list[Fact] = [Kept(WHERE, "8201"), Covered(WHERE, "8201")]
+    assert "removed" in stored_behind(*kept, Removed(WHERE, "8201"))[0]
+    done: list[Fact] = [effect(1), Removed(WHERE, "8201"), Kept(WHERE, "8201"), Removed(WHERE, "8201")]
+    assert stored_behind(*kept, *done) == []
+
+
+KILL = Fault("kill worker", 10.0, 10.0)
+POISON = "poison-1"
+
+
+@pytest.mark.parametrize(
+    ("facts", "wrong"),
+    [
+        ([wrote(1), Charged(WHERE, "", 1, 0, 5.0)], True),
+        ([wrote(1), Charged(WHERE, "", 0, 1, 5.0)], True),
+        ([wrote(1, 9.0), Charged(WHERE, "", 0, 1, 15.0)], False),
+        ([wrote(1, 9.0), Charged(WHERE, "", 0, 2, 15.0)], True),
+        ([wrote(1), wrote(2, 9.0), effect(1), Charged(WHERE, "8201", 0, 1, 15.0)], False),
+        ([wrote(1, key=POISON), Charged(("quick", partition_of("quick", POISON)), "", 3, 3, 5.0)], False),
+        ([wrote(1), Changed(WHERE, "halted", "8201")], True),
+        ([wrote(1), Changed(WHERE, "paused")], False),
+        ([wrote(1, key=POISON), Changed(("quick", partition_of("quick", POISON)), "halted", "8201")], False),
+        ([wrote(1, key=POISON), SetAside(due(1, POISON))], False),
+        ([wrote(1), SetAside(due(1))], True),
+    ],
+)
+def test_only_poison_and_its_victims_are_charged(facts: Sequence[Fact], wrong: bool) -> None:
+    """P14."""
+    assert bool(checks.charged_innocents(facts, [KILL])) is wrong
+
+
+def test_a_stop_is_time_in_which_something_waits_and_nothing_goes_on() -> None:
+    """P7, P12: from the write where nothing waited, else from the last start or effect; also one that never ends."""
+    history: list[Fact] = [wrote(1, 0), started(1, 1), effect(1, 5), wrote(2, 20), wrote(3, 21), effect(2, 30)]
+    assert checks.stops(history, [WHERE], least=2) == [Stop(WHERE, 1, 5), Stop(WHERE, 20, 30)]
+    assert checks.gaps(history, [WHERE], least=2) == [Stop(None, 1, 5), Stop(None, 20, 30)]
+    assert checks.stops([*history, Led("a", 1, 90)], [WHERE], least=20) == [Stop(WHERE, 30, 90)]
+    assert checks.stops(history, [], least=0) == checks.gaps(history, [], least=0) == []
+    assert checks.gaps([wrote(1, 0), SetAside(due(1)), wrote(2, 50), effect(2, 51)], [WHERE], least=2) == []
+
+
+def test_a_stop_is_judged_by_the_faults_that_befall_it() -> None:
+    """P7: with an allowance for a busy machine, and for each fault."""
+    short, long_ = Stop(WHERE, 5, 24), Stop(WHERE, 5, 30)
+    assert checks.stopped([short], []) == []
+    assert "no fault" in checks.stopped([long_], [])[0]
+    assert checks.stopped([long_], [KILL]) == []
+    assert checks.stopped([Stop(WHERE, 5, 60)], [KILL]) == [
+        f"quick/{INDEX} stood for 55.0 s, 34.0 s allowed: kill worker",
+    ]
+    everything = Stop(None, 5, 23)
+    assert checks.stopped([everything], []) == ["everything stood for 18.0 s, 10.0 s allowed: no fault"]
+    assert checks.stopped([everything], [], load=2) == []
+    assert checks.stopped([Stop(None, 5, 45)], [], load=9), "no machine is that busy"
+
+
+def test_gaps_are_told_by_kind_with_what_else_was_in_force() -> None:
+    """A process has a successor from the moment it dies; a server's bound counts from its return."""
+    down = Fault("kill redis", 40.0, 43.0)
+    assert checks.longest_gaps([Stop(None, 9, 12), Stop(None, 41, 45), Stop(None, 90, 99)], [KILL, down]) == {
+        "kill worker": Longest(2),
+        "kill redis": Longest(2),
+    }
+    beside = Fault("freeze worker", 11.0, 14.0)
+    assert checks.longest_gaps([Stop(None, 9, 12)], [KILL, beside]) == {
+        "kill worker": Longest(2, ("freeze worker",)),
+        "freeze worker": Longest(1, ("kill worker",)),
+    }
+
+
+def test_a_status_is_judged_by_what_is_so() -> None:
+    """P16: at rest, everything is done and nothing stands."""
+    flowing = {"subscription": "quick", "index": 3, "state": "flowing"}
+    good = {**checks.AT_REST, "partitions": [flowing]}
+    assert checks.untrue(good) == []
+    assert checks.untrue({**good, "caught_up": False}) == ["caught_up is False"]
+    assert checks.untrue({**good, "partitions": [{**flowing, "state": "halted"}]}) == ["quick/3 is halted"]
+    assert len(checks.untrue({})) == len(checks.AT_REST)
+    assert not judge(Evidence(GOOD, [], [], status={})).good
+
+
+def test_the_figures_of_runs_are_added_up() -> None:
+    """The table over several seeds."""
+    first, second = judge(Evidence(GOOD, [], [KILL])), judge(Evidence(GOOD[:-3], [], [KILL, KILL]))
+    total = merged([first, second])
+    assert total.times == {"kill worker": 3}
+    assert total.counts["written"] == 6
+    assert len(total.wrong["lost"]) == len(second.wrong["lost"]) == 1
+    assert not total.good

@@ -1,0 +1,79 @@
+"""Plans are pure: the same for a seed, and such that a run can be judged."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from tests.chaos.broken import BROKEN, directed
+from tests.chaos.faults import FAULTS
+from tests.chaos.kinds import KINDS
+from tests.chaos.plan import POISONS, Plan, draw, healthy_partitions
+from tests.chaos.setting import FLOWS, HARMLESS, STANDING_PARTITIONS, is_poison, keys_of, partition_of
+
+SEEDS = range(20)
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_seed_gives_the_same_plan_and_another_seed_another_one(members: int) -> None:
+    """What a run has shown can be shown again."""
+    plans = [draw(seed, 180, members) for seed in SEEDS]
+    assert plans == [draw(seed, 180, members) for seed in SEEDS]
+    assert len({plan.steps for plan in plans}) == len(plans)
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_plan_of_three_minutes_has_each_kind_of_fault_that_its_servers_can_have(members: int) -> None:
+    """No kind is left to luck."""
+    for seed in SEEDS:
+        plan = draw(seed, 180, members)
+        possible = {k.name for k in KINDS.values() if k.members <= members and not (k.alone and members > 1)}
+        assert {step.does for step in plan.faults} == possible
+        assert all(step.at < plan.seconds for step in plan.faults)
+
+
+def test_no_two_faults_befall_one_thing_at_a_time() -> None:
+    """Else the end of one would end the other."""
+    for plan in (*(draw(seed, 180) for seed in SEEDS), *map(directed, BROKEN)):
+        for on in {kind.on for kind in KINDS.values()}:
+            steps = [step for step in plan.faults if KINDS[step.does].on == on and step.lasts]
+            assert all(before.at + before.lasts <= after.at for before, after in pairwise(steps))
+
+
+def test_poison_and_persons_leave_most_partitions_alone() -> None:
+    """P12: healthy is what nobody has touched."""
+    for seed in SEEDS:
+        plan = draw(seed, 180)
+        poisoned = [step for step in plan.steps if step.key and step.does.startswith("poison")]
+        assert {step.does.partition(": ")[2] for step in poisoned} == set(POISONS)
+        for step in poisoned:
+            assert is_poison(step.key) is not step.key.startswith(HARMLESS)
+            assert partition_of(step.where, step.key) == step.partition
+            assert (step.where, step.partition) not in healthy_partitions()
+        assert {step.partition for step in plan.steps} <= {*STANDING_PARTITIONS, -1}
+
+
+def test_each_flow_writes_to_healthy_partitions() -> None:
+    """Else there would be nothing to judge."""
+    for flow in FLOWS.values():
+        used = {(flow.name, partition_of(flow.name, key)) for key in keys_of(flow)}
+        assert len(used & healthy_partitions()) >= 3
+
+
+def test_every_kind_of_fault_can_be_done_and_every_broken_build_has_a_plan() -> None:
+    """A name that is planned and not known would end a run in its middle."""
+    assert set(FAULTS) == set(KINDS)
+    for name in BROKEN:
+        plan = directed(name)
+        assert plan.steps == tuple(sorted(plan.steps, key=lambda step: step.at))
+        assert {step.does for step in plan.faults} <= set(KINDS)
+
+
+def test_a_plan_can_be_read() -> None:
+    """`--plan` prints a line a step."""
+    plan: Plan = draw(7, 60)
+    first, *lines = plan.lines()
+    assert first == "seed 7, 60 s, 1 members"
+    assert len(lines) == len(plan.steps)
+    assert any("poison: huge quick/" in line for line in lines)

@@ -1,0 +1,161 @@
+"""From events to facts, with events made by hand."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from typing import Any
+
+from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
+from tests.chaos.facts import Acquired, Changed, Charged, Covered, Kept, Removed
+from tests.chaos.reading import Reading, updated
+from tests.chaos.setting import DATA, FACTS, SINK, STATE
+
+_START = datetime(2025, 1, 1, tzinfo=UTC)
+_PARTITION = {
+    "committed": 0,
+    "epoch": 1,
+    "fence": 1,
+    "state": "flowing",
+    "resumeToken": None,
+    "retry": None,
+    "head": None,
+}
+
+
+class Events:
+    """Feeds a reading; the second of each event is its number."""
+
+    def __init__(self) -> None:
+        self.reading = Reading()
+        self._numbers = count(1)
+
+    def put(self, where: tuple[str, str], key: str, document: dict[str, Any] | None, **more: Any) -> list[Any]:
+        """An insert or, without a document, a delete."""
+        event: dict[str, Any] = {"operationType": "insert" if document is not None else "delete"}
+        if document is not None:
+            event["fullDocument"] = {"_id": key, **document}
+        return self.take(where, key, event, **more)
+
+    def update(self, where: tuple[str, str], key: str, fields: dict[str, Any], **more: Any) -> list[Any]:
+        """An update that sets fields."""
+        described = {"updatedFields": fields, "removedFields": []}
+        return self.take(where, key, {"operationType": "update", "updateDescription": described}, **more)
+
+    def take(self, where: tuple[str, str], key: str, event: dict[str, Any], **more: Any) -> list[Any]:
+        number = next(self._numbers)
+        common = {
+            "_id": {"_data": f"82{number:02}"},
+            "ns": {"db": where[0], "coll": where[1]},
+            "documentKey": {"_id": key},
+            "wallTime": _START + timedelta(seconds=number),
+        }
+        return self.reading.take({**common, **event, **more})
+
+
+def at(number: int) -> float:
+    return _START.timestamp() + number
+
+
+def test_writes_starts_and_effects() -> None:
+    """A sink has the last effect of a partition: each one that differs is an effect."""
+    events = Events()
+    assert events.put((DATA, "quick"), "k", {"n": 1}) == [Wrote("k", 1, "8201", at(1), "quick")]
+    fact: dict[str, Any] = {"handler": "quick", "key": "k", "n": 1, "partition": 2, "seq": 1, "fence": 5}
+    assert events.put((FACTS, "start"), "x", {"fact": {**fact, "retries": 0, "pid": 9}}) == [
+        Started(**fact, retries=0, pid=9, at=at(2))
+    ]
+    assert events.put((DATA, SINK), "quick-2", {"last": fact}) == [Effect(**fact, at=at(3))]
+    assert events.update((DATA, SINK), "quick-2", {"_fence": {}}) == []
+    assert events.update((DATA, SINK), "quick-2", {"last.fence": 6}) == [Effect(**{**fact, "fence": 6}, at=at(5))]
+
+
+def test_a_transaction_that_is_repeated_is_one_start() -> None:
+    """The driver repeats its body within one execution."""
+    events = Events()
+    fact: dict[str, Any] = {
+        "handler": "together",
+        "key": "k",
+        "n": 1,
+        "partition": 2,
+        "seq": 1,
+        "fence": 5,
+        "retries": 0,
+        "pid": 9,
+    }
+    assert len(events.put((FACTS, "start"), "x", {"fact": fact})) == 1
+    assert events.put((FACTS, "start"), "y", {"fact": fact}) == []
+    assert len(events.put((FACTS, "start"), "z", {"fact": {**fact, "fence": 6}})) == 1
+
+
+def test_a_partition_from_event_to_event() -> None:
+    """Position, counts, state, mark; and what a person has skipped."""
+    events, where = Events(), "chaos/quick/0/3"
+    events.put((DATA, "quick"), "k", {"n": 1})
+    assert events.put((STATE, "partitions"), where, _PARTITION) == [
+        Stored(where, "", {"committed": 0, "epoch": 1, "fence": 1}, None, at(2))
+    ]
+    assert events.update((STATE, "partitions"), where, {"claim": {"owner": "o"}}) == []
+    charged = {"retry": {"count": 1, "crashes": 2}}
+    assert events.update((STATE, "partitions"), where, charged) == [Charged(("quick", 3), "", 1, 2, at(4))]
+    assert events.update((STATE, "partitions"), where, {"retry.crashes": 1}) == []
+    halted = {"state": "halted", "head": {"resumeToken": {"_data": "8201"}}}
+    assert events.update((STATE, "partitions"), where, halted) == [Changed(("quick", 3), "halted", "8201", at(6))]
+    skipped = {"state": "flowing", "head": None, "committed": 1, "resumeToken": {"_data": "8201"}}
+    assert events.update((STATE, "partitions"), where, skipped) == [
+        SetAside(Due("quick", "k", 1)),
+        Stored(where, "8201", {"committed": 1, "epoch": 1, "fence": 1}, None, at(7)),
+        Changed(("quick", 3), "flowing", "", at(7)),
+    ]
+    assert events.update((STATE, "partitions"), where, {"spilled": {"to": "8209"}}) == [
+        Covered(("quick", 3), "8209", at(8))
+    ]
+    assert events.update((STATE, "partitions"), where, {"spilled": None}) == [Covered(("quick", 3), "", at(9))]
+
+
+def test_a_dead_letter_stands_before_the_position_that_passes_it() -> None:
+    """They are one transaction, in which the position is written first."""
+    events, where = Events(), "chaos/letters/0/3"
+    events.put((DATA, "letters"), "k", {"n": 1})
+    events.put((STATE, "partitions"), where, _PARTITION)
+    both = {"txnNumber": 7, "lsid": {"id": b"1"}}
+    letter = {"subscription": "letters", "resumeToken": {"_data": "8201"}}
+    assert events.update((STATE, "partitions"), where, {"committed": 1, "resumeToken": {"_data": "8201"}}, **both) == []
+    assert events.put((STATE, "dead_letters"), "chaos/letters/8201", letter, **both) == []
+    assert events.update((STATE, "dead_letters"), "chaos/letters/8201", {"at": 1}, **both) == []
+    facts = events.put((DATA, "letters"), "l", {"n": 1})
+    assert [type(fact) for fact in facts] == [SetAside, Stored, Wrote]
+    assert facts[0] == SetAside(Due("letters", "k", 1))
+
+
+def test_the_lease_and_watermarks() -> None:
+    """Who took it, and whether another one had it still."""
+    events = Events()
+    free = {"listenerId": None, "version": 1, "expiresAt": None}
+    assert events.put((STATE, "leases"), "chaos", free) == []
+    taken = {"listenerId": "a", "version": 2, "expiresAt": _START + timedelta(seconds=9)}
+    assert events.update((STATE, "leases"), "chaos", taken) == [Acquired("a", 2, at(2), 0.0), Led("a", 2, at(2))]
+    assert events.update((STATE, "leases"), "chaos", {"expiresAt": _START + timedelta(seconds=8)}) == []
+    taken = {"listenerId": "b", "version": 3, "expiresAt": _START + timedelta(seconds=20)}
+    assert events.update((STATE, "leases"), "chaos", taken) == [Acquired("b", 3, at(4), at(8)), Led("b", 3, at(4))]
+    events.put((STATE, "subscriptions"), "chaos/quick", {"epoch": 3, "resumeToken": None})
+    moved = {"resumeToken": {"_data": "8203"}}
+    assert events.update((STATE, "subscriptions"), "chaos/quick", moved) == [
+        Stored("chaos/quick", "8203", {"epoch": 3}, "quick", at(6))
+    ]
+
+
+def test_stored_changes() -> None:
+    """An insert and a removal; a term that is raised is neither."""
+    events, where = Events(), "chaos/quick/4/3/8201"
+    assert events.put((STATE, "spill"), where, {"term": 1}) == [Kept(("quick", 3), "8201", at(1))]
+    assert events.update((STATE, "spill"), where, {"term": 2}) == []
+    assert events.put((STATE, "spill"), where, None) == [Removed(("quick", 3), "8201", at(3))]
+
+
+def test_an_update_leaves_the_document_before_it_alone() -> None:
+    """Facts compare before and after."""
+    before = {"retry": {"count": 1}, "claim": {"owner": "a"}}
+    after = updated(before, {"updatedFields": {"retry.count": 2, "new.inner": 1}, "removedFields": ["claim.owner"]})
+    assert after == {"retry": {"count": 2}, "claim": {}, "new": {"inner": 1}}
+    assert before == {"retry": {"count": 1}, "claim": {"owner": "a"}}

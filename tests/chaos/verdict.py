@@ -1,0 +1,104 @@
+"""The verdict on a run: all checks, and the figures of its table. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mongo_celery.demo import history as common
+from mongo_celery.demo.history import NONE, Due, Effect, SetAside, Started, Wrote
+from tests.chaos import checks
+from tests.chaos.checks import Longest
+from tests.chaos.facts import Fact, Fault, Kept
+from tests.chaos.plan import healthy_partitions
+
+_LEAST_STOP = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """
+    What a run has shown.
+
+    Attributes:
+        wrong: for each promise what is wrong, a sentence each.
+        counts: how many writes, starts, effects, repeated starts, changes set aside and stored.
+        times: how often each kind of fault happened.
+        longest: for each kind, the longest time without progress.
+        longest_stop: of a healthy partition, in seconds.
+    """
+
+    wrong: Mapping[str, Sequence[str]]
+    counts: Mapping[str, int]
+    times: Mapping[str, int]
+    longest: Mapping[str, Longest]
+    longest_stop: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        """Whether every promise was kept."""
+        return not any(self.wrong.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """
+    What there is to judge.
+
+    Attributes:
+        history: in the order of the oplog.
+        acknowledged: what the writer knows to be written.
+        announced: by versions, who has said that it leads with them.
+        ends: by names, how listeners have ended that nobody had ended.
+        troubles: what the runner itself could not do.
+        status: what the bridge says of itself in the end; None where nobody has asked.
+        load: how many processes wanted each core of the machine.
+    """
+
+    history: Sequence[Fact]
+    acknowledged: Sequence[Due]
+    faults: Sequence[Fault]
+    announced: Mapping[int, str] = field(default_factory=dict)
+    ends: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    troubles: Sequence[str] = ()
+    status: Mapping[str, Any] | None = None
+    load: float = 1.0
+
+
+def judge(evidence: Evidence) -> Judgement:
+    """Judge a run that has come to rest, or has not within its time: then what is missing counts as lost."""
+    history, faults = evidence.history, evidence.faults
+    shared: list[common.Fact] = [fact for fact in history if isinstance(fact, common.Fact)]
+    repeats, too_often = checks.repeated(history, faults)
+    stops = checks.stops(history, healthy_partitions(), least=_LEAST_STOP)
+    all_stops = checks.gaps(history, healthy_partitions(), least=_LEAST_STOP)
+    wrong = {
+        "lost": [*checks.not_found(history, evidence.acknowledged), *common.lost(shared, NONE)],
+        "invented": common.invented(shared),
+        "out of order": common.out_of_order(shared),
+        "stale": [*common.stale(shared), *common.weak_tokens(shared)],
+        "positions": [*common.going_back(shared), *checks.passed_over(history)],
+        "leases": [
+            *common.shared_versions(shared),
+            *checks.stolen(history),
+            *checks.phantom_terms(history, evidence.announced),
+        ],
+        "innocents charged": checks.charged_innocents(history, faults),
+        "healthy partitions stopped": checks.stopped(stops, faults, evidence.load),
+        "everything stopped": checks.stopped(all_stops, faults, evidence.load),
+        "repeated too often": too_often,
+        "listeners ended": [f"{name} ended with {ends}" for name, ends in evidence.ends.items()],
+        "status": [] if evidence.status is None else checks.untrue(evidence.status),
+        "the run itself": list(evidence.troubles),
+    }
+    kinds = {"written": Wrote, "started": Started, "effects": Effect, "set aside": SetAside, "stored": Kept}
+    return Judgement(
+        wrong,
+        {name: sum(isinstance(fact, kind) for fact in history) for name, kind in kinds.items()}
+        | {"duplicates": repeats},
+        dict(sorted(Counter(fault.name for fault in faults).items())),
+        checks.longest_gaps(all_stops, faults),
+        max((stop.seconds for stop in stops), default=0.0),
+    )
