@@ -40,6 +40,7 @@ def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_every_extra_and_the_modes_with_a_worker_are_in_one_json_object(
     mongo_url: str, mongo_client: MongoClient[dict[str, Any]], redis_url: str, redis_client: Any
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_loss_makes_the_exit_status_non_zero(processes: Processes, tmp_path: P
     assert result["finished"]
 
 
+@pytest.mark.slow
 def test_a_build_without_fences_is_found_out(processes: Processes, tmp_path: Path, servers: list[str]) -> None:
     """The broken build: the handler that froze overwrites what newer executions have written, and is seen (P3)."""
     (tmp_path / "sitecustomize.py").write_text(UNFENCED, encoding="utf-8")

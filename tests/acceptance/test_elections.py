@@ -135,6 +135,7 @@ def _owner(items: Collection[Document]) -> Any:
     return document[FIELD]["claim"]["owner"]
 
 
+@pytest.mark.slow
 def test_two_phase_drivers_bear_elections_that_take_steps_back(
     processes: Processes,
     three_members: MongoReplicaSet,

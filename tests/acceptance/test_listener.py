@@ -183,6 +183,7 @@ def test_a_time_delivers_what_was_written_from_then_on(scene: Scene) -> None:
     assert {(start.key, start.n) for start in scene.starts} == {("early", 2), ("late", 1)}
 
 
+@pytest.mark.slow
 def test_a_changed_layout_keeps_the_order_of_each_key_across_a_crash(scene: Scene) -> None:
     """P2: four partitions, then seven, then three, under load, with SIGKILL while the old ones are drained."""
     scene.worker()

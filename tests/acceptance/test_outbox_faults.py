@@ -231,6 +231,7 @@ def test_a_stepdown_under_load_costs_time_only(
         shop.agree(tap)
 
 
+@pytest.mark.slow
 def test_everything_is_done_once_and_in_order_under_random_kills(shop: Shop, redis_url: str) -> None:
     """Writers, sweepers and sweeping workers die all the time, on four documents; then the books are compared."""
     keys = ["a", "b", "c", "d"]

@@ -32,7 +32,7 @@ def _flow(chain: Chain) -> None:
     chain.judge()
 
 
-@pytest.mark.parametrize("pool", ["threads", "solo"])
+@pytest.mark.parametrize("pool", ["threads", pytest.param("solo", marks=pytest.mark.slow)])
 def test_other_pools_keep_the_same_promises(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, pool: str
 ) -> None:
@@ -111,7 +111,7 @@ def test_an_embedded_listener_that_is_killed_is_started_again(
         assert all(not _runs(child) for child in descendants)
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
+@pytest.mark.parametrize("pool", ["prefork", pytest.param("threads", marks=pytest.mark.slow)])
 def test_an_embedded_listener_that_gave_up_on_mongodb_is_started_again(
     mongo_client: MongoClient[Document],
     mongo_url: str,

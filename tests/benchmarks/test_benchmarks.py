@@ -30,6 +30,7 @@ def _benchmarks(*arguments: str, seconds: float = _SECONDS_MAX) -> subprocess.Co
     )
 
 
+@pytest.mark.slow
 def test_the_outboxs_suite_gives_writes_entries_the_query_and_the_recovery(
     mongo_url: str, mongo_client: MongoClient[dict[str, Any]], redis_url: str, redis_client: Any
 ) -> None:
@@ -57,6 +58,7 @@ def test_the_outboxs_suite_gives_writes_entries_the_query_and_the_recovery(
     assert not list(redis_client.scan_iter("*bench-*"))
 
 
+@pytest.mark.slow
 def test_the_suite_of_transactions_gives_transfers_and_recoveries(redis_url: str) -> None:
     """Every kind under low and high contention with right sums; a lock of a killed holder on a server of its own."""
     ended = _benchmarks("transactions", *_TINY, "--processes", "2", "--redis-url", redis_url)

@@ -8,8 +8,14 @@ from tests.property.spill_model import Broken, World
 from tests.property.spill_search import ORACLES, search
 from tests.property.spill_variants import CAUGHT, SLOW, SOUND, Caught, Sound
 
+LARGE = 9_000
+"""States from which on a scenario takes five seconds or more on a busy machine."""
 
-@pytest.mark.parametrize("sound", SOUND, ids=str)
+
+@pytest.mark.parametrize(
+    "sound",
+    [pytest.param(each, marks=[pytest.mark.slow] if each.floor >= LARGE else [], id=str(each)) for each in SOUND],
+)
 def test_no_interleaving_violates_an_invariant(sound: Sound) -> None:
     """P1-P6, P13 hold in every state that can be reached, and P12 in every state at which all comes to rest.
 

@@ -134,7 +134,7 @@ def test_a_frozen_mongodb_is_charged_to_no_change(
     _nothing_is_charged(chain, items)
 
 
-@pytest.mark.parametrize("claims", ["stand", "lapse"])
+@pytest.mark.parametrize("claims", [pytest.param("stand", marks=pytest.mark.slow), "lapse"])
 def test_a_worker_that_is_cut_off_charges_no_change(make_chain: MakeChain, failpoint: Failpoint, claims: str) -> None:
     """The listener sees claims lapse while only the worker cannot reach MongoDB, and has it try them again."""
     options = LONG_CLAIM if claims == "stand" else {}
@@ -207,6 +207,7 @@ def test_an_exception_that_says_where_it_comes_from_waits_too(make_chain: MakeCh
     _nothing_is_charged(chain, [item])
 
 
+@pytest.mark.slow
 def test_a_transaction_that_takes_too_long_counts_only_when_it_always_does(make_chain: MakeChain) -> None:
     """The benefit of the doubt ends: no loop without a count."""
     chain = make_chain("transactional_dead_letter", options={"transaction_seconds": 0.5})
@@ -229,6 +230,7 @@ def test_a_transaction_that_waits_for_itself_counts_in_the_end(make_chain: MakeC
     assert len(chain.starts(item)) == 4
 
 
+@pytest.mark.slow
 def test_a_transaction_that_conflicts_with_itself_counts_in_the_end(make_chain: MakeChain) -> None:
     """It has more patience: such conflicts are those with a dead client's transaction, too, which ends."""
     chain = make_chain("conflicting_with_itself", options={"transaction_seconds": 0.5}, OUTAGE_PAUSE="0.1")

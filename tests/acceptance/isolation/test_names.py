@@ -128,6 +128,7 @@ def test_another_app_on_the_same_broker_is_refused_while_somebody_leads(chain: C
     assert "bridge named" not in first.text + standby.text, "who does not lead, leaves no mark"
 
 
+@pytest.mark.slow
 def test_a_mark_that_was_left_behind_stops_no_start(chain: Chain, neighbour: Chain) -> None:
     """A listener was killed, and the state database is another one now. In good order nothing is left behind."""
     first = chain.listener(**OLD)
@@ -143,6 +144,7 @@ def test_a_mark_that_was_left_behind_stops_no_start(chain: Chain, neighbour: Cha
         assert not broker.exists(MARK)
 
 
+@pytest.mark.slow
 def test_two_apps_that_began_on_one_broker_at_the_same_time_are_named_and_counted(
     chain: Chain, neighbour: Chain, mongo_url: str
 ) -> None:
@@ -216,6 +218,7 @@ def test_new_definitions_that_fail_leave_the_old_ones_leading(chain: Chain) -> N
     assert old.running
 
 
+@pytest.mark.slow
 def test_new_definitions_that_are_killed_leave_the_old_ones_leading(chain: Chain) -> None:
     """Out of memory, say: one death interrupts the old code once, however often its supervisor starts the new one."""
     old = chain.listener(name="old", **OLD)
