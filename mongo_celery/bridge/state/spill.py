@@ -58,8 +58,7 @@ from mongo_celery.bridge.state.stored import (
     size_of,
 )
 from mongo_celery.mongo.expressions import literal
-from mongo_celery.mongo.table import Table, call_timeout
-from mongo_celery.mongo.verdicts import Code
+from mongo_celery.mongo.table import Table, call_timeout, present_in
 
 __all__ = ["REMOVED", "Amount", "Spill", "StoredChange", "place_of"]
 
@@ -133,16 +132,7 @@ class Spill:
             with self._table.limit():
                 self._table.collection.insert_many(documents, ordered=False, session=session)
         except BulkWriteError as error:
-            found = error.details or {}
-            failures = [each for each in found.get("writeErrors", ()) if each["code"] != Code.DuplicateKey]
-            failures += found.get("writeConcernErrors", ())
-            if error.timeout:
-                raise
-            if failures:  # the whole has a code of its own, which says nothing
-                raise OperationFailure(
-                    failures[0].get("errmsg", "insert failed"), failures[0]["code"], found
-                ) from error
-            return {documents[each["index"]]["_id"] for each in found["writeErrors"]}
+            return {documents[place]["_id"] for place in present_in(error)}
         return set()
 
     def _keep(self, present: Mapping[str, Document], version: int, session: ClientSession | None) -> bool:
