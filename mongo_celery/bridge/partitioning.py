@@ -65,10 +65,6 @@ class Partitioner:
             return document_hash(event)
         return partition_hash(self.key(event))
 
-    def index(self, event: Mapping[str, Any], count: int) -> int:
-        """Partition index of an event among `count` partitions. Errors as for `hash`."""
-        return self.hash(event) % count
-
 
 def partition_hash(key: Any) -> int:
     """Stable hash of a key, from 0 to 2^64 - 1."""

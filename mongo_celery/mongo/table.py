@@ -35,6 +35,25 @@ def call_timeout(ttl: float) -> float:
     return ttl * 0.3
 
 
+def present_in(error: BulkWriteError) -> list[int]:
+    """
+    Which requests of an unordered bulk found their document there already, by their places, where nothing else failed.
+
+    Raises:
+        BulkWriteError: the time was over.
+        OperationFailure: what the first of the others said; any of them may have been made.
+    """
+    if error.timeout:
+        raise error
+    found = error.details or {}
+    errors = found.get("writeErrors", ())
+    failures = [each for each in errors if each["code"] != Code.DuplicateKey]
+    failures += found.get("writeConcernErrors", ())
+    if failures:  # the whole has a code of its own, which says nothing
+        raise OperationFailure(failures[0].get("errmsg", "write failed"), failures[0]["code"], found) from error
+    return [each["index"] for each in errors]
+
+
 class Table:
     """
     One collection whose every call ends within a time, by an answer or a `PyMongoError`.
@@ -91,7 +110,7 @@ class Table:
         Documents that are there already, of inserts and of upserts, are no failure: what is stored then says the rest.
 
         Raises:
-            OperationFailure: what the first of the others said; any of them may have been made.
+            PyMongoError: as of `present_in`; any of them may have been made.
         """
         if not requests:
             return
@@ -99,13 +118,7 @@ class Table:
             with self.limit():
                 self.collection.bulk_write(requests, ordered=False)
         except BulkWriteError as error:
-            found = error.details or {}
-            failures = [each for each in found.get("writeErrors", ()) if each["code"] != Code.DuplicateKey]
-            failures += found.get("writeConcernErrors", ())
-            if error.timeout:
-                raise
-            if failures:  # the whole has a code of its own, which says nothing
-                raise OperationFailure(failures[0].get("errmsg", "write failed"), failures[0]["code"], found) from error
+            present_in(error)  # raises whatever else has failed
 
     def update_unretried(self, guard: Mapping[str, Any], change: Update, concern: Mapping[str, Any] = MAJORITY) -> bool:
         """As `update`, by a plain command; the collection's own write concern does not count."""

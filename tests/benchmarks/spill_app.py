@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from celery import Celery
-
-from mongo_celery import Bridge, Change
+from mongo_celery import Change
+from mongo_celery.bench.apps import app_with_bridge
 from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Stopwatch
 
@@ -18,17 +17,7 @@ CURED = "cured"
 HOUR = 3600
 
 setting = BenchSetting.from_environment()
-app = Celery("mongo_celery_bench", broker=setting.redis_url)
-app.conf.task_default_queue = setting.name
-bridge = Bridge(
-    app,
-    setting.mongo_url,
-    name=setting.name,
-    database=setting.state_database,
-    start_from=setting.timestamp,
-    autodiscover=False,
-    **setting.bridge,
-)
+app, bridge = app_with_bridge(setting)
 
 _others, _standing = Stopwatch(setting.clock, "others"), Stopwatch(setting.clock, "standing")
 

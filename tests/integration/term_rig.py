@@ -14,8 +14,8 @@ from pymongo.database import Database
 
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import Handler, make_handler
-from mongo_celery.bridge.listener.relayout import rules_in_force
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.rules import rules_in_force
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
 from mongo_celery.bridge.listener.takeover import Takeover, take_over
 from mongo_celery.bridge.options import BridgeOptions

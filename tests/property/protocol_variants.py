@@ -2,63 +2,36 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from tests.property.protocol_model import MARK, Broken, Fault, Policy, Rewind, World
+from tests.property.scenarios import NARROWER, WIDER, Caught, Sound
 
 LOCKS = frozenset({Fault.LOCK, Fault.LAPSE})
 EVERY = frozenset(Fault) - {Fault.LOCK}
 LAPSE = frozenset({Fault.LAPSE})
-WIDER = (frozenset({2, 3}), frozenset({1, 2, 3}))
-"""A second configuration matches a change that lies before those of the first."""
-NARROWER = (frozenset({1, 2, 3}), frozenset({1, 3}))
 
 
-class Sound(NamedTuple):
-    """A scenario without a broken rule, and the number of states below which the check would be hollow."""
-
-    world: World
-    floor: int
-
-    def __str__(self) -> str:
-        """Return the scenario's name."""
-        return self.world.name
-
-
-class Caught(NamedTuple):
-    """A broken variant, the invariants that its shortest violation breaks, and those that were judged."""
-
-    world: World
-    breaks: frozenset[str]
-    watched: frozenset[str]
-
-    def __str__(self) -> str:
-        """Return the broken rule, the scenario and the invariants broken."""
-        return f"{self.world.broken}: {self.world.name}: {' '.join(sorted(self.breaks))}"
-
-
-def sound(floor: int, name: str, stream: tuple[int, ...], terms: int, lapses: int = 0) -> Sound:
+def sound(floor: int, name: str, stream: tuple[int, ...], terms: int, lapses: int = 0) -> Sound[World]:
     """Return a scenario in which claims may lapse, but no other fault happens."""
     return Sound(World(name, stream, terms, budget=lapses, faults=LAPSE), floor)
 
 
-def faulty(floor: int, name: str, stream: tuple[int, ...], terms: int, faults: int) -> Sound:
+def faulty(floor: int, name: str, stream: tuple[int, ...], terms: int, faults: int) -> Sound[World]:
     """Return a scenario in which a number of faults of any kind may happen."""
     return Sound(World(name, stream, terms, budget=faults, faults=EVERY), floor)
 
 
-def locked(floor: int, name: str, stream: tuple[int, ...], terms: int, faults: int) -> Sound:
+def locked(floor: int, name: str, stream: tuple[int, ...], terms: int, faults: int) -> Sound[World]:
     """Return a scenario in which partitions are locked at take-overs, and claims may lapse."""
     return Sound(World(name, stream, terms, budget=faults, faults=LOCKS), floor)
 
 
 def also(
-    base: Sound,
+    base: Sound[World],
     *,
     matches: tuple[frozenset[int], ...] = (),
     rewind: Rewind = Rewind.NEVER,
     policy: Policy = Policy.HALT,
-) -> Sound:
+) -> Sound[World]:
     """Return a scenario with something more: other matches in a later term, a rewind, a failure policy."""
     return base._replace(world=base.world._replace(matches=matches, rewind=rewind, policy=policy))
 
@@ -84,7 +57,7 @@ SOUND = (
 )
 
 
-def caught(broken: Broken, world: World, breaks: str, watched: str = "P1 P2 P3 P4 P5 P6") -> Caught:
+def caught(broken: Broken, world: World, breaks: str, watched: str = "P1 P2 P3 P4 P5 P6") -> Caught[World]:
     """Return a scenario with one rule broken, the invariants it breaks and those judged, as words."""
     return Caught(world._replace(broken=broken), frozenset(breaks.split()), frozenset(watched.split()))
 

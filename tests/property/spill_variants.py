@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from tests.property.scenarios import NARROWER, WIDER, Caught, Sound
 from tests.property.spill_model import Broken, Decision, Fault, Late, World
 
 ANY_WRITE = frozenset(Late)
 MOVING_WRITES = frozenset({Late.COPY, Late.FLIP, Late.DISCARD})
 LATE_REMOVAL = frozenset({Late.REMOVE})
 HALT = frozenset({Fault.HALT})
-WIDER = (frozenset({2, 3}), frozenset({1, 2, 3}))
-"""A second configuration matches a change that lies before those of the first."""
-NARROWER = (frozenset({1, 2, 3}), frozenset({1, 3}))
-
-
-class Sound(NamedTuple):
-    """A scenario without a broken rule, and the number of states below which the check would be hollow."""
-
-    world: World
-    floor: int
-
-    def __str__(self) -> str:
-        """Return the scenario's name."""
-        return self.world.name
-
-
-class Caught(NamedTuple):
-    """A broken variant, the invariants that its shortest violation breaks, and those that were judged."""
-
-    world: World
-    breaks: frozenset[str]
-    watched: frozenset[str]
-
-    def __str__(self) -> str:
-        """Return the broken rule, the scenario and the invariants broken."""
-        return f"{self.world.broken}: {self.world.name}: {' '.join(sorted(self.breaks))}"
-
 
 ONE = World("two changes", (0, 0), terms=1)
 TWO_TERMS = World("two changes, two terms", (0, 0), terms=2)
@@ -170,7 +142,7 @@ SLOW = (
 """Larger scenarios, minutes of them."""
 
 
-def caught(broken: Broken, world: World, breaks: str, watched: str = "P1 P2 P4 P5 P6 P12 P13") -> Caught:
+def caught(broken: Broken, world: World, breaks: str, watched: str = "P1 P2 P4 P5 P6 P12 P13") -> Caught[World]:
     """Return a scenario with one rule broken, the invariants it breaks and those judged, as words."""
     return Caught(world._replace(broken=broken), frozenset(breaks.split()), frozenset(watched.split()))
 

@@ -6,7 +6,8 @@ import pytest
 
 from tests.property.protocol_model import Broken, Rewind, World
 from tests.property.protocol_search import ORACLES, search
-from tests.property.protocol_variants import CAUGHT, SOUND, Caught, Sound
+from tests.property.protocol_variants import CAUGHT, SOUND
+from tests.property.scenarios import Caught, Sound
 
 LARGE = 40_000
 """States from which on a scenario takes ten seconds or more on a busy machine."""
@@ -16,7 +17,7 @@ LARGE = 40_000
     "sound",
     [pytest.param(each, marks=[pytest.mark.slow] if each.floor >= LARGE else [], id=str(each)) for each in SOUND],
 )
-def test_no_interleaving_violates_an_invariant(sound: Sound) -> None:
+def test_no_interleaving_violates_an_invariant(sound: Sound[World]) -> None:
     """P1-P6 hold in every state that can be reached, and P1 in every state at which all comes to rest.
 
     The floor keeps the check from becoming hollow: a rule that never fires makes the space collapse.
@@ -28,7 +29,7 @@ def test_no_interleaving_violates_an_invariant(sound: Sound) -> None:
 
 
 @pytest.mark.parametrize("variant", CAUGHT, ids=str)
-def test_a_protocol_with_one_rule_broken_is_caught(variant: Caught) -> None:
+def test_a_protocol_with_one_rule_broken_is_caught(variant: Caught[World]) -> None:
     """P1-P6: the shortest violation of each broken variant breaks exactly the invariants that it should."""
     finding = search(variant.world, watched=variant.watched).finding
     assert finding is not None, f"{variant.world.broken}: no violation found in {variant.world.name!r}"

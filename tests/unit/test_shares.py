@@ -94,11 +94,9 @@ def test_what_stands_is_what_no_further_worker_would_run(changes: dict[str, Any]
 
 
 def test_since_counts_from_the_last_change() -> None:
-    """What moves begins anew; what is forgotten too."""
+    """What moves begins anew."""
     since = Since()
     assert [since.seconds(HOT, what, now) for what, now in ((1, 5.0), (1, 8.0), (2, 9.0), (2, 11.0))] == [0, 3, 0, 2]
-    since.forget(HOT)
-    assert since.seconds(HOT, 2, 20.0) == 0
 
 
 # Who starves

@@ -64,24 +64,24 @@ class Fairness:
         members: dict[str | None, list[str]] = {}
         for name, group in groups.items():
             members.setdefault(group, []).append(name)
-        self._shares = [Shares(names, limited) for names in members.values() if len(names) > 1]
-        self._shared = {name for shares in self._shares for name in shares.paces}
+        self._groups = [Group(names, limited) for names in members.values() if len(names) > 1]
+        self._shared = {name for group in self._groups for name in group.paces}
 
     def observe(self, subscriptions: Mapping[str, Subscription], read_at: float) -> None:
         """Take in what was seen of all that is out, by a reading that began at this monotonic time."""
-        for shares in self._shares:
-            shares.observe(subscriptions, read_at)
+        for group in self._groups:
+            group.observe(subscriptions, read_at)
 
     def due(self, subscriptions: Mapping[str, Subscription], now: float) -> list[Due]:
         """Runs to dispatch now: all that are due, but for those of long subscriptions that have their share."""
         chosen = [pair for name, each in subscriptions.items() if name not in self._shared for pair in each.due(now)]
-        for shares in self._shares:
-            chosen += shares.due(subscriptions, now)
+        for group in self._groups:
+            chosen += group.due(subscriptions, now)
         return chosen
 
     def next_due(self, subscriptions: Mapping[str, Subscription]) -> float:
         """Monotonic time at which the next waiting run becomes ready; who has its share waits for a look instead."""
-        held = {name for shares in self._shares for name in shares.held}
+        held = {name for group in self._groups for name in group.held}
         return min((each.next_due() for name, each in subscriptions.items() if name not in held), default=math.inf)
 
 
@@ -163,7 +163,7 @@ class Slots:
         self._most.append((second, running))
 
 
-class Shares:
+class Group:
     """
     The subscriptions of one group, two or more.
 

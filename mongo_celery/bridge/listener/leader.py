@@ -28,8 +28,9 @@ from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.leftovers import Leftovers
 from mongo_celery.bridge.listener.noting import Noting
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
-from mongo_celery.bridge.listener.relayout import Relayouts, rules_in_force
+from mongo_celery.bridge.listener.relayout import Relayouts
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.rules import rules_in_force
 from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.starts import find_starts
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers

@@ -2,7 +2,7 @@
 Publishing what is due: what waits when the broker is away, and what waits alone when it rejects one message.
 
 A rejected run holds its own partition: it is tried again by itself, after pauses of its own that grow to
-`LONGEST_REFUSAL_PAUSE`, so that it goes out soon after the broker's limit was lifted. All others flow. The same holds
+`LONGEST_REJECTION_PAUSE`, so that it goes out soon after the broker's limit was lifted. All others flow. The same holds
 for a run that is too large for a message and cannot be stored.
 """
 
@@ -26,8 +26,8 @@ from mongo_celery.mongo.repeating import Pauses
 
 logger = logging.getLogger("mongo_celery.listener")
 
-LONGEST_REFUSAL_PAUSE = 15.0
-_REFUSAL_PAUSES = Pauses(first=1.0, longest=LONGEST_REFUSAL_PAUSE)
+LONGEST_REJECTION_PAUSE = 15.0
+_REJECTION_PAUSES = Pauses(first=1.0, longest=LONGEST_REJECTION_PAUSE)
 _BROKER_PAUSES = Pauses(first=0.5, longest=10.0)
 _ALONE_A_TURN = 8
 _STORED_A_TURN = 16 << 20  # bytes: the leading thread has other things to do
@@ -107,7 +107,7 @@ class Publishing:
                 tracker.partition_id,
                 dispatch.size,
                 rejection.error,
-                LONGEST_REFUSAL_PAUSE,
+                LONGEST_REJECTION_PAUSE,
                 extra={"event": "change_not_stored", "partition": tracker.partition_id, "bytes": dispatch.size},
             )
 
@@ -134,7 +134,7 @@ class Publishing:
                 tracker.partition_id,
                 dispatch.size,
                 rejection.error,
-                LONGEST_REFUSAL_PAUSE,
+                LONGEST_REJECTION_PAUSE,
                 extra={"event": "message_rejected", "partition": tracker.partition_id, "bytes": dispatch.size},
             )
 
@@ -179,7 +179,7 @@ def _rejection(tracker: Tracker, dispatch: Dispatch, error: Exception, now: floa
         before = None
     count = before.count if before else 0
     since = before.since if before else datetime.now(UTC)
-    pause = _REFUSAL_PAUSES.nth(count)
+    pause = _REJECTION_PAUSES.nth(count)
     return Rejection(dispatch.label, dispatch.size, _reason(error), since, count + 1, now + pause, is_stored)
 
 

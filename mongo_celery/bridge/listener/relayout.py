@@ -30,18 +30,15 @@ from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import token_data
-from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.copying import Copying, is_counted
 from mongo_celery.bridge.listener.subscription import Subscription, make_trackers
 from mongo_celery.bridge.listener.takeover import Takeover, generations_of
 from mongo_celery.bridge.listener.tracker import Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.partitioning import HASH_NAME, Partitioner
 from mongo_celery.bridge.state.partitions import MOVING, Image
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.window import Mark
-from mongo_celery.errors import ConfigurationError, LayoutError, LeaseLostError
+from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.verdicts import Concern, raise_if_final
 
@@ -429,44 +426,6 @@ class Relayouts:
         raise_if_final(error, self._concern)
         logger.warning("preparing a new layout failed, trying again: %s", error, extra={"event": "layout_failed"})
         self._ready_at = time.monotonic() + _PAUSE_SECONDS
-
-
-def rules_in_force(options: BridgeOptions, handlers: Iterable[Handler], takeover: Takeover) -> dict[str, Partitioner]:
-    """
-    By which rule the changes of each subscription are spread in its layout in force.
-
-    Raises:
-        LayoutError: it was another one than now, which is gone, and what is read belongs to partitions by that one.
-    """
-    rules = {}
-    for handler in handlers:
-        rules[handler.name] = rule = handler.partitioner(options)
-        hash_name, _, name = takeover.layouts[handler.name].key.partition(":")
-        if (hash_name, name) == (HASH_NAME, rule.name):
-            continue
-        try:
-            rules[handler.name] = handler.partitioner_named(name, options)
-        except ConfigurationError as error:
-            if not _is_stored(takeover, handler.name):
-                raise LayoutError(
-                    f"partition_by of handler {handler.name} cannot change from {name} now: changes are under way in "
-                    f"the old partitions, and by the old rule alone it is known in which. {error} Start with the old "
-                    "rule, and the options that it needs, once more until `status` shows nothing outstanding or "
-                    "standing; then change it.",
-                ) from error
-    return rules
-
-
-def _is_stored(takeover: Takeover, name: str) -> bool:
-    """Whether all that partitions have to do is stored, or lies behind what they have done: nothing has to be read."""
-    token = takeover.documents[name]["resumeToken"]
-    return all(
-        image.data <= (token_data(token) if token else "")
-        and image.claim is None
-        and image.handled is None
-        and (image.spilled is not None or (image.state == "flowing" and not is_counted(image)))
-        for image in takeover.images[name]
-    )
 
 
 def _is_free(tracker: Tracker) -> bool:

@@ -110,9 +110,9 @@ class Removal:
                     short(error),
                     extra={"event": "removal_failed"},
                 )
-                steps, pause = self._walk(), _PAUSE_SECONDS
+                steps = self._walk()
                 with self._changed:
-                    self._changed.wait(pause)
+                    self._changed.wait(_PAUSE_SECONDS)
                 continue
             with self._changed:
                 if not self._wanted and not self._is_over:

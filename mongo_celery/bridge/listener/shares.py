@@ -131,10 +131,6 @@ class Since:
             return 0.0
         return now - before[1]
 
-    def forget(self, key: Key) -> None:
-        """It is nothing of the kind now."""
-        self._known.pop(key, None)
-
 
 class Starvation:
     """

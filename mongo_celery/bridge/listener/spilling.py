@@ -10,11 +10,11 @@ The order of writes is what nothing is lost by:
 A crash between 1 and 2 leaves changes that nobody reads, between 2 and 3 changes that are read and stored again. Any
 error means that nothing is complete; it is tried again after a pause. While the mark lies behind what is committed,
 the partition runs from what is stored (`spilled`, `read_back`); when that is done the mark is cleared, and what is
-committed is removed (`removal`).
+committed is removed (`inventory`, `removal`).
 
-When it is done, and for whom, says `shares`. `spill_bytes` bounds what is stored: at the bound nothing more is, and
-the stream waits for those who hold it, loudly. The bound does not hold back what must be stored again before its
-partition can go on: that makes room.
+When it is done, and for whom, `shares` decides on what the `buffer` measures. `spill_bytes` bounds what is stored: at
+the bound nothing more is, and the stream waits for those who hold it, loudly. The bound does not hold back what must be
+stored again before its partition can go on: that makes room. What is said of all this stands in `spill_report`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -32,32 +30,19 @@ from bson.errors import BSONError
 from pymongo.client_session import ClientSession
 from pymongo.errors import OperationFailure, PyMongoError
 
+from mongo_celery.bridge.listener.buffer import Buffer
+from mongo_celery.bridge.listener.inventory import Inventory
 from mongo_celery.bridge.listener.read_back import ReadBack
-from mongo_celery.bridge.listener.removal import Removal
-from mongo_celery.bridge.listener.shares import (
-    AT_RISK,
-    TAIL_BYTES,
-    TAIL_CHANGES,
-    Key,
-    Share,
-    Since,
-    Starvation,
-    reason_of,
-    standing_of,
-    victim,
-)
+from mongo_celery.bridge.listener.shares import TAIL_CHANGES, Key, Share, Starvation, reason_of, victim
+from mongo_celery.bridge.listener.spill_report import SpillReport
 from mongo_celery.bridge.listener.spilled import stored_change
-from mongo_celery.bridge.listener.stock import LEVELS, Stock
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.listener.tracker import Tracker
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.bridge.state.spill import Amount
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.verdicts import Concern, raise_if_final
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.state.partitions import Image
     from mongo_celery.bridge.state.store import Store
     from mongo_celery.bridge.window import PendingChange
 
@@ -68,16 +53,14 @@ _TURN_SECONDS = 0.2
 _PAUSE_SECONDS = 1.0
 _LONGEST_REST = 16.0
 _SWEEP_SECONDS = 1.0
-_COMPLAINT_SECONDS = 30.0
 _BULK_BYTES = 4 << 20
-_REPORTED_MAX = 50
 _STARVING = "starving"
 _NEVER = (0.0, 0.0)
 
 
 class Spilling:
     """
-    The stored changes of one term. Used by the leading thread.
+    The stored changes of one term. Used by the leading thread; `report` by the one that renews the lease, too.
 
     Args:
         store: the state database.
@@ -98,78 +81,62 @@ class Spilling:
         self._state = store
         self._options = options
         self._concern = concern
-        self._share_behind = share_behind
         self._led: Mapping[str, Subscription] = {}
         self._version = 0
         self._share = 0
-        self._stock = Stock(options.spill_bytes)
+        self._buffer = Buffer(options, share_behind)
+        self._inventory = Inventory(store.spill, options.spill_bytes)
+        self._stock = self._inventory.stock
+        self._said = SpillReport(self._stock)
         self._starvation = Starvation(options.buffer_bytes)
-        self._stands, self._first = Since(), Since()
-        self._removal: Removal | None = None
         self._reading: ReadBack | None = None
-        self._documents: dict[str, str | None] = {}
-        self._additions: Counter[str] = Counter()
-        self._empty: set[str] = set()
-        self._halts: dict[str, int] = {}
-        self._begun: dict[Key, tuple[str, datetime]] = {}
         self._rests: dict[Key, tuple[float, float]] = {}  # until when, and for how long
         self._victim: Key | None = None
         self._ready_at = self._judged_at = self._swept_at = 0.0
-        self._complained_at = -math.inf
         self._unfinished = False
 
     # -- a term ------------------------------------------------------------------------------------
 
     def begin(self, subscriptions: Mapping[str, Subscription], version: int) -> None:
         """Take over what is stored of these subscriptions."""
-        self._led, self._version = subscriptions, version
+        self._led = self._buffer.subscriptions = subscriptions
+        self._version = version
         partitions = sum(len(each.trackers) for each in subscriptions.values())
         self._share = self._options.buffer_bytes // (4 * max(partitions, 1))
         self._reading = ReadBack(self._state, self._options, self.session, self._share)
-        self._removal = Removal(self._state.spill, version)
         for subscription in subscriptions.values():
             self.follow(subscription)
-        self._removal.start()
+        self._inventory.begin(version)
 
     def follow(self, subscription: Subscription) -> None:
         """Take in what is stored of a subscription, which may be under a new layout."""
-        for index in [index for name, index in self._begun if name == subscription.name]:
-            del self._begun[subscription.name, index]
+        self._said.forget(subscription)
         for tracker in subscription.trackers.values():
             if tracker.image.spilled is not None:
                 self.has_documents(tracker.partition_id)
 
     def close(self) -> None:
         """Remove nothing more, and end the session."""
-        if self._removal is not None:
-            self._removal.stop()
+        self._inventory.close()
         self.session.end_session()
 
     def has_documents(self, partition_id: str, amount: Amount | None = None) -> None:
-        """
-        Something is stored of a partition, with or without a mark: it is removed when it is committed.
-
-        Args:
-            amount: what was added; None where that is not known, so that all of it is counted.
-        """
-        self._additions[partition_id] += 1
-        self._empty.discard(partition_id)
-        if amount is None:
-            self._stock.uncount(partition_id)
-            self._documents[partition_id] = None
-        else:
-            self._stock.added(partition_id, amount)
-            self._documents.setdefault(partition_id, None)
+        """Something is stored of a partition. See `Inventory.has_documents`."""
+        self._inventory.has_documents(partition_id, amount)
 
     @property
     def size(self) -> int:
         """Bytes of memory that changes take, of all subscriptions."""
-        return sum(subscription.size for subscription in self._led.values())
+        return self._buffer.size
 
     @property
     def is_full(self) -> bool:
         """Whether no more may be read."""
-        return any(each.is_full for each in self._led.values()) or self.size >= self._options.buffer_bytes
+        return any(each.is_full for each in self._led.values()) or not self._buffer.has_room
+
+    def report(self) -> dict[str, Any]:
+        """What `status` shows of stored changes."""
+        return self._said.report(list(self._led.values()), self.waits)
 
     def next_at(self) -> float:
         """Monotonic time of the next turn that has something to do, as far as that is known."""
@@ -191,7 +158,7 @@ class Spilling:
         self._unfinished = False
         try:
             assert self._reading is not None, "a term has begun"
-            is_full = self.size >= self._options.buffer_bytes
+            is_full = not self._buffer.has_room
             self._unfinished = not self._reading.read(self._led.values(), now, is_full=is_full)
             if now - self._swept_at >= _SWEEP_SECONDS:
                 self._swept_at = now
@@ -249,7 +216,7 @@ class Spilling:
         subscription.spill(index, stored, self._share if added.count == len(stored) else 0)
         if reason == _STARVING:
             self._starvation.stored(size)
-        self._say_begin(subscription, index, reason)
+        self._said.begun(subscription, index, reason)
         return True
 
     def _bulk(self, subscription: Subscription, index: int) -> list[PendingChange]:
@@ -265,9 +232,8 @@ class Spilling:
         """Store what is due, one bulk after the other, within a bound of time; a failure ends the round."""
         until = time.monotonic() + _TURN_SECONDS
         resting = {key for key, (rests_until, _) in self._rests.items() if now < rests_until}
-        parts = {key: part for key, part in self._parts(now).items() if key not in resting}
-        fed = {(each.name, index) for each in self._led.values() for index in each.trackers if each.is_busy(index)}
-        self._starvation.observe(fed, {} if at_end else self._idle(), self.size, now)
+        parts = {key: part for key, part in self._buffer.shares(now).items() if key not in resting}
+        self._starvation.observe(self._buffer.fed(), {} if at_end else self._buffer.idle(), self.size, now)
         while (chosen := self._choose(parts.values(), at_end=at_end)) is not None:
             key, reason = chosen
             if not self._try_to_store(key, reason):
@@ -298,7 +264,7 @@ class Spilling:
         oldest = subscription.window.oldest
         for each in {index, oldest.index if oldest is not None else index}:
             if (name, each) in parts:
-                parts[name, each] = self._part(subscription, each, now)
+                parts[name, each] = self._buffer.share(subscription, each, now)
 
     def _rest(self, key: Key) -> None:
         """A partition that could not be stored is tried again after a pause, each twice as long as the one before."""
@@ -313,7 +279,7 @@ class Spilling:
         due = [(part, reason) for part, reason in found if reason is not None]
         for part, reason in sorted(due, key=lambda each: (self._rests.get(each[0].key, _NEVER)[0], -each[0].size)):
             if self._has_room(part.key):
-                self.waits = self._refuse(waiting) if waiting is not None else ""
+                self._wait_for_room(waiting)
                 return part.key, reason
             waiting = waiting or part.key
         chosen = None
@@ -321,8 +287,12 @@ class Spilling:
             chosen = self._next_victim([part for part in parts if self._has_room(part.key)])
             without = victim(parts, self._options.buffer_bytes) if chosen is None else None
             waiting = waiting or (without.key if without is not None else None)
-        self.waits = self._refuse(waiting) if waiting is not None else ""
+        self._wait_for_room(waiting)
         return (chosen, _STARVING) if chosen is not None else None
+
+    def _wait_for_room(self, key: Key | None) -> None:
+        """Tell of a partition whose next change has no room; of none, where all have."""
+        self.waits = self._said.no_room(self._led[key[0]], key[1]) if key is not None else ""
 
     def _next_victim(self, parts: Collection[Share]) -> Key | None:
         """The one of before as long as it has anything, then another one."""
@@ -339,82 +309,17 @@ class Spilling:
             return True
         return self._stock.room(subscription.trackers[index].partition_id) >= first.weight
 
-    def _idle(self) -> dict[Key, bool]:
-        """Flowing partitions without anything to do; whether anything was ever committed there."""
-        return {
-            (subscription.name, index): tracker.image.committed > 0
-            for subscription in self._led.values()
-            if not subscription.lost
-            for index, tracker in subscription.trackers.items()
-            if tracker.image.state == "flowing" and not subscription.is_busy(index)
-        }
-
-    def _parts(self, now: float) -> dict[Key, Share]:
-        """Those that have anything: of thousands of partitions most have not."""
-        return {
-            (subscription.name, index): self._part(subscription, index, now)
-            for subscription in self._led.values()
-            if subscription.admission.is_noted  # else a crash could leave a refused change here, and run it elsewhere
-            for index, tracker in subscription.trackers.items()
-            if subscription.has_next(index) and tracker.won
-        }
-
-    def _part(self, subscription: Subscription, index: int, now: float) -> Share:
-        key, tracker = (subscription.name, index), subscription.trackers[index]
-        first, oldest = subscription.window.first(index), subscription.window.oldest
-        why = standing_of(tracker)
-        stands = self._stands.seconds(key, tracker.image.committed, now) if why else 0.0
-        if first is None:
-            return Share(key, 0, 0)
-        age = self._first.seconds(key, first.data, now)
-        holds = oldest is not None and oldest.index == index
-        is_spilled = index in subscription.spilled
-        has_stood = (stands if is_spilled else min(stands, age)) >= self._options.spill_after
-        size, count = subscription.window.size_of(index), subscription.window.depth(index)
-        return Share(
-            key,
-            size,
-            count,
-            age=age,
-            is_tail=count >= TAIL_CHANGES or size >= min(TAIL_BYTES, self._options.buffer_bytes // 8),
-            holds=holds,
-            stands=why if has_stood else None,
-            spilled=is_spilled,
-            blocks=subscription.is_blocked(index),
-            at_risk=holds and self._share_behind(subscription) >= AT_RISK,
-            refused=holds and subscription.is_full,
-        )
-
     # -- clearing and removing ---------------------------------------------------------------------
 
     def _sweep(self, now: float) -> None:
         """Once a second: take in what was removed, ask for what is to be, and clear the marks that are passed."""
-        self._take_in_removals()
-        images: dict[str, Image] = {}
-        for subscription in self._led.values():
-            for tracker in subscription.trackers.values():
-                images[tracker.partition_id] = tracker.image
-                self._note_halt(tracker)
-        for partition_id, removed_to in list(self._documents.items()):
-            self._want(partition_id, images.get(partition_id), removed_to)
+        trackers = (tracker for each in self._led.values() for tracker in each.trackers.values())
+        self._inventory.sweep({tracker.partition_id: tracker.image for tracker in trackers})
         for subscription in self._led.values():
             self._let_pass(subscription)
         self._clear()
         self._stock.observe(now)
-        self._say_level()
-
-    def _take_in_removals(self) -> None:
-        assert self._removal is not None, "a term has begun"
-        for finding in self._removal.findings():
-            if finding.is_met:
-                if finding.partition_id not in self._documents:  # to count reads all of it
-                    self.has_documents(finding.partition_id)
-            elif finding.amount is not None:
-                self._stock.counted(finding.partition_id, finding.amount)
-                if not finding.amount.count and finding.additions == self._additions[finding.partition_id]:
-                    self._empty.add(finding.partition_id)
-            else:
-                self._stock.removed(finding.partition_id, finding.removed)
+        self._said.level()
 
     def _let_pass(self, subscription: Subscription) -> None:
         """
@@ -425,7 +330,7 @@ class Spilling:
         oldest = subscription.window.oldest
         if oldest is None or not subscription.window.is_held(oldest):
             return
-        if self._share_behind(subscription) < AT_RISK and not subscription.is_full:
+        if not self._buffer.is_at_risk(subscription) and not subscription.is_full:
             return
         subscription.window.let_pass()
         logger.warning(
@@ -435,102 +340,19 @@ class Spilling:
             extra={"event": "refused_passed", "subscription": subscription.name},
         )
 
-    def _note_halt(self, tracker: Tracker) -> None:
-        """An execution that halts stores its change."""
-        halted_at = tracker.image.committed if tracker.image.state == "halted" else None
-        if halted_at is None or self._halts.get(tracker.partition_id) != halted_at:
-            self._halts.pop(tracker.partition_id, None)
-        if halted_at is not None and tracker.partition_id not in self._halts:
-            self._halts[tracker.partition_id] = halted_at
-            self.has_documents(tracker.partition_id)
-
-    def _want(self, partition_id: str, image: Image | None, removed_to: str | None) -> None:
-        """
-        Ask for a removal where a partition has moved; let go of one of which nothing is left.
-
-        Nothing else would remove what is forgotten here. So only a count says that nothing is left, and one that was
-        asked for after the last addition: any other number may miss what was stored meanwhile.
-        """
-        assert self._removal is not None, "a term has begun"
-        committed = image.data if image is not None else ""
-        is_counted = self._stock.is_counted(partition_id)
-        if is_counted and not self._stock.of(partition_id).count and (image is None or image.spilled is None):
-            if partition_id in self._empty:
-                self._empty.discard(partition_id)
-                del self._documents[partition_id], self._additions[partition_id]
-                return
-            self._stock.uncount(partition_id)
-            is_counted, removed_to = False, None
-        if removed_to is None or committed != removed_to:
-            self._documents[partition_id] = committed
-            additions = None if is_counted else self._additions[partition_id]
-            if additions is not None:
-                self._stock.asked(partition_id)
-            self._removal.want(partition_id, committed, additions)
-
     def _clear(self) -> None:
         """Clear the marks that are passed, and say where they are cleared."""
         passed = []
         for subscription in self._led.values():
             for index, tracker in subscription.trackers.items():
-                key = subscription.name, index
                 if not tracker.won or index in subscription.spilled:
                     continue
                 if tracker.image.spilled is not None:
                     passed.append(tracker.partition_id)
-                elif self._begun.pop(key, None) is not None:
-                    logger.info(
-                        "what was stored of partition %s is done: it runs from the stream again",
-                        tracker.partition_id,
-                        extra={"event": "spill_ended", "partition": tracker.partition_id},
-                    )
+                else:
+                    self._said.ended(subscription, index)
         if passed:
             self._state.partitions.clear_spilled(passed, self._version)
-
-    # -- what is said ------------------------------------------------------------------------------
-
-    def _say_begin(self, subscription: Subscription, index: int, reason: str) -> None:
-        key, tracker = (subscription.name, index), subscription.trackers[index]
-        if key in self._begun or tracker.image.spilled is not None:
-            self._begun.setdefault(key, (reason, datetime.now(UTC)))
-            return
-        self._begun[key] = reason, datetime.now(UTC)
-        sentence = "changes of partition %s are stored in the state database from here on (%s), so that others go on"
-        extra = {"partition": tracker.partition_id, "reason": reason}
-        if tracker.image.state not in {"flowing", MOVING}:
-            logger.warning(sentence, tracker.partition_id, reason, extra={"event": "spill_begun", **extra})
-        else:
-            logger.info(sentence, tracker.partition_id, reason, extra={"event": "spill_begun", **extra})
-
-    def _say_level(self) -> None:
-        level = self._stock.reached()
-        if level is None:
-            return
-        lasts, share = self._stock.lasts, f"{level} % of spill_bytes ({self._stock.total.size} bytes)"
-        logger.log(
-            logging.ERROR if level > LEVELS[0] else logging.WARNING,
-            "changes that are stored have reached %s; %s. At the bound nothing more is stored, and the stream waits "
-            "for what stands: resume, retry or skip it (`changes status` names it), or raise spill_bytes",
-            share,
-            f"at the present rate the rest lasts for {lasts:.0f} s" if lasts is not None else "they do not grow now",
-            extra={"event": "spill_bound", "percent": level, "lasts_seconds": lasts},
-        )
-
-    def _refuse(self, key: Key) -> str:
-        """The sentence about a change that the bound keeps from being stored; logged now and then."""
-        tracker, first = self._led[key[0]].trackers[key[1]], self._led[key[0]].window.first(key[1])
-        size = first.weight if first is not None else 0
-        sentence = (
-            f"the next {size} bytes of changes of partition {tracker.partition_id} cannot be stored: "
-            f"{self._stock.objection(tracker.partition_id)}. When the buffer is full the stream waits for them: "
-            "resume, retry or skip what stands (`changes status` names it), or raise spill_bytes"
-        )
-        now = time.monotonic()
-        if now - self._complained_at >= _COMPLAINT_SECONDS:
-            self._complained_at = now
-            extra = {"partition": tracker.partition_id, "bytes": size}
-            logger.error("%s", sentence, extra={"event": "spill_full", **extra})
-        return sentence
 
     def _failed(self, what: str, error: Exception, *, is_of_one: bool = False) -> None:
         if isinstance(error, PyMongoError):
@@ -538,37 +360,6 @@ class Spilling:
         logger.warning("%s failed, trying again: %s", what, error, extra={"event": "spill_failed"})
         if not is_of_one:
             self._ready_at = time.monotonic() + _PAUSE_SECONDS  # after the call, which may have taken longer than it
-
-    def report(self) -> dict[str, Any]:
-        """What `status` shows of stored changes."""
-        led = {
-            tracker.partition_id: (subscription, index)
-            for subscription in list(self._led.values())
-            for index, tracker in subscription.trackers.items()
-            if index in subscription.spilled
-        }
-        total = self._stock.total
-        return {
-            "spillLimit": self._options.spill_bytes,
-            "spilledCount": total.count,
-            "spilledBytes": total.size,
-            "spillBytesPerSecond": _rounded(self._stock.growth),
-            "spillWaits": self.waits or None,
-            "spilled": [{**row, **self._of(*led[row["partition"]])} for row in self._largest(led)],
-        }
-
-    def _largest(self, partition_ids: Iterable[str]) -> list[dict[str, Any]]:
-        return self._stock.largest(partition_ids, _REPORTED_MAX)
-
-    def _of(self, subscription: Subscription, index: int) -> dict[str, Any]:
-        marked = subscription.trackers[index].image.spilled or {}
-        reason, since = self._begun.get((subscription.name, index), (None, None))
-        spilled = subscription.spilled.get(index)
-        return {
-            "since": marked.get("since", since),
-            "reason": marked.get("reason", reason),
-            "missing": spilled is not None and spilled.missing,
-        }
 
 
 def _fitting(changes: list[PendingChange], room: int) -> list[PendingChange]:
@@ -580,8 +371,3 @@ def _fitting(changes: list[PendingChange], room: int) -> list[PendingChange]:
 def _is_of_one(error: Exception) -> bool:
     """Whether a failure says nothing of other partitions: this one is locked, or its changes cannot be stored."""
     return isinstance(error, BSONError) or (isinstance(error, OperationFailure) and not error.timeout)
-
-
-def _rounded(number: float) -> int:
-    """Two digits: each report that differs from the last is written."""
-    return int(float(f"{number:.2g}"))

@@ -43,10 +43,13 @@ class Stock:
 
     Args:
         bound: bytes that all of it may have; one subscription may have three quarters of them.
+
+    Attributes:
+        bound: the same.
     """
 
     def __init__(self, bound: int) -> None:
-        self._bound = bound
+        self.bound = bound
         self._amounts: dict[str, Amount] = {}
         self._total = Amount()
         self._sizes: dict[str, int] = {}
@@ -111,17 +114,17 @@ class Stock:
     def room(self, partition_id: str) -> int:
         """How many bytes more may be stored of a partition; none below zero."""
         of_one = self._of_subscription(partition_id)
-        return max(0, min(self._bound - self.total.size, int(_SHARE_OF_ONE * self._bound) - of_one))
+        return max(0, min(self.bound - self.total.size, int(_SHARE_OF_ONE * self.bound) - of_one))
 
     def objection(self, partition_id: str) -> str:
         """Why no more may be stored of a partition that has no room, as a sentence."""
         of_one = self._of_subscription(partition_id)
-        if of_one > _SHARE_OF_ONE * self.total.size and self.total.size < self._bound:
+        if of_one > _SHARE_OF_ONE * self.total.size and self.total.size < self.bound:
             return (
                 f"{of_one} bytes are stored of handler {partition_id.split('/')[1]} alone, and one may have three "
-                f"quarters of the {self._bound} that spill_bytes allows"
+                f"quarters of the {self.bound} that spill_bytes allows"
             )
-        return f"{self.total.size} bytes are stored, and spill_bytes allows {self._bound}"
+        return f"{self.total.size} bytes are stored, and spill_bytes allows {self.bound}"
 
     def _of_subscription(self, partition_id: str) -> int:
         return self._sizes.get(partition_id.split("/")[1], 0)
@@ -133,11 +136,11 @@ class Stock:
     @property
     def lasts(self) -> float | None:
         """Seconds for which the bound lasts at the present growth; None while nothing grows."""
-        return max(self._bound - self._total.size, 0) / self.growth if self.growth > 0 else None
+        return max(self.bound - self._total.size, 0) / self.growth if self.growth > 0 else None
 
     def reached(self) -> int | None:
         """The highest of `LEVELS` that was reached since the last call; each once, until it falls well below again."""
-        percent = round(100 * self._total.size / max(self._bound, 1))
+        percent = round(100 * self._total.size / max(self.bound, 1))
         kept = max((each for each in LEVELS if each <= percent + _LEVEL_SLACK), default=0)
         level = max((each for each in LEVELS if each <= percent), default=0)
         before = min(self._level, kept)

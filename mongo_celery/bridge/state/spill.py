@@ -58,8 +58,7 @@ from mongo_celery.bridge.state.stored import (
     size_of,
 )
 from mongo_celery.mongo.expressions import literal
-from mongo_celery.mongo.table import Table, call_timeout
-from mongo_celery.mongo.verdicts import Code
+from mongo_celery.mongo.table import Table, call_timeout, present_in
 
 __all__ = ["REMOVED", "Amount", "Spill", "StoredChange", "place_of"]
 
@@ -133,16 +132,7 @@ class Spill:
             with self._table.limit():
                 self._table.collection.insert_many(documents, ordered=False, session=session)
         except BulkWriteError as error:
-            found = error.details or {}
-            failures = [each for each in found.get("writeErrors", ()) if each["code"] != Code.DuplicateKey]
-            failures += found.get("writeConcernErrors", ())
-            if error.timeout:
-                raise
-            if failures:  # the whole has a code of its own, which says nothing
-                raise OperationFailure(
-                    failures[0].get("errmsg", "insert failed"), failures[0]["code"], found
-                ) from error
-            return {documents[each["index"]]["_id"] for each in found["writeErrors"]}
+            return {documents[place]["_id"] for place in present_in(error)}
         return set()
 
     def _keep(self, present: Mapping[str, Document], version: int, session: ClientSession | None) -> bool:
@@ -178,15 +168,7 @@ class Spill:
             with self._table.limit():
                 self._table.collection.update_one(mine, replacing(document), upsert="part" in document)
 
-    def remove(
-        self,
-        partition_id: str,
-        committed: str,
-        version: int,
-        session: ClientSession | None = None,
-        *,
-        limit: int = REMOVED,
-    ) -> int:
+    def remove(self, partition_id: str, committed: str, version: int, *, limit: int = REMOVED) -> int:
         """
         Remove what is committed: up to a token of a majority image, never what a later term has stored.
 
@@ -200,7 +182,7 @@ class Spill:
         """
         if not committed:
             return 0
-        return self._delete(ids_between(partition_id, "", committed), version, limit, session)
+        return self._delete(ids_between(partition_id, "", committed), version, limit)
 
     def discard(self, partition_id: str, version: int, *, limit: int = REMOVED) -> bool:
         """
@@ -209,15 +191,15 @@ class Spill:
         Returns:
             Whether there may be more to remove. Not where a later term has stored some: then it removes the rest.
         """
-        return self._delete(ids_under(partition_id), version, limit, None) == limit
+        return self._delete(ids_under(partition_id), version, limit) == limit
 
-    def _delete(self, ids: Mapping[str, str], version: int, limit: int, session: ClientSession | None) -> int:
+    def _delete(self, ids: Mapping[str, str], version: int, limit: int) -> int:
         """One deletion of all could take longer than a call may; the index alone says where a part of it ends."""
         with self._table.limit():
-            last = self._at(ids, limit, session)
+            last = self._at(ids, limit)
             some = ids if last is None else {"$gt": ids["$gt"], "$lte": last}
             query = {"_id": some, "term": {"$lte": Int64(version)}}
-            return self._table.collection.delete_many(query, session=session).deleted_count
+            return self._table.collection.delete_many(query).deleted_count
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -286,7 +268,7 @@ class Spill:
         while last is not None:
             behind = {**ids, "$gt": last}
             with self._table.limit():
-                last = self._at(behind, _SUMMED, None)
+                last = self._at(behind, _SUMMED)
                 some = behind if last is None else {"$gt": behind["$gt"], "$lte": last}
                 for row in self._table.collection.aggregate([{"$match": {"_id": some}}, {"$group": group}]):
                     total += Amount(row["count"], row["size"])
@@ -301,9 +283,9 @@ class Spill:
         found = self._table.find_one(query, {"_id": 1}, sort=[("_id", 1)])
         return None if found is None else "/".join(found["_id"].split("/")[:4])
 
-    def _at(self, ids: Mapping[str, str], number: int, session: ClientSession | None) -> str | None:
+    def _at(self, ids: Mapping[str, str], number: int) -> str | None:
         """The `_id` of the document with this number in a range, from 1, by the index alone."""
-        found = self._table.collection.find({"_id": ids}, {"_id": 1}, session=session).sort("_id", 1)
+        found = self._table.collection.find({"_id": ids}, {"_id": 1}).sort("_id", 1)
         document = next(found.skip(number - 1).limit(1), None)
         return None if document is None else str(document["_id"])
 

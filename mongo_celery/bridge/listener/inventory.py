@@ -1,0 +1,127 @@
+"""
+The inventory of one term: which partitions have anything stored, with or without a mark, and how much.
+
+What is committed of it is removed, by a thread of its own (`removal`), which also counts. Everything here belongs to
+the leading thread, which asks for both and takes in what was done once a second. A partition is let go of only when a
+count has said that nothing is left: nothing else would remove what is forgotten here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from mongo_celery.bridge.listener.removal import Removal
+from mongo_celery.bridge.listener.stock import Stock
+from mongo_celery.bridge.state.spill import Amount, Spill
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.state.partitions import Image
+
+
+class Inventory:
+    """
+    What one term knows to be stored. Used by the leading thread.
+
+    Args:
+        spill: where the changes are stored.
+        bound: bytes that all of them may have.
+
+    Attributes:
+        stock: how much is stored.
+    """
+
+    def __init__(self, spill: Spill, bound: int) -> None:
+        self.stock = Stock(bound)
+        self._spill = spill
+        self._removal: Removal | None = None
+        self._documents: dict[str, str | None] = {}  # up to where it was asked to be removed; None for not at all
+        self._additions: Counter[str] = Counter()
+        self._empty: set[str] = set()
+        self._halts: dict[str, int] = {}
+
+    def begin(self, version: int) -> None:
+        """Find what is stored, and remove what is committed, in a term with this version."""
+        self._removal = Removal(self._spill, version)
+        self._removal.start()
+
+    def close(self) -> None:
+        """Remove nothing more."""
+        if self._removal is not None:
+            self._removal.stop()
+
+    def has_documents(self, partition_id: str, amount: Amount | None = None) -> None:
+        """
+        Something is stored of a partition, with or without a mark: it is removed when it is committed.
+
+        Args:
+            amount: what was added; None where that is not known, so that all of it is counted.
+        """
+        self._additions[partition_id] += 1
+        self._empty.discard(partition_id)
+        if amount is None:
+            self.stock.uncount(partition_id)
+            self._documents[partition_id] = None
+        else:
+            self.stock.added(partition_id, amount)
+            self._documents.setdefault(partition_id, None)
+
+    def sweep(self, images: Mapping[str, Image]) -> None:
+        """
+        Take in what was removed, and ask for what is to be.
+
+        Args:
+            images: of all partitions that are led, by their `_id`s.
+        """
+        self._take_in_removals()
+        for partition_id, image in images.items():
+            self._note_halt(partition_id, image)
+        for partition_id, removed_to in list(self._documents.items()):
+            self._want(partition_id, images.get(partition_id), removed_to)
+
+    def _take_in_removals(self) -> None:
+        assert self._removal is not None, "a term has begun"
+        for finding in self._removal.findings():
+            if finding.is_met:
+                if finding.partition_id not in self._documents:  # to count reads all of it
+                    self.has_documents(finding.partition_id)
+            elif finding.amount is not None:
+                self.stock.counted(finding.partition_id, finding.amount)
+                if not finding.amount.count and finding.additions == self._additions[finding.partition_id]:
+                    self._empty.add(finding.partition_id)
+            else:
+                self.stock.removed(finding.partition_id, finding.removed)
+
+    def _note_halt(self, partition_id: str, image: Image) -> None:
+        """An execution that halts stores its change."""
+        halted_at = image.committed if image.state == "halted" else None
+        if halted_at is None or self._halts.get(partition_id) != halted_at:
+            self._halts.pop(partition_id, None)
+        if halted_at is not None and partition_id not in self._halts:
+            self._halts[partition_id] = halted_at
+            self.has_documents(partition_id)
+
+    def _want(self, partition_id: str, image: Image | None, removed_to: str | None) -> None:
+        """
+        Ask for a removal where a partition has moved; let go of one of which nothing is left.
+
+        Nothing else would remove what is forgotten here. So only a count says that nothing is left, and one that was
+        asked for after the last addition: any other number may miss what was stored meanwhile.
+        """
+        assert self._removal is not None, "a term has begun"
+        committed = image.data if image is not None else ""
+        is_counted = self.stock.is_counted(partition_id)
+        if is_counted and not self.stock.of(partition_id).count and (image is None or image.spilled is None):
+            if partition_id in self._empty:
+                self._empty.discard(partition_id)
+                del self._documents[partition_id], self._additions[partition_id]
+                return
+            self.stock.uncount(partition_id)
+            is_counted, removed_to = False, None
+        if removed_to is None or committed != removed_to:
+            self._documents[partition_id] = committed
+            additions = None if is_counted else self._additions[partition_id]
+            if additions is not None:
+                self.stock.asked(partition_id)
+            self._removal.want(partition_id, committed, additions)
