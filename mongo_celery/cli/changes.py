@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli.apps import all_of, console_of, json_option, one_of, one_sentence_errors, sentence_for
+from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors
+from mongo_celery.cli.health import BRIDGE, bridges_of, health, line_of
+from mongo_celery.cli.status import status
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mongo_celery.bridge.operations.commands import CommandResult
     from mongo_celery.bridge.wiring import Wiring
 
-_WATCH_SECONDS = 2.0
 _SMALL_EVENT = 1000
 """Characters up to which a change is shown before it is skipped."""
 
-BRIDGE = click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
 JSON = json_option("bridge")
 PARTITION = click.option("--partition", type=click.IntRange(min=0), metavar="N", help="One partition only.")
 SUBSCRIPTION = click.argument("subscription", required=False)
@@ -36,87 +33,8 @@ def changes(ctx: click.Context, **_: Any) -> None:
     del ctx
 
 
-# -- status ----------------------------------------------------------------------------------------
-
-
-@changes.command()
-@BRIDGE
-@JSON
-@click.option("--all", "everything", is_flag=True, help="Show all partitions, not only those that need attention.")
-@click.option(
-    "--watch",
-    is_flag=False,
-    flag_value=_WATCH_SECONDS,
-    default=None,
-    type=click.FloatRange(min=0.1),
-    metavar="[SECONDS]",
-    help="Repeat until Ctrl-C, by default every 2 seconds.",
-)
-@click.pass_context
-def status(ctx: click.Context, bridge: str | None, as_json: bool, everything: bool, watch: float | None) -> None:
-    """
-    Show who leads, the lag, and what is halted.
-
-    The lag is the time from the position up to which all is done to MongoDB's latest operation. Numbers
-    of changes under way come from the listener's last report, a few seconds old.
-    """
-    bridges = _bridges(ctx, bridge)
-    if watch is not None:
-        _watch(ctx, bridges, as_json, everything, watch)
-        return
-    from mongo_celery.bridge.operations.status import read_status
-
-    with one_sentence_errors():
-        statuses = [read_status(each) for each in bridges]
-    _show_statuses(console_of(ctx), statuses, as_json, everything)
-
-
-def _show_statuses(console: Console, statuses: Sequence[dict[str, Any]], as_json: bool, everything: bool) -> None:
-    if as_json:
-        for each in statuses:
-            click.echo(json.dumps(each))
-        return
-    from mongo_celery.cli.status_view import status_view
-
-    console.print(status_view(statuses, everything=everything))
-
-
-def _watch(ctx: click.Context, bridges: Sequence[Wiring], as_json: bool, everything: bool, seconds: float) -> None:
-    """Repeat until interrupted; a MongoDB that does not answer is shown, and asked again."""
-    from threading import Event
-
-    from rich.live import Live
-
-    from mongo_celery.cli.status_view import status_view
-
-    console = console_of(ctx)
-    pause = Event()
-    with ExitStack() as stack:
-        live = None
-        if console.is_terminal and not as_json:
-            live = stack.enter_context(Live(console=console, auto_refresh=False, screen=False))
-        try:
-            while True:
-                statuses = [_status_or_error(each) for each in bridges]
-                if live is not None:
-                    live.update(status_view(statuses, everything=everything), refresh=True)
-                else:
-                    _show_statuses(console, statuses, as_json, everything)
-                pause.wait(seconds)
-        except KeyboardInterrupt:
-            return
-
-
-def _status_or_error(wiring: Wiring) -> dict[str, Any]:
-    from mongo_celery.bridge.operations.status import read_status
-
-    try:
-        return read_status(wiring)
-    except Exception as error:
-        sentence = sentence_for(error)
-        if sentence is None:
-            raise
-        return {"bridge": wiring.name, "state": "unknown", "error": sentence}
+changes.add_command(health)
+changes.add_command(status)
 
 
 # -- queues ----------------------------------------------------------------------------------------
@@ -155,7 +73,7 @@ def queues(
     celery -A shop worker -Q "$(celery -A shop changes queues --group slow)"
     celery -A shop worker -Q "$(celery -A shop changes queues --without-group --with-default)"
     """  # noqa: D301 - \b is click's, and no part of the text
-    bridges = _bridges(ctx, bridge)
+    bridges = bridges_of(ctx, bridge)
     default = [str(bridges[0].app.conf.task_default_queue)] if with_default else []
     chosen: set[str | None] = {*groups, None} if without_group else set(groups)
     with one_sentence_errors():
@@ -205,7 +123,14 @@ def pause(ctx: click.Context, /, subscription: str | None, **given: Any) -> None
     """
     from mongo_celery.bridge.operations import commands
 
-    _command(ctx, commands.pause, "paused", subscription, **given)
+    paused = _command(ctx, commands.pause, "paused", subscription, **given)
+    if paused and not given["as_json"]:
+        line = line_of(ctx, _one_bridge(ctx, given["bridge"]))
+        if given["partition"] is not None:
+            cure = line.on("resume", paused[0].subscription, [paused[0].index])
+        else:
+            cure = line.changes("resume", *([subscription] if subscription is not None else []))
+        click.echo(f"To let it flow again: {cure}")
 
 
 @_of_partitions
@@ -238,13 +163,15 @@ def _command(
     partition: int | None,
     bridge: str | None,
     as_json: bool,
-) -> None:
+) -> list[CommandResult]:
+    """Run it, and say what it did; returns what was done."""
     chosen = _one_bridge(ctx, bridge)
     with one_sentence_errors():
         results = run(chosen, subscription, partition)
     _show_results(chosen.name, past, results, as_json)
     if any(each.result == "refused" for each in results):
         ctx.exit(1)
+    return [each for each in results if each.result == "done"]
 
 
 def _show_results(bridge: str, past: str, results: Sequence[CommandResult], as_json: bool) -> None:
@@ -452,17 +379,18 @@ def go_on(ctx: click.Context, subscription: str, policy: str, bridge: str | None
 @click.pass_context
 def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
     """
-    Look at everything that a bridge needs.
+    Look at everything that a bridge needs, and at how it is.
 
-    MongoDB, rights, oplog, broker, workers and settings. Takes some seconds, changes nothing, and ends with
-    status 1 if anything is wrong.
+    MongoDB, rights, oplog, sources, broker, workers and settings, then the reasons of the verdict on what is stored.
+    Takes some seconds, changes nothing, and ends with status 1 if anything is wrong: an error, or a reason that is
+    failing.
     """
     from mongo_celery.bridge.operations.preflight import check as preflight
 
     failed = False
-    for each in _bridges(ctx, bridge):
+    for each in bridges_of(ctx, bridge):
         with one_sentence_errors():
-            findings = preflight(each)
+            findings = preflight(each, line_of(ctx, each))
         wrong = any(finding.level == "error" for finding in findings)
         failed = failed or wrong
         if as_json:
@@ -473,17 +401,11 @@ def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
         else:
             from mongo_celery.cli.check_view import check_view
 
-            console_of(ctx).print(check_view(each.name, findings))
+            console_of(ctx).print(check_view(each.name, findings), crop=False)
     ctx.exit(1 if failed else 0)
 
 
 # -- inside ----------------------------------------------------------------------------------------
-
-
-def _bridges(ctx: click.Context, name: str | None) -> list[Wiring]:
-    from mongo_celery.bridge.wiring import BRIDGES
-
-    return all_of(ctx, BRIDGES, name)
 
 
 def _one_bridge(ctx: click.Context, name: str | None) -> Wiring:

@@ -9,19 +9,33 @@ from rich.table import Table
 from rich.text import Text
 
 from mongo_celery.bridge.operations.findings import Finding
+from mongo_celery.quantities import number
 
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def check_view(bridge: str, findings: Sequence[Finding]) -> RenderableType:
-    """All findings of a bridge, and how many are wrong."""
+    """
+    All findings of a bridge, and how many are wrong.
+
+    What is well stands in a table; each of the others has lines of its own, below it, the worst last, and its command
+    is not broken, so that it can be copied.
+    """
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
+    parts: list[RenderableType] = [Text(bridge, style="bold"), table]
     for finding in findings:
-        table.add_row(Text(finding.level, style=_COLORS[finding.level]), Text(finding.name), Text(finding.message))
-    return Group(Text(bridge, style="bold"), table, Text(_verdict(findings)))
+        if finding.level == "ok":
+            table.add_row(Text(finding.level, style=_COLORS[finding.level]), Text(finding.name), Text(finding.message))
+    for level in ("warning", "error"):
+        for finding in reversed([each for each in findings if each.level == level]):
+            text = Text.assemble((finding.level, _COLORS[finding.level]), f" {finding.name}: {finding.message}")
+            parts.append(text)
+            if finding.command is not None:
+                parts.append(Text(f"    {finding.command}", style="bold", no_wrap=True, overflow="ignore"))
+    return Group(*parts, Text(_verdict(findings)))
 
 
 def _verdict(findings: Sequence[Finding]) -> str:
@@ -29,4 +43,4 @@ def _verdict(findings: Sequence[Finding]) -> str:
     warnings = sum(finding.level == "warning" for finding in findings)
     if not errors and not warnings:
         return "All is well."
-    return f"{errors} {'error' if errors == 1 else 'errors'}, {warnings} {'warning' if warnings == 1 else 'warnings'}."
+    return f"{number(errors, 'error', 'errors')}, {number(warnings, 'warning', 'warnings')}."

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mongo_celery.cli.quantities import duration, moment, number, size
+from mongo_celery.quantities import duration, moment, number, size
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.heads import Head

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mongo_celery.cli.quantities import duration
+from mongo_celery.quantities import duration
 
 if TYPE_CHECKING:
     from mongo_celery.outbox.health import Health

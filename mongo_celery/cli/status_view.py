@@ -1,9 +1,13 @@
-"""How a status looks on a terminal: a summary line, subscriptions, and the partitions that need attention."""
+"""
+How a status looks on a terminal: a summary line, handlers, the partitions that need attention, and the verdict.
+
+What the verdict says is not said before; so the last lines are what to do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -11,7 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mongo_celery.bridge.operations.findings import NEAR, SERIOUS
-from mongo_celery.cli.quantities import duration, moment, number, size
+from mongo_celery.cli.verdict_view import verdict_view
+from mongo_celery.quantities import duration, moment, number, size
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.verdict import BridgeVerdict
 
 _COLORS = {
     "leading": "green",
@@ -27,50 +35,56 @@ _COLORS = {
     "history_lost": "red",
     "unknown": "red",
 }
-_NOTABLE_SHARE = 0.5
 _SPILLED_SHOWN = 10
+_ROWS = 20
+"""Handlers, and partitions, that are shown unless all are asked for."""
+_INDENT = (0, 0, 0, 2)
 
 
-def status_view(statuses: Iterable[Mapping[str, Any]], *, everything: bool) -> RenderableType:
+def status_view(found: Iterable[tuple[Mapping[str, Any], BridgeVerdict]], *, everything: bool) -> RenderableType:
     """
     All statuses, one below the other.
 
     Args:
-        statuses: as `read_status` gives them, or `bridge`, `state` and `error` alone.
-        everything: show all partitions.
+        found: as `read_status` gives them, or `bridge`, `state` and `error` alone; each with the verdict.
+        everything: show all handlers and partitions.
     """
-    return Group(*(part for status in statuses for part in _parts(status, everything=everything)))
+    return Group(*(part for each in found for part in _parts(*each, everything=everything)))
 
 
-def _parts(status: Mapping[str, Any], *, everything: bool) -> Iterable[RenderableType]:
+def _parts(status: Mapping[str, Any], verdict: BridgeVerdict, *, everything: bool) -> Iterable[RenderableType]:
     yield _summary(status)
-    if status.get("error"):
-        yield Text(f"  {status['error']}", style="red")
-    if "subscriptions" not in status:
-        return
-    yield Text(f"  {_listener(status['listener'])}")
+    if "subscriptions" in status:
+        yield from _facts(status, everything=everything)
+    yield verdict_view(verdict)
+
+
+def _facts(status: Mapping[str, Any], *, everything: bool) -> Iterable[RenderableType]:
+    if status["error"]:
+        yield _line(str(status["error"]), "red")
+    yield _line(_listener(status["listener"]))
     if status["unread_seconds"]:
-        yield Text(f"  nothing read for {duration(status['unread_seconds'])}", style="red")
+        yield _line(f"nothing read for {duration(status['unread_seconds'])}", "red")
     if status["reading_waits"]:
-        yield Text(f"  reading waits: {status['reading_waits']}", style="yellow")
+        yield _line(f"reading waits: {status['reading_waits']}", "yellow")
     yield from (_gap(gap) for gap in status["gaps"])
     yield from (_rejection("the broker rejects", each) for each in status["rejected_by_broker"])
     yield from (_rejection("MongoDB does not store", each) for each in status["not_stored"])
     yield from _stored(status)
-    if status["subscriptions"]:
-        yield Padding(_subscriptions(status["subscriptions"]), (0, 0, 0, 2), expand=False)
-        yield from (line for each in status["subscriptions"] for line in _history(each))
-        yield from (_new_layout(each) for each in status["subscriptions"] if each["new_layout"])
-    shown = [each for each in status["partitions"] if everything or needs_attention(each)]
-    if shown:
-        yield Text("  Partitions:" if everything else "  Partitions that need attention:")
-        yield Padding(_partitions(shown), (0, 0, 0, 2), expand=False)
+    yield from _handlers(status["subscriptions"], everything=everything)
+    yield from (_new_layout(each) for each in status["subscriptions"] if each["new_layout"])
+    yield from _partitions(status["partitions"], everything=everything)
 
 
 def needs_attention(partition: Mapping[str, Any]) -> bool:
     """Whether a partition stands still, or its change has killed a worker or lost its claim."""
     retry, claim = partition["retry"] or {}, partition["claim"] or {"live": True}
     return partition["state"] != "flowing" or bool(retry.get("crashes")) or not claim["live"]
+
+
+def _line(text: str, style: str = "", indent: int = 2) -> RenderableType:
+    """What does not fit goes on below its beginning."""
+    return Padding(Text(text, style), (0, 0, 0, indent), expand=False)
 
 
 def _summary(status: Mapping[str, Any]) -> Text:
@@ -81,7 +95,7 @@ def _summary(status: Mapping[str, Any]) -> Text:
         f"lag {duration(status['lag_seconds'])}",
         f"{_count(status['outstanding'])} outstanding",
         f"{_count(status['buffered'])} buffered",
-        f"{status['dead_letters']} dead letters",
+        number(status["dead_letters"], "dead letter", "dead letters"),
         f"oplog {duration(status['oplog_window_seconds'])}",
     ]
     if status["broker_down"]:
@@ -91,50 +105,31 @@ def _summary(status: Mapping[str, Any]) -> Text:
 
 def _listener(listener: Mapping[str, Any] | None) -> str:
     if listener is None:
-        return "no listener: start one with `celery -A ... listener`"
+        return "no listener"
     who = f"listener on {listener['host']}, pid {listener['pid']}, since {moment(listener['since'])}"
     if listener["handlers"] is None:
         return f"{who}, which does not say whose handlers it serves"
     return f"{who}, serving {number(len(listener['handlers']), 'handler', 'handlers')} of app {listener['app'] or '?'}"
 
 
-def _gap(gap: Mapping[str, Any]) -> Text:
+def _gap(gap: Mapping[str, Any]) -> RenderableType:
     names = "".join(f" of {name}" for name in gap["subscriptions"])
-    return Text(f"  history{names} was given up before {moment(gap['until'])} ({gap['policy']})", style="red")
+    return _line(f"history{names} was given up before {moment(gap['until'])} ({gap['policy']})", "red")
 
 
-def _new_layout(subscription: Mapping[str, Any]) -> Text:
+def _new_layout(subscription: Mapping[str, Any]) -> RenderableType:
     layout = subscription["new_layout"]
     partitions = number(layout["partitions"], "partition", "partitions")
     since = moment(layout["since"])
-    return Text(f"  {subscription['name']} changes to {partitions} since {since}: {layout['waits']}", style="yellow")
+    return _line(f"{subscription['name']} changes to {partitions} since {since}: {layout['waits']}", "yellow")
 
 
-def _history(subscription: Mapping[str, Any]) -> Iterable[Text]:
-    """What is lost, or about to be."""
-    name, lost, share = subscription["name"], subscription["lost"], subscription["oplog_share"]
-    if lost and lost["decided"]:
-        yield Text(
-            f"  {name} has lost its history; it goes on ({lost['decided']}) once a listener leads", style="yellow"
-        )
-    elif lost:
-        yield Text(
-            f"  {name} has lost its history before {moment(lost['oldest'])} and stands still: decide with "
-            f"`celery -A ... changes go-on {name} --from oldest` or `--from now`",
-            style="red",
-        )
-    elif share is not None and share >= _NOTABLE_SHARE and subscription["state"] != "unregistered":
-        yield Text(
-            f"  {share:.0%} of the oplog's window lie behind {name}; at 100% what it has not read is lost", style="red"
-        )
-
-
-def _rejection(what: str, rejected: Mapping[str, Any]) -> Text:
+def _rejection(what: str, rejected: Mapping[str, Any]) -> RenderableType:
     where = f"{rejected['partition']} waits since {moment(rejected['since'])}"
-    return Text(f"  {what} {rejected['key']}, {rejected['bytes']} bytes: {where}: {rejected['error']}", "red")
+    return _line(f"{what} {rejected['key']}, {rejected['bytes']} bytes: {where}: {rejected['error']}", "red")
 
 
-def _stored(status: Mapping[str, Any]) -> Iterable[Text]:
+def _stored(status: Mapping[str, Any]) -> Iterable[RenderableType]:
     """What is stored beside the bound, and of which partitions."""
     spill = status["spill"]
     spilled = [each for each in status["partitions"] if each["spilled"]]
@@ -142,37 +137,51 @@ def _stored(status: Mapping[str, Any]) -> Iterable[Text]:
         return
     yield _beside_the_bound(spill)
     if spill["waits"]:
-        yield Text(f"    no more is stored: {spill['waits']}", "red")
+        yield _line(f"no more is stored: {spill['waits']}", "red", 4)
     largest_first = sorted(spilled, key=lambda each: each["spilled"]["bytes"] or 0, reverse=True)
     for each in largest_first[:_SPILLED_SHOWN]:
         stored = each["spilled"]
         amount = f"{_count(stored['count'])} changes, {size(stored['bytes'])}"
-        text = f"    {each['subscription']} {each['index']}: {amount}, for {duration(stored['age_seconds'])}"
-        yield Text(f"{text}: {stored['reason']}")
-        if stored["missing"]:
-            yield Text(
-                "      what should be stored of it is missing; `celery -A ... changes check` says what to do", "red"
-            )
+        text = f"{each['subscription']} {each['index']}: {amount}, for {duration(stored['age_seconds'])}"
+        yield _line(f"{text}: {_why_stored(each)}", indent=4)
     if len(spilled) > _SPILLED_SHOWN:
-        yield Text(f"    and {len(spilled) - _SPILLED_SHOWN} more partitions")
+        yield _line(f"and {len(spilled) - _SPILLED_SHOWN} more partitions", indent=4)
 
 
-def _beside_the_bound(spill: Mapping[str, Any]) -> Text:
+def _why_stored(partition: Mapping[str, Any]) -> str:
+    """The reason is that of its beginning; what stood then may flow again, and work off what is stored."""
+    reason, state = str(partition["spilled"]["reason"]), partition["state"]
+    stood = reason in _COLORS and reason not in {state, "flowing"}
+    return f"{reason} then, {state} now" if stood else reason
+
+
+def _beside_the_bound(spill: Mapping[str, Any]) -> RenderableType:
     if spill["share"] is None:
         uncounted = number(spill["uncounted"], "partition", "partitions")
-        return Text(f"  stored: {uncounted} could not be counted in time, and no listener says how much", "yellow")
-    text = (
-        f"  stored: {spill['count']} changes, {size(spill['bytes'])} of {size(spill['limit'])} ({spill['share']:.0%})"
-    )
+        return _line(f"stored: {uncounted} could not be counted in time, and no listener says how much", "yellow")
+    text = f"stored: {spill['count']} changes, {size(spill['bytes'])} of {size(spill['limit'])} ({spill['share']:.0%})"
     if spill["lasts_seconds"] is not None:
         text += f", {size(spill['bytes_per_second'])}/s more: room for {duration(spill['lasts_seconds'])}"
     if spill["share"] >= 1:
         text += "; the bound is reached, and what stands holds back all others once buffers are full"
-    return Text(text, "red" if spill["share"] >= SERIOUS else "yellow" if spill["share"] >= NEAR else "")
+    return _line(text, "red" if spill["share"] >= SERIOUS else "yellow" if spill["share"] >= NEAR else "")
 
 
-def _subscriptions(subscriptions: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("subscription", "state", "lag", "watermark", "dead letters")
+def _handlers(subscriptions: Sequence[Mapping[str, Any]], *, everything: bool) -> Iterable[RenderableType]:
+    """A row each; of very many those first that do not flow, then those that lag most."""
+    shown = subscriptions
+    if not everything and len(subscriptions) > _ROWS:
+        worst_first = sorted(subscriptions, key=lambda each: (each["state"] == "flowing", -(each["lag_seconds"] or 0)))
+        shown = worst_first[:_ROWS]
+    if shown:
+        yield Padding(_table(shown), _INDENT, expand=False)
+    yield from _more(len(subscriptions) - len(shown), "handler", "handlers")
+
+
+def _table(subscriptions: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("subscription", "state", "lag", "watermark", "dead letters"):
+        table.add_column(column, no_wrap=column != "subscription", overflow="fold")
     for each in subscriptions:
         table.add_row(
             Text(each["name"]),
@@ -184,18 +193,47 @@ def _subscriptions(subscriptions: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _partitions(partitions: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("subscription", "partition", "queue", "state", "committed", "details")
-    for each in partitions:
-        table.add_row(
-            Text(each["subscription"]),
-            str(each["index"]),
-            Text(each["queue"]),
-            _state(each["state"]),
-            str(each["committed"]),
-            Text("; ".join(_details(each))),
-        )
-    return table
+def _partitions(partitions: Sequence[Mapping[str, Any]], *, everything: bool) -> Iterable[RenderableType]:
+    """A line each; those of a handler that are paused share one."""
+    if everything:
+        yield _line("Partitions:")
+        for each in partitions:
+            place = f" on {each['queue']}, committed {each['committed']}"
+            yield _partition(str(each["index"]), each, place)
+        return
+    concerned = [each for each in partitions if needs_attention(each)]
+    lines: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {}
+    for each in concerned:
+        alone = None if each["state"] == "paused" else each["index"]
+        lines.setdefault((each["subscription"], alone), []).append(each)
+    if lines:
+        yield _line("Partitions that need attention:")
+    for same in list(lines.values())[:_ROWS]:
+        yield _partition(_ranges([each["index"] for each in same]), same[0])
+    hidden = list(lines.values())[_ROWS:]
+    yield from _more(sum(map(len, hidden)), "partition", "partitions")
+
+
+def _partition(indexes: str, partition: Mapping[str, Any], place: str = "") -> RenderableType:
+    text = Text.assemble(f"{partition['subscription']} {indexes} ", _state(partition["state"]), place)
+    details = "; ".join(_details(partition))
+    return Padding(text.append(f": {details}" if details else ""), (0, 0, 0, 4), expand=False)
+
+
+def _ranges(indexes: Sequence[int]) -> str:
+    """Numbers in order, neighbours as `0-3`."""
+    spans: list[list[int]] = []
+    for index in indexes:
+        if spans and index == spans[-1][1] + 1:
+            spans[-1][1] = index
+        else:
+            spans.append([index, index])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _more(count: int, one: str, many: str) -> Iterable[RenderableType]:
+    if count:
+        yield _line(f"and {number(count, f'more {one}', f'more {many}')}; --all shows them", indent=4)
 
 
 def _details(partition: Mapping[str, Any]) -> Iterable[str]:
@@ -217,13 +255,6 @@ def _details(partition: Mapping[str, Any]) -> Iterable[str]:
             yield f"due in {duration(retry['due_seconds'])}"
         if retry["error"]:
             yield str(retry["error"])
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column, no_wrap=column != "details", overflow="fold")
-    return table
 
 
 def _state(state: str) -> Text:

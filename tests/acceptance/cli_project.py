@@ -28,10 +28,13 @@ bridge = Bridge(
 
 @bridge.on_change(f"{NAMES}_data.orders", operations={"insert"}, name=os.environ.get("PROJECT_HANDLER"))
 def summarise(change: Change) -> None:
-    """Write down the order, or fail as the order asks."""
+    """Write down the order, or fail as the order asks, or for as long as its customer is missing."""
     document = change.full_document
     assert document is not None, "inserts have a document"
     if document.get("bad"):
         raise ValueError("a [bad] order")
+    data = bridge.client[f"{NAMES}_data"]
+    if "customer" in document and data["customers"].find_one(document["customer"]) is None:
+        raise LookupError("no such customer")
     key = {"_id": document["_id"]}
-    bridge.client[f"{NAMES}_data"]["summaries"].replace_one(key, key, upsert=True)
+    data["summaries"].replace_one(key, key, upsert=True)

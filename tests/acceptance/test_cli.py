@@ -99,8 +99,15 @@ class Shop:
 
     def json(self, *arguments: str, **variables: str) -> Document:
         """Run a command that must succeed, with `--json`."""
-        done = self.changes(*arguments, "--json", **variables)
-        assert done.returncode == 0, done.stderr
+        return self._json(self.changes(*arguments, "--json", **variables), 0)
+
+    def status(self, code: int) -> Document:
+        """Run `status`, which must end as the verdict of that status does."""
+        return self._json(self.changes("status", "--json"), code)
+
+    @staticmethod
+    def _json(done: Done, code: int) -> Document:
+        assert done.returncode == code, done.stdout + done.stderr
         answer: Document = json.loads(done.stdout)
         return answer
 
@@ -206,8 +213,9 @@ def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
     assert shop.json("pause")["paused"] == 2
     shop.orders.insert_many([{"_id": number} for number in range(2, 8)])
     shop.wait_for_report(buffered=6)
-    status = shop.json("status")
+    status = shop.status(1)
     assert (status["buffered"], status["subscriptions"][0]["state"]) == (6, "paused")
+    assert (status["verdict"], [each["code"] for each in status["reasons"]]) == ("degraded", ["paused"])
     assert shop.summaries.count_documents({}) == 1
     resumed = shop.changes("resume", "summarise")
     assert (resumed.returncode, resumed.stdout) == (0, "summarise: resumed 0, 1\n")
@@ -230,7 +238,7 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     assert "a [bad] order" in text
     level, found = shop.findings()
     assert level == 1
-    assert "changes retry summarise --partition" in found["halted"]["message"]
+    assert "changes retry summarise --partition" in found["halted"]["command"]
     assert "a [bad] order" in found["halted"]["message"]
 
     forgotten = shop.changes("retry", PROJECT_HANDLER="audit")
@@ -349,7 +357,7 @@ def test_check_finds_missing_rights_and_shows_no_password(shop: Shop, replica_se
         assert "oplog.rs" in found["oplog_rights"]["message"]
         status = shop.changes("status", PROJECT_MONGO=url)
         wrong = shop.changes("status", PROJECT_MONGO=url.replace("hush:hush", "hush:wrong"))
-    assert status.returncode == wrong.returncode == 1
+    assert status.returncode == wrong.returncode == 2
     assert "state database" in status.stderr
     assert "login" in wrong.stderr
     for done in (status, wrong):
@@ -361,9 +369,9 @@ def test_check_finds_missing_rights_and_shows_no_password(shop: Shop, replica_se
 # -- what is wrong with the call -------------------------------------------------------------------
 
 
-def one_sentence(done: Done, *words: str) -> None:
-    """Status 1, one line on standard error with these words, no traceback, nothing on standard output."""
-    assert done.returncode == 1, done.stderr
+def one_sentence(done: Done, *words: str, code: int = 1) -> None:
+    """That status, one line on standard error with these words, no traceback, nothing on standard output."""
+    assert done.returncode == code, done.stderr
     assert done.stdout == ""
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
@@ -371,28 +379,34 @@ def one_sentence(done: Done, *words: str) -> None:
     assert all(word in lines[0] for word in words), lines[0]
 
 
-@pytest.mark.parametrize("command", ["status", "queues", "check", "pause"])
+def code_of(command: str) -> int:
+    """The status with which a command ends that cannot do its work: where it is a verdict's, 1 would be degraded."""
+    return 2 if command in {"status", "health"} else 1
+
+
+@pytest.mark.parametrize("command", ["status", "health", "queues", "check", "pause"])
 def test_without_an_app_the_error_says_how_to_name_one(command: str) -> None:
     """`celery` itself goes on with a default app, which has no bridge."""
-    one_sentence(run("changes", command), "-A", f"changes {command}")
+    one_sentence(run("changes", command), "-A", f"changes {command}", code=code_of(command))
 
 
-@pytest.mark.parametrize("command", ["status", "queues", "check", "retry"])
+@pytest.mark.parametrize("command", ["status", "health", "queues", "check", "retry"])
 def test_an_app_without_a_bridge_is_told_how_to_make_one(command: str) -> None:
     """The name of the class is the cure."""
-    one_sentence(run("-A", BARE_APP, "changes", command), "no bridge", "Bridge(app")
+    one_sentence(run("-A", BARE_APP, "changes", command), "no bridge", "Bridge(app", code=code_of(command))
 
 
 def test_an_unknown_bridge_is_told_with_those_that_exist(shop: Shop) -> None:
     """Nothing is connected for it."""
-    one_sentence(shop.changes("status", "--bridge", "shpo", PROJECT_MONGO=f"mongodb://{NOWHERE}"), "'shpo'", "shop")
+    done = shop.changes("status", "--bridge", "shpo", PROJECT_MONGO=f"mongodb://{NOWHERE}")
+    one_sentence(done, "'shpo'", "shop", code=2)
 
 
 @pytest.mark.parametrize("command", ["status", "pause", "retry"])
 def test_an_unreachable_server_is_told_within_seconds(shop: Shop, command: str) -> None:
     """The address is shown, the password is not."""
     done = shop.changes(command, PROJECT_MONGO=f"mongodb://hush:secret@{NOWHERE}/?replicaSet=rs0")
-    one_sentence(done, "no answer", NOWHERE)
+    one_sentence(done, "no answer", NOWHERE, code=code_of(command))
     assert "secret" not in done.stderr
 
 
@@ -409,7 +423,7 @@ def test_check_goes_on_when_no_server_answers(shop: Shop) -> None:
 def test_a_url_that_is_none_is_told_without_its_password(shop: Shop, url: str) -> None:
     """Drivers take the rest of an unescaped password for a database, and show it."""
     done = shop.changes("status", PROJECT_MONGO=url)
-    one_sentence(done, "URL of bridge shop is not valid")
+    one_sentence(done, "URL of bridge shop is not valid", code=2)
     assert "cret@" not in done.stderr
 
 

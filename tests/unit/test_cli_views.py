@@ -10,21 +10,28 @@ from dataclasses import replace
 from io import StringIO
 from typing import Any
 
+import click
 import pytest
 from bson import Timestamp
+from celery import Celery
 from rich.console import Console, RenderableType
 
+from mongo_celery import Bridge
 from mongo_celery.bridge.operations.amounts import StoredAmounts
 from mongo_celery.bridge.operations.findings import error, ok, warning
 from mongo_celery.bridge.operations.heads import Head
+from mongo_celery.bridge.operations.reasons import CommandLine, failing
 from mongo_celery.bridge.operations.status import shape
+from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreadable
 from mongo_celery.bridge.state.spill import Amount
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.cli.check_view import check_view
 from mongo_celery.cli.head_view import head_lines
-from mongo_celery.cli.quantities import duration, size
+from mongo_celery.cli.health import line_of
 from mongo_celery.cli.status_view import needs_attention, status_view
+from mongo_celery.cli.verdict_view import verdict_view
 from mongo_celery.mongo.oplog import Oplog
+from mongo_celery.quantities import duration, size
 from tests.unit.test_status import (
     GIB,
     IDLE_REPORT,
@@ -43,7 +50,11 @@ from tests.unit.test_status import (
 def shown(view: RenderableType) -> str:
     text = StringIO()
     Console(file=text, width=160).print(view)
-    return text.getvalue()
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+
+
+def view_of(status: Mapping[str, Any], *, everything: bool) -> RenderableType:
+    return status_view([(status, judge(status))], everything=everything)
 
 
 def halted() -> Mapping[str, Any]:
@@ -59,17 +70,18 @@ def halted() -> Mapping[str, Any]:
 
 def test_a_status_begins_with_a_summary() -> None:
     """One line says whether anything is wrong."""
-    first = shown(status_view([shape(facts())], everything=False)).splitlines()[0]
+    first = shown(view_of(shape(facts()), everything=False)).splitlines()[0]
     assert first == "shop: leading, lag 0 s, 0 outstanding, 0 buffered, 0 dead letters, oplog 60 min"
+    assert shown(view_of(shape(facts()), everything=False)).splitlines()[-1] == "shop is healthy"
 
 
 def test_only_partitions_that_need_attention_are_shown() -> None:
     """Sixteen that flow say nothing; markup in an error is just text."""
-    text = shown(status_view([halted()], everything=False))
+    text = shown(view_of(halted(), everything=False))
     assert "stands at shop.orders insert 1; 1 retry; ValueError: bad [order]" in text
-    assert "shop.1" in text
-    assert "shop.0" not in text
-    assert "shop.0" in shown(status_view([halted()], everything=True))
+    assert "    summarise 1 halted: " in text
+    assert "summarise 0" not in text
+    assert "    summarise 0 flowing on shop.0, committed 5" in shown(view_of(halted(), everything=True))
 
 
 @pytest.mark.parametrize(
@@ -92,22 +104,78 @@ def test_what_needs_attention(change: dict[str, Any], wanted: bool) -> None:
 
 def test_a_listener_that_does_not_say_whose_handlers_it_serves_is_not_said_to_serve_none() -> None:
     """One of an earlier version."""
-    silent = shown(status_view([shape(facts())], everything=False))
+    silent = shown(view_of(shape(facts()), everything=False))
     assert "which does not say whose handlers it serves" in silent
-    says = shown(status_view([shape(facts(lease=lease(**SERVED)))], everything=False))
+    says = shown(view_of(shape(facts(lease=lease(**SERVED))), everything=False))
     assert "serving 2 handlers of app shop" in says
+
+
+def test_the_last_lines_are_what_to_do() -> None:
+    """Each reason with its command, on a line of its own that can be copied; in a terminal of 80 columns, too."""
+    text = StringIO()
+    status = halted()
+    Console(file=text, width=80).print(
+        status_view([(status, judge(status, (), CommandLine("shop")))], everything=False)
+    )
+    lines = text.getvalue().splitlines()
+    assert lines[-1] == "    celery -A shop changes retry summarise --partition 1"
+    assert "shop is failing, for 1 reason:" in lines
+    assert max(map(len, lines)) <= 80
+
+
+def test_commands_are_told_as_the_person_types_them() -> None:
+    """With what was given to `-A`; and with the bridge, where the app has several."""
+    app = Celery("told")
+    root = click.Context(click.Command("celery"))
+    root.params = {"app": "shop.celery"}
+    context = click.Context(click.Command("health"), parent=root)
+    one = Bridge(app, "mongodb://nowhere", name="one").wiring
+    assert line_of(context, one).changes("resume") == "celery -A shop.celery changes resume"
+    Bridge(app, "mongodb://nowhere", name="two")
+    assert (
+        line_of(context, one).changes("resume", "orders") == "celery -A shop.celery changes resume orders --bridge one"
+    )
+    root.params = {"app": app}
+    assert line_of(context, one).celery("listener") == "celery -A APP listener"
+
+
+def test_a_long_command_is_neither_broken_nor_cut() -> None:
+    """It is copied from there: whatever the width."""
+    name = "notify_customers_of_every_change"
+    reason = failing("halted", "stands.", CommandLine("shop.of.the.north").on("retry", name, [3]))
+    found = error(reason.code, reason.sentence, reason.command)
+    for view in (verdict_view(BridgeVerdict("shop", (reason,))), check_view("shop", [found])):
+        text = StringIO()
+        Console(file=text, width=40).print(view, crop=False)
+        assert f"\n    {reason.command}\n" in text.getvalue()
+
+
+def test_a_paused_handler_is_one_line_and_very_many_partitions_are_counted() -> None:
+    """Nobody reads a line for each of 3 200 partitions; `--all` shows them."""
+    paused = shape(facts(images=[image(index, state="paused") for index in (0, 1, 2, 7)]))
+    text = shown(view_of(paused, everything=False))
+    assert "    summarise 0-2, 7 paused\n" in text
+    names = [f"handler_{number:03}" for number in range(200)]
+    images = [replace(image(index, state="halted"), subscription=name) for name in names for index in range(16)]
+    many = facts(registered=tuple(names), subscriptions=[subscription(name) for name in names], images=images)
+    lines = shown(view_of(shape(many), everything=False)).splitlines()
+    assert len(lines) < 80
+    assert "    and 180 more handlers; --all shows them" in lines
+    assert "    and 3180 more partitions; --all shows them" in lines
+    assert lines[-1] == "    celery -A APP changes retry"
+    assert len(shown(view_of(shape(many), everything=True)).splitlines()) > 3400
 
 
 def test_lost_history_is_told_with_the_command_that_decides() -> None:
     """And once somebody has, that it is decided; and before it is lost, how near that is."""
-    lost = shown(status_view([shape(facts(subscriptions=[subscription(lost=LOST)]))], everything=False))
+    lost = shown(view_of(shape(facts(subscriptions=[subscription(lost=LOST)])), everything=False))
     assert "summarise has lost its history" in lost
     assert "changes go-on summarise --from oldest" in lost
     decided = {**LOST, "goOn": {"policy": "oldest"}}
-    text = shown(status_view([shape(facts(subscriptions=[subscription(lost=decided)]))], everything=False))
+    text = shown(view_of(shape(facts(subscriptions=[subscription(lost=decided)])), everything=False))
     assert "it goes on (oldest)" in text
     late = facts(oplog=Oplog(Timestamp(SECOND - 6, 1), Timestamp(SECOND + 10, 1)), oplog_rolls=True)
-    assert "62% of the oplog's window lie behind summarise" in shown(status_view([shape(late)], everything=False))
+    assert "62% of the oplog's window lie behind summarise" in shown(view_of(shape(late), everything=False))
 
 
 def test_a_new_layout_is_told_with_what_it_waits_for() -> None:
@@ -121,16 +189,14 @@ def test_a_new_layout_is_told_with_what_it_waits_for() -> None:
     (row,) = status["subscriptions"]
     assert (row["generation"], row["partitions"], row["new_layout"]["partitions"]) == (5, 2, 7)
     assert f"summarise changes to 7 partitions since {row['new_layout']['since'][:10]}" in shown(
-        status_view([status], everything=False)
+        view_of(status, everything=False)
     )
-    assert waits in shown(status_view([status], everything=False))
+    assert waits in shown(view_of(status, everything=False))
 
 
 def test_failure_and_absence_are_told_in_words() -> None:
     """The error of the last term, and what to do when nobody leads."""
-    text = shown(
-        status_view([shape(facts(lease=lease(live=False, state="failed", error="no right")))], everything=False)
-    )
+    text = shown(view_of(shape(facts(lease=lease(live=False, state="failed", error="no right"))), everything=False))
     assert "shop: failed" in text
     assert "no right" in text
     assert "no listener" in text
@@ -138,8 +204,13 @@ def test_failure_and_absence_are_told_in_words() -> None:
 
 def test_a_status_that_could_not_be_read_shows_the_error_alone() -> None:
     """`--watch` goes on while MongoDB is away."""
-    text = shown(status_view([{"bridge": "shop", "state": "unknown", "error": "no answer"}], everything=False))
-    assert text.split("\n")[:2] == ["shop: unknown", "  no answer"]
+    away = {"bridge": "shop", "state": "unknown", "error": "no answer"}
+    text = shown(status_view([(away, unreadable("shop", "no answer"))], everything=False))
+    assert text.splitlines() == [
+        "shop: unknown",
+        "shop is failing, for 1 reason:",
+        "  state_unreadable: no answer",
+    ]
 
 
 def test_what_is_stored_is_one_line_a_partition_the_largest_first() -> None:
@@ -147,17 +218,19 @@ def test_what_is_stored_is_one_line_a_partition_the_largest_first() -> None:
     amounts = {("summarise", index): Amount(index + 1, index << 20) for index in range(12)}
     stored = StoredAmounts(amounts, sum(amounts.values(), Amount()), None)
     status = shape(facts(images=[image(index, spilled=MARK) for index in range(12)], stored=stored))
-    lines = shown(status_view([status], everything=False)).splitlines()
+    lines = shown(view_of(status, everything=False)).splitlines()
     first = lines.index("  stored: 78 changes, 66 MiB of 8.0 GiB (1%)")
-    assert lines[first + 1] == "    summarise 11: 12 changes, 11 MiB, for 2 h: halted"
-    assert lines[first + 10] == "    summarise 2: 3 changes, 2.0 MiB, for 2 h: halted"
+    assert lines[first + 1] == "    summarise 11: 12 changes, 11 MiB, for 2 h: halted then, flowing now"
+    assert lines[first + 10] == "    summarise 2: 3 changes, 2.0 MiB, for 2 h: halted then, flowing now"
     assert lines[first + 11] == "    and 2 more partitions"
-    assert "stored:" not in shown(status_view([shape(facts())], everything=True))
+    assert "stored:" not in shown(view_of(shape(facts()), everything=True))
     full = shape(facts(images=[image(0, spilled=MARK)], stored=replace(stored, waits="spill_bytes allows no more")))
-    assert "no more is stored: spill_bytes allows" in shown(status_view([full], everything=False))
+    assert "no more is stored: spill_bytes allows" in shown(view_of(full, everything=False))
     gone = replace(stored, missing=frozenset({("summarise", 0)}))
-    text = shown(status_view([shape(facts(images=[image(0, spilled=MARK)], stored=gone))], everything=False))
-    assert "what should be stored of it is missing" in text
+    text = shown(view_of(shape(facts(images=[image(0, spilled=MARK)], stored=gone)), everything=False))
+    assert "what should be stored of it is not there" in text
+    stands = shape(facts(images=[image(0, spilled=MARK, state="halted")], stored=stored))
+    assert "for 2 h: halted\n" in shown(view_of(stands, everything=False))
 
 
 @pytest.mark.parametrize(("share", "color"), [(0.5, None), (0.75, "\x1b[33m"), (0.9, "\x1b[31m"), (1.0, "\x1b[31m")])
@@ -165,10 +238,10 @@ def test_a_bound_that_is_near_is_loud(*, share: float, color: str | None) -> Non
     """P12, P16: in a colour, with the time that is left, and what happens at the bound."""
     stored = StoredAmounts({}, Amount(9, int(share * 8 * GIB)), float(1 << 20))
     text = StringIO()
-    view = status_view([shape(facts(images=[image(0, spilled=MARK)], stored=stored))], everything=False)
+    view = view_of(shape(facts(images=[image(0, spilled=MARK)], stored=stored)), everything=False)
     Console(file=text, width=160, force_terminal=True, color_system="standard").print(view)
     (line,) = (each for each in text.getvalue().splitlines() if "stored:" in each)
-    assert (color or "  stored") == line[: len(color or "  stored")]
+    assert line.startswith(f"  {color or 'stored'}")
     assert "1.0 MiB/s more: room for" in line
     assert ("the bound is reached" in line) is (share == 1.0)
 
@@ -176,9 +249,9 @@ def test_a_bound_that_is_near_is_loud(*, share: float, color: str | None) -> Non
 def test_what_could_not_be_counted_is_said() -> None:
     """P16: no figure is made up."""
     unknown = StoredAmounts({}, None, None, uncounted=1)
-    text = shown(status_view([shape(facts(images=[image(0, spilled=MARK)], stored=unknown))], everything=False))
+    text = shown(view_of(shape(facts(images=[image(0, spilled=MARK)], stored=unknown)), everything=False))
     assert "1 partition could not be counted in time" in text
-    assert "summarise 0: ? changes, -, for 2 h: halted" in text
+    assert "summarise 0: ? changes, -, for 2 h: halted then, flowing now" in text
 
 
 STANDS = Head(
@@ -244,9 +317,13 @@ def test_durations_read_as_people_say_them(seconds: float | None, text: str) -> 
 def test_a_check_ends_with_a_verdict() -> None:
     """Levels, names, sentences, and how many are wrong."""
     text = shown(
-        check_view("shop", [ok("topology", "fine"), warning("prefetch", "hm"), error("broker", "no [answer]")])
+        check_view(
+            "shop",
+            [ok("topology", "fine"), error("broker", "no [answer]"), warning("paused", "stands", "celery -A x y")],
+        )
     )
     assert "no [answer]" in text
+    assert text.index("fine") < text.index("stands") < text.index("\n    celery -A x y\n") < text.index("no [ans")
     assert text.rstrip().endswith("1 error, 1 warning.")
     assert "All is well." in shown(check_view("shop", [ok("topology", "fine")]))
 

@@ -10,9 +10,10 @@ from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.operations import broker_check, deployment, encryption
 from mongo_celery.bridge.operations.lease_check import judge_layout
+from mongo_celery.bridge.operations.source_check import judge_sources
 from mongo_celery.bridge.operations.spill_check import judge_spill, judge_storing
-from mongo_celery.bridge.operations.state_check import judge_state
 from mongo_celery.bridge.operations.worker_check import judge_workers
+from mongo_celery.bridge.stream.source import Source
 from mongo_celery.errors import AccessError, ServerUnavailableError
 from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import Oplog
@@ -116,7 +117,35 @@ def test_a_worker_of_one_group_needs_the_tasks_of_that_group_alone() -> None:
 
 def test_no_worker_at_all_is_a_warning() -> None:
     """A preflight may run before them."""
-    assert findings_of({}, {}) == {"workers": ("warning", findings_of({}, {})["workers"][1])}
+    assert {name: level for name, (level, _) in findings_of({}, {}).items()} == {"no_worker": "warning"}
+
+
+ORDERS = Source("shop", "orders")
+THERE = {"shop": {"orders": "collection", "ordres_view": "view"}}
+
+
+@pytest.mark.parametrize(
+    ("sources", "level", "words"),
+    [
+        ([ORDERS, Source("shop", None), Source(None, None)], "ok", "exists"),
+        ([Source("shop", "ordesr")], "warning", "record listens to shop.ordesr, which does not exist (did you mean"),
+        ([Source("shpo", None)], "warning", "shpo.*, which does not exist: nothing comes"),
+        ([Source("shop", "ordres_view")], "error", "which is a view"),
+    ],
+)
+def test_a_source_that_does_not_exist_is_told(sources: list[Source], level: str, words: str) -> None:
+    """It may be on its way; a view never has changes."""
+    (finding,) = judge_sources({"record": sources}, THERE)
+    assert (finding.name, finding.level) == ("sources", level)
+    assert words in finding.message
+
+
+def test_very_many_sources_that_do_not_exist_are_counted() -> None:
+    """As in a database that is new."""
+    wanted = {f"handler_{number}": [Source("shop", f"kind_{number}")] for number in range(200)}
+    found = list(judge_sources(wanted, {"shop": {}}))
+    assert len(found) == 4
+    assert found[-1].message.startswith("197 more")
 
 
 @pytest.mark.parametrize(
@@ -262,81 +291,6 @@ def partition(index: int, state: str) -> dict[str, Any]:
         "retry": retry,
         "spilled": None,
     }
-
-
-def judged(**changes: Any) -> dict[str, tuple[str, str]]:
-    return {each.name: (each.level, each.message) for each in judge_state(state(**changes))}
-
-
-def test_a_calm_state_is_well() -> None:
-    """A listener leads, and nothing stands."""
-    assert {level for level, _ in judged(partitions=[partition(0, "flowing")]).values()} == {"ok"}
-
-
-def test_a_halted_partition_is_an_error_with_its_change_and_both_ways_on() -> None:
-    """The commands can be copied as they stand."""
-    level, message = judged(partitions=[partition(3, "halted")])["halted"]
-    assert level == "error"
-    for part in ("shop.orders insert 7", "ValueError: no", "retry summarise --partition 3", "skip summarise"):
-        assert part in message
-
-
-def test_many_halted_partitions_are_counted() -> None:
-    """A few with their commands, then how many more."""
-    found = list(judge_state(state(partitions=[partition(index, "halted") for index in range(16)])))
-    messages = [each.message for each in found if each.name == "halted"]
-    assert messages[-1].startswith("13 more")
-
-
-def waiting(index: int, since: str) -> dict[str, Any]:
-    outage = {"since": since, "cause": "AutoReconnect: gone", "count": 900, "due_seconds": 12.0}
-    return {**partition(index, "waiting"), "waiting": outage}
-
-
-def test_changes_that_wait_for_infrastructure_are_told_with_since_and_cause() -> None:
-    """Those first that have waited longest; a partition that nobody can serve is not well."""
-    found = list(judge_state(state(partitions=[waiting(index, f"2026-11-2{9 - index}") for index in range(5)])))
-    told = [each for each in found if each.name == "waiting"]
-    assert {each.level for each in told} == {"warning"}
-    for part in ("Partition 4 of summarise", "2026-11-25", "900 attempts", "gone", "retry summarise --partition 4"):
-        assert part in told[0].message
-    assert told[-1].message.startswith("2 more")
-    assert "partitions" not in {each.name for each in found}
-
-
-@pytest.mark.parametrize(
-    ("changes", "name", "level"),
-    [
-        ({"partitions": [partition(0, "paused")]}, "paused", "warning"),
-        ({"dead_letters": 2}, "dead_letters", "warning"),
-        ({"subscriptions": [{"name": "gone", "state": "unregistered"}]}, "unregistered", "warning"),
-        ({"broker_down": True}, "publishing", "error"),
-        (
-            {"partitions": [{**partition(0, "parked"), "retry": {"due_seconds": 1e9, "error": None}}]},
-            "parked",
-            "warning",
-        ),
-        ({"unread_seconds": 27, "reading_waits": "HostUnreachable"}, "reading", "error"),
-        ({"state": "idle", "listener": None}, "listener", "error"),
-        ({"state": "never_started", "listener": None}, "listener", "ok"),
-        ({"state": "failed", "listener": None, "error": "no right"}, "listener", "error"),
-    ],
-)
-def test_what_a_person_should_look_at_is_no_longer_well(changes: dict[str, Any], name: str, level: str) -> None:
-    """Neither in the list nor in the last line."""
-    assert judged(**changes)[name][0] == level
-
-
-def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
-    """`changes retry` would refuse it; unless it is stored (P13)."""
-    lost = {"name": "summarise", "state": "history_lost"}
-    _, message = judged(partitions=[partition(3, "halted")], subscriptions=[lost])["halted"]
-    assert "changes skip summarise --partition 3" in message
-    assert "changes head summarise 3" in message
-    assert "retry" not in message
-    stored = {**partition(3, "halted"), "spilled": {"to": "82DD", "count": 4, "bytes": 4000}}
-    _, message = judged(partitions=[stored], subscriptions=[lost])["halted"]
-    assert "changes retry summarise --partition 3" in message
 
 
 def test_a_listener_with_another_layout_than_this_app_is_told() -> None:

@@ -21,11 +21,13 @@ class Finding:
             surprise, else `ok`.
         name: stable, for scripts.
         message: what was found and, unless it is ok, what to do.
+        command: that cures it, as it is to be typed; None where the message says what does.
     """
 
     level: Level
     name: str
     message: str
+    command: str | None = None
 
 
 def ok(name: str, message: str) -> Finding:
@@ -33,11 +35,11 @@ def ok(name: str, message: str) -> Finding:
     return Finding("ok", name, message)
 
 
-def warning(name: str, message: str) -> Finding:
+def warning(name: str, message: str, command: str | None = None) -> Finding:
     """It works, but may surprise."""
-    return Finding("warning", name, message)
+    return Finding("warning", name, message, command)
 
 
-def error(name: str, message: str) -> Finding:
+def error(name: str, message: str, command: str | None = None) -> Finding:
     """The bridge cannot work like this."""
-    return Finding("error", name, message)
+    return Finding("error", name, message, command)

@@ -7,7 +7,7 @@ stream is opened and closed. A server that does not answer is a finding, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
@@ -17,6 +17,8 @@ from mongo_celery.bridge.operations.deployment import check_mongodb
 from mongo_celery.bridge.operations.encryption import check_encryption
 from mongo_celery.bridge.operations.findings import Finding, error, ok
 from mongo_celery.bridge.operations.lease_check import check_lease
+from mongo_celery.bridge.operations.reasons import CommandLine
+from mongo_celery.bridge.operations.source_check import check_sources
 from mongo_celery.bridge.operations.state_check import check_state
 from mongo_celery.bridge.operations.worker_check import check_workers
 from mongo_celery.bridge.worker.tasks import overridden_attributes
@@ -31,11 +33,14 @@ if TYPE_CHECKING:
 _TASK_PROTOCOL = 2
 
 
-def check(wiring: Wiring) -> list[Finding]:
+def check(wiring: Wiring, line: CommandLine | None = None) -> list[Finding]:
     """
     Look at everything that a bridge needs, and at what it has stored, for some seconds.
 
     Afterwards MongoDB and the broker are as before. Not promised: that what is well now stays so.
+
+    Args:
+        line: how the person who is told types commands.
 
     Raises:
         ConfigurationError: an option is wrong; then there is nothing to check yet.
@@ -45,14 +50,30 @@ def check(wiring: Wiring) -> list[Finding]:
     found = _guarded("celery", lambda: _check_celery(wiring), concern)
     mongodb = _guarded("mongodb", lambda: check_mongodb(wiring.reach(), wiring), concern)
     found += mongodb
-    if not any(finding.name in {"mongodb", "state_rights"} and finding.level == "error" for finding in mongodb):
-        found += _guarded("lease", lambda: check_lease(wiring), concern)
-        found += _guarded("state", lambda: check_state(wiring), concern)
+    answers = not _is_wrong(mongodb, {"mongodb", "state_rights"})
+    if answers:
+        found += _guarded("sources", lambda: check_sources(wiring), concern)
+    found += ask(wiring, lease=answers)
+    found += _guarded("exposure", lambda: check_encryption(wiring), concern)
+    if not answers:
+        return found
+    judged = _guarded("state", lambda: check_state(wiring, found, line or CommandLine()), concern)
+    return [*found, *judged] if _is_wrong(judged, {"state"}) else judged
+
+
+def ask(wiring: Wiring, *, lease: bool = True) -> list[Finding]:
+    """What a verdict takes beside the status: of the broker, the workers, and the `lease` where it can be read."""
+    concern = wiring.state_concern
+    found = _guarded("lease", lambda: check_lease(wiring), concern) if lease else []
     broker = _guarded("broker", lambda: check_broker(wiring.app), concern)
     found += broker
-    if not any(finding.name == "broker" and finding.level == "error" for finding in broker):
+    if not _is_wrong(broker, {"broker"}):
         found += _guarded("workers", lambda: check_workers(wiring), concern)
-    return found + _guarded("exposure", lambda: check_encryption(wiring), concern)
+    return found
+
+
+def _is_wrong(found: Iterable[Finding], names: Collection[str]) -> bool:
+    return any(finding.name in names and finding.level == "error" for finding in found)
 
 
 def _guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:

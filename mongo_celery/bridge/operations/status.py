@@ -79,6 +79,9 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
 
     - `state`: `never_started`; `leading`; `idle` (nobody holds the lease); `failed` or `history_lost` (the
       last listener ended with `error`).
+    - `at`: when it was read, by the cluster's latest operation.
+    - `unled_seconds`: for how long nobody has renewed the lease, to some seconds; None while one leads, and before the
+      first start.
     - `lag_seconds`: from the watermark to the cluster's latest operation, the largest of the registered
       subscriptions; 0 when the listener has read everything and nothing is left to do.
     - `listener`: who leads; its `app`, `handlers` and `defined` are None where it does not say whose handlers it
@@ -171,9 +174,11 @@ def shape(facts: Facts) -> dict[str, Any]:
     under_way = sum(image.live or image.handled is not None for image in facts.images)
     return {
         "bridge": facts.options.name,
+        "at": _iso(facts.now),
         "state": _state(lease, live=live),
         "error": lease.get("error") if not live else None,
         "listener": _listener(lease) if live else None,
+        "unled_seconds": None if live else _lag(_place_of(lease.get("renewedAt")), facts.now),
         "version": int(lease.get("version", 0)),
         "lag_seconds": max((lag for lag in lags if lag is not None), default=None),
         "oplog_window_seconds": facts.oplog.window_seconds if facts.oplog is not None else None,
@@ -299,6 +304,10 @@ def _lag(place: Timestamp | None, now: Timestamp) -> int | None:
     return None if place is None else max(0, now.time - place.time)
 
 
+def _place_of(moment: datetime | None) -> Timestamp | None:
+    return None if moment is None else Timestamp(moment if moment.tzinfo else moment.replace(tzinfo=UTC), 1)
+
+
 def _share(facts: Facts, place: Timestamp | None) -> float | None:
     if place is None or facts.oplog is None or not facts.oplog_rolls:
         return None
@@ -352,7 +361,7 @@ def _claim(image: Image) -> dict[str, Any] | None:
 
 
 def _retry(image: Image) -> dict[str, Any] | None:
-    if not (image.retries or image.crashes or image.error):
+    if not (image.retries or image.crashes or image.error or image.parked):
         return None
     return {
         "count": int(image.retries),

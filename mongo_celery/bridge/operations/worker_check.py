@@ -57,7 +57,7 @@ def judge_workers(
     """
     if not active_queues and not registered:
         yield warning(
-            "workers",
+            "no_worker",
             f"None answered within {INSPECT_SECONDS:.1f} s: changes wait until one runs. (A busy solo pool does not "
             "answer.)",
         )

@@ -86,7 +86,9 @@ class Rig:
 
     def status(self) -> Document:
         """As the command shows it."""
-        lines = self.command("status", "--json").splitlines()
+        process = self.run("changes", "status", "--json")
+        process.wait()  # its status is that of the verdict
+        lines = process.text.splitlines()
         found: Document = json.loads(next(line for line in lines if line.startswith("{")))
         return found
 

@@ -1,0 +1,315 @@
+"""Reasons that are about single handlers: what of them stands, is late, was set aside, or is served by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS
+from mongo_celery.bridge.operations.reasons import (
+    DEAD_LETTERS,
+    LAG_SECONDS,
+    LAYOUT_SECONDS,
+    PARKED_SECONDS,
+    CommandLine,
+    Reason,
+    cut,
+    degraded,
+    failing,
+    listed,
+    summed,
+    where,
+)
+from mongo_celery.quantities import duration, moment, number
+
+_STANDING = frozenset({"halted", "paused", "waiting", "parked"})
+_ALL = "`status --all` shows them"
+
+Partition = Mapping[str, Any]
+Subscription = Mapping[str, Any]
+
+
+def standing_reasons(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:
+    """Reasons from a status, as `read_status` gives it."""
+    served = [each for each in status["subscriptions"] if each["state"] != "unregistered"]
+    partitions: dict[str, list[Partition]] = {each["name"]: [] for each in served}
+    for each in status["partitions"]:
+        partitions.get(each["subscription"], []).append(each)
+    concerned = [(each, partitions[each["name"]]) for each in served]
+    yield from _halted(concerned, line)
+    yield from _paused(concerned, line)
+    yield from _waiting(concerned, line)
+    yield from _parked(concerned, line)
+    yield from _missing(concerned)
+    yield from _behind(status, concerned, line)
+    yield from _histories(status, concerned, line)
+    yield from _late(status, concerned, line)
+    yield from _layouts(status, served)
+    yield from _dead_letters(status)
+    yield from _unregistered(status)
+
+
+Concerned = Sequence[tuple[Subscription, Sequence[Partition]]]
+
+
+def _in(partitions: Sequence[Partition], state: str) -> list[Partition]:
+    return [each for each in partitions if each["state"] == state]
+
+
+def _indexes(partitions: Sequence[Partition]) -> list[int]:
+    return [each["index"] for each in partitions]
+
+
+# -- what stands -----------------------------------------------------------------------------------
+
+
+def _halted(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
+    retried, skipped = [], []
+    for each, partitions in concerned:
+        halted = _in(partitions, "halted")
+        gone = [] if each["state"] != "history_lost" else [one for one in halted if not _is_stored(one)]
+        kept = [one for one in halted if one not in gone]
+        if kept:
+            retried.append(_halt(each, kept, line))
+        if gone:
+            skipped.append(_lost_halt(each, gone, line))
+    yield from summed(retried, f"have halted partitions; {_ALL}.", line.changes("retry"))
+    yield from summed(skipped, f"have partitions that halted at changes whose history is lost; {_ALL}.", None)
+
+
+def _halt(subscription: Subscription, halted: Sequence[Partition], line: CommandLine) -> Reason:
+    first, indexes = halted[0], _indexes(halted)
+    has, its, it_is = "has halted at", "Its", "it is"
+    if len(halted) > 1:
+        has, its, it_is = "have halted, the first at", "Their", "they are"
+    reason = cut((first["retry"] or {}).get("error") or "no error is recorded")
+    return failing(
+        "halted",
+        f"{where(subscription, indexes)} {has} {_key(first)}: {reason}. {its} later changes wait until the "
+        f"cause is cured and {it_is} retried, or skipped.",
+        line.on("retry", subscription["name"], indexes),
+    )
+
+
+def _lost_halt(subscription: Subscription, halted: Sequence[Partition], line: CommandLine) -> Reason:
+    name, indexes = subscription["name"], _indexes(halted)
+    has = "has halted at" if len(halted) == 1 else "have halted, the first at"
+    return failing(
+        "halted",
+        f"{where(subscription, indexes)} {has} {_key(halted[0])}, whose history is lost: unless `changes head {name} "
+        f"{indexes[0]}` has its bytes, it cannot run any more. Repair by hand what it stands for, then skip it.",
+        line.changes("skip", name, "--partition", str(indexes[0])),
+    )
+
+
+def _key(partition: Partition) -> str:
+    return cut((partition["head"] or {}).get("key") or "a change")
+
+
+def _is_stored(halted: Partition) -> bool:
+    """Whether the change at which a partition halted is within its mark, so that it can run again."""
+    return bool(halted["spilled"] and halted["head"] and halted["head"]["token"] <= halted["spilled"]["to"])
+
+
+def _paused(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
+    paused = [(each, _in(partitions, "paused")) for each, partitions in concerned]
+    if len(concerned) > 1 and all(len(found) == each["partitions"] for each, found in paused):
+        yield degraded(
+            "paused",
+            f"All {len(concerned)} handlers are paused: none starts, and what comes is stored until they are resumed.",
+            line.changes("resume"),
+        )
+        return
+    found = [
+        degraded(
+            "paused",
+            f"{where(each, _indexes(standing))} {'is' if len(standing) == 1 else 'are'} paused: no handler starts, and "
+            f"what comes is stored until {'it is' if len(standing) == 1 else 'they are'} resumed.",
+            line.on("resume", each["name"], _indexes(standing)),
+        )
+        for each, standing in paused
+        if standing
+    ]
+    yield from summed(found, f"have paused partitions; {_ALL}.", line.changes("resume"))
+
+
+def _waiting(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
+    found = []
+    for each, partitions in concerned:
+        standing = _in(partitions, "waiting")
+        if standing:
+            first = min(standing, key=lambda one: one["waiting"]["since"] or "")["waiting"]
+            waits = "waits" if len(standing) == 1 else "wait"
+            text = (
+                f"{where(each, _indexes(standing))} {waits} for infrastructure, since {moment(first['since'])}, with "
+                f"{number(first['count'], 'attempt', 'attempts')}: {cut(first['cause'])}. Restore it, or the handler's "
+                "way to it; then it runs by itself within half a minute, or at once when it is retried."
+            )
+            found.append(degraded("waiting", text, line.on("retry", each["name"], _indexes(standing))))
+    yield from summed(found, f"wait for infrastructure; {_ALL}.", line.changes("retry"))
+
+
+def _parked(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
+    found = []
+    for each, partitions in concerned:
+        late = [one for one in _in(partitions, "parked") if one["retry"]["due_seconds"] > PARKED_SECONDS]
+        if late:
+            longest = max(late, key=lambda one: one["retry"]["due_seconds"])
+            text = (
+                f"{where(each, _indexes(late))} {'is' if len(late) == 1 else 'are'} parked for up to "
+                f"{duration(longest['retry']['due_seconds'])}, since the handler asked for a retry then: later changes "
+                f"wait. `changes head {each['name']} {longest['index']}` shows the change."
+            )
+            found.append(degraded("parked", text, line.on("retry", each["name"], _indexes(late))))
+    yield from summed(found, f"have changes that are parked for long; {_ALL}.", line.changes("retry"))
+
+
+def _missing(concerned: Concerned) -> Iterator[Reason]:
+    found = []
+    for each, partitions in concerned:
+        bare = [one for one in partitions if (one["spilled"] or {}).get("missing")]
+        if bare:
+            text = (
+                f"{where(each, _indexes(bare))} stands still: what should be stored of it is not there. Restore the "
+                "collection spill of the state database from a backup; `changes check` says what to do without one."
+            )
+            found.append(failing("spill_missing", text))
+    yield from summed(found, f"have stored changes that are missing; {_ALL}.", None)
+
+
+# -- what is late ----------------------------------------------------------------------------------
+
+
+def _behind(status: Mapping[str, Any], concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
+    """Partitions that flow, and of which changes have been stored for long: the watermark has passed them."""
+    if status["state"] != "leading":
+        return
+    found = []
+    for each, partitions in concerned:
+        late = [
+            one
+            for one in partitions
+            if one["spilled"] and one["state"] not in _STANDING and one["spilled"]["age_seconds"] >= LAG_SECONDS
+        ]
+        if late:
+            longest = max(late, key=lambda one: one["spilled"]["age_seconds"])
+            has = "has" if len(late) == 1 else "have"
+            text = (
+                f"{where(each, _indexes(late))} {has} been behind for {duration(longest['spilled']['age_seconds'])} "
+                f"({longest['spilled']['reason']}): what is stored is being worked off, or a handler hangs."
+            )
+            found.append(degraded("behind", text, line.changes("head", each["name"], str(longest["index"]))))
+    yield from summed(found, f"have partitions that are behind; {_ALL}.", None)
+
+
+def _histories(status: Mapping[str, Any], concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
+    lost, near = [], []
+    leads = status["state"] == "leading"
+    for each, partitions in concerned:
+        if each["lost"]:
+            lost.append(_lost(each, line, leads=leads))
+        elif each["oplog_share"] is not None and each["oplog_share"] >= THRESHOLDS[0]:
+            near.append(_near(each, partitions, line, leads=leads))
+    yield from summed(lost, "have lost their history; `status` shows them.", None)
+    near.sort(key=lambda reason: reason.rank)
+    yield from summed(near, "are about to lose their history; `status` shows them.", None)
+
+
+def _lost(subscription: Subscription, line: CommandLine, *, leads: bool) -> Reason:
+    name, lost = subscription["name"], subscription["lost"]
+    if lost["decided"]:
+        return degraded(
+            "history_lost",
+            f"{name} has lost its history; it goes on ({lost['decided']}) as soon as a listener leads.",
+            None if leads else line.celery("listener"),
+        )
+    return failing(
+        "history_lost",
+        f"{name} has lost its history before {moment(lost['oldest'])} and stands still: go on with the oldest entry of "
+        "the oplog, or with --from now, and repair by hand what lies between.",
+        line.changes("go-on", name, "--from", "oldest"),
+    )
+
+
+def _near(subscription: Subscription, partitions: Sequence[Partition], line: CommandLine, *, leads: bool) -> Reason:
+    name, share = subscription["name"], subscription["oplog_share"]
+    halted, paused = _indexes(_in(partitions, "halted")), _indexes(_in(partitions, "paused"))
+    cure, command = "Enlarge the oplog with replSetResizeOplog, or add workers.", None
+    if not leads:
+        cure, command = "Let a listener lead.", line.celery("listener")
+    elif halted:
+        cure, command = "What has halted holds it there.", line.on("retry", name, halted)
+    elif paused:
+        cure, command = "What is paused holds it there.", line.on("resume", name, paused)
+    return (failing if share >= SERIOUS else degraded)(
+        "history_at_risk",
+        f"{share:.0%} of the oplog's window lie behind {name}: from 100% on, what was not read is lost. {cure}",
+        command,
+    )
+
+
+def _late(status: Mapping[str, Any], concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
+    """The lag, but for handlers of which something stands: that is told by itself."""
+    if status["state"] != "leading":
+        return
+    late = sorted(
+        (
+            each
+            for each, partitions in concerned
+            if (each["lag_seconds"] or 0) >= LAG_SECONDS and not any(one["state"] in _STANDING for one in partitions)
+        ),
+        key=lambda each: -each["lag_seconds"],
+    )
+    if late:
+        is_late = "is" if len(late) == 1 else "are"
+        yield degraded(
+            "lag",
+            f"{listed([each['name'] for each in late])} {is_late} {duration(late[0]['lag_seconds'])} behind: changes "
+            "are handled so much later. More workers help, or faster handlers.",
+            line.celery("worker"),
+        )
+
+
+def _layouts(status: Mapping[str, Any], served: Sequence[Subscription]) -> Iterator[Reason]:
+    now = datetime.fromisoformat(status["at"])
+    found = [
+        degraded(
+            "layout_waits",
+            f"{each['name']} has been on its way to {each['new_layout']['partitions']} partitions since "
+            f"{moment(each['new_layout']['since'])}: {cut(each['new_layout']['waits'])}. Until then its old ones "
+            "serve.",
+        )
+        for each in served
+        if each["new_layout"]
+        and (now - datetime.fromisoformat(each["new_layout"]["since"])).total_seconds() >= LAYOUT_SECONDS
+    ]
+    yield from summed(found, "wait for a new layout; `status` shows them.", None)
+
+
+# -- what is left over -----------------------------------------------------------------------------
+
+
+def _dead_letters(status: Mapping[str, Any]) -> Iterator[Reason]:
+    count = status["dead_letters"]
+    if count >= DEAD_LETTERS:
+        names = [each["name"] for each in status["subscriptions"] if each["dead_letters"]]
+        of = f" of {listed(names)}" if names else ""
+        yield degraded(
+            "dead_letters",
+            f"{number(count, 'change', 'changes')}{of} {'was' if count == 1 else 'were'} set aside, into the "
+            "collection dead_letters of the state database: nobody handles them any more. Repair what they stand for.",
+        )
+
+
+def _unregistered(status: Mapping[str, Any]) -> Iterator[Reason]:
+    gone = {each["name"] for each in status["subscriptions"] if each["state"] == "unregistered"}
+    if gone and len(gone) < len(status["subscriptions"]):  # else `handlers` says it
+        halted = sum(each["subscription"] in gone and each["state"] == "halted" for each in status["partitions"])
+        stand = f" ({number(halted, 'partition', 'partitions')} halted)" if halted else ""
+        yield degraded(
+            "unregistered",
+            f"{listed(sorted(gone))} {'is' if len(gone) == 1 else 'are'} stored{stand}, but without a handler in this "
+            "app: nobody handles these changes. Import the module with the @bridge.on_change function, or leave it if "
+            "it was removed on purpose.",
+        )

@@ -1,0 +1,240 @@
+"""
+The verdict on a bridge: healthy, degraded or failing, with the reasons and the command that cures each.
+
+There is one. `health`, `status` and `check` say it, and whoever else has to say how a bridge is asks here: from a
+status alone, or with what was found by asking broker and workers beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+from mongo_celery.bridge.operations.findings import Finding
+from mongo_celery.bridge.operations.reasons import (
+    SETTLING_SECONDS,
+    UNLED_SECONDS,
+    UNREAD_SECONDS,
+    UNTAKEN_SECONDS,
+    CommandLine,
+    Reason,
+    cut,
+    degraded,
+    failing,
+    listed,
+)
+from mongo_celery.bridge.operations.spill_check import judge_spill
+from mongo_celery.bridge.operations.standing_reasons import standing_reasons
+from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.quantities import duration, moment, number, size
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
+
+State = Literal["healthy", "degraded", "failing"]
+
+EXIT_CODES: Mapping[str, int] = {"healthy": 0, "degraded": 1, "failing": 2}
+"""Of the commands that say a verdict."""
+
+_ASKED = frozenset({
+    "app", "foreign_leader", "foreign_bridge", "dropped_messages", "layout", "broker", "consumers", "worker_tasks",
+})  # fmt: skip
+"""Findings that are reasons under the same name. What is about a bridge's settings is no reason."""
+_OF_SPILL = frozenset({"spill_refused", "spill_bound", "spill_unserved"})
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeVerdict:
+    """
+    How a bridge is.
+
+    Attributes:
+        bridge: its name.
+        reasons: why it is not healthy, the worst first; empty where it is.
+    """
+
+    bridge: str
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def state(self) -> State:
+        """`failing` while anything stands still until somebody acts, or is about to be lost."""
+        return self.reasons[0].severity if self.reasons else "healthy"
+
+    @property
+    def exit_code(self) -> int:
+        """0 healthy, 1 degraded, 2 failing."""
+        return EXIT_CODES[self.state]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON: `verdict`, and `reasons` with `code`, `severity`, `sentence` and `command`."""
+        return {"verdict": self.state, "reasons": [reason.plain() for reason in self.reasons]}
+
+
+def judge(
+    status: Mapping[str, Any], findings: Iterable[Finding] = (), line: CommandLine | None = None
+) -> BridgeVerdict:
+    """
+    The verdict. Pure.
+
+    Args:
+        status: as `read_status` gives it.
+        findings: of a preflight, where it was asked for: of the lease, the broker and the workers.
+        line: how the person who is told types commands.
+    """
+    line = line or CommandLine()
+    asked = list(findings)
+    reasons = [
+        *_listening(status, line),
+        *_handlers(status, line),
+        *_publishing(status),
+        *_working(status, asked, line),
+        *standing_reasons(status, line),
+        *(_from_finding(each) for each in judge_spill(status) if each.name in _OF_SPILL),
+        *(_from_finding(each, line) for each in asked if each.name in _ASKED and each.level != "ok"),
+    ]
+    return BridgeVerdict(status["bridge"], tuple(sorted(reasons, key=lambda reason: reason.rank)))
+
+
+def unreadable(bridge: str, sentence: str) -> BridgeVerdict:
+    """The verdict where the state cannot be read: MongoDB does not answer, refuses the login, or a right is missing."""
+    return BridgeVerdict(bridge, (failing("state_unreadable", sentence),))
+
+
+def read_verdict(
+    wiring: Wiring, line: CommandLine, ask: Callable[[Wiring], Sequence[Finding]] | None = None
+) -> BridgeVerdict:
+    """
+    Read a bridge's state, and judge it.
+
+    Args:
+        ask: what else to look at; nothing by default, so that nobody but MongoDB is asked.
+
+    Raises:
+        MongoCeleryError: as for `read_status`.
+    """
+    status = read_status(wiring)
+    return judge(status, ask(wiring) if ask is not None else (), line)
+
+
+def _from_finding(finding: Finding, line: CommandLine | None = None) -> Reason:
+    command = line.celery("worker") if line is not None and finding.name == "consumers" else None
+    return (failing if finding.level == "error" else degraded)(finding.name, finding.message, command)
+
+
+# -- the listener and what it reads ----------------------------------------------------------------
+
+
+def _listening(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:
+    start = line.celery("listener")
+    if status["state"] == "never_started":
+        yield degraded("never_started", "No listener has ever led: nothing is read, and no change is handled.", start)
+    elif status["state"] == "idle":
+        since = status["unled_seconds"]
+        gone = "Nobody leads" if since is None else f"Nobody has led for {duration(since)}"
+        if since is not None and since < UNLED_SECONDS:
+            yield degraded("no_listener", f"{gone}: nothing is read, which in a deploy ends by itself.", start)
+        else:
+            yield failing("no_listener", f"{gone}: nothing is read, and no change is handled.", start)
+    elif status["state"] != "leading":
+        yield failing("no_listener", f"Nobody leads, and the last listener ended with: {cut(status['error'])}.", start)
+    elif status["unread_seconds"]:
+        why = cut(status["reading_waits"] or "the server has not answered")
+        yield (failing if status["unread_seconds"] >= UNREAD_SECONDS else degraded)(
+            "reading_waits", f"Nothing has been read for {duration(status['unread_seconds'])}, for any handler: {why}."
+        )
+    if status["locked"]:
+        yield degraded(
+            "locked",
+            f"Open transactions have locked {listed(status['locked'])}: they are led when the server ends these, "
+            "within a minute by default.",
+        )
+
+
+def _handlers(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:
+    registered = [each["name"] for each in status["subscriptions"] if each["state"] != "unregistered"]
+    if not registered:
+        yield failing(
+            "handlers",
+            "This app has no handler for the bridge: import the module with the @bridge.on_change functions, for "
+            "example with include=[...] of the Celery app.",
+        )
+    listener = status["listener"]
+    if listener is None:
+        return
+    process = f"The listener that leads (process {listener['pid']} on {listener['host']})"
+    if listener["handlers"] is None:
+        if _seconds(status["at"], listener["since"]) >= SETTLING_SECONDS:
+            yield degraded(
+                "definitions",
+                f"{process} does not say whose handlers it serves, as one of an earlier version of mongo_celery: it "
+                "does not step down for newer code. End it once that is deployed.",
+            )
+        return
+    unserved = sorted(set(registered) - set(listener["handlers"]))
+    if unserved:
+        yield degraded(
+            "definitions",
+            f"{process} does not know {listed(unserved)}, so nobody handles these changes: deploy this code where "
+            "listeners run.",
+            line.celery("listener"),
+        )
+
+
+def _seconds(at: str, since: str | None) -> float:
+    """Between two times; without end where it is not known since when."""
+    if since is None:
+        return float("inf")
+    return (datetime.fromisoformat(at) - datetime.fromisoformat(since)).total_seconds()
+
+
+# -- the way to the workers ------------------------------------------------------------------------
+
+
+def _publishing(status: Mapping[str, Any]) -> Iterator[Reason]:
+    if status["broker_down"]:
+        yield failing(
+            "broker_down",
+            "The listener cannot publish, since the broker does not answer, or takes nothing: no change reaches a "
+            "worker. What is read is kept.",
+        )
+    if status["rejected_by_broker"]:
+        what, waits = _rejection(status["rejected_by_broker"][0], status["rejected_by_broker_count"])
+        text = f"The broker rejects {what}. {waits}: raise the broker's limit on a message, or lower max_message_bytes."
+        yield failing("broker_rejects", text)
+    if status["not_stored"]:
+        what, waits = _rejection(status["not_stored"][0], status["not_stored_count"])
+        text = (
+            f"MongoDB does not store what is too large for a message: {what}. {waits}: it lacks a right on the "
+            "collection spill, or room on the disk."
+        )
+        yield failing("not_stored", text)
+
+
+def _rejection(first: Mapping[str, Any], count: int) -> tuple[str, str]:
+    more = f", and {count - 1} more" if count > 1 else ""
+    waits = "Its partition waits" if count == 1 else "Their partitions wait"
+    what = f"{cut(first['key'])} ({size(first['bytes'])}){more}, since {moment(first['since'])}: {cut(first['error'])}"
+    return what, waits
+
+
+def _working(status: Mapping[str, Any], asked: Sequence[Finding], line: CommandLine) -> Iterator[Reason]:
+    """Whether anybody works: as they answered, where they were asked; else as what they leave undone shows it."""
+    silent = any(each.name == "no_worker" for each in asked)
+    if any(each.name == "workers" and each.level == "ok" for each in asked):
+        return
+    if any((each["claim"] and each["claim"]["live"]) or each["handled"] for each in status["partitions"]):
+        return  # a busy solo pool does not answer
+    sent = status["outstanding"] or 0
+    start = line.celery("worker")
+    if silent and sent:
+        text = f"No worker answers, and {number(sent, 'run of changes waits', 'runs of changes wait')} for one."
+        yield failing("no_worker", text, start)
+    elif silent:
+        yield degraded("no_worker", "No worker answers: the next change waits for one.", start)
+    elif sent and status["state"] == "leading" and (status["lag_seconds"] or 0) >= UNTAKEN_SECONDS:
+        waits = duration(status["lag_seconds"])
+        text = f"Changes were sent, the oldest has waited for {waits}, and no worker has one in hand."
+        yield degraded("no_worker", text, start)

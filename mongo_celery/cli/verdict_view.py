@@ -1,0 +1,41 @@
+"""How a verdict looks on a terminal: one line, then each reason with the command that cures it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from mongo_celery.quantities import number
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.verdict import BridgeVerdict
+
+COLORS = {"healthy": "green", "degraded": "yellow", "failing": "red"}
+_INDENT = (0, 0, 0, 2)
+
+
+def verdict_view(verdict: BridgeVerdict) -> RenderableType:
+    """
+    The verdict on one bridge.
+
+    A command stands on a line of its own, and is not broken, so that it can be copied; print it with `crop=False`.
+    """
+    return Group(*_parts(verdict))
+
+
+def _parts(verdict: BridgeVerdict) -> Iterator[RenderableType]:
+    line = Text.assemble((verdict.bridge, "bold"), " is ", (verdict.state, COLORS[verdict.state]))
+    if not verdict.reasons:
+        yield line
+        return
+    yield line.append(f", for {number(len(verdict.reasons), 'reason', 'reasons')}:")
+    for reason in verdict.reasons:
+        yield Padding(
+            Text.assemble((reason.code, COLORS[reason.severity]), f": {reason.sentence}"), _INDENT, expand=False
+        )
+        if reason.command is not None:
+            yield Text(f"    {reason.command}", style="bold", no_wrap=True, overflow="ignore")

@@ -1,0 +1,186 @@
+"""One verdict, by commands as people run them; what it prints cures what it says, typed as it is printed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from tests.acceptance.test_cli import APP, NOWHERE, Done, Shop, run
+from tests.fixtures.process import Processes, wait_for
+from tests.fixtures.redis import MakeRedis
+from tests.integration.guarded import GuardedMongo
+
+Document = dict[str, Any]
+_WORKER = ("worker", "-c", "1", "-l", "INFO", "--without-gossip", "--without-mingle", "--without-heartbeat")
+_COLUMNS = 80
+
+
+@pytest.fixture
+def shop(processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str) -> Iterator[Shop]:
+    """Give the project on the session's servers, with nothing started."""
+    project = Shop(processes, mongo_client, mongo_url, redis_url)
+    yield project
+    for suffix in ("data", "state"):
+        mongo_client.drop_database(f"{project.names}_{suffix}")
+
+
+def health(shop: Shop, **variables: str) -> tuple[int, Document]:
+    """What `health --json` ends with, and what it says."""
+    done = shop.changes("health", "--json", **variables)
+    assert done.stdout, done.stderr
+    found: Document = json.loads(done.stdout)
+    assert set(found) == {"bridge", "verdict", "reasons"}
+    assert done.returncode == {"healthy": 0, "degraded": 1, "failing": 2}[found["verdict"]]
+    assert "Traceback" not in done.stderr
+    return done.returncode, found
+
+
+def wait_healthy(shop: Shop) -> None:
+    """Wait until the bridge is said to be healthy; by people's form, too."""
+    said: list[str] = []
+
+    def healthy() -> bool:
+        done = shop.changes("health")
+        said.append(done.stdout)
+        return (done.returncode, done.stdout) == (0, "shop is healthy\n")
+
+    wait_for(healthy, message=lambda: f"health: {said}")
+
+
+def as_printed(shop: Shop, command: str) -> Done:
+    """Run a command line that was printed."""
+    program, *words = shlex.split(command)
+    assert program == "celery"
+    return run(*words, environment=shop._environment)
+
+
+def test_a_halt_is_cured_by_the_command_that_was_printed(shop: Shop) -> None:
+    """From the first look to the last: failing, with the change and its error; the cause is cured; healthy again."""
+    shop.start_all()
+    shop.orders.insert_one({"_id": 1})
+    shop.wait_for_summaries(1)
+    wait_healthy(shop)
+    assert shop.json("status")["verdict"] == "healthy"
+
+    shop.orders.insert_one({"_id": 2, "customer": "ann"})
+    index = shop.wait_for_halt()["_id"].rpartition("/")[2]
+    code, found = health(shop)
+    (reason,) = found["reasons"]
+    assert (code, reason["code"], reason["severity"]) == (2, "halted", "failing")
+    assert "LookupError: no such customer" in reason["sentence"]
+    assert reason["command"] == f"celery -A {APP} changes retry summarise --partition {index}"
+    told = shop.changes("status")
+    assert (told.returncode, told.stdout.splitlines()[-1].strip()) == (2, reason["command"])
+    checked = shop.changes("check")
+    assert (checked.returncode, reason["command"] in checked.stdout, "well" in checked.stdout) == (1, True, False)
+
+    shop.summaries.database["customers"].insert_one({"_id": "ann"})
+    cured = as_printed(shop, reason["command"])
+    assert (cured.returncode, cured.stdout) == (0, f"summarise: retried {index}\n")
+    shop.wait_for_summaries(2)
+    wait_healthy(shop)
+
+
+def test_a_pause_is_one_reason_and_its_command_ends_it(shop: Shop) -> None:
+    """Degraded, since somebody asked for it; one line in `status`, whatever the number of partitions."""
+    shop.start_all()
+    paused = shop.changes("pause", "summarise")
+    code, found = health(shop)
+    assert paused.stdout.splitlines()[-1] == f"To let it flow again: {found['reasons'][0]['command']}"
+    assert (code, [each["code"] for each in found["reasons"]]) == (1, ["paused"])
+    assert "    summarise 0-1 paused\n" in shop.changes("status").stdout
+    assert as_printed(shop, found["reasons"][0]["command"]).returncode == 0
+    wait_healthy(shop)
+
+
+def test_nobody_who_leads_and_nobody_who_works_are_seen(shop: Shop) -> None:
+    """From before the first start: each is told with the command that starts what is missing."""
+    code, found = health(shop)
+    start, work = f"celery -A {APP} listener", f"celery -A {APP} worker"
+    assert (code, {each["code"]: each["command"] for each in found["reasons"]}) == (
+        1,
+        {"never_started": start, "no_worker": work},
+    )
+    assert shop.status(1)["reasons"][0]["code"] == "never_started"
+
+    shop.start("listener", awaited="leading bridge")
+    shop.orders.insert_one({"_id": 1})
+    shop.wait_for_report(outstanding=1)
+    code, found = health(shop)
+    assert (code, [(each["code"], each["command"]) for each in found["reasons"]]) == (2, [("no_worker", work)])
+    level, findings = shop.findings()
+    assert (level, findings["no_worker"]["level"]) == (1, "error")
+
+    shop.start(*_WORKER, awaited="ready")
+    shop.wait_for_summaries(1)
+    wait_healthy(shop)
+
+
+def test_a_listener_that_is_gone_is_failing_after_the_time_of_a_deploy(shop: Shop, processes: Processes) -> None:
+    """And not before; the state alone says so."""
+    shop.start("listener", awaited="leading bridge")
+    processes.started[-1].terminate()
+    status = shop.status(1)
+    assert (status["state"], [each["code"] for each in status["reasons"]]) == ("idle", ["no_listener"])
+    leases = shop.state["leases"]
+    renewed = (leases.find_one() or {})["renewedAt"]
+    leases.update_one({}, {"$set": {"renewedAt": renewed - timedelta(minutes=5)}})
+    status = shop.status(2)
+    (reason,) = status["reasons"]
+    assert reason["sentence"].startswith("Nobody has led for 5 min")
+    shop.start(*shlex.split(reason["command"])[3:], awaited="leading bridge")
+    assert shop.json("status")["state"] == "leading"
+
+
+def test_a_refused_login_is_failing_and_shows_no_password(shop: Shop, make_redis: MakeRedis) -> None:
+    """Of MongoDB, and of the broker; in one sentence, and in `check`."""
+    with GuardedMongo() as server:
+        url = server.add_user("hush", ("readWrite", f"{shop.names}_state"), ("read", f"{shop.names}_data"))
+        wrong = url.replace("hush:hush", "hush:wrong")
+        code, found = health(shop, PROJECT_MONGO=wrong)
+        told = shop.changes("health", PROJECT_MONGO=wrong)
+        level, findings = shop.findings(PROJECT_MONGO=wrong)
+    (reason,) = found["reasons"]
+    assert (code, reason["code"], reason["command"], "login" in reason["sentence"]) == (
+        2,
+        "state_unreadable",
+        None,
+        True,
+    )
+    assert (told.returncode, told.stderr) == (2, "")
+    assert (level, "login" in findings["mongodb"]["message"]) == (1, True)
+    assert "wrong" not in told.stdout + json.dumps([found, findings])
+
+    redis = make_redis(options=["--requirepass", "hush"])
+    refused = redis.url.replace("redis://", "redis://:wrong@")
+    code, found = health(shop, PROJECT_BROKER=refused)
+    assert (code, found["reasons"][0]["code"]) == (2, "broker")
+    level, findings = shop.findings(PROJECT_BROKER=refused)
+    assert (level, findings["broker"]["level"]) == (1, "error")
+    assert "wrong" not in json.dumps([found, findings])
+
+
+def test_a_server_that_does_not_answer_is_failing(shop: Shop) -> None:
+    """With status 2, in people's form and in JSON; nothing is called well."""
+    away = {"PROJECT_MONGO": f"mongodb://hush:secret@{NOWHERE}/?replicaSet=rs0"}
+    code, found = health(shop, **away)
+    assert (code, found["verdict"], found["reasons"][0]["code"]) == (2, "failing", "state_unreadable")
+    told = shop.changes("health", **away, COLUMNS=str(_COLUMNS))
+    assert (told.returncode, told.stdout.startswith("shop is failing, for 1 reason:\n")) == (2, True)
+    assert "secret" not in told.stdout + json.dumps(found)
+
+
+def test_a_source_that_does_not_exist_is_told_by_check(shop: Shop) -> None:
+    """Until its first document; a slip of the pen would be silent for ever."""
+    _, findings = shop.findings()
+    assert findings["sources"]["level"] == "warning"
+    assert f"summarise listens to {shop.names}_data.orders, which does not exist" in findings["sources"]["message"]
+    shop.orders.insert_one({"_id": 1})
+    _, findings = shop.findings()
+    assert findings["sources"]["level"] == "ok"

@@ -1,0 +1,489 @@
+"""The verdict on a bridge: every reason there is, from hand-made statuses, and what is no reason."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from bson import Timestamp
+from bson.int64 import Int64
+from celery.bin.celery import celery as celery_command
+
+from mongo_celery.bridge.operations.amounts import StoredAmounts
+from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
+from mongo_celery.bridge.operations.reasons import (
+    CODES,
+    LAG_SECONDS,
+    LAYOUT_SECONDS,
+    PARKED_SECONDS,
+    SETTLING_SECONDS,
+    UNLED_SECONDS,
+    UNREAD_SECONDS,
+    UNTAKEN_SECONDS,
+    CommandLine,
+)
+from mongo_celery.bridge.operations.state_check import judge_state
+from mongo_celery.bridge.operations.status import Facts, shape
+from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreadable
+from mongo_celery.bridge.state.spill import Amount
+from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.mongo.oplog import Oplog
+from tests.unit.test_status import (
+    GIB,
+    IDLE_REPORT,
+    LOST,
+    MARK,
+    NOON,
+    SECOND,
+    SERVED,
+    facts,
+    image,
+    lease,
+    subscription,
+)
+
+PAGE = Path(__file__).parents[2] / "docs/operations.md"
+LINE = CommandLine("shop")
+ERROR = "ValueError: no"
+HEAD = {"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"}
+CLAIM = {"owner": "x", "first": Int64(6), "last": Int64(6), "until": NOON, "ttl": Int64(10_000)}
+REJECTED = {"partition": "summarise 1", "key": "shop.orders insert 1", "bytes": 9 << 20, "error": "too large"}
+NEW_LAYOUT = {"subscription": "summarise", "partitions": 7, "waits": "waits for a claim"}
+NONE_ANSWERED = warning("no_worker", "none")
+SERVING = {**SERVED, "definitions": {"summarise": "1"}}
+
+
+def reporting(**changes: Any) -> dict[str, Any]:
+    return lease(**SERVING, report={**IDLE_REPORT, **changes})
+
+
+def since(seconds: int) -> Any:
+    """A time so long before the one at which `facts` are read."""
+    return NOON + timedelta(seconds=10 - seconds)
+
+
+def storing(share: float, waits: str | None = None) -> dict[str, Any]:
+    amounts = {("summarise", 0): Amount(4, 1000)}
+    stored = StoredAmounts(amounts, Amount(9, int(share * 8 * GIB)), waits=waits)
+    return {"stored": stored, "images": [image(0, spilled=fresh()), image(1)]}
+
+
+def fresh(reason: str = "running", age: int = 20) -> dict[str, Any]:
+    return {**MARK, "since": since(age), "reason": reason}
+
+
+def behind(share: float) -> dict[str, Any]:
+    """A subscription behind which so much of the oplog's window lies."""
+    window = 10 / share
+    return {"oplog": Oplog(Timestamp(int(SECOND + 10 - window), 1), Timestamp(SECOND + 10, 1)), "oplog_rolls": True}
+
+
+def late(seconds: int, **report: Any) -> dict[str, Any]:
+    """A subscription whose watermark is so old, and a listener that has something to do."""
+    stored = subscription(clusterTime=Timestamp(SECOND + 10 - seconds, 1))
+    return {"subscriptions": [stored], "lease": reporting(buffered=1, **report)}
+
+
+def halted(index: int = 1, **changes: Any) -> Any:
+    return image(index, **{"state": "halted", "error": ERROR, "retries": 1, "head": HEAD, **changes})
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    What leads to one reason, and to no other.
+
+    Attributes:
+        findings: what was found by asking.
+        without: changes with which it is no reason any more: the smallest that cures it, or the threshold's other side.
+    """
+
+    facts: dict[str, Any]
+    severity: str
+    command: str | None
+    words: str
+    findings: tuple[Finding, ...] = ()
+    without: dict[str, Any] | None = None
+
+
+START = "celery -A shop listener"
+WORK = "celery -A shop worker"
+RETIRED = subscription("retired", epoch=Int64(1))
+CASES: dict[str, list[Case]] = {
+    "no_listener": [
+        Case(
+            {"lease": lease(live=False, state="idle", renewedAt=since(UNLED_SECONDS))},
+            "failing",
+            START,
+            "Nobody has led",
+        ),
+        Case(
+            {"lease": lease(live=False, state="idle", renewedAt=since(UNLED_SECONDS - 1))},
+            "degraded",
+            START,
+            "in a deploy",
+            without={"lease": lease(**SERVING)},
+        ),
+        Case({"lease": lease(live=False, state="failed", error="no right")}, "failing", START, "ended with: no right."),
+    ],
+    "never_started": [
+        Case({"lease": None, "subscriptions": [], "images": []}, "degraded", START, "No listener has ever led"),
+    ],
+    "handlers": [Case({"registered": ()}, "failing", None, "has no handler")],
+    "history_lost": [
+        Case(
+            {"subscriptions": [subscription(lost=LOST)]},
+            "failing",
+            "celery -A shop changes go-on summarise --from oldest",
+            "stands still",
+        ),
+        Case(
+            {"subscriptions": [subscription(lost={**LOST, "goOn": {"policy": "now"}})]},
+            "degraded",
+            None,
+            "goes on (now)",
+        ),
+    ],
+    "history_at_risk": [
+        Case(behind(0.91), "failing", None, "lie behind summarise", without=behind(0.45)),
+        Case(behind(0.55), "degraded", None, "Enlarge the oplog"),
+    ],
+    "app": [Case({}, "failing", None, "another app", (error("app", "another app"),), {})],
+    "foreign_leader": [Case({}, "failing", None, "two lead", (error("foreign_leader", "two lead"),), {})],
+    "foreign_bridge": [Case({}, "failing", None, "foreign", (error("foreign_bridge", "foreign"),), {})],
+    "layout": [Case({}, "degraded", None, "16, this app 4", (warning("layout", "16, this app 4"),), {})],
+    "dropped_messages": [Case({}, "degraded", None, "2 forged", (warning("dropped_messages", "2 forged"),), {})],
+    "broker": [Case({}, "failing", None, "No answer", (error("broker", "No answer"),), {})],
+    "worker_tasks": [Case({}, "failing", None, "lacks", (error("worker_tasks", "lacks"),), {})],
+    "consumers": [Case({}, "failing", WORK, "shop.1", (error("consumers", "shop.1"),), {})],
+    "spill_missing": [
+        Case(
+            {**storing(0.0), "stored": replace(storing(0.0)["stored"], missing=frozenset({("summarise", 0)}))},
+            "failing",
+            None,
+            "Partition 0 of summarise",
+            without=storing(0.0),
+        ),
+    ],
+    "spill_refused": [Case(storing(0.1, "one has its share"), "failing", None, "its share", without=storing(0.1))],
+    "spill_bound": [
+        Case(storing(0.9), "failing", None, "90%", without=storing(0.7)),
+        Case(storing(0.75), "degraded", None, "75%"),
+    ],
+    "broker_down": [Case({"lease": reporting(brokerDown=True)}, "failing", None, "cannot publish")],
+    "no_worker": [
+        Case({}, "degraded", WORK, "the next change waits", (NONE_ANSWERED,), {}),
+        Case({"lease": reporting(outstanding=2)}, "failing", WORK, "2 runs of changes wait", (NONE_ANSWERED,), {}),
+        Case(
+            late(UNTAKEN_SECONDS, outstanding=2),
+            "degraded",
+            WORK,
+            "no worker has one in hand",
+            without=late(UNTAKEN_SECONDS - 1, outstanding=2),
+        ),
+    ],
+    "reading_waits": [
+        Case(
+            {"lease": reporting(unreadSeconds=UNREAD_SECONDS, readingWaits="gone")},
+            "failing",
+            None,
+            "any handler: gone.",
+        ),
+        Case({"lease": reporting(unreadSeconds=UNREAD_SECONDS - 1)}, "degraded", None, "the server has not answered"),
+    ],
+    "halted": [
+        Case(
+            {"images": [image(0), halted(3)]},
+            "failing",
+            "celery -A shop changes retry summarise --partition 3",
+            "Partition 3 of summarise has halted at shop.orders insert 1: ValueError: no. Its later changes wait until",
+            without={"images": [image(0), image(3)]},
+        ),
+        Case(
+            {"images": [halted(index) for index in range(16)]},
+            "failing",
+            "celery -A shop changes retry summarise",
+            "Partitions 0, 1, 2 and 13 more of summarise have halted, the first at",
+        ),
+    ],
+    "broker_rejects": [
+        Case({"lease": reporting(rejected=[{**REJECTED, "since": NOON}], rejectedCount=3)}, "failing", None, "2 more"),
+    ],
+    "not_stored": [
+        Case(
+            {"lease": reporting(notStored=[{**REJECTED, "since": NOON}], notStoredCount=1)}, "failing", None, "9.0 MiB"
+        ),
+    ],
+    "waiting": [
+        Case(
+            {"images": [image(1, waiting={"since": NOON, "cause": "AutoReconnect: gone", "count": 9}, due_in=4.0)]},
+            "degraded",
+            "celery -A shop changes retry summarise --partition 1",
+            "since 2030-01-01 12:00:00 UTC, with 9 attempts: AutoReconnect: gone.",
+        ),
+    ],
+    "lag": [
+        Case(late(LAG_SECONDS), "degraded", WORK, "summarise is 5 min behind", without=late(LAG_SECONDS - 1)),
+    ],
+    "behind": [
+        Case(
+            {"images": [image(1, spilled=fresh("running", LAG_SECONDS))]},
+            "degraded",
+            "celery -A shop changes head summarise 1",
+            "behind for 5 min (running)",
+            without={"images": [image(1, spilled=fresh("running", LAG_SECONDS - 1))]},
+        ),
+    ],
+    "locked": [Case({"lease": reporting(locked=["summarise 1"])}, "degraded", None, "summarise 1")],
+    "layout_waits": [
+        Case(
+            {"lease": reporting(moving=[{**NEW_LAYOUT, "since": since(LAYOUT_SECONDS)}])},
+            "degraded",
+            None,
+            "7 partitions since",
+            without={"lease": reporting(moving=[{**NEW_LAYOUT, "since": since(LAYOUT_SECONDS - 1)}])},
+        ),
+    ],
+    "definitions": [
+        Case(
+            {"lease": lease(acquiredAt=since(SETTLING_SECONDS))},
+            "degraded",
+            None,
+            "of an earlier version",
+            without={"lease": lease(acquiredAt=since(SETTLING_SECONDS - 1))},
+        ),
+        Case({"registered": ("bill", "summarise")}, "degraded", START, "does not know bill"),
+    ],
+    "parked": [
+        Case(
+            {"images": [image(1, due_in=PARKED_SECONDS + 3700.0)]},
+            "degraded",
+            "celery -A shop changes retry summarise --partition 1",
+            "parked for up to 2 h",
+            without={"images": [image(1, due_in=PARKED_SECONDS - 1.0)]},
+        ),
+    ],
+    "paused": [
+        Case(
+            {"images": [image(0), image(1, state="paused")]},
+            "degraded",
+            "celery -A shop changes resume summarise --partition 1",
+            "Partition 1 of summarise is paused",
+        ),
+        Case(
+            {
+                "images": [image(index, state="paused") for index in range(2)],
+                "layouts": {"summarise": Layout(0, 2, "")},
+            },
+            "degraded",
+            "celery -A shop changes resume summarise",
+            "All 2 partitions of summarise are paused",
+        ),
+    ],
+    "dead_letters": [
+        Case({"dead_letters": {"summarise": 2}}, "degraded", None, "2 changes of summarise were set aside"),
+        Case({"dead_letters": {"summarise": 1}}, "degraded", None, "1 change of summarise was set aside"),
+    ],
+    "spill_unserved": [],  # never alone: see below
+    "unregistered": [
+        Case(
+            {"subscriptions": [subscription(), RETIRED]}, "degraded", None, "retired is stored, but without a handler"
+        ),
+    ],
+    "state_unreadable": [],  # there is no status to judge then
+}
+ALL = [pytest.param(code, case, id=f"{code}-{index}") for code, of in CASES.items() for index, case in enumerate(of)]
+
+
+def calm(**changes: Any) -> Facts:
+    return facts(**{"lease": lease(**SERVING), **changes})
+
+
+def judged(case: Case) -> BridgeVerdict:
+    return judge(shape(calm(**case.facts)), case.findings, LINE)
+
+
+def test_a_bridge_that_has_nothing_wrong_is_healthy() -> None:
+    """No reason, and status 0; also where workers have answered."""
+    verdict = judge(shape(calm()), (ok("workers", "2 of 2"), ok("broker", "answers")), LINE)
+    assert (verdict.bridge, verdict.state, verdict.exit_code, verdict.reasons) == ("shop", "healthy", 0, ())
+    assert verdict.plain() == {"verdict": "healthy", "reasons": []}
+
+
+@pytest.mark.parametrize(("code", "case"), ALL)
+def test_a_reason_is_told_alone_with_its_severity_its_cost_and_its_command(code: str, case: Case) -> None:
+    """P16: each rule by itself; without it the bridge would be called healthy."""
+    (reason,) = judged(case).reasons
+    assert (reason.code, reason.severity, reason.command) == (code, case.severity, case.command)
+    assert case.words in reason.sentence
+    assert reason.sentence.endswith(".") or case.findings
+    assert judged(case).exit_code == {"degraded": 1, "failing": 2}[case.severity]
+    if case.without is not None:
+        assert judge(shape(calm(**case.without)), (), LINE).state == "healthy"
+
+
+def test_every_code_has_a_case() -> None:
+    """A reason that nothing leads to protects nobody."""
+    assert set(CASES) == set(CODES)
+    assert len(CODES) == len(set(CODES))
+    assert unreadable("shop", "no answer").reasons[0].code == "state_unreadable"
+    assert unreadable("shop", "no answer").exit_code == 2
+
+
+def test_the_worst_comes_first() -> None:
+    """What is failing before what is degraded, and in these what touches all before what touches one."""
+    everything = calm(
+        lease=lease(live=False, state="idle", renewedAt=since(UNLED_SECONDS)),
+        images=[image(0, state="paused"), halted(1)],
+        dead_letters={"summarise": 1},
+        subscriptions=[subscription(), RETIRED],
+        stored=StoredAmounts({}, None),
+    )
+    codes = [reason.code for reason in judge(shape(everything)).reasons]
+    assert codes == ["no_listener", "halted", "paused", "dead_letters", "unregistered"]
+
+
+def test_what_is_stored_of_a_handler_that_is_gone_is_told_beside_it() -> None:
+    """It takes room under the bound; and what has halted there cannot be retried here, so no command says so."""
+    gone = replace(halted(1, spilled=MARK), subscription="retired")
+    stored = StoredAmounts({("retired", 1): Amount(4, 9)}, Amount(4, 9))
+    verdict = judge(shape(calm(subscriptions=[subscription(), RETIRED], images=[image(0), gone], stored=stored)))
+    assert [(each.code, each.command) for each in verdict.reasons] == [("spill_unserved", None), ("unregistered", None)]
+    assert "(1 partition halted)" in verdict.reasons[1].sentence
+
+
+def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
+    """`changes retry` would refuse it; unless it is stored (P13)."""
+    lost = {"subscriptions": [subscription(lost=LOST)]}
+    found = {each.code: each for each in judged(Case({**lost, "images": [halted(3)]}, "", None, "")).reasons}
+    reason = found["halted"]
+    assert reason.command == "celery -A shop changes skip summarise --partition 3"
+    assert "`changes head summarise 3`" in reason.sentence
+    kept = Case({**lost, "images": [halted(3, spilled=MARK)]}, "", None, "")
+    assert {each.code: each.command for each in judged(kept).reasons}["halted"] == (
+        "celery -A shop changes retry summarise --partition 3"
+    )
+
+
+def test_a_busy_worker_that_does_not_answer_is_seen_by_what_it_does() -> None:
+    """A solo pool; and workers that have answered are not called absent because of what they leave undone."""
+    running = image(0, claim=CLAIM, live=True)
+    assert judge(shape(calm(images=[running])), (NONE_ANSWERED,)).state == "healthy"
+    assert judge(shape(calm(images=[running], **late(UNTAKEN_SECONDS, outstanding=1)))).state == "healthy"
+    answered = judge(shape(calm(**late(UNTAKEN_SECONDS, outstanding=1))), (ok("workers", "1 of 1"),))
+    assert answered.state == "healthy"
+
+
+def test_what_stands_is_not_called_late_too() -> None:
+    """The lag of a handler that stands is no second reason, and more workers would not cure it."""
+    codes = [reason.code for reason in judge(shape(calm(images=[halted()], **late(LAG_SECONDS)))).reasons]
+    assert codes == ["halted"]
+
+
+def test_an_oplog_that_cannot_be_read_is_no_reason() -> None:
+    """No right, or a mongos: that is so for ever, and `check` says it."""
+    assert judge(shape(calm(oplog=None))).state == "healthy"
+
+
+def test_a_handler_of_which_no_listener_knows_is_new_before_the_first_start() -> None:
+    """A bridge in which everything is missing has one reason."""
+    status = shape(facts(lease=None, subscriptions=[], images=[], registered=("bill", "summarise")))
+    assert [reason.code for reason in judge(status).reasons] == ["never_started"]
+
+
+@pytest.mark.parametrize("state", ["halted", "paused"])
+def test_very_many_reasons_are_a_few_lines(state: str) -> None:
+    """200 handlers of 16 partitions: some by name, the others by number, with the command for all."""
+    names = [f"handler_{number:03}" for number in range(200)]
+    images = [
+        replace(halted(index) if state == "halted" else image(index, state=state), subscription=name)
+        for name in names
+        for index in range(16)
+        if (name, index) != (names[-1], 15)
+    ]
+    layouts = {name: Layout(0, 16, "") for name in names}
+    status = shape(
+        calm(
+            lease=lease(**{**SERVED, "definitions": dict.fromkeys(names, "1")}),
+            registered=tuple(names),
+            subscriptions=[subscription(name) for name in names],
+            images=images,
+            layouts=layouts,
+        )
+    )
+    verdict = judge(status, (), LINE)
+    assert len(verdict.reasons) == 4
+    verb = "retry" if state == "halted" else "resume"
+    assert verdict.reasons[0].command == f"celery -A shop changes {verb} handler_000"
+    assert verdict.reasons[-1].sentence.startswith("197 more handlers have")
+    assert verdict.reasons[-1].command == f"celery -A shop changes {verb}"
+
+
+def test_a_bridge_that_is_paused_as_a_whole_is_one_reason() -> None:
+    """And one command."""
+    names = ("bill", "summarise")
+    images = [replace(image(index, state="paused"), subscription=name) for name in names for index in range(2)]
+    status = shape(
+        calm(
+            lease=lease(**SERVED),
+            registered=names,
+            subscriptions=[subscription(name) for name in names],
+            images=images,
+            layouts=dict.fromkeys(names, Layout(0, 2, "")),
+        )
+    )
+    (reason,) = judge(status, (), replace(LINE, bridge="orders of [x]")).reasons
+    assert reason.command == "celery -A shop changes resume --bridge 'orders of [x]'"
+    assert reason.sentence.startswith("All 2 handlers are paused")
+
+
+def test_what_others_have_said_is_one_short_line() -> None:
+    """A handler's error may have lines, markup, and no end."""
+    (reason,) = judge(shape(calm(images=[halted(error="ValueError: a\n[b]\n" + "x" * 5000)]))).reasons
+    assert "ValueError: a [b] xxx" in reason.sentence
+    assert len(reason.sentence) < 500
+
+
+def test_check_says_what_the_verdict_says() -> None:
+    """One opinion: each reason is a finding under its code, and nothing is called well beside it."""
+    found = list(judge_state(shape(calm(images=[halted(1)], dead_letters={"summarise": 1})), (), LINE))
+    told = {each.name: each for each in found}
+    assert {name: each.level for name, each in told.items()} == {
+        "listener": "ok",
+        "halted": "error",
+        "dead_letters": "warning",
+    }
+    assert told["halted"].command == "celery -A shop changes retry summarise --partition 1"
+    assert {each.level for each in judge_state(shape(calm()))} == {"ok"}
+
+
+def test_every_command_of_a_reason_exists() -> None:
+    """With its arguments and options; a command that is printed must run as it is."""
+    cases = [case for of in CASES.values() for case in of]
+    for command in {reason.command for case in cases for reason in judged(case).reasons}:
+        if command is not None:
+            _parse(shlex.split(command)[3:])
+
+
+def _parse(words: list[str]) -> None:
+    command: click.Command = celery_command.commands[words[0]]
+    if isinstance(command, click.Group):
+        command = command.commands[words[1]]
+        command.make_context(words[1], words[2:])
+    else:
+        assert words[1:] == []
+
+
+def test_the_table_of_reasons_is_the_codes() -> None:
+    """Every code has a row with severity, meaning, cost and command; none is promised that does not exist."""
+    rows = re.findall(r"^\| `(\w+)` \| ((?:degraded|failing)(?:, failing)?) \|", PAGE.read_text(), re.MULTILINE)
+    assert [code for code, _ in rows] == list(CODES)
+    severities = {code: sorted({case.severity for case in of}) for code, of in CASES.items()}
+    severities |= {"state_unreadable": ["failing"], "spill_unserved": ["degraded"]}
+    assert {code: text.split(", ") for code, text in rows} == severities
