@@ -20,6 +20,7 @@ pytest_plugins = [
     "tests.fixtures.failpoint",
     "tests.fixtures.proxy",
     "tests.fixtures.process",
+    "tests.fixtures.tracing",
 ]
 
 _PROCESSES_PER_CORE = 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 from uuid import uuid4
@@ -13,6 +13,7 @@ from celery import Celery
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.outbox.canvas import encoded, frozen, representation
 from mongo_celery.outbox.events import CONTENT_TYPE, Event, cloud_event
+from mongo_celery.tracing import stored_trace, trace_to_store
 
 FIELD = "pendingEvents"
 """The field of a document that holds its entries; the name comes from the technique's source."""
@@ -35,6 +36,7 @@ class Entry:
         content_encoding: of the payload.
         payload: the frozen signature in its task's own serializer, or the event's JSON.
         attempts: how often its publishing has failed through its own fault.
+        trace: the trace context in which it was written; empty where there was none.
     """
 
     id: str
@@ -46,10 +48,11 @@ class Entry:
     content_encoding: str
     payload: str | bytes
     attempts: int = 0
+    trace: Mapping[str, str] = field(default_factory=dict)
 
     def to_document(self) -> dict[str, Any]:
         """As it is stored; `attempts` is there from the beginning, so that counting never makes a document grow."""
-        return {
+        document = {
             "id": self.id,
             "kind": self.kind,
             "at": self.at,
@@ -60,6 +63,7 @@ class Entry:
             "payload": self.payload,
             "attempts": self.attempts,
         }
+        return {**document, "trace": dict(self.trace)} if self.trace else document
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Entry:
@@ -79,6 +83,7 @@ class Entry:
             content_encoding=document["contentEncoding"],
             payload=document["payload"],
             attempts=int(document.get("attempts", 0)),
+            trace=stored_trace(document.get("trace")),
         )
 
 
@@ -101,6 +106,7 @@ def task_entry(app: Celery, signature: object, now: datetime) -> Entry:
         content_type=content_type,
         content_encoding=content_encoding,
         payload=payload,
+        trace=trace_to_store(),
     )
 
 
@@ -114,6 +120,7 @@ def event_entry(event: object, now: datetime, *, source: str, subject: str | Non
     if not isinstance(event, Event):
         raise OutboxRefusedError(f"{type(event).__name__} is no event; pass mongo_celery.Event(routing_key, body).")
     id = str(uuid4())  # noqa: A001
+    trace = trace_to_store()
     return Entry(
         id=id,
         kind="event",
@@ -122,7 +129,8 @@ def event_entry(event: object, now: datetime, *, source: str, subject: str | Non
         argsrepr="",
         content_type=CONTENT_TYPE,
         content_encoding="utf-8",
-        payload=cloud_event(event, id=id, source=source, time=now, subject=subject),
+        payload=cloud_event(event, id=id, source=source, time=now, subject=subject, trace=trace),
+        trace=trace,
     )
 
 

@@ -17,6 +17,9 @@ from mongo_celery.mongo.redaction import short
 
 CONTENT_TYPE = "application/json"
 _KEY_BYTES_MAX = 255  # AMQP's short string
+_TRACE = ("traceparent", "tracestate")
+"""Attributes of CloudEvents' extension for distributed tracing."""
+
 _OWN = ("specversion", "id", "source", "type", "time", "subject", "datacontenttype", "data")
 
 
@@ -43,9 +46,25 @@ class Event:
     attributes: Mapping[str, str | int | bool] = field(default_factory=dict)
 
 
-def cloud_event(event: Event, *, id: str, source: str, time: datetime, subject: str | None) -> str:  # noqa: A002
+def cloud_event(
+    event: Event,
+    *,
+    id: str,  # noqa: A002 - CloudEvents' word
+    source: str,
+    time: datetime,
+    subject: str | None,
+    trace: Mapping[str, str],
+) -> str:
     """
     The event as JSON text: CloudEvents 1.0, structured mode.
+
+    Args:
+        event: what to tell.
+        id: of the event.
+        source: where it comes from.
+        time: when it was written.
+        subject: where the event has none.
+        trace: the trace context in which it was written; an attribute of the same name in the event stands.
 
     Raises:
         OutboxRefusedError: a body that JSON cannot hold, or a routing key or attribute that the formats refuse.
@@ -64,6 +83,7 @@ def cloud_event(event: Event, *, id: str, source: str, time: datetime, subject: 
         "type": event.type or key,
         "time": time.isoformat().replace("+00:00", "Z"),
         **({"subject": subject} if subject else {}),
+        **{name: trace[name] for name in _TRACE if name in trace},
         **event.attributes,
         "datacontenttype": CONTENT_TYPE,
         "data": event.body,

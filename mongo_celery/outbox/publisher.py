@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from mongo_celery.broker.connection import bounded_connection, reach_broker
 from mongo_celery.forking import PerProcess
 from mongo_celery.outbox.canvas import heads, leaves
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.tracing import sending_for, trace_headers
 
 _BROKER_SECONDS = 5
 _PRODUCERS_MAX = 16
@@ -80,11 +81,17 @@ class Publisher:
             UnknownTaskError: the task is not registered here.
             Exception: the entry itself cannot be published.
         """
-        signature = self._signature(entry) if entry.kind == "task" else None
+        is_task = entry.kind == "task"
+        name = entry.name if is_task else str(self._exchange.name)  # routing keys may be many
+        with sending_for(entry.trace, name, lambda: self._span_attributes(entry), is_task=is_task):
+            self._publish(entry, self._signature(entry) if is_task else None)
+
+    def _publish(self, entry: Entry, signature: Any) -> None:
         with self._producer() as producer:
             connection = producer.connection
             try:
                 if signature is not None:
+                    _carry(signature, trace_headers())
                     signature.apply_async(producer=producer, retry=True, retry_policy=_ONCE_AGAIN)
                 else:
                     self._publish_event(producer, entry)
@@ -119,10 +126,19 @@ class Publisher:
             content_type=entry.content_type,
             content_encoding=entry.content_encoding,
             message_id=entry.id,
+            headers=trace_headers(),
             delivery_mode="persistent",
             retry=True,
             retry_policy=_ONCE_AGAIN,
         )
+
+    def _span_attributes(self, entry: Entry) -> dict[str, Any]:
+        return {
+            "messaging.operation.name": "send",
+            "messaging.operation.type": "send",
+            "messaging.destination.name": entry.name if entry.kind == "task" else str(self._exchange.name),
+            "messaging.message.id": entry.id,
+        }
 
     @contextmanager
     def _producer(self) -> Iterator[Any]:
@@ -178,6 +194,14 @@ class Publisher:
         if pool is not None:
             pool.force_close_all()
             pool.connections.force_close_all()
+
+
+def _carry(signature: Any, headers: Mapping[str, str]) -> None:
+    """Let each message of a canvas carry these headers, also what a worker sends later; the user's own stand."""
+    for leaf in leaves(signature) if headers else ():
+        own = leaf.options.get("headers") or {}
+        if isinstance(own, Mapping):
+            leaf.options["headers"] = {**headers, **own}
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -19,7 +19,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from mongo_celery.bridge.worker.envelope import Carrier, Run, seal
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.connection import bounded_connection, demand_answer
 from mongo_celery.broker.queues import declare_queues
+from mongo_celery.tracing import sending, trace_headers
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -227,7 +228,22 @@ class Dispatcher:
         if dispatch.attempt:
             task_id += f".d{dispatch.attempt}"
         task_id += f".{secrets.token_hex(_SECRET_BYTES)}"
-        sealing = self._sealed_with()
+        with sending(f"{run.bridge}/{run.subscription}", lambda: _span_attributes(dispatch, task_id)):
+            headers = trace_headers()
+            self._app.amqp.send_task_message(
+                producer,
+                dispatch.task_name,
+                self._message(dispatch, task_id, headers),
+                queue=self._app.amqp.queues[dispatch.queue],
+                serializer="json",
+                declare=[],
+                retry=False,
+                headers=headers,
+            )
+
+    def _message(self, dispatch: Dispatch, task_id: str, headers: Mapping[str, str]) -> Any:
+        """The handler's message with the link behind it, which carries the same trace."""
+        run, sealing = dispatch.run, self._sealed_with()
         commit_id = f"{task_id}.commit"
         commit = replace(
             run,
@@ -238,16 +254,17 @@ class Dispatcher:
             reference=None,
             carrier=Carrier.of(commit_id, None),
         )
+        options = {"queue": dispatch.queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"}
         link = {
             "task": COMMIT_TASK,
             "args": [seal("commit", commit, sealing.key, sealing.installation)],
             "kwargs": {},
-            "options": {"queue": dispatch.queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"},
+            "options": {**options, "headers": dict(headers)} if headers else options,
             "subtask_type": None,
             "immutable": True,
         }
         run = replace(run, carrier=Carrier.of(task_id, [link]))
-        message = self._app.amqp.as_task_v2(
+        return self._app.amqp.as_task_v2(
             task_id,
             dispatch.task_name,
             (seal("run", run, sealing.key, sealing.installation),),
@@ -260,15 +277,20 @@ class Dispatcher:
             origin=self._origin,
             create_sent_event=self._app.conf.task_send_sent_event,
         )
-        self._app.amqp.send_task_message(
-            producer,
-            dispatch.task_name,
-            message,
-            queue=self._app.amqp.queues[dispatch.queue],
-            serializer="json",
-            declare=[],
-            retry=False,
-        )
+
+
+def _span_attributes(dispatch: Dispatch, task_id: str) -> dict[str, Any]:
+    run = dispatch.run
+    return {
+        "messaging.operation.name": "send",
+        "messaging.operation.type": "send",
+        "messaging.destination.name": dispatch.queue,
+        "messaging.destination.partition.id": str(run.index),
+        "messaging.message.id": task_id,
+        "mongo_celery.first": run.first,
+        "mongo_celery.last": run.last,
+        "mongo_celery.attempt": dispatch.attempt,
+    }
 
 
 @contextlib.contextmanager

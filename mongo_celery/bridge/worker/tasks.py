@@ -33,12 +33,13 @@ from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.deferred import DeferredWrites
-from mongo_celery.bridge.worker.envelope import bridge_of
+from mongo_celery.bridge.worker.envelope import Run, bridge_of
 from mongo_celery.bridge.worker.execution import Execution, ParkedSignature, current, refuse_new_arguments
 from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, persisted
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
 from mongo_celery.mongo.verdicts import is_transient, is_unanswered
+from mongo_celery.tracing import committing, processing, received
 
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
@@ -130,8 +131,14 @@ class ChangeTask(SealedMessages):
         if run is None:
             raise Ignore
         execution = Execution(self.wiring, self.handler, run, self._patience())
-        execution.execute(functools.partial(self._call_with, run.first))
+        with received(self.request):
+            execution.execute(functools.partial(self._traced_call, run))
         return None
+
+    def _traced_call(self, run: Run, change: Change, retries: int) -> None:
+        name = f"{run.bridge}/{run.subscription}"
+        with processing(name, lambda: _span_attributes(self.request, run, change, retries)):
+            self._call_with(run.first, change, retries)
 
     def _patience(self) -> float:
         """Seconds to wait for MongoDB at the end: a hard time limit would kill the process, and charge the change."""
@@ -190,6 +197,28 @@ class ChangeTask(SealedMessages):
     def add_to_chord(self, *_args: Any, **_kwargs: Any) -> Any:
         """Refused: a change handler is part of its own chain."""
         raise HandlerUsageError("A change handler cannot join a chord; start the chord with delay().")
+
+
+def _span_attributes(request: Any, run: Run, change: Change, retries: int) -> dict[str, Any]:
+    """What a trace shows of one execution: no document's contents, and not its `_id`."""
+    return {
+        **_message_attributes(request, run),
+        "messaging.operation.name": "process",
+        "messaging.operation.type": "process",
+        "mongo_celery.namespace": change.namespace,
+        "mongo_celery.operation_type": change.operation_type,
+        "mongo_celery.seq": change.seq,
+        "mongo_celery.fencing_token": change.fencing_token,
+        "mongo_celery.retries": retries,
+    }
+
+
+def _message_attributes(request: Any, run: Run) -> dict[str, Any]:
+    return {
+        "messaging.destination.name": str((request.delivery_info or {}).get("routing_key")),
+        "messaging.destination.partition.id": str(run.index),
+        "messaging.message.id": str(request.id),
+    }
 
 
 def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, Any]) -> Any:
@@ -333,6 +362,7 @@ class CommitTask(SealedMessages):
                 serializer="json",
                 declare=[],
                 retry_policy=_LINK_RETRIES,
+                headers=options.get("headers"),
             )
 
 
@@ -354,24 +384,41 @@ def register_commit(app: Celery) -> None:
         run = wiring.of_process(WorkerRuntime).open("commit", envelope, None, task.request)
         if run is None:
             raise Ignore
-        claims = wiring.store.claims
-        try:
-            if not persisted(lambda: claims.commit(run.partition_id, run.first), f"a commit of {run.partition_id}"):
-                logger.debug("commit of %s found its work done", run.partition_id)
-        except PyMongoError as error:
-            if not is_transient(error):
-                raise
-            logger.warning(
-                "commit of %s was not written; the listener commits: %s",
-                run.partition_id,
-                error_text(error),
-                extra={"event": "commit_unwritten"},
-            )
-            raise Ignore from error
+        with (
+            received(task.request),
+            committing(f"{run.bridge}/{run.subscription}", lambda: _commit_attributes(task.request, run)),
+        ):
+            _commit(wiring, run)
 
     base = type("CommitTask", (CommitTask, app.Task), {"abstract": True})
     register: Any = app.task
     register(name=COMMIT_TASK, base=base, bind=True, shared=False, typing=False, **PROTOCOL_ATTRIBUTES)(commit)
+
+
+def _commit(wiring: Wiring, run: Run) -> None:
+    claims = wiring.store.claims
+    try:
+        if not persisted(lambda: claims.commit(run.partition_id, run.first), f"a commit of {run.partition_id}"):
+            logger.debug("commit of %s found its work done", run.partition_id)
+    except PyMongoError as error:
+        if not is_transient(error):
+            raise
+        logger.warning(
+            "commit of %s was not written; the listener commits: %s",
+            run.partition_id,
+            error_text(error),
+            extra={"event": "commit_unwritten"},
+        )
+        raise Ignore from error
+
+
+def _commit_attributes(request: Any, run: Run) -> dict[str, Any]:
+    return {
+        **_message_attributes(request, run),
+        "messaging.operation.name": "commit",
+        "messaging.operation.type": "settle",
+        "mongo_celery.first": run.first,
+    }
 
 
 def overridden_attributes(app: Celery) -> dict[str, list[str]]:
