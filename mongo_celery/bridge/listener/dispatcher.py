@@ -228,31 +228,15 @@ class Dispatcher:
             task_id += f".d{dispatch.attempt}"
         task_id += f".{secrets.token_hex(_SECRET_BYTES)}"
         sealing = self._sealed_with()
-        commit_id = f"{task_id}.commit"
-        commit = replace(
-            run,
-            changes=(),
-            refusal=None,
-            token=None,
-            hash=None,
-            reference=None,
-            carrier=Carrier.of(commit_id, None),
-        )
-        link = {
-            "task": COMMIT_TASK,
-            "args": [seal("commit", commit, sealing.key, sealing.installation)],
-            "kwargs": {},
-            "options": {"queue": dispatch.queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"},
-            "subtask_type": None,
-            "immutable": True,
-        }
-        run = replace(run, carrier=Carrier.of(task_id, [link]))
+        # A replay moves no position: its outcome is written by its execution alone.
+        links = [] if run.letter is not None else [_commit_link(run, task_id, dispatch.queue, sealing)]
+        run = replace(run, carrier=Carrier.of(task_id, links))
         message = self._app.amqp.as_task_v2(
             task_id,
             dispatch.task_name,
             (seal("run", run, sealing.key, sealing.installation),),
             {},
-            chain=[link],
+            chain=links or None,
             root_id=task_id,
             ignore_result=True,
             argsrepr=dispatch.label,
@@ -269,6 +253,28 @@ class Dispatcher:
             declare=[],
             retry=False,
         )
+
+
+def _commit_link(run: Run, task_id: str, queue: str, sealing: Sealing) -> dict[str, Any]:
+    """The commit task behind a run."""
+    commit_id = f"{task_id}.commit"
+    commit = replace(
+        run,
+        changes=(),
+        refusal=None,
+        token=None,
+        hash=None,
+        reference=None,
+        carrier=Carrier.of(commit_id, None),
+    )
+    return {
+        "task": COMMIT_TASK,
+        "args": [seal("commit", commit, sealing.key, sealing.installation)],
+        "kwargs": {},
+        "options": {"queue": queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"},
+        "subtask_type": None,
+        "immutable": True,
+    }
 
 
 @contextlib.contextmanager
