@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from mongo_celery.bridge.operations.letter_commands import Found, keys_of
-from mongo_celery.cli.dead_letters import dead_letters
+from mongo_celery import Bridge
+from mongo_celery.bridge.operations.letter_commands import Found, LetterResult, keys_of
+from mongo_celery.bridge.state.dead_letters import _letter
+from mongo_celery.cli.dead_letters import _ask, _show, dead_letters
 from mongo_celery.cli.dead_letters_view import list_lines, short_ids, show_lines
 
 Document = dict[str, Any]
@@ -68,6 +70,25 @@ def test_a_letter_is_shown_with_what_is_kept_of_it(change: Document, words: str)
 def test_a_key_is_always_text_too(text: str) -> None:
     """Bad JSON is no error: it is a key."""
     assert text in keys_of(text)
+
+
+def test_people_read_what_is_about_to_be_done_and_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+    """The letters go to standard error, for they may be their only trace; then each that was refused, and a sum."""
+    letters = [
+        _letter({"_id": f"shop/summarise/82{number}", "key": f"shop.orders insert {number}"}) for number in (1, 2)
+    ]
+    found = Found(5, letters, {}, leads=True)
+    _ask(letters, "Run their handler again?", yes=True)
+    refused = LetterResult("822", "summarise", "shop.orders insert 2", "refused", "Dead letter 822 is damaged.")
+    done = LetterResult("821", "summarise", "shop.orders insert 1", "requested")
+    bridge = Bridge(name="shop").wiring
+    _show(bridge, found, [done, refused], "requested", "are to be replayed", dry_run=False, as_json=False)
+    out, err = capsys.readouterr()
+    assert err == "821  summarise  shop.orders insert 1\n822  summarise  shop.orders insert 2\n"
+    assert out == (
+        "Dead letter 822 is damaged.\nshop: 1 of 5 dead letters are to be replayed\n"
+        "3 more were not looked at: repeat the command, or raise --limit\n"
+    )
 
 
 @pytest.mark.parametrize(
