@@ -64,6 +64,8 @@ class Change:
         fencing_token: grows with every claim of the partition; a resource that has seen a
             larger one should refuse this one.
         session: the open transaction's session in a handler with `transactional=True`, else None.
+        replayed: whether this is a dead letter that is replayed: newer changes of its document may have been handled
+            meanwhile. `fenced` refuses to write over what they have written; other effects have to mind it themselves.
     """
 
     raw: Mapping[str, Any]
@@ -71,6 +73,7 @@ class Change:
     seq: int = 1
     fencing_token: int = 1
     session: ClientSession | None = None
+    replayed: bool = False
     _fencer: Fencer | None = field(default=None, compare=False)
 
     @property

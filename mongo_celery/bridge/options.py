@@ -28,7 +28,7 @@ from mongo_celery.mongo.table import call_timeout
 if TYPE_CHECKING:
     from bson import Timestamp
 
-FAILURE_POLICIES = ("halt", "dead_letter", "skip")
+FAILURE_POLICIES = ("halt", "dead_letter", "skip", "discard")
 HISTORY_POLICIES = ("halt", "oldest", "now")
 FULL_DOCUMENT = (None, "default", "updateLookup", "whenAvailable", "required")
 BEFORE_CHANGE = (None, "off", "whenAvailable", "required")
@@ -51,7 +51,7 @@ PartitionKey = str | Callable[[Mapping[str, Any]], Any]
 
 UNAVAILABLE = {
     "snapshot": "reading what exists before streaming is not part of this version; choose 'oldest' or 'now'",
-    "park_key": "'park_key' is not part of this version; choose 'halt', 'dead_letter' or 'skip'",
+    "park_key": "'park_key' is not part of this version; choose 'halt', 'dead_letter', 'skip' or 'discard'",
 }
 """Choices of a later version, and what to choose meanwhile."""
 

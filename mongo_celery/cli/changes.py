@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
+from mongo_celery.cli import dead_letters
 from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors
 from mongo_celery.cli.health import BRIDGE, bridges_of, health, line_of
 from mongo_celery.cli.status import status
@@ -33,6 +34,8 @@ def changes(ctx: click.Context, **_: Any) -> None:
     del ctx
 
 
+changes.add_command(dead_letters.dead_letters)
+changes.add_command(dead_letters.set_aside)
 changes.add_command(health)
 changes.add_command(status)
 
@@ -237,6 +240,7 @@ def head(ctx: click.Context, subscription: str, partition: int, most: int, bridg
 @click.option("--partition", type=click.IntRange(min=0), metavar="N", required=True, help="The halted partition.")
 @BRIDGE
 @JSON
+@click.option("--discard", is_flag=True, help="Keep nothing of the change.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.pass_context
 def skip(
@@ -245,12 +249,14 @@ def skip(
     partition: int,
     bridge: str | None,
     as_json: bool,
+    discard: bool,
     yes: bool,
 ) -> None:
     """
     Pass over the change that halted a partition.
 
-    It will not be handled. SUBSCRIPTION may be left out where the bridge has only one.
+    It will not be handled, and is kept as a dead letter, unless it is to be discarded. SUBSCRIPTION may be left out
+    where the bridge has only one.
     """
     from mongo_celery.bridge.operations import commands, heads
     from mongo_celery.cli.head_view import head_lines
@@ -261,9 +267,10 @@ def skip(
     for line in head_lines(head, _SMALL_EVENT):  # to standard error: it may be the only trace of the change
         click.echo(line, err=True)
     if not yes:
-        click.confirm("Pass over this change?", abort=True, err=True)
+        question = "Pass over this change, and keep nothing of it?" if discard else "Pass over this change?"
+        click.confirm(question, abort=True, err=True)
     with one_sentence_errors():
-        result = commands.skip(chosen, head.subscription, partition, token=head.token)
+        result = commands.skip(chosen, head.subscription, partition, token=head.token, discard=discard)
     _show_results(chosen.name, "skipped", [result], as_json)
 
 

@@ -1,4 +1,4 @@
-"""What happens to a change that fails for good: halt, dead letter, skip; and what counts as failing."""
+"""What happens to a change that fails for good: halt, dead letter, skip, discard; and what counts as failing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chain(
         mongo_client,
         mongo_url,
         tmp_path_factory.mktemp("policies"),
-        handlers=["plain", "letters", "halting", "skipping", "soft", "hard"],
+        handlers=["plain", "letters", "halting", "skipping", "discarding", "soft", "hard"],
     ) as started:
         started.both()
         yield started
@@ -79,16 +79,31 @@ def test_a_dead_letter_keeps_the_exact_change_with_error_traceback_and_attempts(
     chain.judge()
 
 
-def test_skip_logs_and_passes_over(chain: Chain) -> None:
-    """The successor goes on; there is no letter, and an ERROR in the log."""
+def test_skip_passes_over_and_keeps_what_it_skips(chain: Chain) -> None:
+    """The successor goes on; what was skipped is a dead letter that says so, and an ERROR in the log."""
     keys = chain.keys("skipping", 0, "skip")
     bad = chain.give_up(chain.write("skipping", next(keys), 1, act="raise", times=9))
     good = chain.write("skipping", next(keys), 1)
     chain.wait_done()
     chain.judge()
     assert len(chain.starts(bad)) == len(chain.starts(good)) == 1
-    assert chain.letters("skipping") == []
+    assert [(letter["cause"], letter["key"]) for letter in chain.letters("skipping")] == [
+        ("skipped", f"{chain.data.name}.skipping insert {bad.key!r}")
+    ]
     assert any(f"skipping insert {bad.key!r} failed for good, policy skip" in text for text in chain.logs.values())
+
+
+def test_discard_logs_and_keeps_nothing(chain: Chain) -> None:
+    """The successor goes on; there is no letter."""
+    keys = chain.keys("discarding", 0, "discard")
+    bad = chain.give_up(chain.write("discarding", next(keys), 1, act="raise", times=9))
+    good = chain.write("discarding", next(keys), 1)
+    chain.wait_done()
+    chain.judge()
+    assert len(chain.starts(bad)) == len(chain.starts(good)) == 1
+    assert chain.letters("discarding") == []
+    said = f"discarding insert {bad.key!r} failed for good, policy discard"
+    assert any(said in text for text in chain.logs.values())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.state.claims import Claim
-from mongo_celery.bridge.state.dead_letters import dead_letter
+from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
 from tests.fixtures.rights import STATE, UrlOf
@@ -39,13 +39,15 @@ def a_dead_letter(number: int = 1, error: str = "ValueError: no") -> Document:
     return dead_letter(
         bridge=BRIDGE,
         subscription=SUBSCRIPTION,
-        partition=0,
         token=token(number),
         key="insert shop.orders 1",
         change={},
         error=error,
         traceback="Traceback",
         attempts=1,
+        place=Place(0, 0, number, 1, None),
+        cause=FAILED,
+        kept="event",
     )
 
 
@@ -365,7 +367,7 @@ OUTCOMES: dict[str, Outcome] = {
     "wait": lambda rig, claim: rig.claims.wait(claim, delay=1.0, cause="c", doubtful=False),
     "crash": lambda rig, claim: rig.claims.crash(claim, "e"),
     "halt": lambda rig, claim: rig.claims.halt(claim, token(claim.first), "key", "e"),
-    "skip": lambda rig, claim: rig.claims.skip(claim, token(claim.first)),
+    "skip": lambda rig, claim: rig.claims.discard(claim, token(claim.first)),
     "dead letter": lambda rig, claim: rig.claims.set_aside(claim, token(claim.first), a_dead_letter()),
 }
 outcome = pytest.mark.parametrize("act", OUTCOMES.values(), ids=OUTCOMES.keys())
@@ -545,7 +547,7 @@ def test_a_halt_records_the_head_and_keeps_the_counts(rig: Rig) -> None:
 
 def test_a_skip_writes_the_position_itself(rig: Rig) -> None:
     """A failed task publishes no commit link; one change of a longer run is passed over."""
-    assert rig.claims.skip(rig.claim(1, 5), token(1))
+    assert rig.claims.discard(rig.claim(1, 5), token(1))
     stored = rig.document
     assert (stored["committed"], stored["resumeToken"], stored["claim"], stored["retry"]) == (1, token(1), None, None)
     assert rig.try_claim(2) is not None
@@ -573,7 +575,7 @@ def test_strings_of_users_survive_every_outcome(rig: Rig, text: str) -> None:
     assert rig.claims.halt(rig.claim(3, owner=owner), head, text, text)
     image = rig.image
     assert (image.head, image.error) == ({"resumeToken": head, "key": text}, text)
-    assert rig.partitions.skip(image, 0)
+    assert rig.partitions.discard(image, 0)
     assert rig.document["resumeToken"] == head
 
 

@@ -121,7 +121,7 @@ def test_two_heads_that_meet_in_one_partition_stand_one_after_the_other(shop: Sh
         image = shop.images(term)[0]
         assert (image.state, image.stood) == ("halted", first.data)
         assert not partitions.stand(image, term.rig.partition_id(NAME, 0), first.data, first.standing)
-        assert partitions.skip(image, generation)
+        assert partitions.discard(image, generation)
     assert heads(shop, term) == {}
 
 

@@ -370,7 +370,10 @@ def test_a_skip_passes_over_the_change_that_was_seen(led: Led) -> None:
     led.halt()
     head = heads.read_halted(led.bridge.wiring, None, 0)
     assert (head.key, head.committed, head.error) == ("shop.orders insert 1", 0, "ValueError: no")
-    assert commands.skip(led.bridge.wiring, "summarise", 0, token=head.token).result == "done"
+    with pytest.raises(CommandRefusedError, match="give it up with `skip --discard`"):
+        commands.skip(led.bridge.wiring, "summarise", 0, token=head.token)
+    assert led.partition()["state"] == "halted"
+    assert commands.skip(led.bridge.wiring, "summarise", 0, token=head.token, discard=True).result == "done"
     shown = led.partition()
     assert (shown["committed"], shown["state"], shown["token"]) == (1, "flowing", token(1)["_data"])
     assert led.claim(number=1) is None
@@ -381,7 +384,7 @@ def test_a_skip_refuses_a_change_that_its_operator_has_not_seen(led: Led) -> Non
     """Another operator was faster, and the next change has failed, too."""
     led.halt()
     head = heads.read_halted(led.bridge.wiring, "summarise", 0)
-    commands.skip(led.bridge.wiring, "summarise", 0, token=head.token)
+    commands.skip(led.bridge.wiring, "summarise", 0, token=head.token, discard=True)
     led.halt(number=2)
     with pytest.raises(CommandRefusedError, match="another change"):
         commands.skip(led.bridge.wiring, "summarise", 0, token=head.token)
@@ -394,7 +397,7 @@ def test_a_skip_refuses_a_change_that_its_operator_has_not_seen(led: Led) -> Non
         (lambda bridge: commands.retry(bridge.wiring, "summarise", 1), "nothing to retry"),
         (lambda bridge: heads.read_halted(bridge.wiring, "summarise", 1), "not halted"),
         (lambda bridge: commands.pause(bridge.wiring, "summarise", 0), "halted"),
-        (lambda bridge: commands.resume(bridge.wiring, "summarise", 0), "retry or skip"),
+        (lambda bridge: commands.resume(bridge.wiring, "summarise", 0), "retry it, or set it aside"),
         (lambda bridge: commands.retry(bridge.wiring, "summarise", 2), "handled at this moment"),
         (lambda bridge: commands.pause(bridge.wiring, "summarize"), "did you mean 'summarise'"),
         (lambda bridge: commands.pause(bridge.wiring, "summarise", 9), "0 to 2"),
@@ -475,7 +478,7 @@ class Storing:
         for number in range(int(self.image.committed) + 1, last + 1):
             claim = self.led.claim(number=number)
             assert claim is not None, "the change may run"
-            assert self.led.store.claims.skip(claim, token(number))
+            assert self.led.store.claims.discard(claim, token(number))
 
     @property
     def stored(self) -> list[str]:

@@ -261,7 +261,7 @@ def test_pausing_lets_a_running_handler_finish(rig: Rig) -> None:
 def test_pausing_is_not_disturbed_by_progress(rig: Rig) -> None:
     """What happens between looking and pausing changes nothing about the wish."""
     seen = rig.image
-    assert rig.claims.skip(rig.claim(), token(1))
+    assert rig.claims.discard(rig.claim(), token(1))
     assert rig.partitions.pause(seen, 0)
 
 
@@ -302,7 +302,7 @@ def test_retrying_ends_the_wait_of_a_parked_change(rig: Rig) -> None:
 def test_skipping_passes_over_the_head(rig: Rig) -> None:
     """P4: position and token move by one change, the fence grows."""
     image = halted(rig)
-    assert rig.partitions.skip(image, 0)
+    assert rig.partitions.discard(image, 0)
     stored = rig.document
     assert (stored["committed"], stored["resumeToken"], stored["state"]) == (1, token(1), "flowing")
     assert stored["head"] is stored["retry"] is stored["claim"] is None
@@ -312,7 +312,7 @@ def test_skipping_passes_over_the_head(rig: Rig) -> None:
 Command = Callable[[Rig, Image], bool]
 COMMANDS: dict[str, Command] = {
     "retry": lambda rig, image: rig.partitions.retry(image, 0),
-    "skip": lambda rig, image: rig.partitions.skip(image, 0),
+    "skip": lambda rig, image: rig.partitions.discard(image, 0),
 }
 
 

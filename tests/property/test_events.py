@@ -19,7 +19,7 @@ from mongo_celery.bridge.change import EVENT_TYPES, FLAGS, describe, event_of, n
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import document_index, document_key, partition_index, partitioner
 from mongo_celery.bridge.refusal import Refusal
-from mongo_celery.bridge.state.dead_letters import dead_letter, kept
+from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter, kept
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.reader import ChangeEvent, Flaw
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
@@ -165,21 +165,24 @@ def test_every_event_can_be_described_sealed_and_set_aside(raw: bytes) -> None:
     bson.encode({"key": text})
     run = Run("shop", "summarise", 2, 7, 5, 41, 41, (raw,), None, Refusal.because("because", halts=True), TOKEN)
     assert unseal("run", seal("run", run, KEY), KEY) == run
+    found = kept(raw)
     letter = dead_letter(
         bridge="shop",
         subscription="summarise",
-        partition=7,
         token=TOKEN,
         key=text,
-        change=kept(raw),
+        change=found.change,
         error="",
         traceback="",
         attempts=0,
+        place=Place(2, 7, 41, 5, None),
+        cause=FAILED,
+        kept=found.kind,
     )
     encoded = bson.encode(letter)
     assert bson.decode(encoded)["_id"] == letter["_id"], "a client without options must be able to list dead letters"
-    found = bson.decode(encoded, CodecOptions(document_class=RawBSONDocument))["change"]
-    assert raw in (found.raw, found.get("bytes"))
+    change = bson.decode(encoded, CodecOptions(document_class=RawBSONDocument))["change"]
+    assert raw == (change["bytes"] if found.kind == "bytes" else change.raw)
 
 
 @given(values)

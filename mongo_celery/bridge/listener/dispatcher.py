@@ -244,32 +244,15 @@ class Dispatcher:
     def _message(self, dispatch: Dispatch, task_id: str, headers: Mapping[str, str]) -> Any:
         """The handler's message with the link behind it, which carries the same trace."""
         run, sealing = dispatch.run, self._sealed_with()
-        commit_id = f"{task_id}.commit"
-        commit = replace(
-            run,
-            changes=(),
-            refusal=None,
-            token=None,
-            hash=None,
-            reference=None,
-            carrier=Carrier.of(commit_id, None),
-        )
-        options = {"queue": dispatch.queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"}
-        link = {
-            "task": COMMIT_TASK,
-            "args": [seal("commit", commit, sealing.key, sealing.installation)],
-            "kwargs": {},
-            "options": {**options, "headers": dict(headers)} if headers else options,
-            "subtask_type": None,
-            "immutable": True,
-        }
-        run = replace(run, carrier=Carrier.of(task_id, [link]))
+        # A replay moves no position: its outcome is written by its execution alone.
+        links = [] if run.letter is not None else [_commit_link(run, task_id, dispatch.queue, sealing, headers)]
+        run = replace(run, carrier=Carrier.of(task_id, links))
         return self._app.amqp.as_task_v2(
             task_id,
             dispatch.task_name,
             (seal("run", run, sealing.key, sealing.installation),),
             {},
-            chain=[link],
+            chain=links or None,
             root_id=task_id,
             ignore_result=True,
             argsrepr=dispatch.label,
@@ -290,6 +273,29 @@ def _span_attributes(dispatch: Dispatch, task_id: str) -> dict[str, Any]:
         "mongo_celery.first": run.first,
         "mongo_celery.last": run.last,
         "mongo_celery.attempt": dispatch.attempt,
+    }
+
+
+def _commit_link(run: Run, task_id: str, queue: str, sealing: Sealing, headers: Mapping[str, str]) -> dict[str, Any]:
+    """The commit task behind a run."""
+    commit_id = f"{task_id}.commit"
+    commit = replace(
+        run,
+        changes=(),
+        refusal=None,
+        token=None,
+        hash=None,
+        reference=None,
+        carrier=Carrier.of(commit_id, None),
+    )
+    options = {"queue": queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"}
+    return {
+        "task": COMMIT_TASK,
+        "args": [seal("commit", commit, sealing.key, sealing.installation)],
+        "kwargs": {},
+        "options": {**options, "headers": dict(headers)} if headers else options,
+        "subtask_type": None,
+        "immutable": True,
     }
 
 

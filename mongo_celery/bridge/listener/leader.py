@@ -30,6 +30,7 @@ from mongo_celery.bridge.listener.noting import Noting
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
 from mongo_celery.bridge.listener.relayout import Relayouts
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.rules import rules_in_force
 from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.starts import find_starts
@@ -117,6 +118,7 @@ class Leader:
             self._watermarks,
             self._spilling,
         )
+        self._replaying = Replaying(self._store.replays, wiring.state_concern)
         self._at_end = False
         self._full, self._full_at = "", math.inf
         self._opened_at = self._looked_at = self._swept_at = self._moved_at = 0.0
@@ -294,6 +296,7 @@ class Leader:
         else:
             self._relayout(now)
         self._spilling.turn(now, at_end=self._at_end)
+        self._replaying.turn(self._subscriptions, now)
         self._dispatch()
         self._watermarks.flush(self._subscriptions.values(), now, self._moved_at)
         self._wait()

@@ -19,6 +19,7 @@ from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.replays import ReplayRequest
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.reader import ChangeEvent
@@ -64,6 +65,8 @@ class Subscription:
             runs, since it was read before.
         has_gap: whether its history is lost, or was given up in this term; what is buffered is older then.
         spilled: its partitions that run from stored changes, by index.
+        replays: the next dead letter of each partition that is to be replayed, by index.
+        replaying: partitions to which one was sent since these were read.
     """
 
     def __init__(self, options: BridgeOptions, plan: Plan, trackers: Mapping[int, Tracker]) -> None:
@@ -82,6 +85,9 @@ class Subscription:
         self._run_bytes = min(options.run_bytes, options.max_message_bytes)
         self._candidates: set[int] = set()
         self.spilled: dict[int, Spilled] = {}
+        self.replays: dict[int, ReplayRequest] = {}
+        self.replaying: set[int] = set()
+        self._replayed: set[int] = set()
         for tracker in trackers.values():
             self._follow(tracker.image)
 
@@ -107,6 +113,11 @@ class Subscription:
     def is_busy(self, index: int) -> bool:
         """Whether a partition has something to do, or under way."""
         return self.trackers[index].outstanding is not None or self.has_next(index)
+
+    @property
+    def has_ended_replay(self) -> bool:
+        """Whether a dead letter that was sent is out no longer, so that another may be next."""
+        return any(self.trackers[index].outstanding is None for index in self.replaying)
 
     @property
     def is_runnable(self) -> bool:
@@ -238,19 +249,32 @@ class Subscription:
         """Runs that may be dispatched now: numbered against what is committed now. None before refusals are noted."""
         if self.is_moving or not self.admission.is_noted:
             return
-        for index in list(self._candidates):
+        for index in self._candidates | self.replays.keys():
             tracker = self.trackers[index]
             if tracker.outstanding is not None:
                 self._candidates.discard(index)
                 continue
-            if tracker.ready_at > now:
-                continue
-            self.window.complete(index, tracker.image.data)
-            changes = self._next(tracker)
-            if changes:
-                yield tracker, self._dispatch(tracker, changes)
-            else:
-                self._candidates.discard(index)
+            replay = self.replays.get(index) if tracker.is_free(now) else None
+            if replay is None or index in self._replayed:  # a partition's changes and its dead letters take turns
+                self._replayed.discard(index)
+                changes = self._due_changes(tracker, now)
+                if changes:
+                    yield tracker, self._dispatch(tracker, changes)
+                    continue
+            if replay is not None:
+                self._replayed.add(index)
+                self.replaying.add(index)
+                yield tracker, self._dispatch_replay(tracker, self.replays.pop(index))
+
+    def _due_changes(self, tracker: Tracker, now: float) -> Sequence[PendingChange | StoredChange]:
+        index = tracker.image.index
+        if index not in self._candidates or tracker.ready_at > now:
+            return []
+        self.window.complete(index, tracker.image.data)
+        changes = self._next(tracker)
+        if not changes:
+            self._candidates.discard(index)
+        return changes
 
     def _next(self, tracker: Tracker) -> Sequence[PendingChange | StoredChange]:
         """The next run of a partition: while anything is stored that is not committed, from there alone."""
@@ -297,6 +321,23 @@ class Subscription:
         buffered = [change for change in changes if isinstance(change, PendingChange)]
         label, queue = _label(changes, first), self.queue_of(run.index)
         return Dispatch(run, self.plan.handler.task_name, tracker.attempt, label, queue, buffered)
+
+    def _dispatch_replay(self, tracker: Tracker, replay: ReplayRequest) -> Dispatch:
+        index, first = tracker.image.index, tracker.next_sequence
+        generation, version = self.plan.layout.generation, self.plan.version
+        run = Run(
+            self._options.name,
+            self.name,
+            generation,
+            index,
+            version,
+            first,
+            first,
+            letter=replay.letter,
+            starts=replay.starts,
+        )
+        label = f"({replay.key} replayed)"
+        return Dispatch(run, self.plan.handler.task_name, tracker.attempt, label, self.queue_of(index))
 
 
 def stands_first(change: PendingChange | StoredChange, image: Image) -> bool:

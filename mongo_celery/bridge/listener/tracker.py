@@ -142,6 +142,11 @@ class Tracker:
             return False
         return image.fence == run.fence and image.handled is None and not image.live
 
+    def is_free(self, now: float) -> bool:
+        """Whether a dead letter may be sent: nothing is out, and nothing stands but what waits for its time."""
+        rejected = self.rejection is not None and self.rejection.until > now
+        return self.outstanding is None and self.won and self.ready_at < _NEVER and not rejected
+
     def sign_of_life(self, at: float) -> None:
         """Whoever takes messages is there, or the message itself is known to wait: the grace begins anew, and short."""
         sent_at = self.outstanding.sent_at if self.outstanding is not None else 0.0

@@ -1,5 +1,5 @@
 """
-An operator's commands on partitions: pause, resume, retry, skip.
+An operator's commands on partitions: pause, resume, retry, skip, set-aside.
 
 Each one reads a partition, decides on what it saw, and writes only if that still holds; where the
 partition has moved meanwhile it reads once more, and then gives up. So a command never acts on a change
@@ -12,28 +12,35 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pymongo.errors import PyMongoError
+from bson.errors import BSONError
+from pymongo.errors import DocumentTooLarge, OperationFailure, PyMongoError
 
 from mongo_celery.arguments import nearest
-from mongo_celery.bridge.change import token_data
+from mongo_celery.bridge.change import describe, token_data
+from mongo_celery.bridge.state.dead_letters import SET_ASIDE, SKIPPED, Place, dead_letter, forms_of
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import MOVING, Image, Partitions, state_of
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import is_out_of_reach, name_in
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import translated
+from mongo_celery.mongo.verdicts import is_transient
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 _ROUNDS = 2
-_UNSERVED = (
+UNSERVED = (
     "has no handler in this app, so nothing would run it: import the module with its @bridge.on_change function, for "
     "example with include=[...] of the Celery app, or name the app that has it with -A; then retry"
 )
 _GONE = (
     "has halted at a change that can no longer be read, since its history was lost, and is not stored: `status` has "
     "its key; repair by hand what it stands for, then skip it"
+)
+_NOT_STORED = (
+    "has halted at a change of which nothing is stored, so there is nothing to keep: a listener that has read it "
+    "stores what stands after `spill_after` seconds, then repeat the command; or give it up with `skip --discard`"
 )
 _MOVING = "is on its way to a new partition layout: repeat the command when `status` shows that one"
 
@@ -113,17 +120,77 @@ def retry(wiring: Wiring, subscription: str | None = None, partition: int | None
     return _run(wiring, command, subscription, partition)
 
 
-def skip(wiring: Wiring, subscription: str | None, partition: int, *, token: str | None) -> CommandResult:
+def skip(
+    wiring: Wiring,
+    subscription: str | None,
+    partition: int,
+    *,
+    token: str | None,
+    discard: bool = False,
+    cause: str = SKIPPED,
+) -> CommandResult:
     """
-    Pass over the change at which a partition has halted. That change will not be handled.
+    Pass over the change at which a partition has halted: it becomes a dead letter, and the partition goes on.
 
     Args:
-        token: of the change that the operator has seen, from `read_halted`; another one is not skipped.
+        token: of the change that the operator has seen, from `read_halted`; another one is not passed over.
+        discard: keep nothing of it.
+        cause: what the dead letter says of who set it aside.
 
     Raises:
-        CommandRefusedError: the partition is not halted, or halted at another change.
+        CommandRefusedError: the partition is not halted, or halted at another change; or nothing is stored that could
+            be kept.
     """
-    return _run(wiring, _skipping(token), subscription, partition)[0]
+    command = _passing(token, "skip", Partitions.discard if discard else _keeping(wiring, cause))
+    return _run(wiring, command, subscription, partition)[0]
+
+
+def _keeping(wiring: Wiring, cause: str) -> Callable[[Partitions, Image, int], bool]:
+    """Make a halted change a dead letter of what is stored of it, by the first form of it that can be stored."""
+    store = wiring.store
+
+    def write(partitions: Partitions, image: Image, generation: int) -> bool:
+        assert image.head is not None, "only a halted partition knows its head"
+        token = image.head["resumeToken"]
+        data = token_data(token)
+        partition_id = partitions.partition_id(image.subscription, generation, image.index)
+        change = store.spill.fetch(partition_id, [data]).get(data)
+        if change is None:
+            raise CommandRefusedError(sentence_on(image, _NOT_STORED))
+        place = Place(generation, image.index, image.committed + 1, image.fence, change.hash)
+        *fuller, last = forms_of(change.raw, token)
+        for form in (*fuller, last):
+            found = form()
+            letter = dead_letter(
+                bridge=wiring.name,
+                subscription=image.subscription,
+                token=token,
+                key=image.head["key"] if image.head["key"] != "?" else describe(change.raw),
+                change=found.change,
+                error=image.error or "unknown",
+                traceback="",
+                attempts=int(image.retries + image.crashes) + (change.refusal is None),
+                place=place,
+                cause=cause,
+                kept=found.kind,
+            )
+            try:
+                return partitions.set_aside(image, generation, letter, store.dead_letters.collection)
+            except (BSONError, DocumentTooLarge, OperationFailure) as error:
+                if form is last or is_transient(error):
+                    raise
+        raise AssertionError
+
+    return write
+
+
+def set_aside(wiring: Wiring, subscription: str | None, partition: int, *, token: str | None) -> CommandResult:
+    """
+    Move the change at which a partition has halted to the dead letters; the partition goes on.
+
+    Arguments and errors as for `skip`; nothing is ever thrown away by it.
+    """
+    return skip(wiring, subscription, partition, token=token, cause=SET_ASIDE)
 
 
 def _run(wiring: Wiring, command: _Command, subscription: str | None, partition: int | None) -> list[CommandResult]:
@@ -133,7 +200,7 @@ def _run(wiring: Wiring, command: _Command, subscription: str | None, partition:
         store = wiring.store
         generations, images = choose(store, wiring.name, subscription, partition)
         if command.runs and subscription is not None and subscription not in served:
-            raise CommandRefusedError(f"Subscription {subscription} {_UNSERVED}.")
+            raise CommandRefusedError(f"Subscription {subscription} {UNSERVED}.")
         unable = _unable_to_run(store, generations, images, served) if command.runs else {}
         results = [
             _apply(
@@ -164,7 +231,7 @@ def _unable_to_run(
     for image in images:
         place = image.subscription, image.index
         if image.subscription not in served:
-            found[place] = _UNSERVED
+            found[place] = UNSERVED
         elif image.head is not None and place not in held:
             document = documents.get(image.subscription, {})
             generation = generations[image.subscription]
@@ -291,16 +358,16 @@ def not_halted(image: Image) -> str | None:
 
 def _standing(image: Image) -> str:
     if image.state == "halted":
-        return "is halted at a change that failed: retry or skip it"
+        return "is halted at a change that failed: retry it, or set it aside"
     if image.state == MOVING:
         return _MOVING
     return f"is {image.state}: the partition layout has changed; repeat the command"
 
 
-def _skipping(token: str | None) -> _Command:
+def _passing(token: str | None, name: str, write: Callable[[Partitions, Image, int], bool]) -> _Command:
     def objection(image: Image) -> str | None:
         if image.state == "halted" and (image.head is None or token_data(image.head["resumeToken"]) != token):
             return "has halted at another change meanwhile: look at it, then repeat the command"
         return not_halted(image)
 
-    return _Command("skip", None, objection, Partitions.skip, "flowing")
+    return _Command(name, None, objection, write, "flowing")

@@ -38,7 +38,7 @@ OPLOG_HOURS_MIN = 24
 
 _STANDING = ("halted", "paused", "waiting", "parked")
 # A new layout copies stored changes by an aggregation with $merge, which asks for no more than find, insert and update.
-_STATE_COLLECTIONS = ("leases", "subscriptions", "partitions", "dead_letters", "spill")
+_STATE_COLLECTIONS = ("leases", "subscriptions", "partitions", "dead_letters", "replays", "spill")
 _WANTS_IMAGES = ("whenAvailable", "required")
 _SERVER_DATABASES = frozenset({"admin", "config", "local"})
 

@@ -81,7 +81,7 @@ def read_head(wiring: Wiring, subscription: str | None, partition: int) -> Head:
 
 def read_halted(wiring: Wiring, subscription: str | None, partition: int) -> Head:
     """
-    The change that `skip` would pass over.
+    The change that `skip` or `set-aside` would pass over.
 
     Raises:
         CommandRefusedError: the partition is not halted.
@@ -92,6 +92,28 @@ def read_halted(wiring: Wiring, subscription: str | None, partition: int) -> Hea
     if objection or image.head is None:
         raise CommandRefusedError(sentence_on(image, objection or "does not know its change: retry it once"))
     return _head(image, change)
+
+
+def read_all_halted(wiring: Wiring, subscription: str, partition: int | None) -> list[Head]:
+    """
+    The changes at which partitions of a subscription have halted.
+
+    Args:
+        partition: this one only.
+
+    Raises:
+        CommandRefusedError: that one is not halted, or nothing has that name.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    if partition is not None:
+        return [read_halted(wiring, subscription, partition)]
+    try:
+        wiring.reach()
+        _, images = choose(wiring.store, wiring.name, subscription, None)
+    except PyMongoError as error:
+        raise translated(error, wiring.state_concern) from error
+    halted = [image.index for image in images if image.state == "halted" and image.head is not None]
+    return [read_halted(wiring, subscription, index) for index in halted]
 
 
 def _read(wiring: Wiring, subscription: str | None, partition: int) -> tuple[Image, StoredChange | None]:
@@ -129,7 +151,7 @@ def _head(image: Image, change: StoredChange | None) -> Head:
         key, token = describe(change.raw), change.data
     refusal = change.refusal.reason if change is not None and change.refusal is not None else None
     since = (image.waiting or image.spilled or {}).get("since")
-    event = _event(change.raw) if change is not None else None
+    event = event_as_json(change.raw) if change is not None else None
     return Head(
         subscription=image.subscription,
         index=image.index,
@@ -148,7 +170,7 @@ def _head(image: Image, change: StoredChange | None) -> Head:
     )
 
 
-def _event(raw: bytes) -> Mapping[str, Any] | None:
+def event_as_json(raw: bytes) -> Mapping[str, Any] | None:
     """An event as relaxed extended JSON, without what the bridge itself has asked the server to add."""
     try:
         event = {name: value for name, value in decoded(raw).items() if name != FLAGS}

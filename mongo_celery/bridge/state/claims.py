@@ -8,7 +8,7 @@ The partition's document is the authority on who may run what::
        ^                                   |  |  |
        |<--- retry (parked until notBefore)+  |  +--- halt ---> halted (until an operator acts)
        |<--- wait (the same, not counted) -+  |
-       |<--- claim lapses: crash + 1 (*) -----+--- dead letter or skip --> waiting (committed + 1)
+       |<--- claim lapses: crash + 1 (*) -----+--- dead letter or discard --> waiting (committed + 1)
 
 1. Every execution claims anew (first delivery, redelivery, retry) and gets a strictly larger fence.
    With the lease's version alone as fencing token a redelivered change runs twice under one number,
@@ -48,10 +48,11 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store
 from mongo_celery.mongo.expressions import after, literal, millis, next_number
 from mongo_celery.mongo.table import ACKNOWLEDGED, Table, call_timeout
 
-_TRANSACTION_SECONDS = 5.0
+TRANSACTION_SECONDS = 5.0
 _LAPSED_MAX = 16
 _REPLACED: dict[str, Any] = {"$gt": ["$claim", None]}
 # The mark is the owner itself: an older version keeps unknown keys of the claim that it replaces.
@@ -193,6 +194,54 @@ class Claims:
             doubts=waiting.get("timeOuts", 0),
         )
 
+    def take_for_replay(
+        self,
+        partition_id: str,
+        letter: str,
+        *,
+        owner: str,
+        version: int,
+        ttl: float | None = None,
+        session: Binary | None = None,
+    ) -> Claim | None:
+        """
+        Claim a partition for the replay of a dead letter, between two runs of it.
+
+        No position is demanded, for none moves. Whoever replaces this claim charges nobody; a lapsed one of a run, if
+        this replaces one, is charged as always. Arguments and answer as of `take`.
+
+        Args:
+            letter: its `_id`.
+        """
+        claim = {
+            "owner": literal(owner),
+            "first": {"$add": ["$committed", Int64(1)]},
+            "last": "$committed",
+            "ttl": millis(ttl or self._ttl),
+            "until": after(ttl or self._ttl),
+            "leaving": literal(owner),
+            "session": session,
+            "replay": literal(letter),
+        }
+        change = {
+            "fence": next_number("fence"),
+            "claim": claim,
+            "retry": {"$cond": [_REPLACED, {"$mergeObjects": ["$retry", CHARGE]}, "$retry"]},
+            "single": {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]},
+        }
+        guard = {
+            "_id": partition_id,
+            "epoch": version,
+            "handled": None,
+            "state": "flowing",
+            "$expr": {"$lte": ["$claim.until", "$$NOW"]},
+        }
+        document = self._table.find_and_update_unretried(guard, [{"$set": change}], {"fence": 1, "committed": 1})
+        if document is None:
+            return None
+        committed = document["committed"]
+        return Claim(partition_id, owner, committed + 1, committed, document["fence"], 0, 0)
+
     def end_transaction(self, partition_id: str) -> bool:
         """
         End what a transactional handler has left open whose claim has lapsed; whether there was such a claim.
@@ -244,7 +293,7 @@ class Claims:
         change: dict[str, Any] = {"claim.until": {"$add": ["$$NOW", "$claim.ttl"]}}
         if leaving:
             change["claim.leaving"] = "$claim.owner"
-        matched = self._table.update_each_unretried([_own(claim) for claim in claims], [{"$set": change}])
+        matched = self._table.update_each_unretried([own(claim) for claim in claims], [{"$set": change}])
         if matched == len(claims):
             return []
         standing = self._table.find({"_id": {"$in": [claim.partition_id for claim in claims]}}, _OWN_FIELDS)
@@ -253,7 +302,7 @@ class Claims:
 
     def is_mine(self, claim: Claim) -> bool:
         """Whether the claim still stands, by a majority read."""
-        return self._table.find_one(_own(claim), {"_id": 1}) is not None
+        return self._table.find_one(own(claim), {"_id": 1}) is not None
 
     def handle(
         self,
@@ -277,7 +326,7 @@ class Claims:
             retryable: as the driver's retryable write. After a transaction it comes on the same server
                 session and ends what a lost answer has left open there, which would block this document.
         """
-        guard = _own(claim)
+        guard = own(claim)
         del guard["handled"]
         guard["$or"] = [{"handled": None}, {"handled.owner": claim.owner}]
         change = {"handled": {"owner": claim.owner, "last": Int64(last), "resumeToken": dict(token)}}
@@ -359,37 +408,39 @@ class Claims:
         }
         return self._write(claim, [{"$set": change}])
 
-    def skip(self, claim: Claim, token: Mapping[str, Any]) -> bool:
-        """Pass over the claim's first change: the execution writes the position itself."""
+    def discard(self, claim: Claim, token: Mapping[str, Any]) -> bool:
+        """Pass over the claim's first change: the execution writes the position itself, and nothing is kept."""
         return self._write(claim, {"$set": _passed(claim, token)})
 
     def set_aside(self, claim: Claim, token: Mapping[str, Any], dead_letter: Mapping[str, Any]) -> bool:
         """
         Pass over the claim's first change and store its dead letter, both or neither.
 
-        The dead letter replaces one with the same `_id`, so that a rewound change can be set aside again.
+        The dead letter replaces one with the same `_id`, so that a rewound change can be set aside again. The fencing
+        tokens behind the claim's own are left to its replays.
         """
 
         def both(session: ClientSession) -> bool:
-            change = {"$set": _passed(claim, token)}
-            if self._table.collection.update_one(_own(claim), change, session=session).matched_count == 0:
+            kept_free = {"fence": Int64(claim.fence + REPLAYS_MAX)}
+            change = {"$set": _passed(claim, token) | kept_free}
+            if self._table.collection.update_one(own(claim), change, session=session).matched_count == 0:
                 session.abort_transaction()
                 return False
-            self._dead_letters.replace_one({"_id": dead_letter["_id"]}, dict(dead_letter), upsert=True, session=session)
-            self._dead_letters.update_one({"_id": dead_letter["_id"]}, {"$currentDate": {"at": True}}, session=session)
+            store(self._dead_letters, dead_letter, session)
             return True
 
         with (
-            pymongo.timeout(max(self._table.timeout, _TRANSACTION_SECONDS)),
+            pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
             self._dead_letters.database.client.start_session() as session,
         ):
             return session.with_transaction(both, write_concern=WriteConcern("majority"))
 
     def _write(self, claim: Claim, change: Any) -> bool:
-        return self._table.update(_own(claim), change)
+        return self._table.update(own(claim), change)
 
 
-def _own(claim: Claim) -> dict[str, Any]:
+def own(claim: Claim) -> dict[str, Any]:
+    """The guard of every write of an execution."""
     return {
         "_id": claim.partition_id,
         "fence": claim.fence,

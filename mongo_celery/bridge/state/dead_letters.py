@@ -1,27 +1,131 @@
 """
 Dead letters: changes that were set aside with their error, for a person to look at.
 
-A dead letter is written together with the position that passes over its change (see `claims.set_aside`);
-it is never lost and never there twice, since its `_id` is made of bridge, subscription and token.
+A dead letter is written together with the position that passes over its change (see `claims.set_aside`, and
+`partitions.set_aside` for a command); it is never lost and never there twice, since its `_id` is made of bridge,
+subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token names a letter.
+
+It keeps the place of its change: layout, partition, number, and `fence`, the last one under which the change was tried.
+Whoever sets a change aside leaves `REPLAYS_MAX` fencing tokens free behind that one. They are for its replays, each of
+which gets the next: a target orders them behind all earlier attempts, and before every change that was handled after it
+was set aside (see `replays`).
+
+| field | |
+|---|---|
+| `cause` | who set it aside: `failed` (the policy `dead_letter`), `skipped` (policy or command `skip`), `set_aside` |
+| `kept` | what `change` is: the `event`, its `bytes` (clients cannot decode it), or its `name` (too large for both) |
+| `replays` | how often it was started again |
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import bson
 from bson.binary import Binary
+from bson.int64 import Int64
 from bson.raw_bson import RawBSONDocument
+from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.change import event_of
+from mongo_celery.bridge.change import EVENT_TYPES, event_of, token_data
 from mongo_celery.mongo.table import Table, call_timeout
 
 CHANGE_BYTES = 15 << 20
 """Up to here an event fits into a dead letter whole."""
 
+REPLAYS_MAX = 1 << 14
+"""Fencing tokens that are kept free for the replays of one dead letter."""
+
+FAILED, SKIPPED, SET_ASIDE = "failed", "skipped", "set_aside"
+_HASHES = 1 << 64
+_LAST = chr(0x10FFFF)
+_HEX = re.compile(r"[0-9A-Fa-f]+")
+_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "subscription", "partition", "generation", "seq", "fence", "hash", "resumeToken", "key", "error",
+            "traceback", "attempts", "at", "cause", "kept", "replays",
+        ),
+        1,
+    ),
+    "bytes": {"$cond": [{"$eq": [{"$type": "$change"}, "object"]}, {"$bsonSize": "$change"}, None]},
+}  # fmt: skip
 _NAMING = ("_id", "operationType", "clusterTime", "ns", "documentKey")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """
+    Where a change stood when it was set aside.
+
+    Attributes:
+        generation: of the partition layout.
+        seq: number of the change in its partition.
+        fence: the last one under which it was tried.
+        hash: of its partition key, from 0 to 2^64 - 1; None where a listener of an earlier version has sent it.
+    """
+
+    generation: int
+    partition: int
+    seq: int
+    fence: int
+    hash: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """
+    One dead letter, without its change.
+
+    Attributes:
+        document_id: its `_id`.
+        id: comparable part of its token; its beginning is what commands take.
+        token: of its change; None where the stored one is damaged.
+        place: None in what an earlier version has set aside, and where the stored one is damaged.
+        bytes: of what is kept of the change; None where there is nothing.
+        kept: `event`, `bytes` or `name`.
+        replays: how often it was started again.
+    """
+
+    document_id: str
+    id: str
+    subscription: str
+    key: str
+    at: datetime | None
+    cause: str
+    error: str
+    traceback: str
+    attempts: int
+    replays: int
+    kept: str
+    bytes: int | None
+    token: Mapping[str, Any] | None
+    place: Place | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """
+    Which dead letters.
+
+    Attributes:
+        subscription: of these only; None for all.
+        ids: of these only: beginnings of tokens; empty for all.
+        keys: of these documents only: values of `_id`, any of which may be meant; empty for all.
+        since: set aside at this time or later.
+        until: set aside before this time.
+    """
+
+    subscription: str | None = None
+    ids: Sequence[str] = field(default=())
+    keys: Sequence[Any] = field(default=())
+    since: datetime | None = None
+    until: datetime | None = None
 
 
 class DeadLetters:
@@ -31,6 +135,11 @@ class DeadLetters:
         self._table = Table(collection, call_timeout(ttl))
         self._bridge = bridge
 
+    @property
+    def collection(self) -> Collection[dict[str, Any]]:
+        """Where they are, for who writes one in a transaction of its own."""
+        return self._table.collection
+
     def count(self) -> dict[str, int]:
         """How many there are, by subscription."""
         stages: list[dict[str, Any]] = [
@@ -39,48 +148,179 @@ class DeadLetters:
         ]
         return {row["_id"]: row["count"] for row in self._table.aggregate(stages)}
 
+    def find(self, selection: Selection, subscriptions: Sequence[str], limit: int) -> list[Letter]:
+        """
+        The first dead letters of a selection, by subscription, then in the order of the stream.
+
+        Args:
+            subscriptions: all that are known, in which an id is looked for.
+            limit: how many; 0 for all.
+        """
+        query = self._query(selection, subscriptions)
+        with self._table.limit():
+            found = self._table.collection.find(query, _FIELDS, sort=[("_id", 1)], limit=limit)
+            return [_letter(document) for document in found]
+
+    def count_of(self, selection: Selection, subscriptions: Sequence[str]) -> int:
+        """How many dead letters a selection has."""
+        with self._table.limit():
+            return self._table.collection.count_documents(self._query(selection, subscriptions))
+
+    def read(self, document_id: str) -> tuple[Letter, bytes | None] | None:
+        """
+        One dead letter, with the bytes of its event.
+
+        Returns:
+            None where there is none; no bytes where the event is not kept.
+        """
+        with self._table.limit():
+            document = self._table.collection.find_one({"_id": document_id}, _FIELDS)
+            raw = self._table.collection.with_options(codec_options=EVENT_TYPES).find_one(
+                {"_id": document_id}, {"change": 1}
+            )
+        return None if document is None or raw is None else (_letter(document), _event_in(raw.get("change"), document))
+
+    def _query(self, selection: Selection, subscriptions: Sequence[str]) -> dict[str, Any]:
+        names = [selection.subscription] if selection.subscription is not None else subscriptions
+        every = f"{self._bridge}/" if selection.subscription is None else f"{self._bridge}/{selection.subscription}/"
+        places = [_range(every)]
+        if selection.ids:
+            places = [
+                _range(f"{self._bridge}/{name}/{id_.upper() if _HEX.fullmatch(id_) else id_}")
+                for name in names
+                for id_ in selection.ids
+            ]
+        query: dict[str, Any] = {"$or": [{"_id": place} for place in places]}
+        if selection.keys:
+            query["change.documentKey._id"] = {"$in": [*selection.keys]}
+        times = {"$gte": selection.since, "$lt": selection.until}
+        at = {name: moment for name, moment in times.items() if moment is not None}
+        return {**query, "at": at} if at else query
+
+
+def _range(prefix: str) -> dict[str, str]:
+    return {"$gte": prefix, "$lt": prefix + _LAST}
+
+
+def _letter(document: Mapping[str, Any]) -> Letter:
+    """Whatever somebody has written there, it can be listed, and discarded."""
+    token, document_id = document.get("resumeToken"), str(document["_id"])
+    has_token = isinstance(token, Mapping) and isinstance(token.get("_data"), str)
+    at = document.get("at")
+    return Letter(
+        document_id=document_id,
+        id=document_id.split("/", 2)[-1],
+        subscription=str(document.get("subscription") or document_id.split("/")[1]),
+        key=str(document.get("key", "")),
+        at=at.replace(tzinfo=at.tzinfo or UTC) if isinstance(at, datetime) else None,
+        cause=str(document.get("cause") or FAILED),
+        error=str(document.get("error", "")),
+        traceback=str(document.get("traceback", "")),
+        attempts=_number(document.get("attempts")),
+        replays=_number(document.get("replays")),
+        kept=str(document.get("kept") or ("event" if document.get("bytes") else "name")),
+        bytes=document.get("bytes"),
+        token=token if has_token else None,
+        place=_place(document),
+    )
+
+
+def _number(value: object) -> int:
+    return int(value) if isinstance(value, int) else 0
+
+
+def _place(document: Mapping[str, Any]) -> Place | None:
+    names = ("generation", "partition", "seq", "fence")
+    numbers = {name: int(document[name]) for name in names if isinstance(document.get(name), int)}
+    if len(numbers) < len(names):
+        return None
+    hash_ = document.get("hash")
+    return Place(**numbers, hash=hash_ % _HASHES if isinstance(hash_, int) else None)
+
+
+def _event_in(change: object, document: Mapping[str, Any]) -> bytes | None:
+    if not isinstance(change, RawBSONDocument) or document.get("kept") == "name":
+        return None
+    if document.get("kept") == "bytes":
+        found = change.get("bytes")
+        return bytes(found) if isinstance(found, bytes) else None
+    return bytes(change.raw)
+
 
 def dead_letter(
     *,
     bridge: str,
     subscription: str,
-    partition: int,
     token: Mapping[str, Any],
     key: str,
     change: Mapping[str, Any],
     error: str,
     traceback: str,
     attempts: int,
+    place: Place,
+    cause: str,
+    kept: str,
 ) -> dict[str, Any]:
     """The document of a dead letter; `at`, the server's time, is added when it is written."""
+    hash_ = place.hash
     return {
         "_id": f"{bridge}/{subscription}/{token['_data']}",
         "bridge": bridge,
         "subscription": subscription,
-        "partition": partition,
+        "partition": place.partition,
+        "generation": Int64(place.generation),
+        "seq": Int64(place.seq),
+        "fence": Int64(place.fence),
+        "hash": None if hash_ is None else Int64(hash_ - _HASHES if hash_ >= _HASHES // 2 else hash_),
         "resumeToken": dict(token),
         "key": key,
         "change": change,
         "error": error,
         "traceback": traceback,
         "attempts": attempts,
+        "cause": cause,
+        "kept": kept,
+        "replays": Int64(0),
     }
 
 
-def kept(change: bytes) -> Mapping[str, Any]:
+def store(letters: Collection[dict[str, Any]], dead_letter: Mapping[str, Any], session: ClientSession) -> None:
+    """Write a dead letter, in a transaction, in the place of one of the same change that was there before."""
+    key = {"_id": dead_letter["_id"]}
+    letters.replace_one(key, dict(dead_letter), upsert=True, session=session)
+    letters.update_one(key, {"$currentDate": {"at": True}}, session=session)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptChange:
+    """What a dead letter holds of an event, and how much of it that is: `event`, `bytes` or `name`."""
+
+    change: Mapping[str, Any]
+    kind: str
+
+
+def forms_of(change: bytes, token: Mapping[str, Any]) -> Iterator[Callable[[], KeptChange]]:
+    """How a dead letter may hold its change, the fullest first: an event may be too large, too deep or broken."""
+    yield lambda: kept(change)
+    if len(change) <= CHANGE_BYTES:
+        yield lambda: KeptChange({**naming(change, "documentKey"), "bytes": Binary(change)}, "bytes")
+    yield lambda: KeptChange({"_id": {"_data": token_data(token)}}, "name")
+
+
+def kept(change: bytes) -> KeptChange:
     """
-    What a dead letter holds of an event: all of it, as the server sent it, where that fits.
+    All of an event, as the server sent it, where that fits.
 
     Whoever lists dead letters must be able to read each of them: an event that clients could not decode is kept as
     `bytes`, with what names it.
     """
     if len(change) > CHANGE_BYTES:  # it must fit into a document
-        return _named(change)
+        return KeptChange(_named(change), "name")
     try:
         bson.decode(change)
-        return RawBSONDocument(change)
+        return KeptChange(RawBSONDocument(change), "event")
     except Exception:  # noqa: BLE001 - whatever broken bytes do to a decoder
-        return {**_named(change, "documentKey"), "bytes": Binary(change)}
+        return KeptChange({**_named(change, "documentKey"), "bytes": Binary(change)}, "bytes")
 
 
 def _named(change: bytes, *without: str) -> Mapping[str, Any]:

@@ -20,13 +20,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pymongo
 from bson.int64 import Int64
-from pymongo import InsertOne
+from pymongo import InsertOne, WriteConcern
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.state.claims import CHARGE, COMMIT
+from mongo_celery.bridge.state.claims import CHARGE, COMMIT, TRANSACTION_SECONDS
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import literal, next_number, remaining
 from mongo_celery.mongo.locked import is_lock, update_around_locks, update_one_around_lock, update_unlocked
@@ -357,39 +359,54 @@ class Partitions:
         it reaches is not committed while the guard holds.
         """
         assert image.head is not None, "only a halted partition knows its head"
-        guard = {
-            "_id": self.partition_id(image.subscription, generation, image.index),
-            "committed": image.committed,
-            "fence": image.fence,
-            "state": "halted",
-            "handled": None,
-        }
+        guard = self._guard(image, generation, "halted")
         to = {"$max": ["$spilled.to", literal(image.head["resumeToken"]["_data"])]}
         since = {"since": "$$NOW", "reason": "halted"}
         return self._table.update(guard, [{"$set": {"spilled": {"$mergeObjects": [since, "$spilled", {"to": to}]}}}])
 
-    def skip(self, image: Image, generation: int) -> bool:
-        """Pass over the change at which a partition halted."""
-        assert image.head is not None, "only a halted partition knows its head"
-        change = {
-            "state": "flowing",
-            "committed": Int64(image.committed + 1),
-            "resumeToken": literal(dict(image.head["resumeToken"])),
-            "retry": None,
-            "head": None,
-            "claim": None,
-            "fence": next_number("fence"),
-        }
-        return self._command(image, generation, change, "halted")
+    def discard(self, image: Image, generation: int) -> bool:
+        """Pass over the change at which a partition halted; nothing of it is kept."""
+        return self._command(image, generation, _passed(image), "halted")
 
-    def _command(self, image: Image, generation: int, change: Mapping[str, Any], state: str) -> bool:
-        guard = {
+    def set_aside(
+        self, image: Image, generation: int, dead_letter: Mapping[str, Any], letters: Collection[dict[str, Any]]
+    ) -> bool:
+        """
+        Pass over the change at which a partition halted and store its dead letter, both or neither.
+
+        The fencing tokens behind the one that was seen are left to its replays.
+
+        Args:
+            letters: where it is stored.
+        """
+        guard, change = self._guard(image, generation, "halted"), _passed(image)
+        change["fence"] = {"$max": [Int64(image.fence + REPLAYS_MAX), next_number("fence")]}
+
+        def both(session: ClientSession) -> bool:
+            passed = self._table.collection.update_one(guard, [{"$set": change}], session=session)
+            if passed.matched_count == 0:
+                session.abort_transaction()
+                return False
+            store(letters, dead_letter, session)
+            return True
+
+        with (
+            pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
+            letters.database.client.start_session() as session,
+        ):
+            return session.with_transaction(both, write_concern=WriteConcern("majority"))
+
+    def _guard(self, image: Image, generation: int, state: str) -> dict[str, Any]:
+        return {
             "_id": self.partition_id(image.subscription, generation, image.index),
             "committed": image.committed,
             "fence": image.fence,
             "state": state,
             "handled": None,
         }
+
+    def _command(self, image: Image, generation: int, change: Mapping[str, Any], state: str) -> bool:
+        guard = self._guard(image, generation, state)
         if "fence" not in change:  # pausing leaves a running execution alone, whatever its fence
             del guard["fence"], guard["committed"], guard["handled"]
         return self._table.update(guard, [{"$set": dict(change)}])
@@ -439,6 +456,20 @@ def image_of(document: Mapping[str, Any]) -> Image:
         retry=document["retry"],
         was=document.get("was"),
     )
+
+
+def _passed(image: Image) -> dict[str, Any]:
+    """What a command sets that passes over the change at which a partition halted."""
+    assert image.head is not None, "only a halted partition knows its head"
+    return {
+        "state": "flowing",
+        "committed": Int64(image.committed + 1),
+        "resumeToken": literal(dict(image.head["resumeToken"])),
+        "retry": None,
+        "head": None,
+        "claim": None,
+        "fence": next_number("fence"),
+    }
 
 
 _OPENED: dict[str, Any] = {

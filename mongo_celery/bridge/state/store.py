@@ -14,6 +14,7 @@ from mongo_celery.bridge.state.dead_letters import DeadLetters
 from mongo_celery.bridge.state.drops import Drops
 from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.signing import SigningKeys
 from mongo_celery.bridge.state.spill import Spill
 from mongo_celery.bridge.state.subscriptions import Subscriptions
@@ -45,6 +46,9 @@ class Store:
         self.partitions = Partitions(database["partitions"], bridge, options.lease_ttl)
         self.claims = Claims(database["partitions"], database["dead_letters"], options.claim_ttl)
         self.spill = Spill(database["spill"], bridge, options.lease_ttl)
+        self.replays = Replays(
+            database["replays"], database["partitions"], database["dead_letters"], bridge, options.claim_ttl
+        )
         self.dead_letters = DeadLetters(database["dead_letters"], bridge, options.lease_ttl)
 
     def start_session(self) -> ClientSession:

@@ -13,6 +13,9 @@ the run again, and a newer worker applies the failure policy.
 A run that is too large for a message travels by reference, in a third format: its changes are stored, and the message
 names them, with a digest of their bytes. What the worker reads there is signed by that as if it had travelled.
 
+The replay of a dead letter, in a fourth format, names the letter and the number of the attempt; its change is read
+where the letter is.
+
 Who can only write to the broker can neither invent changes nor commits; who replays a valid message
 meets the claim in MongoDB, which drops it. What a worker honours of the message around an envelope, its id
 and the link behind it, is signed with it (`Carrier`); `worker/request.py` sees to the rest.
@@ -45,7 +48,8 @@ _SIGNATURE_BYTES = 32
 _FORMAT = 1
 _REFUSED_FORMAT = 2
 _REFERRING_FORMAT = 3
-_FORMATS = {_FORMAT, _REFUSED_FORMAT, _REFERRING_FORMAT}
+_REPLAY_FORMAT = 4
+_FORMATS = {_FORMAT, _REFUSED_FORMAT, _REFERRING_FORMAT, _REPLAY_FORMAT}
 _HASHES = 1 << 64
 
 
@@ -110,6 +114,8 @@ class Run:
         token: the resume token of a refused change, whose bytes may be unreadable.
         hash: of the first change's partition key, from 0 to 2^64 - 1; None from a listener of an earlier version.
         reference: to changes that are stored; None for those that travel in the message.
+        letter: `_id` of the dead letter that is replayed; None for a run of changes.
+        starts: how often that letter was started before.
     """
 
     bridge: str
@@ -125,6 +131,8 @@ class Run:
     token: Mapping[str, Any] | None = None
     hash: int | None = None
     reference: Reference | None = None
+    letter: str | None = None
+    starts: int = 0
 
     @property
     def partition_id(self) -> str:
@@ -176,6 +184,9 @@ def seal(kind: str, run: Run, key: bytes, installation: str = "") -> str:
         assert not run.changes, "what is referred to does not travel"
         tokens, sizes = run.reference.tokens, run.reference.sizes
         document |= {"f": _REFERRING_FORMAT, "d": tokens, "z": [*map(Int64, sizes)], "x": Binary(run.reference.digest)}
+    if run.letter is not None:
+        assert not run.changes, "the change of a dead letter does not travel"
+        document |= {"f": _REPLAY_FORMAT, "e": run.letter, "m": Int64(run.starts)}
     body = bson.encode(document)
     return base64.b64encode(_sign(key, body) + body).decode("ascii")
 
@@ -228,6 +239,8 @@ def unseal(kind: str, envelope: object, key: bytes) -> Run:
         document["p"] if is_refused else None,
         document["q"] % _HASHES if "q" in document else None,
         Reference(tuple(document["d"]), tuple(document["z"]), bytes(document["x"])) if "x" in document else None,
+        document.get("e"),
+        document.get("m", 0),
     )
 
 

@@ -56,6 +56,7 @@ from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import explained, is_transient
 
 if TYPE_CHECKING:
+    from bson.binary import Binary
     from pymongo.client_session import ClientSession
 
     from mongo_celery.bridge.handlers import Handler
@@ -91,6 +92,8 @@ class Execution:
         run: the verified envelope.
         patience: seconds for which MongoDB may keep an outcome waiting before the execution ends without it.
     """
+
+    _outcomes = Outcomes
 
     def __init__(self, wiring: Wiring, handler: Handler, run: Run, patience: float = ANSWER_SECONDS) -> None:
         self._wiring = wiring
@@ -134,7 +137,7 @@ class Execution:
         claim = self.claim = self._take_claim(started)
         beats = self._wiring.of_process(WorkerRuntime).heartbeats
         beat = beats.begin(claim, started, ttl=self._ttl, renew=not self._handler.transactional)
-        outcomes = Outcomes(
+        outcomes = self._outcomes(
             self._wiring,
             self._handler,
             self._run,
@@ -145,8 +148,7 @@ class Execution:
         )
         token = current.set(self)
         try:
-            if self._run.reference is not None:
-                self._fetch(self._run.reference, outcomes)
+            self._load(outcomes)
             if self._run.refusal is not None:
                 outcomes.fail(RefusedChangeError(self._run.refusal.reason), self._run.changes[0])
             if claim.crashes > self._wiring.options.max_crashes:
@@ -209,8 +211,7 @@ class Execution:
             raise Ignore from error
 
     def _try_claim(self, started: float) -> Claim:
-        run, owner = self._run, secrets.token_hex(8)
-        ttl = self._ttl
+        run, owner, ttl = self._run, secrets.token_hex(8), self._ttl
         session = None if self.session is None else self.session.session_id["id"]
         try:
             if session is not None and self._store.claims.end_transaction(run.partition_id):
@@ -219,17 +220,7 @@ class Execution:
                     run.partition_id,
                     extra={"event": "transaction_ended"},
                 )
-            claim = self._store.claims.take(
-                run.partition_id,
-                owner=owner,
-                version=run.version,
-                first=run.first,
-                last=run.last,
-                token=run.head,
-                ttl=ttl,
-                session=session,
-                living=self._wiring.of_process(WorkerRuntime).heartbeats.living(run.partition_id),
-            )
+            claim = self._take(owner, session)
         except SoftTimeLimitExceeded as error:
             self._relinquish(owner)
             raise Ignore from error
@@ -246,6 +237,21 @@ class Execution:
             self._relinquish(owner)
             raise Ignore
         return claim
+
+    def _take(self, owner: str, session: Binary | None) -> Claim | None:
+        """Take the claim, where the run may have it now."""
+        run = self._run
+        return self._store.claims.take(
+            run.partition_id,
+            owner=owner,
+            version=run.version,
+            first=run.first,
+            last=run.last,
+            token=run.head,
+            ttl=self._ttl,
+            session=session,
+            living=self._wiring.of_process(WorkerRuntime).heartbeats.living(run.partition_id),
+        )
 
     def _relinquish(self, owner: str) -> None:
         """End a claim that is not used: now, or as soon as MongoDB answers again; else it would count as a crash."""
@@ -265,6 +271,11 @@ class Execution:
             lambda: claims.relinquish(partition_id, owner) or claims.withdraw(partition_id, owner),
             answers=_LOST_CLAIM_ANSWERS,
         )
+
+    def _load(self, outcomes: Outcomes) -> None:
+        """See to it that the changes are there."""
+        if self._run.reference is not None:
+            self._fetch(self._run.reference, outcomes)
 
     def _fetch(self, reference: Reference, outcomes: Outcomes) -> None:
         """

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pymongo
-from bson.binary import Binary
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.error_text import error_text, storable, traceback_text
-from mongo_celery.bridge.state.dead_letters import CHANGE_BYTES, dead_letter, kept, naming
+from mongo_celery.bridge.state.dead_letters import FAILED, SKIPPED, KeptChange, Place, dead_letter, forms_of
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.departure import is_leaving
@@ -49,7 +48,10 @@ ANSWER_SECONDS = 30.0
 
 _STORING_SECONDS = 2.0
 _PAUSES = Pauses(first=0.05, longest=1.0)
-_WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
+WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
+"""Between two attempts of a change that waits for infrastructure."""
+
+_KEEPING = {"dead_letter": FAILED, "skip": SKIPPED}
 
 
 def persisted(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECONDS) -> bool:
@@ -132,7 +134,7 @@ class Outcomes:
             error: what was met.
         """
         claim = self._claim
-        delay, cause, doubtful = _WAITS.nth(claim.waits), waiting.cause, waiting.doubts_max is not None
+        delay, cause, doubtful = WAITS.nth(claim.waits), waiting.cause, waiting.doubts_max is not None
 
         def wait(said: str) -> bool:
             return self._claims.wait(claim, delay=delay, cause=said, doubtful=doubtful)
@@ -164,12 +166,12 @@ class Outcomes:
         if self._run.refusal is not None and self._run.refusal.halts:
             policy = "halt"
         claim, claims, text, ways = self._claim, self._claims, error_text(error), dict[str, Callable[[], bool]]()
-        if policy == "skip":
-            ways["skip"] = lambda: claims.skip(claim, token)
-        elif policy == "dead_letter":
-            for number, form in enumerate(_forms_of(raw, token)):
-                ways["dead_letter" if number == 0 else f"dead_letter, form {number + 1}"] = partial(
-                    self._set_aside, token, raw, form, error
+        if policy == "discard":
+            ways["discard"] = lambda: claims.discard(claim, token)
+        elif policy in _KEEPING:
+            for number, form in enumerate(forms_of(raw, token)):
+                ways[policy if number == 0 else f"{policy}, form {number + 1}"] = partial(
+                    self._set_aside, token, raw, form, error, _KEEPING[policy]
                 )
         ways["halt"] = lambda: self._halt(raw, token, describe(raw), text)
         ways["halt without text"] = self._plain_halt(raw, f"its failure ({type(error).__name__})")
@@ -243,20 +245,21 @@ class Outcomes:
         self._is_stored = True
 
     def _set_aside(
-        self, token: Mapping[str, Any], raw: bytes, form: Callable[[], Mapping[str, Any]], error: Exception
+        self, token: Mapping[str, Any], raw: bytes, form: Callable[[], KeptChange], error: Exception, cause: str
     ) -> bool:
-        claim = self._claim
+        claim, run, found = self._claim, self._run, form()
         letter = dead_letter(
-            bridge=self._run.bridge,
-            subscription=self._run.subscription,
-            partition=self._run.index,
+            bridge=run.bridge,
+            subscription=run.subscription,
             token=token,
             key=describe(raw),
-            change=form(),
+            change=found.change,
             error=error_text(error),
             traceback=traceback_text(error),
-            # What has crashed too often is not started once more, and what is refused never was.
-            attempts=claim.retries + claim.crashes + (not isinstance(error, HandlerCrashedError | RefusedChangeError)),
+            attempts=attempts_in(claim, error),
+            place=Place(run.generation, run.index, claim.first, claim.fence, run.hash),
+            cause=cause,
+            kept=found.kind,
         )
         return self._claims.set_aside(claim, token, letter)
 
@@ -326,9 +329,6 @@ class Outcomes:
         raise Ignore
 
 
-def _forms_of(raw: bytes, token: Mapping[str, Any]) -> Iterator[Callable[[], Mapping[str, Any]]]:
-    """How a dead letter may hold its change, the fullest first: an event may be too large, too deep or broken."""
-    yield lambda: kept(raw)
-    if len(raw) <= CHANGE_BYTES:
-        yield lambda: {**naming(raw, "documentKey"), "bytes": Binary(raw)}
-    yield lambda: {"_id": {"_data": token_data(token)}}
+def attempts_in(claim: Claim, error: BaseException) -> int:
+    """How often a handler was tried: what has crashed too often is not started once more, what is refused never was."""
+    return claim.retries + claim.crashes + (not isinstance(error, HandlerCrashedError | RefusedChangeError))

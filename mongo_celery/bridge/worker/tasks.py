@@ -36,6 +36,7 @@ from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.envelope import Run, bridge_of
 from mongo_celery.bridge.worker.execution import Execution, ParkedSignature, current, refuse_new_arguments
 from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, persisted
+from mongo_celery.bridge.worker.replay_execution import ReplayExecution
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
 from mongo_celery.mongo.verdicts import is_transient, is_unanswered
@@ -130,7 +131,8 @@ class ChangeTask(SealedMessages):
         run = runtime.open("run", args[0] if args else None, self.handler.name, self.request)
         if run is None:
             raise Ignore
-        execution = Execution(self.wiring, self.handler, run, self._patience())
+        kind = Execution if run.letter is None else ReplayExecution
+        execution = kind(self.wiring, self.handler, run, self._patience())
         with received(self.request):
             execution.execute(functools.partial(self._traced_call, run))
         return None
@@ -149,7 +151,7 @@ class ChangeTask(SealedMessages):
     def _call_with(self, first: int, change: Change, retries: int) -> None:
         request = self.request
         request.retries = retries
-        if change.seq == first:
+        if change.replayed or change.seq == first:
             self._begin(request.id, request.args, request.kwargs)
         inherited = super().__call__  # type: ignore[misc]
         if getattr(inherited, "__func__", None) is Task.__call__:

@@ -71,6 +71,7 @@ _handler("auto", autoretry_for=(WantedError,), retry_backoff=True, retry_jitter=
 _handler("letters", failure_policy="dead_letter", max_retries=2, default_retry_delay=0.2)
 _handler("halting", failure_policy="halt", max_retries=1)
 _handler("skipping", failure_policy="skip")
+_handler("discarding", failure_policy="discard")
 _handler("soft", soft_time_limit=1, failure_policy="dead_letter")
 _handler("hard", time_limit=1, failure_policy="dead_letter")
 _handler("together", transactional=True, failure_policy="dead_letter")

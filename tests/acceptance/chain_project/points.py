@@ -30,10 +30,11 @@ from mongo_celery.bridge.listener.claim_check import ClaimCheck
 from mongo_celery.bridge.listener.publishing import Publishing
 from mongo_celery.bridge.state.claims import Claims
 from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.spill import Spill
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 
-_CLASSES = {each.__name__: each for each in (ClaimCheck, Claims, Partitions, Publishing, Spill, Subscriptions)}
+_CLASSES = {each.__name__: each for each in (ClaimCheck, Claims, Partitions, Publishing, Replays, Spill, Subscriptions)}
 
 
 def arm() -> None:

@@ -170,7 +170,7 @@ def test_a_hot_document_leaves_room_for_the_others(make: Make) -> None:
 @pytest.mark.slow
 def test_a_backlog_of_all_alike_stays_in_memory(make: Make) -> None:
     """What flows is not stored: the stream waits for room, and the state database is not paid for it."""
-    chain = make("plain", buffer_bytes=50_000, run_size=10)
+    chain = make("plain", buffer_bytes=50_000, run_size=10, start_from="now")
     assert chain.listener("first").terminate() == 0, "it has a position from here on"
     write_around(chain, "plain", 40, padding="x" * 1000)
     listener, _ = chain.both()

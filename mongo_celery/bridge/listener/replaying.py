@@ -1,0 +1,114 @@
+"""
+Which dead letters are to be replayed next: of each partition one at a time, between its runs.
+
+They come in the order of the stream, so that letters of one key are replayed in their order. One that waits for its
+retry, or for infrastructure, holds back those of its key, and no others. Where one has failed for good, what waits
+behind it of its key is withdrawn, and those letters stay: replayed all the same, they would come before it. So is what
+was asked for under an older layout.
+
+What was withdrawn is recorded before the failure is forgotten: a listener that ends in between leaves both to the next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pymongo.errors import PyMongoError
+
+from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import Concern, explained
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.listener.subscription import Subscription
+    from mongo_celery.bridge.state.replays import ReplayRequest, Replays
+
+logger = logging.getLogger("mongo_celery.listener")
+
+_LOOK_SECONDS = 1.0
+_PAUSE_SECONDS = 5.0
+
+
+class Replaying:
+    """
+    The replays of one term. Used by one thread.
+
+    Args:
+        replays: where they are asked for.
+        concern: whom an error there concerns.
+    """
+
+    def __init__(self, replays: Replays, concern: Concern) -> None:
+        self._replays = replays
+        self._concern = concern
+        self._look_at = 0.0
+
+    def turn(self, subscriptions: Mapping[str, Subscription], now: float) -> None:
+        """Read what is asked for: every second, and at once where something has ended in a partition that has more."""
+        ended = [each for each in subscriptions.values() if each.has_ended_replay]
+        if now < self._look_at and not ended:
+            return
+        for each in subscriptions.values():
+            each.replays = {}
+            each.replaying = {index for index in each.replaying if each.trackers[index].outstanding is not None}
+        try:
+            self._read(subscriptions)
+            self._look_at = now + _LOOK_SECONDS
+        except PyMongoError as error:  # nothing else waits for it
+            self._look_at = now + _PAUSE_SECONDS
+            logger.warning(
+                "reading which dead letters are to be replayed failed, trying again: %s",
+                explained(error, self._concern) or short(error),
+                extra={"event": "replays_unread"},
+            )
+
+    def _read(self, subscriptions: Mapping[str, Subscription]) -> None:
+        waiting: dict[str, list[ReplayRequest]] = {}
+        for replay in self._replays.read():
+            waiting.setdefault(replay.subscription, []).append(replay)
+        for name in waiting.keys() & subscriptions.keys():
+            subscriptions[name].replays = self._chosen(subscriptions[name], waiting[name])
+
+    def _chosen(self, subscription: Subscription, waiting: Sequence[ReplayRequest]) -> dict[int, ReplayRequest]:
+        """The next ones of a subscription, by partition."""
+        generation = subscription.plan.layout.generation
+        current = [each for each in waiting if each.generation == generation]
+        self._withdraw([each for each in waiting if each.generation < generation], "its partition layout has changed")
+        failed = [each for each in current if each.failed]
+        behind = [each for each in current if not each.failed and any(_is_behind(each, first) for first in failed)]
+        self._withdraw(behind, "an earlier one of its key has failed")
+        if failed:
+            self._replays.withdraw(failed)
+        gone = {each.letter for each in (*failed, *behind)}
+        chosen: dict[int, ReplayRequest] = {}
+        held: list[ReplayRequest] = []
+        for replay in current:
+            if replay.letter in gone or replay.partition not in subscription.trackers:
+                continue
+            if replay.partition in subscription.replaying:
+                continue  # it may be this one that is out
+            if replay.due_in > 0:
+                held.append(replay)
+            elif replay.partition not in chosen and not any(_is_behind(replay, first) for first in held):
+                chosen[replay.partition] = replay
+        return chosen
+
+    def _withdraw(self, replays: Sequence[ReplayRequest], reason: str) -> None:
+        if replays:
+            self._replays.withdraw(replays)
+        for each in replays:
+            logger.warning(
+                "the dead letter of %s is not replayed: %s. It stays; look at it with `changes dead-letters list`, and "
+                "repeat the command",
+                each.key,
+                reason,
+                extra={"event": "replay_withdrawn", "subscription": each.subscription},
+            )
+
+
+def _is_behind(replay: ReplayRequest, first: ReplayRequest) -> bool:
+    """Whether one may be of the same key as another that is before it in the stream."""
+    if replay.partition != first.partition or replay.letter <= first.letter:
+        return False
+    return replay.hash == first.hash or replay.hash is None or first.hash is None

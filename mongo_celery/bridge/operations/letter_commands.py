@@ -1,0 +1,314 @@
+"""
+What a person does with the dead letters of a bridge: look at them, have them replayed, throw them away.
+
+A replay is asked for here, and dispatched by the listener, so that it runs where the changes of its key run (see
+`state/replays.py`). What cannot be replayed is said in one sentence, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from bson import ObjectId, json_util
+from bson.binary import UuidRepresentation
+from bson.errors import BSONError
+from pymongo.errors import PyMongoError
+
+from mongo_celery.arguments import nearest
+from mongo_celery.bridge.change import event_of
+from mongo_celery.bridge.operations.commands import UNSERVED
+from mongo_celery.bridge.operations.heads import event_as_json
+from mongo_celery.bridge.partitioning import document_hash
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Letter, Selection
+from mongo_celery.bridge.state.leases import layouts_in_force
+from mongo_celery.bridge.state.replays import REQUESTS_MAX, ReplayRequest
+from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.errors import CommandRefusedError, ConfigurationError
+from mongo_celery.mongo.opening import translated
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.handlers import Handler
+    from mongo_celery.bridge.wiring import Wiring
+
+_UNKNOWN = (
+    "was set aside by an earlier version, which did not keep where its change stood: replay it with --over-newer if no "
+    "newer change of its document has been handled, or if its effect is wanted all the same"
+)
+_NOT_KEPT = "holds only the name of its change, which was too large to be kept: repair by hand, then discard it"
+_DAMAGED = "is damaged, so it can only be discarded: somebody else has written to the collection dead_letters"
+_WORN = f"has been started {REPLAYS_MAX} times: it can only be discarded"
+_RUNS = (
+    "is being replayed at this moment: repeat the command when that has ended; where no listener leads any more, after "
+    "claim_ttl"
+)
+_JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
+
+
+@dataclass(frozen=True, slots=True)
+class LetterResult:
+    """
+    What a command did to one dead letter.
+
+    Attributes:
+        id: of the letter.
+        result: `requested` (its replay), `discarded`, `unchanged` where that was so already, `refused`.
+        reason: why it was not done; empty where it was.
+    """
+
+    id: str
+    subscription: str
+    key: str
+    result: Literal["requested", "discarded", "unchanged", "refused"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """
+    Dead letters that were selected.
+
+    Attributes:
+        count: how many the selection has.
+        letters: the first of them.
+        replays: of those among them whose replay is asked for, by `_id`.
+        leads: whether a listener leads; without one nothing is replayed.
+    """
+
+    count: int
+    letters: Sequence[Letter]
+    replays: Mapping[str, ReplayRequest]
+    leads: bool
+
+
+def keys_of(text: str) -> list[Any]:
+    """The values of `_id` that a text may mean: itself, what it is as JSON, an ObjectId."""
+    found: list[Any] = [text]
+    with suppress(ValueError, TypeError, BSONError, RecursionError):  # no JSON: then it is text
+        found.append(json_util.loads(text, json_options=_JSON))
+    if ObjectId.is_valid(text):
+        found.append(ObjectId(text))
+    return found
+
+
+def find(wiring: Wiring, selection: Selection, limit: int) -> Found:
+    """
+    The first dead letters of a selection.
+
+    Raises:
+        CommandRefusedError: the bridge has no such subscription, or an id names several letters.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    with _reached(wiring):
+        store = wiring.store
+        names = _names(wiring)
+        if selection.subscription is not None and selection.subscription not in names:
+            raise CommandRefusedError(
+                f"Bridge {wiring.name} has no subscription {selection.subscription!r}"
+                f"{nearest(selection.subscription, names)}; it has {', '.join(names) or 'none'}."
+            )
+        for each in selection.ids:
+            _check_id(wiring, replace(selection, ids=[each]), names)
+        letters = store.dead_letters.find(selection, names, limit)
+        count = store.dead_letters.count_of(selection, names)
+        replays = {each.letter: each for each in store.replays.read()}
+        leads = bool((store.leases.read() or {}).get("live"))
+    return Found(count, letters, replays, leads)
+
+
+def replay(wiring: Wiring, letters: Sequence[Letter], *, over_newer: bool, dry_run: bool) -> list[LetterResult]:
+    """
+    Ask for the replay of dead letters; those that cannot be replayed are refused, and the others are not kept by it.
+
+    Args:
+        over_newer: let them write over what newer changes have written.
+        dry_run: only say what would be done.
+    """
+    with _reached(wiring):
+        store = wiring.store
+        asked = store.replays.read()
+        room = dict.fromkeys({each.subscription for each in letters}, REQUESTS_MAX)
+        for each in asked:
+            room[each.subscription] = room.get(each.subscription, REQUESTS_MAX) - 1
+        waiting = {each.letter for each in asked if not each.failed}
+        layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
+        handlers = {handler.name: handler for handler in wiring.handlers}
+        results = []
+        for letter in letters:
+            found: _Request | str | None = None
+            if letter.document_id not in waiting:
+                layout = layouts.get(letter.subscription)
+                found = _request(wiring, letter, handlers.get(letter.subscription), layout, over_newer)
+            if room[letter.subscription] <= 0 and isinstance(found, _Request):
+                found = (
+                    f"has to wait: {REQUESTS_MAX} dead letters of its handler are being replayed; repeat the command "
+                    "when `dead-letters list` shows fewer"
+                )
+            result = _ask(wiring, letter, found, over_newer=over_newer, dry_run=dry_run)
+            room[letter.subscription] -= result.result == "requested"
+            results.append(result)
+    return results
+
+
+def discard(wiring: Wiring, letters: Sequence[Letter], *, dry_run: bool) -> list[LetterResult]:
+    """Throw dead letters away, also damaged ones; not while they are being replayed."""
+    with _reached(wiring):
+        results = []
+        for letter in letters:
+            outcome = "done" if dry_run else wiring.store.replays.discard(letter.document_id)
+            if outcome == "running":
+                results.append(_result(letter, "refused", _RUNS))
+            elif outcome == "gone":
+                results.append(_result(letter, "unchanged", "is gone already"))
+            else:
+                results.append(_result(letter, "discarded"))
+    return results
+
+
+def change_of(wiring: Wiring, letter: Letter) -> dict[str, Any]:
+    """Of the change of a letter: `event` as relaxed extended JSON, or `raw`, its bytes in base64; or neither."""
+    with _reached(wiring):
+        found = wiring.store.dead_letters.read(letter.document_id)
+    raw = None if found is None else found[1]
+    event = event_as_json(raw) if raw is not None else None
+    return {"event": event, "raw": base64.b64encode(raw).decode() if raw is not None and event is None else None}
+
+
+def plain(letter: Letter, asked: ReplayRequest | None) -> dict[str, Any]:
+    """A letter as JSON has it, without its change."""
+    place = letter.place
+    return {
+        "id": letter.id,
+        "subscription": letter.subscription,
+        "partition": place.partition if place is not None else None,
+        "key": letter.key,
+        "cause": letter.cause,
+        "at": letter.at.isoformat() if letter.at is not None else None,
+        "error": letter.error,
+        "attempts": letter.attempts,
+        "replays": max(letter.replays, asked.starts if asked is not None else 0),
+        "bytes": letter.bytes,
+        "kept": letter.kept,
+        "replay": _state(asked),
+        "replay_error": asked.error if asked is not None else None,
+    }
+
+
+def _state(asked: ReplayRequest | None) -> str | None:
+    if asked is None or asked.failed:
+        return None
+    if asked.fence is not None:
+        return "running"
+    return "waiting" if asked.due_in > 0 else "requested"
+
+
+# -- inside ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    generation: int
+    partition: int
+    hash: int | None
+
+
+def _ask(
+    wiring: Wiring, letter: Letter, found: _Request | str | None, *, over_newer: bool, dry_run: bool
+) -> LetterResult:
+    if found is None:
+        return _result(letter, "unchanged", "is being replayed already")
+    if isinstance(found, str):
+        return _result(letter, "refused", found)
+    outcome = "done"
+    if not dry_run:
+        outcome = wiring.store.replays.request(
+            letter,
+            generation=found.generation,
+            partition=found.partition,
+            hash_=found.hash,
+            over_newer=over_newer,
+        )
+    if outcome == "done":
+        return _result(letter, "requested")
+    return _result(letter, "unchanged", "is gone already" if outcome == "gone" else "is being replayed already")
+
+
+def _request(
+    wiring: Wiring, letter: Letter, handler: Handler | None, layout: Layout | None, over_newer: bool
+) -> _Request | str:
+    """Where a letter is to be replayed, or why it cannot be."""
+    place = letter.place
+    reasons = [
+        (handler is None or layout is None, UNSERVED.replace("; then retry", "; then repeat the command")),
+        (letter.kept == "name", _NOT_KEPT),
+        (letter.token is None or letter.bytes is None, _DAMAGED),
+        (letter.replays >= REPLAYS_MAX, _WORN),
+        (place is None and not over_newer, _UNKNOWN),
+    ]
+    reason = next((reason for is_so, reason in reasons if is_so), None)
+    if reason is not None or handler is None or layout is None:
+        return reason or UNSERVED
+    if place is not None and place.generation == layout.generation:
+        return _Request(layout.generation, place.partition, place.hash)
+    return _placed_anew(wiring, letter, handler, layout)
+
+
+def _placed_anew(wiring: Wiring, letter: Letter, handler: Handler, layout: Layout) -> _Request | str:
+    """The partition of a letter's key in a layout that came after it."""
+    found = wiring.store.dead_letters.read(letter.document_id)
+    if found is None or found[1] is None:
+        return _DAMAGED
+    rule = layout.key.partition(":")[2]
+    try:
+        partitioner = handler.partitioner_named(rule, wiring.options)
+    except ConfigurationError:
+        return (
+            f"belongs to a partition by {rule!r}, a rule that this app does not have: repeat the command when `status` "
+            "shows the layout by the new one"
+        )
+    event = event_of(found[1])
+    try:
+        hash_ = partitioner.hash(event)
+    except Exception:  # noqa: BLE001 - a user's function, on whatever bytes
+        hash_ = document_hash(event)
+    return _Request(layout.generation, hash_ % layout.partitions, hash_)
+
+
+def _result(
+    letter: Letter, result: Literal["requested", "discarded", "unchanged", "refused"], reason: str = ""
+) -> LetterResult:
+    sentence = f"Dead letter {letter.id} ({letter.key}) {reason}." if reason else ""
+    return LetterResult(letter.id, letter.subscription, letter.key, result, sentence)
+
+
+def _names(wiring: Wiring) -> list[str]:
+    """Subscriptions that may have dead letters: those that are stored, and those that have some."""
+    stored = layouts_in_force(wiring.store.leases.read(), wiring.store.subscriptions.read_all())
+    return sorted({*stored, *wiring.store.dead_letters.count()})
+
+
+def _check_id(wiring: Wiring, selection: Selection, names: Sequence[str]) -> None:
+    """An id names one letter: its whole token, or a beginning that no other letter has."""
+    (id_,) = selection.ids
+    if selection.subscription is not None:
+        names = [selection.subscription]
+    found = wiring.store.dead_letters.find(Selection(subscription=selection.subscription, ids=[id_]), names, 2)
+    if not found:
+        raise CommandRefusedError(f"Bridge {wiring.name} has no dead letter {id_!r}; see `dead-letters list`.")
+    if len(found) > 1 and id_ not in {each.id for each in found}:
+        raise CommandRefusedError(
+            f"{id_!r} begins the ids of several dead letters: give more of it, or name the handler too."
+        )
+
+
+@contextmanager
+def _reached(wiring: Wiring) -> Iterator[None]:
+    """Inside, the primary has answered once, and errors name what the state needs."""
+    try:
+        wiring.reach()
+        yield
+    except PyMongoError as error:
+        raise translated(error, wiring.state_concern) from error

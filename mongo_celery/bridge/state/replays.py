@@ -1,0 +1,364 @@
+"""
+Dead letters that are to be replayed, and what becomes of each attempt.
+
+One document a letter, with its `_id`, in a collection that is nearly always empty, since the listener reads it every
+second. It is there from the command until the letter is gone or has failed again::
+
+                  start (claim, starts + 1)                  success: letter and request are removed
+    requested ---------------------------------> started ---------------------------------------->
+       ^                                          |  |  |
+       |<--- later (a retry, infrastructure) -----+  |  +--- failure: the letter has the new error, the request has
+       |<--- started again after a lapse: crash + 1 -+       failed; the listener withdraws what waits behind it
+
+1. A replay runs under a claim of the partition to which its key belongs now, as a change does: nothing else of that
+   partition runs meanwhile, and each start has a fence of its own. Its outcome is written in one transaction with the
+   end of that claim, so one that was replaced writes none.
+2. The claim counts on no change: it is marked as one whose lapse is charged to nobody, and what the first change of
+   the partition has counted is left alone. What is counted of the letter stands in the request.
+3. The fencing token for targets is not the claim's. It is the next of those that were kept free behind the attempts of
+   the change (see `dead_letters`), in the layout of that time: so a target refuses an older attempt of the same letter,
+   and refuses the letter where a change has written that was handled after it was set aside. With the claim's own,
+   which is the newest of all, older data would go over newer, and no fence would see it. Who wants that says so
+   (`over_newer`).
+4. `starts` is in the message: of two messages of one attempt only the first is taken. The record of a start is written
+   before the handler begins, and its number is never used again, also where the process ends right behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, TypeVar
+
+import pymongo
+from bson.int64 import Int64
+from pymongo import ReturnDocument, WriteConcern
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+
+from mongo_celery.bridge.state.claims import TRANSACTION_SECONDS, Claim, own
+from mongo_celery.bridge.state.dead_letters import Letter
+from mongo_celery.mongo.expressions import after, literal, next_number, remaining
+from mongo_celery.mongo.table import Table, call_timeout
+
+T = TypeVar("T")
+
+REQUESTS_MAX = 1000
+"""How many dead letters of one subscription may wait at a time: the listener reads all of them every second."""
+
+_HASHES = 1 << 64
+_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(
+        (
+            "subscription", "generation", "partition", "hash", "key", "overNewer", "starts", "crashes", "fence",
+            "retries", "waits", "doubts", "error", "failed", "at",
+        ),
+        1,
+    ),
+    "due": remaining("notBefore"),
+}  # fmt: skip
+
+
+_KINDS: Mapping[str, Any] = {
+    "_id": str,
+    "subscription": str,
+    "key": str,
+    **dict.fromkeys(("generation", "partition", "starts", "crashes", "retries", "waits", "doubts"), int),
+    **dict.fromkeys(("overNewer", "failed"), bool),
+    "fence": int | None,
+    "error": str | None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRequest:
+    """
+    One dead letter that is to be replayed.
+
+    Attributes:
+        letter: its `_id`.
+        generation: of the layout in which it is to run, `partition` its partition there.
+        hash: of its partition key; None where it is not known.
+        key: names its change in logs.
+        over_newer: whether it may write over what newer changes have written.
+        starts: how often the letter was started, all its replays together.
+        crashes: how many of these ended without an outcome, in this replay.
+        fence: of the claim under which it was started last; None behind an outcome.
+        retries: attempts of this replay that asked for a retry.
+        waits: how often in a row it has waited for infrastructure, `doubts` of these in doubt.
+        due_in: seconds until it may run again; 0 or less when it may.
+        failed: whether it has failed for good, and the listener has yet to take notice.
+    """
+
+    letter: str
+    subscription: str
+    generation: int
+    partition: int
+    hash: int | None
+    key: str
+    over_newer: bool
+    starts: int
+    crashes: int
+    fence: int | None
+    retries: int
+    waits: int
+    doubts: int
+    error: str | None
+    due_in: float
+    failed: bool
+    at: datetime | None
+
+
+class Replays:
+    """The replays of one bridge. Thread-safe."""
+
+    def __init__(
+        self,
+        requests: Collection[dict[str, Any]],
+        partitions: Collection[dict[str, Any]],
+        dead_letters: Collection[dict[str, Any]],
+        bridge: str,
+        ttl: float,
+    ) -> None:
+        self._table = Table(requests, call_timeout(ttl))
+        self._partitions = partitions
+        self._dead_letters = dead_letters
+        self._bridge = bridge
+
+    def read(self) -> list[ReplayRequest]:
+        """All of them, by subscription, then in the order of the stream; what nobody can read counts as not there."""
+        scope = {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}
+        found = (_replay(document) for document in self._table.find(scope, _FIELDS))
+        return sorted((each for each in found if each is not None), key=lambda each: each.letter)
+
+    def find(self, letter: str) -> ReplayRequest | None:
+        """That of one letter."""
+        return _replay(self._table.find_one({"_id": letter}, _FIELDS))
+
+    # -- what a person decides ---------------------------------------------------------------------
+
+    def request(
+        self, letter: Letter, *, generation: int, partition: int, hash_: int | None, over_newer: bool
+    ) -> Literal["done", "requested", "gone"]:
+        """
+        Ask for the replay of a letter.
+
+        Args:
+            generation: of the layout in force, `partition` the one of the letter's key there.
+            hash_: of its partition key.
+
+        Returns:
+            `requested` where somebody else has done so before, `gone` where there is no letter any more.
+        """
+        document_id = letter.document_id
+        document = {
+            "subscription": letter.subscription,
+            "generation": Int64(generation),
+            "partition": partition,
+            "hash": None if hash_ is None else Int64(hash_ - _HASHES if hash_ >= _HASHES // 2 else hash_),
+            "key": letter.key,
+            "overNewer": over_newer,
+            "starts": Int64(letter.replays),
+            "crashes": 0,
+            "fence": None,
+            "retries": 0,
+            "waits": 0,
+            "doubts": 0,
+            "notBefore": None,
+            "error": None,
+            "failed": False,
+        }
+
+        def ask(session: ClientSession) -> Literal["done", "requested", "gone"]:
+            # The letter is written too: who discards it at the same time is in conflict with this.
+            asked = {"$currentDate": {"replayAskedAt": True}}
+            guard = {"_id": document_id, "replays": letter.replays} if letter.place else {"_id": document_id}
+            found = self._dead_letters.find_one_and_update(guard, asked, {"_id": 1}, session=session)
+            there = _replay(self._table.collection.find_one({"_id": document_id}, _FIELDS, session=session))
+            if found is None or (there is not None and not there.failed):
+                session.abort_transaction()
+                return "gone" if found is None else "requested"
+            self._table.collection.replace_one({"_id": document_id}, document, upsert=True, session=session)
+            self._table.collection.update_one({"_id": document_id}, {"$currentDate": {"at": True}}, session=session)
+            return "done"
+
+        return self._together(ask)
+
+    def discard(self, letter: str) -> Literal["done", "running", "gone"]:
+        """Remove a letter, and the request for its replay; not while that is running."""
+
+        def remove(session: ClientSession) -> Literal["done", "running", "gone"]:
+            found = _replay(self._table.collection.find_one({"_id": letter}, _FIELDS, session=session))
+            if found is not None and self._is_running(found, session):
+                session.abort_transaction()
+                return "running"
+            self._table.collection.delete_one({"_id": letter}, session=session)
+            gone = self._dead_letters.delete_one({"_id": letter}, session=session)
+            return "done" if gone.deleted_count else "gone"
+
+        return self._together(remove)
+
+    def _is_running(self, replay: ReplayRequest, session: ClientSession) -> bool:
+        """Whether a replay that was started may still end by itself; one whose claim has lapsed is ended here."""
+        if replay.fence is None or replay.failed:
+            return False
+        partition_id = f"{self._bridge}/{replay.subscription}/{replay.generation}/{replay.partition}"
+        mine = {"_id": partition_id, "fence": replay.fence, "claim.replay": replay.letter}
+        live = {"live": {"$gt": ["$claim.until", "$$NOW"]}}
+        found = self._partitions.find_one(mine, live, session=session)
+        if found is None or found["live"]:
+            return found is not None
+        self._partitions.update_one(mine, [{"$set": {"fence": next_number("fence"), "claim": None}}], session=session)
+        return False
+
+    # -- what an execution does --------------------------------------------------------------------
+
+    def start(self, claim: Claim, letter: str, starts: int) -> ReplayRequest | None:
+        """
+        Record that the handler is about to start, under this claim.
+
+        Args:
+            starts: before this one, as the message says.
+
+        Returns:
+            What is to be replayed; None where another message has started it, or there is nothing to replay any more.
+        """
+        change = {
+            "starts": {"$add": ["$starts", Int64(1)]},
+            "crashes": {"$add": ["$crashes", {"$cond": [{"$gt": ["$fence", None]}, 1, 0]}]},
+            "fence": Int64(claim.fence),
+            "notBefore": None,
+        }
+        guard = {"_id": letter, "starts": starts, "failed": False}
+        with self._table.limit():
+            found = self._table.collection.find_one_and_update(
+                guard, [{"$set": change}], _FIELDS, return_document=ReturnDocument.AFTER
+            )
+        return _replay(found)
+
+    def succeed(self, claim: Claim, letter: str, session: ClientSession | None = None) -> bool:
+        """
+        Remove a letter whose handler has succeeded.
+
+        Args:
+            session: of a transactional handler, as the last writes of its transaction.
+
+        Returns:
+            False where a newer execution decides.
+        """
+
+        def remove(session: ClientSession) -> None:
+            self._table.collection.delete_one({"_id": letter}, session=session)
+            self._dead_letters.delete_one({"_id": letter}, session=session)
+
+        if session is not None:
+            return self._end(claim, remove, session)
+        return self._settle(claim, remove)
+
+    def fail(self, claim: Claim, replay: ReplayRequest, error: str, traceback: str, attempts: int) -> bool:
+        """
+        Leave a letter with its new error; the request stays, as failed, until the listener has taken notice.
+
+        Args:
+            attempts: how often its handler was tried.
+
+        Returns:
+            False where a newer execution decides.
+        """
+
+        def note(session: ClientSession) -> None:
+            change: dict[str, Any] = {
+                "$set": {"error": error, "traceback": traceback, "replays": Int64(replay.starts)},
+                "$inc": {"attempts": attempts},
+                "$currentDate": {"replayedAt": True},
+            }
+            self._dead_letters.update_one({"_id": replay.letter}, change, session=session)
+            done = {"$set": {"failed": True, "fence": None, "error": error}}
+            self._table.collection.update_one({"_id": replay.letter}, done, session=session)
+
+        return self._settle(claim, note)
+
+    def retry_later(
+        self, claim: Claim, letter: str, error: str, *, delay: float | None, not_before: datetime | None
+    ) -> bool:
+        """Set a replay aside until its retry time, and count the attempt; arguments and answer as of `Claims.park`."""
+        due = after(delay) if delay is not None else literal(not_before)
+        counts = {"retries": {"$add": ["$retries", 1]}, "waits": 0, "doubts": 0}
+        return self._postpone(claim, letter, {"notBefore": due, "error": literal(error), **counts})
+
+    def wait(self, claim: Claim, letter: str, cause: str, *, delay: float, doubtful: bool) -> bool:
+        """Set a replay aside, since infrastructure was away; nothing is counted; arguments as of `Claims.wait`."""
+        counts = {"waits": claim.waits + 1, "doubts": claim.doubts + 1 if doubtful else 0}
+        return self._postpone(claim, letter, {"notBefore": after(delay), "error": literal(cause), **counts})
+
+    def release(self, claim: Claim, letter: str) -> bool:
+        """End a start that is nobody's fault: it may be started again at once."""
+        return self._postpone(claim, letter, {})
+
+    def _postpone(self, claim: Claim, letter: str, change: Mapping[str, Any]) -> bool:
+        def note(session: ClientSession) -> None:
+            self._table.collection.update_one({"_id": letter}, [{"$set": {**change, "fence": None}}], session=session)
+
+        return self._settle(claim, note)
+
+    def _settle(self, claim: Claim, write: Callable[[ClientSession], None]) -> bool:
+        return self._together(lambda session: self._end(claim, write, session) or _aborted(session))
+
+    def _end(self, claim: Claim, write: Callable[[ClientSession], None], session: ClientSession) -> bool:
+        ended = self._partitions.update_one(own(claim), {"$set": {"claim": None}}, session=session)
+        if ended.matched_count:
+            write(session)
+        return bool(ended.matched_count)
+
+    # -- what the listener does --------------------------------------------------------------------
+
+    def withdraw(self, replays: Sequence[ReplayRequest]) -> None:
+        """Forget requests as they were seen, unless they have been started meanwhile; their letters stay."""
+        for each in replays:
+            guard = {"_id": each.letter, "starts": each.starts, "failed": each.failed, "fence": None}
+            with self._table.limit():
+                self._table.collection.delete_one(guard)
+
+    def forget(self, letter: str) -> None:
+        """The request of a letter that is gone is of no use."""
+        with self._table.limit():
+            self._table.collection.delete_one({"_id": letter})
+
+    def _together(self, body: Callable[[ClientSession], T]) -> T:
+        with (
+            pymongo.timeout(max(self._table.timeout, TRANSACTION_SECONDS)),
+            self._dead_letters.database.client.start_session() as session,
+        ):
+            return session.with_transaction(body, write_concern=WriteConcern("majority"))
+
+
+def _aborted(session: ClientSession) -> bool:
+    session.abort_transaction()
+    return False
+
+
+def _replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
+    """None also for what is damaged: nothing is replayed by it, and asking once more replaces it."""
+    if document is None or any(not isinstance(document.get(name), kind) for name, kind in _KINDS.items()):
+        return None
+    hash_ = document.get("hash")
+    return ReplayRequest(
+        letter=document["_id"],
+        subscription=document["subscription"],
+        generation=document["generation"],
+        partition=document["partition"],
+        hash=hash_ % _HASHES if isinstance(hash_, int) else None,
+        key=document["key"],
+        over_newer=document["overNewer"],
+        starts=document["starts"],
+        crashes=document["crashes"],
+        fence=document.get("fence"),
+        retries=document["retries"],
+        waits=document["waits"],
+        doubts=document["doubts"],
+        error=document.get("error"),
+        due_in=(document.get("due") or 0) / 1000,
+        failed=document["failed"],
+        at=document.get("at"),
+    )

@@ -1,0 +1,88 @@
+"""How the dead letters of a bridge look on a terminal: some lines each, none of which needs a wide one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from mongo_celery.quantities import moment, number, size
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.letter_commands import Found
+
+_LEAST_ID = 18  # the time and the number of an oplog entry: only changes of one transaction need more
+_LINE = 72
+
+
+def list_lines(bridge: str, found: Found, plain: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """
+    The lines that list dead letters.
+
+    Args:
+        plain: the letters as JSON has them.
+    """
+    yield f"{bridge}: {number(found.count, 'dead letter', 'dead letters')}"
+    for id_, each in zip(short_ids([each["id"] for each in plain]), plain, strict=True):
+        yield f"{id_}  {each['subscription']}  {each['cause'].replace('_', ' ')}  {moment(each['at'])}"
+        yield f"  {_cut(each['key'])}"
+        yield f"  {_cut(each['error'])}"
+        state = replay_line(each, leads=found.leads)
+        if state:
+            yield f"  {state}"
+    if found.count > len(plain):
+        yield f"and {found.count - len(plain)} more: --limit"
+
+
+def replay_line(plain: Mapping[str, Any], *, leads: bool) -> str | None:
+    """What is under way with a letter; None where nothing is."""
+    state = plain["replay"]
+    if state is None:
+        return None
+    said = {
+        "requested": "its replay is asked for" + ("" if leads else ", and begins when a listener leads"),
+        "running": "it is being replayed",
+        "waiting": "its replay waits for its next try",
+    }[state]
+    return _cut(f"{said}: {plain['replay_error']}" if plain["replay_error"] else said)
+
+
+def show_lines(plain: Mapping[str, Any], change: Mapping[str, Any], *, leads: bool) -> Iterator[str]:
+    """The lines that tell all of one dead letter."""
+    yield f"{plain['subscription']}: {plain['key']}"
+    yield f"  id: {plain['id']}"
+    yield f"  {plain['cause'].replace('_', ' ')} {moment(plain['at'])}"
+    tried = number(plain["attempts"], "attempt", "attempts")
+    yield f"  {tried}, {number(plain['replays'], 'start', 'starts')} by replays"
+    state = replay_line(plain, leads=leads)
+    if state:
+        yield f"  {state}"
+    yield f"  error: {plain['error']}"
+    if plain["traceback"]:
+        yield plain["traceback"].rstrip()
+    if change["event"] is not None:
+        yield f"  its change, {size(plain['bytes'])}:"
+        yield json.dumps(change["event"], indent=2, ensure_ascii=False)
+    elif change["raw"] is not None:
+        yield "  its change cannot be read as a document; --json has its bytes in base64"
+    else:
+        yield "  its change was too large to be kept"
+
+
+def short_ids(ids: Sequence[str]) -> list[str]:
+    """The beginnings by which these can be told from each other."""
+    ordered = sorted(set(ids))
+    common = (_common(first, second) for first, second in pairwise(ordered))
+    length = max([_LEAST_ID, *(each + 1 for each in common)])
+    return [each[:length] for each in ids]
+
+
+def _common(first: str, second: str) -> int:
+    """How many characters two texts begin with alike."""
+    return next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), len(first))
+
+
+def _cut(text: str) -> str:
+    line = text.splitlines()[0] if text else ""
+    return line if len(line) <= _LINE else line[: _LINE - 3] + "..."

@@ -1,0 +1,339 @@
+"""Dead letters of a bridge: replayed in order, fenced with the live handler, and never lost, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX
+from mongo_celery.bridge.worker.replay_execution import OUTDATED
+from mongo_celery.demo.history import Due
+from tests.acceptance.chain_rig import SHORT_TIMES, Chain
+from tests.fixtures.process import PATIENCE_SECONDS, wait_for
+
+Document = dict[str, Any]
+MakeChain = Callable[..., Chain]
+
+HANDLERS = "tests.acceptance.isolation.dead_letter_handlers"
+
+
+@pytest.fixture
+def make_chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[MakeChain]:
+    """Give a function that makes a bridge with some of the handlers, each with one partition."""
+    with ExitStack() as stack:
+
+        def make(*handlers: str, **options: Any) -> Chain:
+            made = Chain(
+                mongo_client,
+                mongo_url,
+                tmp_path,
+                handlers=handlers,
+                options={"partitions": 1, **options},
+                conf={"include": [HANDLERS]},
+            )
+            return stack.enter_context(made)
+
+        yield make
+
+
+def _letters(chain: Chain, *arguments: str) -> Document:
+    return chain.changes("dead-letters", *arguments)
+
+
+def _fail(chain: Chain, handler: str, key: str, *numbers: int, **do: Any) -> list[Due]:
+    """Changes of a key whose first start fails, and whose next one succeeds; wait until they are dead letters."""
+    before = len(chain.letters(handler))
+    items = [chain.write(handler, key, n, **{"act": "raise", **do}) for n in numbers]
+    wait_for(lambda: len(chain.letters(handler)) == before + len(numbers), message=lambda: str(chain.letters(handler)))
+    return items
+
+
+def _wait_gone(chain: Chain, handler: str, left: int = 0) -> None:
+    """Wait until so many letters are left, and nothing is to be replayed."""
+    wait_for(
+        lambda: len(chain.letters(handler)) == left and not chain.state["replays"].count_documents({}),
+        PATIENCE_SECONDS,
+        lambda: f"{chain.letters(handler)} {list(chain.state['replays'].find())}",
+    )
+
+
+def _spans(chain: Chain) -> list[tuple[int, int, Document]]:
+    """When each handler has begun and ended, in the order of their beginnings."""
+    ends = {(each["key"], each["n"], each["fence"]): each["at"] for each in chain.facts["end"].find()}
+    starts = chain.facts["start"].find().sort("at")
+    return [
+        (each["at"], ends[each["key"], each["n"], each["fence"]], each)
+        for each in starts
+        if (each["key"], each["n"], each["fence"]) in ends
+    ]
+
+
+def _copy_of(chain: Chain, handler: str, key: str) -> int | None:
+    found = chain.data["copies"].find_one({"_id": f"{handler}/{key}"})
+    return None if found is None else int(found["n"])
+
+
+def _replayed(chain: Chain) -> Sequence[tuple[str, int]]:
+    """Key and number of each replay that has ended well, in their order."""
+    return [(each["key"], each["n"]) for each in chain.facts["end"].find({"replayed": True}).sort("at")]
+
+
+def test_letters_are_replayed_in_the_order_of_their_keys_beside_live_changes(make_chain: MakeChain) -> None:
+    """P2, P3, P12: one at a time with the changes of their partition; a fence for each, behind those of before."""
+    chain = make_chain("copied")
+    chain.both()
+    failed = _fail(chain, "copied", "late", 1, 2, 3)
+    _fail(chain, "copied", "other", 1)
+    fences = {(letter["key"], letter["seq"]): letter["fence"] for letter in chain.letters("copied")}
+    # The first of them is held while changes of the same partition come in.
+    asked = _letters(chain, "replay", "copied", "--yes")
+    assert (asked["requested"], asked["count"], asked["leads"]) == (4, 4, True)
+    live = [chain.write("copied", f"live{n}", n, seconds=0.05) for n in range(1, 9)]
+    _wait_gone(chain, "copied")
+    chain.wait_done()
+
+    assert [each for each in _replayed(chain) if each[0] == "late"] == [("late", 1), ("late", 2), ("late", 3)]
+    assert (_copy_of(chain, "copied", "late"), _copy_of(chain, "copied", "other")) == (3, 1)
+    spans = _spans(chain)
+    assert all(end <= begin for (_, end, _), (begin, _, _) in pairwise(spans)), "one at a time"
+    assert [len(chain.starts(item)) for item in failed] == [2, 2, 2]
+    assert [len(chain.starts(item)) for item in live] == [1] * len(live)
+    for _, _, fact in spans:
+        if fact["replayed"]:
+            (fence,) = [fence for (key, seq), fence in fences.items() if seq == fact["seq"]]
+            assert fence < fact["fence"] <= fence + REPLAYS_MAX
+
+
+def test_older_data_never_goes_over_newer_unless_it_is_asked_for(make_chain: MakeChain) -> None:
+    """P3: the fence sees it: the letter stays, and says what can be done."""
+    chain = make_chain("copied")
+    chain.both()
+    _fail(chain, "copied", "key", 1)
+    chain.write("copied", "key", 2)
+    chain.wait_done()
+
+    _letters(chain, "replay", "copied", "--yes")
+    wait_for(lambda: chain.letters("copied")[0]["error"] == f"StaleFencingTokenError: {OUTDATED}")
+    _wait_gone(chain, "copied", left=1)
+    assert _copy_of(chain, "copied", "key") == 2
+
+    _letters(chain, "replay", "copied", "--over-newer", "--yes")
+    _wait_gone(chain, "copied")
+    assert _copy_of(chain, "copied", "key") == 1
+    chain.write("copied", "key", 3)
+    wait_for(lambda: _copy_of(chain, "copied", "key") == 3)
+
+
+def test_a_replay_that_fails_leaves_its_letter_with_the_new_error(make_chain: MakeChain) -> None:
+    """What waits behind it of the same key stays too; other keys are replayed."""
+    chain = make_chain("copied")
+    chain.both()
+    _fail(chain, "copied", "bad", 1, times=9, text="still broken")
+    _fail(chain, "copied", "bad", 2, 3)
+    _fail(chain, "copied", "good", 1)
+    before = chain.letters("copied")[0]
+    _letters(chain, "replay", "copied", "--yes")
+    _wait_gone(chain, "copied", left=3)
+
+    letter = chain.letters("copied")[0]
+    assert [each["key"].rsplit(" ", 1)[-1] for each in chain.letters("copied")] == ["'bad'"] * 3
+    assert (before["attempts"], letter["attempts"], letter["replays"]) == (1, 2, 1)
+    assert letter["error"] == "WantedError: still broken"
+    assert letter["replayedAt"] > letter["at"]
+    assert _replayed(chain) == [("good", 1)]
+    assert any("an earlier one of its key has failed" in text for text in chain.logs.values())
+    shown = _letters(chain, "show", "copied", "--key", "bad", "--limit", "5")
+    assert [(each["error"], each["replay"], each["event"]["fullDocument"]["n"]) for each in shown["letters"]] == [
+        ("WantedError: still broken", None, 1),
+        ("WantedError: as asked", None, 2),
+        ("WantedError: as asked", None, 3),
+    ]
+
+
+def test_a_replay_has_the_retries_of_its_handler_and_holds_no_change_back(make_chain: MakeChain) -> None:
+    """P6: counted for the letter alone; live changes flow between two attempts."""
+    chain = make_chain("retried")
+    chain.both()
+    (item,) = _fail(chain, "retried", "key", 1, times=6)
+    assert len(chain.starts(item)) == 4, "Celery's three retries"
+    _letters(chain, "replay", "retried", "--yes")
+    _wait_gone(chain, "retried")
+    assert [each.retries for each in chain.starts(item)[4:]] == [0, 1, 2]
+    fences = [each.fence for each in chain.starts(item)]
+    assert fences == sorted(set(fences)), "each start has a fence of its own"
+    assert chain.of(item)["retry"] is None
+
+
+def test_a_worker_that_dies_in_a_replay_loses_nothing_and_charges_no_change(make_chain: MakeChain) -> None:
+    """P3, P14: it is started again when its claim has lapsed; the death counts for the letter alone."""
+    chain = make_chain("copied", max_crashes=3)
+    _, worker = chain.both()
+    (item,) = _fail(chain, "copied", "key", 1, late_gate="hold")
+    _letters(chain, "replay", "copied", "--yes")
+    chain.wait_started(item, 2)
+    behind = chain.write("copied", "live", 1)
+    assert chain.state["replays"].count_documents({"starts": 1, "fence": {"$ne": None}}) == 1, (
+        "recorded before it began"
+    )
+    worker.send_group(signal.SIGKILL)
+    chain.worker(name="second")
+    chain.wait_started(item, 3)
+    (asked,) = chain.state["replays"].find()
+    assert (asked["starts"], asked["crashes"]) == (2, 1)
+    chain.open_gate("hold")
+    _wait_gone(chain, "copied")
+    chain.wait_done()
+
+    assert _copy_of(chain, "copied", "key") == 1
+    assert len(chain.starts(behind)) == 1
+    assert chain.of(item)["retry"] is None
+    fences = [each.fence for each in chain.starts(item)]
+    assert fences == sorted(set(fences))
+
+
+def test_a_letter_that_kills_its_workers_stays_a_letter(make_chain: MakeChain) -> None:
+    """P9: after `max_crashes` deaths its replay has failed; the partition goes on."""
+    chain = make_chain("copied")
+    chain.both()
+    (item,) = _fail(chain, "copied", "key", 1)
+    letters = chain.state["dead_letters"]
+    letters.update_one({"subscription": "copied"}, {"$set": {"change.fullDocument.do": {"act": "die", "times": 9}}})
+    _letters(chain, "replay", "copied", "--yes")
+    wait_for(lambda: any(each["error"].startswith("HandlerCrashedError") for each in chain.letters("copied")))
+    assert len(chain.starts(item)) == 3, "one of its own, and two of its replay"
+    chain.write("copied", "good", 1)
+    wait_for(lambda: _copy_of(chain, "copied", "good") == 1)
+
+
+@pytest.mark.parametrize("at", ["Publishing.publish", "Replays.withdraw"])
+def test_a_listener_that_dies_in_a_replay_leaves_it_to_the_next(make_chain: MakeChain, at: str) -> None:
+    """P1, P7: behind the dispatch, and between a failure and what follows from it; in order all the same."""
+    chain = make_chain("copied")
+    first = chain.listener("first")
+    chain.worker()
+    _fail(chain, "copied", "bad", 1, times=9)
+    _fail(chain, "copied", "bad", 2)
+    (held,) = _fail(chain, "copied", "held", 1, late_gate="hold")
+    first.terminate()
+    point = f'{{"at": "{at}", "behind": {"true" if at == "Publishing.publish" else "false"}, "once": "Replays.read"}}'
+    doomed = chain.run("listener", name="doomed", CHAIN_POINT=point)
+    doomed.wait_for_output("reading from")
+    _letters(chain, "replay", "copied", "--yes")
+    wait_for(lambda: not doomed.running, message=lambda: doomed.text)
+    chain.listener("next")
+    chain.open_gate("hold")
+    _wait_gone(chain, "copied", left=2)
+
+    assert _replayed(chain) == [("held", 1)]
+    assert len(chain.starts(held)) == 2, "its handler has ended once, and was not started again"
+
+
+def test_what_is_asked_for_without_a_listener_waits_for_one(make_chain: MakeChain) -> None:
+    """P1, P16: and the command says so. Two people ask for one replay; who asks second is told."""
+    chain = make_chain("copied")
+    listener, _ = chain.both()
+    _fail(chain, "copied", "key", 1, 2)
+    listener.terminate()
+    wait_for(lambda: not _letters(chain, "list")["leads"])
+    first = _letters(chain, "replay", "copied", "--yes")
+    second = _letters(chain, "replay", "copied", "--yes")
+    assert (first["requested"], first["leads"]) == (2, False)
+    assert (second["requested"], {each["result"] for each in second["letters"]}) == (0, {"unchanged"})
+    assert {each["replay"] for each in _letters(chain, "list")["letters"]} == {"requested"}
+    chain.listener("next")
+    _wait_gone(chain, "copied")
+    assert _replayed(chain) == [("key", 1), ("key", 2)]
+
+
+def test_a_letter_is_not_discarded_while_it_is_replayed(make_chain: MakeChain) -> None:
+    """One whose replay has not begun is discarded, and not replayed."""
+    chain = make_chain("copied")
+    chain.both()
+    (first,) = _fail(chain, "copied", "key", 1, late_gate="hold")
+    (second,) = _fail(chain, "copied", "key", 2)
+    _letters(chain, "replay", "copied", "--yes")
+    chain.wait_started(first, 2)
+    answer = _letters(chain, "discard", "copied", "--yes")
+    assert [each["result"] for each in answer["letters"]] == ["refused", "discarded"]
+    assert "is being replayed at this moment" in answer["letters"][0]["reason"]
+    chain.open_gate("hold")
+    _wait_gone(chain, "copied")
+    assert (len(chain.starts(first)), len(chain.starts(second))) == (2, 1)
+
+
+def test_a_transactional_replay_takes_effect_once(make_chain: MakeChain) -> None:
+    """Its writes and the end of the letter are one transaction; a worker that dies before has done nothing."""
+    chain = make_chain("copied_once", max_crashes=3)
+    _, worker = chain.both()
+    (item,) = _fail(chain, "copied_once", "key", 1, late_gate="hold")
+    _letters(chain, "replay", "copied_once", "--yes")
+    chain.wait_started(item, 2)
+    worker.send_group(signal.SIGKILL)
+    chain.open_gate("hold")
+    chain.worker(name="second")
+    _wait_gone(chain, "copied_once")
+    assert chain.data["copies"].find_one({"_id": "copied_once/key"}) == {"_id": "copied_once/key", "n": 1, "times": 1}
+
+
+def test_what_has_halted_is_set_aside_and_replayed(make_chain: MakeChain) -> None:
+    """P13: never thrown away; the partition goes on, and the letter is ordered before what follows."""
+    chain = make_chain("halted")
+    chain.both()
+    bad = chain.write("halted", "bad", 1, act="raise", times=1)
+    behind = chain.write("halted", "behind", 1)
+    chain.wait_state(bad, lambda state: state["state"] == "halted")
+    seen = chain.changes("set-aside", "halted", "--dry-run")
+    assert (seen["set_aside"], [each["index"] for each in seen["halted"]]) == (0, [0])
+    done = chain.changes("set-aside", "halted", "--yes")
+    assert (done["set_aside"], done["refused"]) == (1, [])
+    wait_for(lambda: _copy_of(chain, "halted", "behind") == 1)
+    (letter,) = chain.letters("halted")
+    assert (letter["cause"], letter["error"], letter["attempts"]) == ("set_aside", "WantedError: as asked", 1)
+    assert letter["change"]["fullDocument"]["n"] == 1
+    assert chain.starts(behind)[0].fence > letter["fence"] + REPLAYS_MAX
+    _letters(chain, "replay", "--id", letter["resumeToken"]["_data"][:40], "--yes")
+    _wait_gone(chain, "halted")
+    assert _copy_of(chain, "halted", "bad") == 1
+
+
+def test_skip_keeps_what_it_skips_unless_it_is_told_otherwise(make_chain: MakeChain) -> None:
+    """P13: the command; for the policies see `test_failure_policies.py`."""
+    chain = make_chain("halted")
+    chain.both()
+    for number, more in enumerate(([], ["--discard"])):
+        bad = chain.write("halted", f"bad{number}", 1, act="raise", times=9)
+        chain.wait_state(bad, lambda state: state["state"] == "halted")
+        assert chain.changes("skip", "halted", "--partition", "0", "--yes", *more)["skipped"] == 1
+        chain.wait_state(bad, lambda state: state["state"] == "flowing")
+    assert [(each["cause"], each["change"]["documentKey"]["_id"]) for each in chain.letters("halted")] == [
+        ("skipped", "bad0")
+    ]
+
+
+def test_letters_of_an_older_layout_are_replayed_where_their_keys_are_now(make_chain: MakeChain) -> None:
+    """P2: in the partition of their key, and at the place that they had."""
+    chain = make_chain("copied")
+    listener, worker = chain.both()
+    _fail(chain, "copied", "key", 1)
+    _fail(chain, "copied", "newer", 1)
+    listener.terminate()
+    worker.terminate()
+    more = json.dumps({**SHORT_TIMES, "partitions": 5})
+    chain.listener("five", CHAIN_OPTIONS=more)
+    chain.worker(name="five_worker", CHAIN_OPTIONS=more)
+    wait_for(lambda: chain.changes("status")["subscriptions"][0]["partitions"] == 5)
+    chain.write("copied", "newer", 2)
+    wait_for(lambda: _copy_of(chain, "copied", "newer") == 2)
+    _letters(chain, "replay", "copied", "--yes")
+    _wait_gone(chain, "copied", left=1)
+    assert _copy_of(chain, "copied", "key") == 1
+    assert _copy_of(chain, "copied", "newer") == 2
+    assert chain.letters("copied")[0]["error"] == f"StaleFencingTokenError: {OUTDATED}"

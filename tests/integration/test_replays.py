@@ -1,0 +1,425 @@
+"""Dead letters on a real replica set: what may be replayed, what a start records, and whose outcome counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import bson
+import pytest
+from bson import ObjectId
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import Bridge, CommandRefusedError
+from mongo_celery.bridge.listener.replaying import Replaying
+from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.bridge.operations import letter_commands
+from mongo_celery.bridge.state.claims import Claim
+from mongo_celery.bridge.state.dead_letters import (
+    CHANGE_BYTES,
+    FAILED,
+    REPLAYS_MAX,
+    SET_ASIDE,
+    Letter,
+    Place,
+    Selection,
+    dead_letter,
+    kept,
+)
+from mongo_celery.bridge.state.replays import ReplayRequest
+from mongo_celery.mongo.verdicts import Concern
+from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Rig, rig_of, token
+from tests.integration.term_rig import TermRig, begin_term
+
+Document = dict[str, Any]
+
+
+def event(number: int, key: object = None) -> bytes:
+    """The bytes of one event, whose document has this number, or this key."""
+    return bson.encode(
+        {
+            "_id": token(number),
+            "operationType": "insert",
+            "ns": {"db": "shop", "coll": "orders"},
+            "documentKey": {"_id": number if key is None else key},
+            "fullDocument": {"_id": number if key is None else key},
+        }
+    )
+
+
+def letter_of(number: int, fence: int, *, key: object = None, hash_: int | None = 7, partition: int = 0) -> Document:
+    """A dead letter as an execution with this fence leaves it."""
+    found = kept(event(number, key))
+    return dead_letter(
+        bridge=BRIDGE,
+        subscription=SUBSCRIPTION,
+        token=token(number),
+        key=f"shop.orders insert {key or number}",
+        change=found.change,
+        error="ValueError: no",
+        traceback="Traceback",
+        attempts=1,
+        place=Place(0, partition, number, fence, hash_),
+        cause=FAILED,
+        kept=found.kind,
+    )
+
+
+class Aside(Rig):
+    """A partition, some changes of which were set aside."""
+
+    def set_aside(self, number: int, **options: Any) -> Letter:
+        """Let one change fail for good."""
+        claim = self.claim(number)
+        assert self.claims.set_aside(claim, token(number), letter_of(number, claim.fence, **options))
+        (found,) = self.found(ids=[token(number)["_data"]])
+        return found
+
+    def found(self, **selection: Any) -> list[Letter]:
+        """Letters of a selection."""
+        return self.store.dead_letters.find(Selection(**selection), [SUBSCRIPTION], 0)
+
+    def request(self, letter: Letter, partition: int = 0, **options: Any) -> str:
+        """Ask for a replay."""
+        place = {"generation": 0, "hash_": letter.place.hash if letter.place else None, "over_newer": False}
+        return self.store.replays.request(letter, partition=partition, **{**place, **options})
+
+    def take(self, letter: Letter, owner: str = "me") -> Claim:
+        """Claim the partition for a replay."""
+        found = self.claims.take_for_replay(self.where, letter.document_id, owner=owner, version=VERSION)
+        assert found is not None, "the partition is free"
+        return found
+
+    def start(self, letter: Letter, starts: int = 0, owner: str = "me") -> tuple[Claim, ReplayRequest]:
+        """Claim the partition, and record a start."""
+        claim = self.take(letter, owner)
+        replay = self.store.replays.start(claim, letter.document_id, starts)
+        assert replay is not None, "nobody has started it"
+        return claim, replay
+
+
+@pytest.fixture
+def rig(mongo_client: MongoClient[Document], state_database: str) -> Aside:
+    """Give one partition that flows and that nobody has claimed."""
+    made = rig_of(mongo_client, state_database)
+    return Aside(made.store, made.where, made.documents, made.letters)
+
+
+# -- the order of what targets see -------------------------------------------------------------------
+
+
+def test_tokens_of_replays_lie_between_the_change_and_all_that_follow(rig: Aside) -> None:
+    """P3: set aside by an execution, and by a person; whatever the cluster's clock says."""
+    rig.spoil(fence=rig.document["fence"] + (1 << 40))
+    first = rig.set_aside(1)
+    follower = rig.claim(2)
+    assert first.place is not None
+    assert follower.fence > first.place.fence + REPLAYS_MAX
+
+    assert rig.claims.halt(follower, token(2), "key", "e")
+    image = rig.image
+    letter = {**letter_of(2, image.fence), "cause": SET_ASIDE}
+    assert rig.partitions.set_aside(image, 0, letter, rig.store.dead_letters.collection)
+    second = rig.found()[1]
+    assert (second.cause, rig.image.committed, rig.image.state) == (SET_ASIDE, 2, "flowing")
+    assert second.place is not None
+    assert rig.claim(3).fence > second.place.fence + REPLAYS_MAX
+
+
+def test_a_command_that_has_seen_another_partition_sets_nothing_aside(rig: Aside) -> None:
+    """The letter and the position are one: neither is written."""
+    assert rig.claims.halt(rig.claim(), token(1), "key", "e")
+    image = rig.image
+    assert rig.partitions.retry(image, 0)
+    assert not rig.partitions.set_aside(image, 0, letter_of(1, image.fence), rig.store.dead_letters.collection)
+    assert (rig.found(), rig.image.committed) == ([], 0)
+
+
+# -- one replay --------------------------------------------------------------------------------------
+
+
+def test_a_replay_is_asked_for_once(rig: Aside) -> None:
+    """Two people at once; and not for a letter that is gone."""
+    letter = rig.set_aside(1)
+    assert [rig.request(letter), rig.request(letter)] == ["done", "requested"]
+    assert rig.store.replays.discard(letter.document_id) == "done"
+    assert (rig.request(letter), rig.store.replays.read()) == ("gone", [])
+    assert rig.store.replays.discard(letter.document_id) == "gone"
+
+
+def test_of_two_messages_of_one_attempt_only_the_first_starts(rig: Aside) -> None:
+    """P8: each start has its number, which is written before the handler begins."""
+    letter = rig.set_aside(1)
+    rig.request(letter)
+    claim, replay = rig.start(letter)
+    assert (replay.starts, replay.crashes, replay.fence) == (1, 0, claim.fence)
+    assert rig.store.replays.start(claim, letter.document_id, 0) is None
+    assert rig.store.replays.succeed(claim, letter.document_id)
+    assert (rig.found(), rig.store.replays.read(), rig.image.claim) == ([], [], None)
+    assert rig.image.committed == 1, "no position moves"
+
+
+def test_an_attempt_that_was_replaced_has_no_outcome(rig: Aside) -> None:
+    """P3: the letter stays, whatever the zombie writes; and its successor is another start, charged to the letter."""
+    letter = rig.set_aside(1)
+    rig.request(letter)
+    stale, replay = rig.start(letter)
+    rig.lapse()
+    claim, again = rig.start(letter, starts=1, owner="successor")
+    assert (again.starts, again.crashes) == (2, 1)
+    replays, id_ = rig.store.replays, letter.document_id
+    assert not replays.succeed(stale, id_)
+    assert not replays.fail(stale, replay, "e", "t", 1)
+    assert not replays.retry_later(stale, id_, "e", delay=1.0, not_before=None)
+    assert not replays.wait(stale, id_, "c", delay=1.0, doubtful=False)
+    assert [each.id for each in rig.found()] == [letter.id]
+    assert replays.find(id_) == again
+    assert replays.succeed(claim, id_)
+
+
+def test_a_replay_that_lapses_charges_no_change_and_a_change_that_lapses_is_charged(rig: Aside) -> None:
+    """P14: the counts of the partition are those of its first change."""
+    letter = rig.set_aside(1)
+    rig.request(letter)
+    rig.start(letter)
+    rig.lapse()
+    live = rig.claim(2, owner="live")
+    assert (live.crashes, rig.image.single) == (0, 1)
+    rig.lapse()
+    _, replay = rig.start(letter, starts=1, owner="again")
+    assert replay.crashes == 1
+    rig.lapse()
+    assert rig.claim(2, owner="later").crashes == 1
+
+
+def test_a_failure_leaves_the_letter_with_error_and_counts(rig: Aside) -> None:
+    """And its number is not used again by the next replay."""
+    letter = rig.set_aside(1)
+    rig.request(letter)
+    claim, replay = rig.start(letter)
+    assert rig.store.replays.fail(claim, replay, "TypeError: worse", "trace", 1)
+    (left,) = rig.found()
+    assert (left.error, left.traceback, left.attempts, left.replays) == ("TypeError: worse", "trace", 2, 1)
+    assert rig.store.replays.read()[0].failed
+    assert rig.request(left) == "done", "a person may ask again at once"
+    assert [(each.starts, each.failed) for each in rig.store.replays.read()] == [(1, False)]
+
+
+def test_what_waits_for_its_time_keeps_its_counts(rig: Aside) -> None:
+    """Retries count, waiting does not; the partition is free meanwhile, and its own counts are as they were."""
+    letter = rig.set_aside(1)
+    rig.request(letter)
+    claim, _ = rig.start(letter)
+    replays, id_ = rig.store.replays, letter.document_id
+    assert replays.retry_later(claim, id_, "ConnectionError: $x", delay=60.0, not_before=None)
+    found = replays.find(id_)
+    assert found is not None
+    assert (found.retries, found.fence, found.error, 55 < found.due_in <= 60) == (1, None, "ConnectionError: $x", True)
+    claim, replay = rig.start(letter, starts=1)
+    assert (replay.retries, replay.crashes) == (1, 0)
+    assert replays.wait(claim, id_, "primary away", delay=0.0, doubtful=True)
+    found = replays.find(id_)
+    assert found is not None
+    assert (found.waits, found.doubts, found.retries) == (1, 1, 1)
+    assert (rig.image.retry, rig.image.claim) == (None, None)
+
+
+def test_a_letter_whose_replay_runs_is_not_discarded_and_one_that_has_lapsed_is(rig: Aside) -> None:
+    """A process that wakes up later has no outcome."""
+    letter = rig.set_aside(1)
+    rig.request(letter)
+    claim, _ = rig.start(letter)
+    assert rig.store.replays.discard(letter.document_id) == "running"
+    rig.lapse()
+    assert rig.store.replays.discard(letter.document_id) == "done"
+    assert not rig.store.replays.succeed(claim, letter.document_id)
+    assert (rig.found(), rig.image.claim) == ([], None)
+
+
+@pytest.mark.parametrize("spoiled", [{"state": "halted"}, {"state": "paused"}, {"epoch": VERSION + 1}])
+def test_a_partition_that_stands_or_belongs_to_another_term_replays_nothing(rig: Aside, spoiled: Document) -> None:
+    """Nor one in which something runs."""
+    letter = rig.set_aside(1)
+    rig.claim(2)
+    assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", version=VERSION) is None
+    rig.spoil(claim=None, **spoiled)
+    assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", version=VERSION) is None
+
+
+# -- which is next -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def term(mongo_client: MongoClient[Document], state_database: str) -> TermRig:
+    """Give a term of a subscription with two partitions."""
+    return begin_term(mongo_client, state_database, 2)
+
+
+class Asked:
+    """A term, and letters whose replay is asked for."""
+
+    def __init__(self, term: TermRig) -> None:
+        (self.subscription,) = term.led(term.take_over(), {})
+        self.led: Mapping[str, Subscription] = {self.subscription.name: self.subscription}
+        self.replays = term.store.replays
+        self.replaying = Replaying(self.replays, Concern("state", "readWrite"))
+        self._term = term
+        self._now = 0.0
+
+    def ask(self, number: int, key: int, partition: int = 0, generation: int | None = None) -> str:
+        """A letter of a key, in stream order by its number; its id."""
+        document = letter_of(number, 5, hash_=key, partition=partition)
+        letters = self._term.store.dead_letters
+        letters.collection.insert_one(document)
+        (letter,) = letters.find(Selection(ids=[token(number)["_data"]]), [SUBSCRIPTION], 0)
+        in_force = self.subscription.plan.layout.generation
+        self.replays.request(
+            letter,
+            generation=in_force if generation is None else generation,
+            partition=partition,
+            hash_=key,
+            over_newer=False,
+        )
+        return letter.document_id
+
+    def next(self) -> dict[int, str]:
+        """The letters that are next, by partition."""
+        self._now += 10.0
+        self.replaying.turn(self.led, self._now)
+        return {index: each.letter for index, each in self.subscription.replays.items()}
+
+    def change(self, letter: str, **changes: Any) -> None:
+        """Change a request as an execution would."""
+        self._term.database["replays"].update_one({"_id": letter}, {"$set": changes})
+
+
+def test_letters_come_in_the_order_of_the_stream_by_partition(term: TermRig) -> None:
+    """P2, P12: and one that waits for its retry holds back those of its key only."""
+    asked = Asked(term)
+    second, first, other = asked.ask(2, key=1), asked.ask(1, key=1), asked.ask(4, key=3, partition=1)
+    third = asked.ask(3, key=2)
+    assert asked.next() == {0: first, 1: other}
+    asked.change(first, notBefore=datetime.now(UTC) + timedelta(hours=1))
+    assert asked.next() == {0: third, 1: other}
+    asked.change(first, notBefore=None)
+    assert asked.next() == {0: first, 1: other}
+    asked.replays.forget(first)
+    assert asked.next() == {0: second, 1: other}
+
+
+def test_what_waits_behind_a_failure_of_its_key_is_withdrawn(term: TermRig) -> None:
+    """And the failure is forgotten after that; also where a listener has ended in between."""
+    asked = Asked(term)
+    first, second, third = asked.ask(1, key=1), asked.ask(2, key=1), asked.ask(3, key=2)
+    asked.change(first, failed=True)
+    assert asked.next() == {0: third}
+    assert [each.letter for each in asked.replays.read()] == [third]
+    asked.ask(4, key=9, generation=77)
+    assert asked.next() == {0: third}
+    assert [each.letter for each in asked.replays.read()] == [third], "what was asked for under another layout"
+    assert second not in asked.next().values()
+
+
+def test_a_partition_in_which_something_is_out_has_to_wait(term: TermRig) -> None:
+    """Changes and letters take turns; the letter that was sent is not sent again before it has ended."""
+    asked = Asked(term)
+    first = asked.ask(1, key=1)
+    asked.next()
+    ((tracker, dispatch),) = asked.subscription.due(1e9)
+    assert (dispatch.run.letter, dispatch.run.starts, dispatch.run.changes) == (first, 0, ())
+    tracker.sent(1e9)
+    assert list(asked.subscription.due(1e9)) == []
+    assert asked.next() == {}, "it may be this one that is out"
+    assert not asked.subscription.has_ended_replay
+
+
+# -- commands ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bridge(mongo_url: str, state_database: str, term: TermRig) -> Iterator[Bridge]:
+    """Give a bridge whose handler is in the app, and whose partitions are there."""
+    term.take_over()
+    app = Celery("replays", broker="memory://", set_as_current=False)
+    made = Bridge(app, mongo_url, name=BRIDGE, database=state_database, partitions=2, autodiscover=False)
+
+    @made.on_change("shop.orders", name=SUBSCRIPTION)
+    def handle(change: object) -> None:
+        del change
+
+    app.finalize()
+    yield made
+    made.client.close()
+
+
+def _stored(database: Database[Document], number: int, **changes: Any) -> Document:
+    document = {**letter_of(number, 5), "at": datetime(2026, 1, number, tzinfo=UTC), **changes}
+    database["dead_letters"].insert_one(document)
+    return document
+
+
+def test_letters_are_found_by_handler_id_key_and_time(bridge: Bridge, term: TermRig) -> None:
+    """An id is the beginning of a token; a key is what it is as text, as JSON or as an ObjectId."""
+    wiring, oid = bridge.wiring, ObjectId()
+    for number, key in enumerate((1, "1", oid, {"a": 1}), 1):
+        _stored(term.database, number, change=bson.decode(event(number, key)))
+
+    def found(**selection: Any) -> list[str]:
+        letters = letter_commands.find(wiring, Selection(**selection), 0).letters
+        return [each.id for each in letters]
+
+    every = [token(number)["_data"] for number in range(1, 5)]
+    assert found() == found(subscription=SUBSCRIPTION) == every
+    assert found(ids=[every[1], every[3]]) == [every[1], every[3]]
+    assert found(keys=letter_commands.keys_of("1")) == every[:2]
+    assert found(keys=letter_commands.keys_of(str(oid))) == [every[2]]
+    assert found(keys=letter_commands.keys_of('{"a": 1}')) == [every[3]]
+    assert found(since=datetime(2026, 1, 2, tzinfo=UTC), until=datetime(2026, 1, 4, tzinfo=UTC)) == every[1:3]
+    with pytest.raises(CommandRefusedError, match="begins the ids of several"):
+        found(ids=["82"])
+    with pytest.raises(CommandRefusedError, match="no dead letter '99'"):
+        found(ids=["99"])
+    with pytest.raises(CommandRefusedError, match=f"it has {SUBSCRIPTION}"):
+        found(subscription="recrod")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"subscription": "gone", "_id": f"{BRIDGE}/gone/{token(1)['_data']}"}, "has no handler in this app"),
+        ({"kept": "name"}, "too large to be kept"),
+        ({"change": 5}, "is damaged"),
+        ({"resumeToken": "x"}, "is damaged"),
+        ({"fence": None}, "set aside by an earlier version"),
+        ({"replays": REPLAYS_MAX}, "can only be discarded"),
+    ],
+)
+def test_what_cannot_be_replayed_is_said_and_nothing_is_changed(
+    bridge: Bridge, term: TermRig, changes: Document, reason: str
+) -> None:
+    """One sentence for the letter; others are not kept by it, and all can be shown and discarded."""
+    _stored(term.database, 1, **changes)
+    _stored(term.database, 2)
+    wiring = bridge.wiring
+    found = letter_commands.find(wiring, Selection(), 0)
+    dry = letter_commands.replay(wiring, found.letters, over_newer=False, dry_run=True)
+    assert term.store.replays.read() == []
+    results = letter_commands.replay(wiring, found.letters, over_newer=False, dry_run=False)
+    assert dry == results
+    assert sorted(each.result for each in results) == ["refused", "requested"]
+    (refused,) = [each.reason for each in results if each.result == "refused"]
+    assert reason in refused
+    for letter in found.letters:
+        letter_commands.plain(letter, None)
+        letter_commands.change_of(wiring, letter)
+    discarded = letter_commands.discard(wiring, found.letters, dry_run=False)
+    assert [each.result for each in discarded] == ["discarded", "discarded"]
+
+
+def test_an_event_that_is_too_large_for_a_letter_keeps_its_name_only() -> None:
+    """It is told from the event of a delete, which has hardly more."""
+    large = bson.encode({**bson.decode(event(1)), "fullDocument": {"_id": 1, "x": b"\0" * CHANGE_BYTES}})
+    assert (kept(large).kind, kept(event(1)).kind) == ("name", "event")

@@ -1,0 +1,108 @@
+"""How dead letters look on a terminal, and what their command takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from mongo_celery import Bridge
+from mongo_celery.bridge.operations.letter_commands import Found, LetterResult, keys_of
+from mongo_celery.bridge.state.dead_letters import _letter
+from mongo_celery.cli.dead_letters import _ask, _show, dead_letters
+from mongo_celery.cli.dead_letters_view import list_lines, short_ids, show_lines
+
+Document = dict[str, Any]
+
+LETTER: Document = {
+    "id": "82660011223344556677001122",
+    "subscription": "summarise",
+    "partition": 3,
+    "key": "shop.orders insert 5",
+    "cause": "set_aside",
+    "at": "2026-11-23T06:30:19+00:00",
+    "error": "ValueError: " + "x" * 200 + "\nmore",
+    "traceback": "Traceback",
+    "attempts": 1,
+    "replays": 2,
+    "bytes": 120,
+    "kept": "event",
+    "replay": None,
+    "replay_error": None,
+}
+
+
+def test_no_line_of_a_list_is_wider_than_a_terminal() -> None:
+    """Whatever error and key are; and what is under way with a letter is said."""
+    waiting = {**LETTER, "id": "8266001122334455668800", "replay": "waiting", "replay_error": "ConnectionError: no"}
+    lines = list(list_lines("shop", Found(7, [], {}, leads=True), [LETTER, waiting]))
+    assert lines[0] == "shop: 7 dead letters"
+    assert lines[1] == "8266001122334455667  summarise  set aside  2026-11-23 06:30:19 UTC"
+    assert "  its replay waits for its next try: ConnectionError: no" in lines
+    assert lines[-1] == "and 5 more: --limit"
+    assert max(map(len, lines)) <= 80
+
+
+def test_ids_are_as_long_as_it_takes_to_tell_them_apart() -> None:
+    """Those of one transaction begin alike."""
+    assert short_ids(["82" + "0" * 30 + "1", "82" + "0" * 30 + "2"]) == ["82" + "0" * 30 + "1", "82" + "0" * 30 + "2"]
+    assert short_ids(["82" + "1" * 30, "82" + "2" * 30]) == ["82" + "1" * 16, "82" + "2" * 16]
+    assert short_ids([]) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"event": {"operationType": "insert"}, "raw": None}, '"operationType": "insert"'),
+        ({"event": None, "raw": "AAAA"}, "--json has its bytes in base64"),
+        ({"event": None, "raw": None}, "too large to be kept"),
+    ],
+)
+def test_a_letter_is_shown_with_what_is_kept_of_it(change: Document, words: str) -> None:
+    """Its whole error and traceback, too."""
+    text = "\n".join(show_lines({**LETTER, "replay": "requested"}, change, leads=False))
+    assert all(each in text for each in (words, LETTER["error"], "Traceback", "2 starts by replays"))
+    assert "its replay is asked for, and begins when a listener leads" in text
+
+
+@pytest.mark.parametrize("text", ["5", '"5"', "a b", "{", "[", "é\udcff", "{'a': 1}", '{"$oid": 5}', ""])
+def test_a_key_is_always_text_too(text: str) -> None:
+    """Bad JSON is no error: it is a key."""
+    assert text in keys_of(text)
+
+
+def test_people_read_what_is_about_to_be_done_and_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+    """The letters go to standard error, for they may be their only trace; then each that was refused, and a sum."""
+    letters = [
+        _letter({"_id": f"shop/summarise/82{number}", "key": f"shop.orders insert {number}"}) for number in (1, 2)
+    ]
+    found = Found(5, letters, {}, leads=True)
+    _ask(letters, "Run their handler again?", yes=True)
+    refused = LetterResult("822", "summarise", "shop.orders insert 2", "refused", "Dead letter 822 is damaged.")
+    done = LetterResult("821", "summarise", "shop.orders insert 1", "requested")
+    bridge = Bridge(name="shop").wiring
+    _show(bridge, found, [done, refused], "requested", "are to be replayed", dry_run=False, as_json=False)
+    out, err = capsys.readouterr()
+    assert err == "821  summarise  shop.orders insert 1\n822  summarise  shop.orders insert 2\n"
+    assert out == (
+        "Dead letter 822 is damaged.\nshop: 1 of 5 dead letters are to be replayed\n"
+        "3 more were not looked at: repeat the command, or raise --limit\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["replay"], "choose dead letters by HANDLER"),
+        (["discard", "--yes"], "or all of them with --all"),
+        (["replay", "summarise", "--all"], "choose dead letters by HANDLER"),
+        (["list", "--since", "yesterday"], "is no time: give ISO 8601"),
+        (["list", "--limit", "0"], "--limit"),
+    ],
+)
+def test_a_command_that_cannot_be_meant_is_refused(arguments: list[str], words: str) -> None:
+    """Before anything is asked of MongoDB or of the app."""
+    done = CliRunner().invoke(dead_letters, arguments)
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.split())
