@@ -11,6 +11,7 @@ import click
 from celery.bin.base import handle_preload_options
 
 from mongo_celery.cli.apps import all_of, console_of, json_option, one_of, one_sentence_errors, sentence_for
+from mongo_celery.cli.grants import grants
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +35,9 @@ SUBSCRIPTION = click.argument("subscription", required=False)
 def changes(ctx: click.Context, **_: Any) -> None:
     """Show and steer the change bridges of an app."""
     del ctx
+
+
+changes.add_command(grants)
 
 
 # -- status ----------------------------------------------------------------------------------------
