@@ -247,7 +247,7 @@ class Wiring:
         """Whom an error of the state database concerns, for the sentences about it."""
         return Concern(
             f"the state database {self.options.database} of bridge {self.name}",
-            "find, insert, update, remove and createIndex there (readWrite)",
+            "readWrite there, or the role that `changes grants` prints",
         )
 
     def reach(self) -> MongoClient[dict[str, Any]]:

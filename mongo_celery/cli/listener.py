@@ -85,14 +85,17 @@ def _run(
     from celery.platforms import create_pidlock
 
     from mongo_celery.bridge.listener.process import run_listeners
+    from mongo_celery.cli.log_lines import give_lines_a_time
     from mongo_celery.errors import MongoCeleryError
+    from mongo_celery.mongo.redaction import without_credentials
 
     app.log.setup(loglevel, logfile)
+    give_lines_a_time(app)
     try:
         with ExitStack() as stack:
             if pidfile:
                 stack.callback(create_pidlock(pidfile).release)
             return run_listeners(app, bridges, on_history_lost)
     except MongoCeleryError as error:
-        click.secho(f"Error: {error}", fg="red", err=True)
+        click.secho(f"Error: {without_credentials(str(error))}", fg="red", err=True)
         return 1

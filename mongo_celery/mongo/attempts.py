@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import DocumentLockedError
+from mongo_celery.mongo.redaction import traceback_of
 from mongo_celery.mongo.repeating import Pauses
 
 logger = logging.getLogger("mongo_celery.locking")
@@ -112,9 +113,11 @@ class Attempts:
         for callback in waiting:
             try:
                 callback()
-            except Exception:
-                logger.exception(
-                    "a callback after a commit failed; the transaction is committed", extra={"event": "callback_failed"}
+            except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+                logger.error(
+                    "a callback after a commit failed; the transaction is committed: %s",
+                    traceback_of(error),
+                    extra={"event": "callback_failed"},
                 )
 
 

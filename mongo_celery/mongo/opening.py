@@ -15,7 +15,7 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import ServerUnavailableError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import Concern, explained, is_unanswered
+from mongo_celery.mongo.verdicts import Concern, brief, explained, is_unanswered
 
 DEFAULT_DATABASE = "mongo_celery"
 """Where state is kept unless an option says otherwise."""
@@ -87,3 +87,9 @@ def translated(error: PyMongoError, concern: Concern) -> Exception:
             f"Last error: {short(error)}",
         )
     return explained(error, concern) or error
+
+
+def sentence_on(error: PyMongoError, concern: Concern) -> str:
+    """As `translated`, in words: what has no better ones is cut to name, code and sentence."""
+    known = translated(error, concern)
+    return brief(error) if known is error else str(known)

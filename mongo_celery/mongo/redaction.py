@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 
 _USER_INFO = re.compile(r"(://)?[^\s\"'(]*@")
 """Also the pieces into which drivers cut a URL whose password is not escaped."""
 
 _COMMAND = re.compile(r"(to execute command \{ \w+: [^,]*),.*", re.DOTALL)
 """What a server without a right repeats of a command: whole documents, and its signature."""
+
+_URL_USER_INFO = re.compile(r"(://)[^\s\"']*@")
+_LINE_TAIL = re.compile(r"( \(configured timeouts:|, Timeout:|, full error:).*$", re.MULTILINE)
+_LINE_COMMAND = re.compile(r"(to execute command \{ \w+: [^,\n]*),.*$", re.MULTILINE)
 
 _TAILS = (" (configured timeouts:", ", Timeout:", ", full error:")
 
@@ -25,6 +30,20 @@ def short(error: BaseException) -> str:
     for tail in _TAILS:
         text = text.split(tail, 1)[0]
     return without_credentials(_COMMAND.sub(r"\1, ... }", text).rstrip("."))
+
+
+def terse(text: str) -> str:
+    """
+    A text of somebody else's (an error of a handler, a traceback) without what drivers append, line by line.
+
+    Of URLs the user and the password go; other words with an `@` may be anybody's, and stay.
+    """
+    return _URL_USER_INFO.sub(r"\1***@", _LINE_COMMAND.sub(r"\1, ... }", _LINE_TAIL.sub("", text)))
+
+
+def traceback_of(error: BaseException) -> str:
+    """Its traceback as Python prints it, made `terse`: for logs, in the place of `exc_info`."""
+    return terse("".join(traceback.format_exception(error)).rstrip("\n"))
 
 
 def keep_commands_out_of_logs() -> None:

@@ -25,6 +25,7 @@ from pymongo.errors import (
 
 from mongo_celery.errors import AccessError, DeploymentError, TopologyError
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.rights import refused_right
 
 
 class Code(IntEnum):
@@ -271,9 +272,10 @@ def explained(error: BaseException, concern: Concern) -> DeploymentError | None:
     if verdict is Verdict.LOGIN:
         return AccessError(login_refused(error))
     if verdict is Verdict.ACCESS:
+        right = refused_right(error)
         return AccessError(
             f"The MongoDB user lacks a right on {concern.subject}: grant {concern.grant}. "
-            f"The server said: {said(error)}",
+            f"{f'Missing is {right}. ' if right else ''}The server said: {said(error)}",
         )
     if verdict is Verdict.TOPOLOGY and _names_a_set(error):
         return TopologyError(
@@ -326,6 +328,18 @@ def said(error: BaseException) -> str:
     """The server's words, of bounded length and without credentials."""
     text = short(error)
     return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
+
+
+def brief(error: BaseException) -> str:
+    """An error of the server or the driver as logs have it: name and code, then one sentence without its documents."""
+    if isinstance(error, BulkWriteError):
+        failures = [*_details_of(error).get("writeErrors", ()), *_details_of(error).get("writeConcernErrors", ())]
+        if failures and "errmsg" in failures[0]:  # the whole has a code of its own, which says nothing
+            more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+            error = OperationFailure(failures[0]["errmsg"], failures[0].get("code"))
+            return brief(error) + more
+    right = refused_right(error) if verdict_on(error) is Verdict.ACCESS else None
+    return f"{named(error)}: {f'the MongoDB user lacks {right}' if right else said(error)}"
 
 
 def _names_a_set(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ from kombu.serialization import loads, prepare_accept_content
 
 from mongo_celery.broker.connection import bounded_connection, reach_broker
 from mongo_celery.forking import PerProcess
+from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.canvas import heads, leaves
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.tracing import sending_for, trace_headers
@@ -185,7 +186,7 @@ class Publisher:
         try:
             connection = bounded_connection(self.app, _BROKER_SECONDS, confirm=True)
         except (KeyError, ImportError, ValueError) as error:
-            raise BrokerUnavailableError(f"the broker's URL of this app is not usable: {error}") from None
+            raise BrokerUnavailableError(f"the broker's URL of this app is not usable: {short(error)}") from None
         return ProducerPool(connection.Pool(_PRODUCERS_MAX), limit=_PRODUCERS_MAX, Producer=self.app.amqp.Producer)
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ from mongo_celery.bridge.listener.tracker import Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.broker.connection import bounded_connection, demand_answer
 from mongo_celery.broker.occupancy import Occupancy, occupancy_of
+from mongo_celery.mongo.redaction import short
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -119,7 +120,7 @@ class BrokerWatch:
                 demand_answer(self._connection, _ANSWER_SECONDS)
             found = occupancy_of(self._connection, queues)
         except Exception as error:  # noqa: BLE001 - every transport raises its own, and publishing says it aloud
-            logger.debug("the broker does not say what it holds: %s", error)
+            logger.debug("the broker does not say what it holds: %s", short(error))
             self._is_failing = True
             self.sightings = {}
             self._disconnect()

@@ -42,7 +42,7 @@ from mongo_celery.bridge.state.signing import sealing_of
 from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
 from mongo_celery.mongo.table import call_timeout
-from mongo_celery.mongo.verdicts import raise_if_final
+from mongo_celery.mongo.verdicts import brief, raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.partitions import Image
@@ -406,7 +406,9 @@ class Leader:
 
     def _unread(self, error: PyMongoError) -> None:
         raise_if_final(error, self._wiring.state_concern)
-        logger.warning("reading partitions failed, trying again: %s", error, extra={"event": "partitions_unread"})
+        logger.warning(
+            "reading partitions failed, trying again: %s", brief(error), extra={"event": "partitions_unread"}
+        )
 
     def _look_pause(self, now: float) -> float:
         """Short after something moved, longer while handlers take their time; infinite with nothing out."""
@@ -435,7 +437,7 @@ class Leader:
             raise_if_final(error, self._wiring.state_concern)
             logger.warning(
                 "removing what is left of an older layout failed, trying again: %s",
-                error,
+                brief(error),
                 extra={"event": "leftovers_failed"},
             )
             return

@@ -34,7 +34,7 @@ from mongo_celery.errors import (
 from mongo_celery.mongo.oplog import check_topology
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import explained, is_transient, raise_if_final
+from mongo_celery.mongo.verdicts import brief, explained, is_transient, raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -120,13 +120,13 @@ class Listener:
             missing = self._missing_server()
             if missing is None:
                 return
-            name, error = missing
+            name, said = missing
             if time.monotonic() > until:
                 raise ServerUnavailableError(
                     f"{name} gave no answer within {self._options.start_timeout:.0f} s (start_timeout); check its URL, "
-                    f"the network and the server. Last error: {error}",
+                    f"the network and the server. Last error: {said}",
                 )
-            logger.warning("waiting for %s: %s", name, error, extra={"event": "server_awaited"})
+            logger.warning("waiting for %s: %s", name, said, extra={"event": "server_awaited"})
             self._stopping.wait(_SERVER_PAUSE)
 
     def _missing_server(self) -> tuple[str, str] | None:
@@ -138,7 +138,7 @@ class Listener:
             self._wiring.store.leases.ensure()
         except PyMongoError as error:
             raise_if_final(error, self._wiring.state_concern)
-            return "MongoDB", short(error)
+            return "MongoDB", brief(error)
         try:
             reach_broker(self._wiring.app, int(bound))
         except (OperationalError, OSError) as error:
@@ -172,7 +172,7 @@ class Listener:
             final = explained(error, self._wiring.state_concern)
             if final is not None:
                 raise final from error
-            logger.warning("standing by; MongoDB does not answer: %s", short(error), extra={"event": "server_awaited"})
+            logger.warning("standing by; MongoDB does not answer: %s", brief(error), extra={"event": "server_awaited"})
         self._pause()
         return None
 
@@ -211,7 +211,7 @@ class Listener:
             if not is_transient(failure):
                 ended_by = failure
                 raise
-            logger.warning("leading ended: %s; standing by", short(failure), extra={"event": "lease_lost"})
+            logger.warning("leading ended: %s; standing by", brief(failure), extra={"event": "lease_lost"})
         except Exception as failure:
             ended_by = failure
             raise
@@ -240,7 +240,7 @@ class Listener:
         except PyMongoError as failure:
             logger.warning(
                 "could not release the lease; it expires by itself: %s",
-                failure,
+                brief(failure),
                 extra={"event": "lease_not_released"},
             )
 

@@ -12,7 +12,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.errors import LeaseLostError
-from mongo_celery.mongo.verdicts import Concern, raise_if_final
+from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.subscriptions import Subscriptions
@@ -79,7 +79,7 @@ class Noting:
         logger.warning(
             "noting refused changes of handler %s failed, trying again: %s",
             subscription.name,
-            error,
+            brief(error),
             extra={"event": "refusals_unrecorded"},
         )
         now = time.monotonic()  # after the call, which may have taken longer than the pause

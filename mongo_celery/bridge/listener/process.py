@@ -11,10 +11,11 @@ from types import FrameType
 
 from celery import Celery
 
+from mongo_celery.bridge.error_text import traceback_text
 from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.errors import MongoCeleryError
-from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.repeating import Pauses
 
 logger = logging.getLogger("mongo_celery.listener")
@@ -125,7 +126,8 @@ def run_listeners(
     is its first failure.
 
     Args:
-        app: the Celery app.
+        app: the Celery app, with its task modules imported. To import them once more would have Django set up its own
+            logging once more, in the place of Celery's.
         names: of bridges; none for all.
         on_history_lost: takes the place of the option of that name.
         pauses: before a failed bridge is started again.
@@ -136,7 +138,6 @@ def run_listeners(
     Raises:
         ConfigurationError: the app has no bridge, a name is unknown, or an option is wrong.
     """
-    app.loader.import_default_modules()
     app.finalize()
     listeners = [(wiring.name, Listener(wiring, on_history_lost)) for wiring in BRIDGES.named(app, names)]
     threads = ListenerThreads(listeners, pauses, ends_with_all=True)
@@ -168,10 +169,10 @@ def _failure_of(listener: Listener) -> BaseException | None:
 def _log_failure(name: str, error: BaseException, pause: float | None) -> None:
     known = isinstance(error, MongoCeleryError)
     logger.critical(
-        "bridge %s has failed: %s%s",
+        "bridge %s has failed: %s%s%s",
         name,
-        error if known else f"{type(error).__name__}: {short(error)}",
+        without_credentials(str(error)) if known else f"{type(error).__name__}: {short(error)}",
         "" if pause is None else f" (starting it again in {pause:.0f} s)",
-        exc_info=None if known else error,
+        "" if known else f"\n{traceback_text(error)}",  # `exc_info` would show all that the driver says
         extra={"event": "listener_failed", "bridge": name},
     )

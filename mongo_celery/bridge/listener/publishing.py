@@ -23,6 +23,7 @@ from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.listener.tracker import Rejection, Tracker
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import brief
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -184,7 +185,8 @@ def _rejection(tracker: Tracker, dispatch: Dispatch, error: Exception, now: floa
 
 
 def _reason(error: BaseException) -> str:
-    """What the broker's client has said, and not what wraps it, in bounds."""
+    """What the client of the broker, or of MongoDB, has said, and not what wraps it, in bounds."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return storable(f"{type(error).__name__}: {short(error)}"[:_REASON_CHARS])
+    said = brief(error) if isinstance(error, PyMongoError) else f"{type(error).__name__}: {short(error)}"
+    return storable(said[:_REASON_CHARS])

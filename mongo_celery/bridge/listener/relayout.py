@@ -40,7 +40,7 @@ from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.oplog import time_of_token
-from mongo_celery.mongo.verdicts import Concern, raise_if_final
+from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.spilling import Spilling
@@ -424,7 +424,9 @@ class Relayouts:
 
     def _failed(self, error: PyMongoError) -> None:
         raise_if_final(error, self._concern)
-        logger.warning("preparing a new layout failed, trying again: %s", error, extra={"event": "layout_failed"})
+        logger.warning(
+            "preparing a new layout failed, trying again: %s", brief(error), extra={"event": "layout_failed"}
+        )
         self._ready_at = time.monotonic() + _PAUSE_SECONDS
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pymongo.errors import InvalidOperation, PyMongoError
 
 from mongo_celery.bridge.state.spill import REMOVED, Amount, Spill
-from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import brief
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -107,7 +107,7 @@ class Removal:
                     return
                 logger.warning(
                     "removing or counting stored changes failed, trying again: %s",
-                    short(error),
+                    brief(error),
                     extra={"event": "removal_failed"},
                 )
                 steps = self._walk()

@@ -17,6 +17,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.state.candidates import Definitions
 from mongo_celery.bridge.state.leases import Leases, Term
+from mongo_celery.mongo.verdicts import brief
 
 logger = logging.getLogger("mongo_celery.lease")
 
@@ -115,5 +116,7 @@ class Renewal:
                     self._read(renewed.document)
                 pause = self._ttl / 3
             except PyMongoError as error:
-                logger.warning("lease renewal failed, trying again: %s", error, extra={"event": "renewal_failed"})
+                logger.warning(
+                    "lease renewal failed, trying again: %s", brief(error), extra={"event": "renewal_failed"}
+                )
                 pause = self._ttl / 10

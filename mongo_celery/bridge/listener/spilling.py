@@ -40,7 +40,7 @@ from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.spill import Amount
 from mongo_celery.errors import LeaseLostError
-from mongo_celery.mongo.verdicts import Concern, raise_if_final
+from mongo_celery.mongo.verdicts import Concern, brief, raise_if_final
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -357,7 +357,7 @@ class Spilling:
     def _failed(self, what: str, error: Exception, *, is_of_one: bool = False) -> None:
         if isinstance(error, PyMongoError):
             raise_if_final(error, self._concern)
-        logger.warning("%s failed, trying again: %s", what, error, extra={"event": "spill_failed"})
+        logger.warning("%s failed, trying again: %s", what, brief(error), extra={"event": "spill_failed"})
         if not is_of_one:
             self._ready_at = time.monotonic() + _PAUSE_SECONDS  # after the call, which may have taken longer than it
 

@@ -13,6 +13,7 @@ from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.subscriptions import Advance
 from mongo_celery.bridge.window import Mark
+from mongo_celery.mongo.verdicts import brief
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -73,7 +74,9 @@ class Watermarks:
             self._advance(subscriptions)
             self._record_smallest(subscriptions)
         except PyMongoError as error:
-            logger.warning("storing watermarks failed, trying again: %s", error, extra={"event": "watermark_failed"})
+            logger.warning(
+                "storing watermarks failed, trying again: %s", brief(error), extra={"event": "watermark_failed"}
+            )
 
     def _advance(self, subscriptions: Collection[Subscription]) -> None:
         """One write for all of them."""

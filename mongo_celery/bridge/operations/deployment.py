@@ -15,6 +15,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS, remedy
 from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
+from mongo_celery.bridge.operations.grants import roles_of
 from mongo_celery.bridge.operations.spill_check import judge_storing
 from mongo_celery.bridge.operations.status import place_in
 from mongo_celery.bridge.state.leases import layouts_in_force
@@ -23,10 +24,11 @@ from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
-from mongo_celery.mongo.opening import ANSWER_SECONDS, translated
+from mongo_celery.mongo.opening import ANSWER_SECONDS, sentence_on
 from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_bytes, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import Code, Concern
+from mongo_celery.mongo.rights import allowed
+from mongo_celery.mongo.verdicts import Code, Concern, Verdict, brief, verdict_on
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -70,7 +72,7 @@ def check_mongodb(client: Client, wiring: Wiring) -> Iterator[Finding]:
     name = client.admin.command("hello").get("setName")
     kind = f"replica set {name}" if name else "sharded cluster"
     yield ok("topology", f"{kind}, MongoDB {client.server_info()['version']}.")
-    yield from _check_state_rights(client, wiring.options.database)
+    yield from _check_state_rights(client, wiring)
     yield from _check_stream(client, wiring)
     yield from _check_oplog(client, wiring)
     yield from _check_test_commands(client)
@@ -79,20 +81,37 @@ def check_mongodb(client: Client, wiring: Wiring) -> Iterator[Finding]:
 # -- rights on the state database ------------------------------------------------------------------
 
 
-def _check_state_rights(client: Client, database: str) -> Iterator[Finding]:
+def _check_state_rights(client: Client, wiring: Wiring) -> Iterator[Finding]:
+    """Who may write everywhere may do everything; else the user has to have one of the roles of `grants` whole."""
+    database = wiring.options.database
     missing = []
     for collection in _STATE_COLLECTIONS:
         refused = _refusal(client, database, collection)
         if refused is not None:
             missing.append(f"{collection} ({refused})")
-    if missing:
-        yield error(
-            "state_rights",
-            f"The MongoDB user cannot read and write {', '.join(missing)} in database {database!r}: grant readWrite "
-            "there.",
-        )
-    else:
+    if not missing:
         yield ok("state_rights", f"Database {database!r} can be read and written.")
+        return
+    roles = _roles(client, wiring)
+    if roles:
+        yield ok("state_rights", f"This user has all rights of a bridge's {' and '.join(roles)} (`changes grants`).")
+        return
+    yield error(
+        "state_rights",
+        f"The MongoDB user cannot read and write {', '.join(missing)} in database {database!r}: grant readWrite "
+        "there, or a role that `changes grants` prints.",
+    )
+
+
+def _roles(client: Client, wiring: Wiring) -> Sequence[str]:
+    """The roles of `grants` that the user has whole; none where it cannot be told."""
+    if not wiring.handlers:
+        return ()
+    try:
+        with pymongo.timeout(ANSWER_SECONDS):
+            return roles_of(wiring, allowed(client))
+    except (ConfigurationError, PyMongoError):
+        return ()
 
 
 def _refusal(client: Client, database: str, name: str) -> str | None:
@@ -111,7 +130,7 @@ def _refusal(client: Client, database: str, name: str) -> str | None:
             # Before 4.4 a collection cannot begin in a transaction.
             if failure.code == Code.OperationNotSupportedInTransaction:
                 return None
-            return short(failure)
+            return brief(failure)
         finally:
             if session.in_transaction:
                 session.abort_transaction()
@@ -129,11 +148,11 @@ def _check_stream(client: Client, wiring: Wiring) -> Iterator[Finding]:
     except ConfigurationError as failure:
         yield error("sources", str(failure))
         return
-    yield _try_stream(client, scope)
+    yield _try_stream(client, wiring, scope)
     yield from _check_images(client, wiring, selectors)
 
 
-def _try_stream(client: Client, scope: Scope) -> Finding:
+def _try_stream(client: Client, wiring: Wiring, scope: Scope) -> Finding:
     where = str(Source(scope.database, scope.collection))
     try:
         with (
@@ -142,10 +161,16 @@ def _try_stream(client: Client, scope: Scope) -> Finding:
         ):
             return ok("change_stream", f"It opens on {where}.")
     except PyMongoError as failure:
+        if verdict_on(failure) is Verdict.ACCESS and "operator" in _roles(client, wiring):
+            return warning(
+                "change_stream",
+                f"This user has an operator's rights, and not a listener's to open it on {where}: run the check as the "
+                "listener's user, too.",
+            )
         reaction = reaction_to(failure, opening=True)
         if reaction in {Reaction.REOPEN, Reaction.UNKNOWN}:
             concern = Concern(f"a change stream on {where}", "changeStream and find there")
-            return error("change_stream", f"It did not open on {where}: {translated(failure, concern)}")
+            return error("change_stream", f"It did not open on {where}: {sentence_on(failure, concern)}")
         return error("change_stream", str(final_error(reaction, failure, where)))
 
 

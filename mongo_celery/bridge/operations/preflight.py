@@ -23,7 +23,7 @@ from mongo_celery.bridge.operations.state_check import check_state
 from mongo_celery.bridge.operations.worker_check import check_workers
 from mongo_celery.bridge.worker.tasks import overridden_attributes
 from mongo_celery.errors import MongoCeleryError
-from mongo_celery.mongo.opening import translated
+from mongo_celery.mongo.opening import sentence_on
 from mongo_celery.mongo.redaction import without_credentials
 from mongo_celery.mongo.verdicts import Concern
 
@@ -85,7 +85,7 @@ def _guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern)
     except MongoCeleryError as failure:
         found.append(error(name, without_credentials(str(failure))))
     except PyMongoError as failure:
-        found.append(error(name, without_credentials(str(translated(failure, concern)))))
+        found.append(error(name, without_credentials(sentence_on(failure, concern))))
     return found
 
 

@@ -28,7 +28,7 @@ from pymongo.errors import EncryptionError, NetworkTimeout, PyMongoError, Server
 
 from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import is_conflict, is_outage
+from mongo_celery.mongo.verdicts import brief, is_conflict, is_outage
 
 _CAUSE_CHARS = 300
 _CHAIN_MAX = 16  # a chain of causes may be made to be a circle
@@ -78,7 +78,8 @@ def has_reached_limit(error: BaseException, limit: BaseException | None) -> bool
 
 def cause_text(error: BaseException) -> str:
     """The driver's own words, of bounded length and without credentials."""
-    return f"{type(error).__name__}: {short(error)}"[:_CAUSE_CHARS]
+    said = brief(error) if isinstance(error, PyMongoError) else f"{type(error).__name__}: {short(error)}"
+    return said[:_CAUSE_CHARS]
 
 
 def names(classes: Iterable[object], error: BaseException) -> bool:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mongo_celery.bridge.error_text import traceback_text
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import is_transient
@@ -96,11 +97,14 @@ class DeferredWrites:
     def _is_done(self, owed: DeferredWrite) -> bool:
         try:
             accepted = owed.write()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a write that nobody foresaw to fail is told, and given up
             if is_transient(error):
                 return False
-            logger.exception(
-                "%s cannot be written; its claim will lapse", owed.what, extra={"event": "deferred_write_lost"}
+            logger.error(
+                "%s cannot be written; its claim will lapse: %s",
+                owed.what,
+                traceback_text(error),
+                extra={"event": "deferred_write_lost"},
             )
             return True
         if accepted:

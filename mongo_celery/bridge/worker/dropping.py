@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.state.drops import FOREIGN, FORGED, MISDIRECTED, TAMPERED
+from mongo_celery.mongo.verdicts import brief
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.drops import Drops
@@ -120,7 +121,7 @@ class Dropper:
             return
         try:
             self._drops.count(counts, sender)
-        except PyMongoError:
+        except PyMongoError as error:
             with self._lock:
                 self._counts.update(counts)  # written with the next one
-            logger.debug("could not count dropped messages", exc_info=True)
+            logger.debug("could not count dropped messages: %s", brief(error))

@@ -52,8 +52,7 @@ from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, Outcomes, Waitin
 from mongo_celery.bridge.worker.retry_times import retry_time
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, RefusedChangeError, StaleFencingTokenError
-from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import explained, is_transient
+from mongo_celery.mongo.verdicts import brief, explained, is_transient
 
 if TYPE_CHECKING:
     from bson.binary import Binary
@@ -225,7 +224,7 @@ class Execution:
             self._relinquish(owner)
             raise Ignore from error
         except PyMongoError as error:
-            said = explained(error, self._wiring.state_concern) or short(error)
+            said = explained(error, self._wiring.state_concern) or brief(error)
             logger.warning("claim of %s failed: %s", run.partition_id, said, extra={"event": "claim_failed"})
             self._relinquish(owner)
             raise

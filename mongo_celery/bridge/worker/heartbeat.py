@@ -33,8 +33,10 @@ from dataclasses import dataclass
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.error_text import traceback_text
 from mongo_celery.bridge.state.claims import Claim, Claims
 from mongo_celery.bridge.worker.departure import is_leaving
+from mongo_celery.mongo.verdicts import brief
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -137,8 +139,8 @@ class Heartbeats:
             try:
                 self._renew(now)
                 self._withdraw_all()
-            except Exception:  # an end of this thread would let every claim of the process lapse
-                logger.exception("heartbeats failed", extra={"event": "heartbeat_crashed"})
+            except Exception as error:  # noqa: BLE001 - an end of this thread would let every claim of the process lapse
+                logger.error("heartbeats failed: %s", traceback_text(error), extra={"event": "heartbeat_crashed"})
                 with self._changed:
                     self._put_off([beat for beat in self._beats.values() if beat.due <= now])
 
@@ -177,7 +179,7 @@ class Heartbeats:
             logger.warning(
                 "heartbeat of %d claims failed, trying again: %s",
                 len(beats),
-                error,
+                brief(error),
                 extra={"event": "heartbeat_failed"},
             )
             self._put_off(beats)

@@ -16,8 +16,7 @@ from mongo_celery.bridge.worker.dropping import Dropper
 from mongo_celery.bridge.worker.envelope import Carrier, Run, installation_of, unseal
 from mongo_celery.bridge.worker.heartbeat import Heartbeats
 from mongo_celery.errors import InvalidEnvelopeError
-from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import explained
+from mongo_celery.mongo.verdicts import brief, explained
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -62,7 +61,7 @@ class WorkerRuntime:
             self._drop_unsigned(kind, envelope, request)
             return None
         except PyMongoError as error:
-            said = explained(error, self._wiring.state_concern) or short(error)
+            said = explained(error, self._wiring.state_concern) or brief(error)
             logger.warning(
                 "cannot verify a message for bridge %s: %s",
                 self._wiring.name,

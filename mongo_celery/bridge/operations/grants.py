@@ -1,0 +1,204 @@
+"""
+The rights on MongoDB that a bridge needs: by role, on its own databases and collections, and no more.
+
+Three roles, as there are three kinds of processes: the listener, workers (the embedded listener needs both), and the
+people who run `changes`. What handlers do with their own data is theirs, and stands in none.
+
+A right belongs to a role where something of the role fails without it, and says so. One without which the role does
+all its work, with a warning or with less to see, is optional; `without` says what is missed then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.rights import Allowed
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.options import BridgeOptions
+    from mongo_celery.bridge.stream.source import Scope
+    from mongo_celery.bridge.wiring import Wiring
+
+ROLES = {
+    "listener": "leads, reads the change stream, stores positions and what stands",
+    "worker": "claims changes, records what became of them; handlers' own data is not in it",
+    "operator": "runs `celery -A ... changes`",
+}
+"""The roles, and what each does."""
+
+ROLES_DATABASE = "admin"
+"""Where roles are created: one of another database could give no right outside it."""
+
+_IMAGES = ("whenAvailable", "required")
+_FIND = ("find",)
+_UPDATE = ("find", "update")
+_UPSERT = ("find", "insert", "update")
+_ALL = ("find", "insert", "update", "remove")
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """
+    Actions on one resource.
+
+    Attributes:
+        database: empty for all; None for the cluster itself.
+        collection: empty for all of the database.
+        purpose: what they are for.
+        without: what is without them, where they are optional.
+    """
+
+    database: str | None
+    collection: str
+    actions: tuple[str, ...]
+    purpose: str
+    without: str | None = None
+
+    @property
+    def resource(self) -> dict[str, Any]:
+        """As a privilege names it."""
+        return {"cluster": True} if self.database is None else {"db": self.database, "collection": self.collection}
+
+    @property
+    def privilege(self) -> dict[str, Any]:
+        """As `createRole` takes it."""
+        return {"resource": self.resource, "actions": list(self.actions)}
+
+    @property
+    def words(self) -> str:
+        """As sentences have it."""
+        if self.database is None:
+            return f"{', '.join(self.actions)} on the cluster"
+        return f"{', '.join(self.actions)} on {self.database or '*'}.{self.collection or '*'}"
+
+
+def rights_of(wiring: Wiring, role: str) -> list[Right]:
+    """
+    What a role of a bridge needs, by its options and the sources of its handlers. Nothing is asked of a server.
+
+    Raises:
+        ConfigurationError: no handler is registered, or an option or a source is wrong.
+    """
+    options = wiring.options
+    if not wiring.handlers:
+        raise ConfigurationError(
+            f"bridge {wiring.name} has no handler here, so nobody knows what it watches: import the module with its "
+            "@bridge.on_change functions, for example with include=[...] of the Celery app.",
+        )
+    _, scope = wiring.stream()
+    if role == "listener":
+        return _of_listener(options, scope)
+    return _of_worker(options.database) if role == "worker" else _of_operator(options, scope)
+
+
+def _of_listener(options: BridgeOptions, scope: Scope) -> list[Right]:
+    state = options.database
+    return [
+        Right(state, "leases", _UPSERT, "the lease, and the signing key in it"),
+        Right(state, "subscriptions", _UPSERT, "positions and layouts of the handlers"),
+        Right(state, "partitions", _ALL, "what is done, partition by partition; those of older layouts go"),
+        Right(state, "spill", _ALL, "changes that stand, or are too large for a message"),
+        _watching(scope, "the change stream, and the look-up of full documents"),
+        _oplog_of_listener(options),
+        Right(
+            "local",
+            "oplog.rs",
+            ("collStats",),
+            "whether the oplog is full",
+            "one that is young and has room counts as one that removes its oldest entries",
+        ),
+    ]
+
+
+def _oplog_of_listener(options: BridgeOptions) -> Right:
+    """Where a start is the oldest entry, somebody has to find it."""
+    purpose = "the oldest entry: where a bridge begins or goes on, and how near a handler is to it"
+    is_needed = "oldest" in (options.start_from, options.on_history_lost)
+    without = None if is_needed else "nothing warns before history is lost, and `go-on --from oldest` is refused"
+    return Right("local", "oplog.rs", _FIND, purpose, without)
+
+
+def _of_worker(state: str) -> list[Right]:
+    return [
+        Right(state, "leases", _FIND, "the keys by which messages are verified"),
+        Right(state, "leases", ("update",), "counting what was dropped", "forged messages are dropped uncounted"),
+        Right(state, "partitions", _UPDATE, "claims, outcomes and commits"),
+        Right(state, "spill", _UPSERT, "changes that travel by reference; the one at which a partition halts"),
+        Right(state, "dead_letters", ("insert", "update"), "changes that are set aside"),
+    ]
+
+
+def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
+    state = options.database
+    stream = "`changes check` cannot try the change stream, and says so; it can as the listener's user"
+    found = [
+        Right(state, "leases", _UPDATE, "status; `rotate-key` and `adopt` write it"),
+        Right(state, "subscriptions", _UPDATE, "status; `go-on` writes it"),
+        Right(state, "partitions", _UPDATE, "status; `pause`, `resume`, `retry` and `skip` write it"),
+        Right(state, "spill", _FIND, "`head` shows what stands; status counts it"),
+        Right(state, "dead_letters", _FIND, "status counts them"),
+        Right("local", "oplog.rs", _FIND, "how far it reaches back; `go-on --from oldest`"),
+        Right("local", "oplog.rs", ("collStats",), "whether it is full", "`changes check` warns of a young oplog, too"),
+        _watching(scope, "`changes check` opens the change stream", stream),
+    ]
+    if any(image in _IMAGES for image in (options.full_document, options.full_document_before_change)):
+        blind = "`changes check` cannot see which collections keep images, and says so"
+        found.append(Right(scope.database or "", "", ("listCollections",), "which collections keep images", blind))
+    unseen = "`changes check` does not see test commands"
+    return [*found, Right(None, "", ("getParameter",), "whether mongod runs with test commands", unseen)]
+
+
+def _watching(scope: Scope, purpose: str, without: str | None = None) -> Right:
+    return Right(scope.database or "", scope.collection or "", ("changeStream", "find"), purpose, without)
+
+
+# -- as commands -----------------------------------------------------------------------------------
+
+
+def role_name(bridge: str, role: str) -> str:
+    """The name of a role of a bridge in MongoDB."""
+    return f"mongo_celery_{bridge}_{role}"
+
+
+def role_command(bridge: str, role: str, rights: Sequence[Right], *, update: bool = False) -> dict[str, Any]:
+    """The database command, for `admin`, that creates a role, or updates it."""
+    command = "updateRole" if update else "createRole"
+    privileges = [right.privilege for right in rights]
+    return {command: role_name(bridge, role), "privileges": privileges, "roles": []}
+
+
+def grant_command(bridge: str, roles: Sequence[str], user: str) -> dict[str, Any]:
+    """The database command that gives roles to a user of `admin`."""
+    granted = [{"role": role_name(bridge, role), "db": ROLES_DATABASE} for role in roles]
+    return {"grantRolesToUser": user, "roles": granted}
+
+
+# -- what a user has -------------------------------------------------------------------------------
+
+
+def lacking(wiring: Wiring, user: Allowed) -> dict[str, list[str]]:
+    """By role, what a user lacks of it, in words; nothing where it has the role whole. What is optional counts not."""
+    return {
+        role: [
+            f"{action} on {right.words.partition(' on ')[2]}"
+            for right in rights_of(wiring, role)
+            if right.without is None
+            for action in right.actions
+            if not user.may(action, right.resource)
+        ]
+        for role in ROLES
+    }
+
+
+def roles_of(wiring: Wiring, user: Allowed) -> list[str]:
+    """
+    The roles that a user has whole; none where it has what only a listener needs, and not all of that.
+
+    Listeners need most of what the others do: one that lacks a single right would be taken for a worker.
+    """
+    gaps = lacking(wiring, user)
+    is_listener = user.may("insert", {"db": wiring.options.database, "collection": "leases"})
+    return [] if is_listener and gaps["listener"] else [role for role, gap in gaps.items() if not gap]

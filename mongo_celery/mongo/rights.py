@@ -1,0 +1,89 @@
+"""
+Rights on MongoDB: which one the server has refused, and what a connection's user may do.
+
+Of a refusal the server says the command, and not the right: a command asks for one that bears another name (`delete`
+for remove), or for several.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pymongo import MongoClient
+
+_REFUSED = re.compile(r"not authorized on (\S+) to execute command \{ (\w+): (?:\"([^\"]*)\")?")
+_ATLAS = re.compile(r"not allowed to do action \[(\w+)\] on \[([^\]]*)\]")
+_ACTIONS = {
+    "find": "find",
+    "getMore": "find",
+    "count": "find",
+    "distinct": "find",
+    "insert": "insert",
+    "update": "update",
+    "delete": "remove",
+    "findAndModify": "find or update",
+    "createIndexes": "createIndex",
+}
+_SPECIAL = (("$changeStream", "changeStream or find"), ("$merge", "find, insert or update"), ("aggregate:", "find"))
+
+
+def refused_right(error: BaseException) -> str | None:
+    """
+    The right that the server has missed, such as `remove on shop_state.spill`; None where it does not say.
+
+    Where a command asks for several rights on one collection, the server does not say which it missed: all are named.
+    """
+    text = str(error)
+    known = _ATLAS.search(text)
+    if known is not None:
+        return f"{known[1]} on {known[2]}"
+    found = _REFUSED.search(text)
+    if found is None:
+        return None
+    database, command, collection = found.groups()
+    return f"{_action(command, text[found.start(2) :])} on {database}{f'.{collection}' if collection else ''}"
+
+
+def _action(command: str, text: str) -> str:
+    if command == "aggregate":
+        return next(action for sign, action in _SPECIAL if sign in text)
+    action = _ACTIONS.get(command, command)
+    # The statements travel apart from the command, which then does not say whether one of them may insert.
+    may_insert = "upsert: true" in text or "updates: [" not in text
+    return f"{action} or insert" if action == "update" and may_insert else action
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """
+    What the user of a connection may do, by the server's own account.
+
+    Attributes:
+        privileges: as `connectionStatus` gives them; None where nobody has logged in, and all is allowed.
+    """
+
+    privileges: Sequence[Mapping[str, Any]] | None
+
+    def may(self, action: str, resource: Mapping[str, Any]) -> bool:
+        """Whether an action is allowed on a resource, as privileges name it (`{db, collection}` or `{cluster}`)."""
+        if self.privileges is None:
+            return True
+        return any(action in each["actions"] and _covers(each["resource"], resource) for each in self.privileges)
+
+
+def allowed(client: MongoClient[Any]) -> Allowed:
+    """Ask what the user of a connection may do; that needs no right."""
+    answer = client.admin.command("connectionStatus", showPrivileges=True)["authInfo"]
+    return Allowed(answer["authenticatedUserPrivileges"] if answer["authenticatedUsers"] else None)
+
+
+def _covers(held: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a right on one resource is a right on another; an empty name stands for all, but for system ones."""
+    if held.get("anyResource"):
+        return True
+    if "cluster" in wanted or "db" not in held:
+        return bool(wanted.get("cluster") and held.get("cluster"))
+    return held["db"] in ("", wanted["db"]) and held["collection"] in ("", wanted["collection"])

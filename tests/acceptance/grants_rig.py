@@ -1,0 +1,189 @@
+"""One bridge whose listener, workers and operator log in as users of their own, each with a role as it is printed."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from celery import Celery
+from pymongo import MongoClient
+
+from mongo_celery import Bridge, Change
+from mongo_celery.bridge.listener.listener import Listener
+from mongo_celery.bridge.operations.grants import ROLES, Right, rights_of, role_command, role_name
+from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.errors import MongoCeleryError
+from tests.fixtures.process import PATIENCE_SECONDS, wait_for
+from tests.integration.guarded import GuardedMongo
+
+Document = dict[str, Any]
+
+NAME = "grants"
+STATE = "grants_state"
+DATA = "grants_data"
+OPTIONS: Document = {
+    "partitions": 1,
+    "lease_ttl": 2.0,
+    "claim_ttl": 2.0,
+    "dispatch_grace": 1.5,
+    "commit_grace": 0.5,
+    "spill_after": 0.2,
+    "max_message_bytes": 2000,
+}
+SECONDS_MAX = PATIENCE_SECONDS
+_LACKING = re.compile(r"(?:Missing is|lacks) ([\w, ]+?) on ([\w.]+)")
+_SENTENCES = {
+    ("changeStream", f"{DATA}."): "grant the actions changeStream and find",
+    ("find", f"{DATA}."): "grant the actions changeStream and find",
+    ("find", "local.oplog.rs"): "grant the action find on {db: 'local', collection: 'oplog.rs'}",
+}
+
+
+def bridge_on(url: str, broker: str, **options: Any) -> Bridge:
+    """The bridge, for the user of a URL."""
+    app = Celery(NAME, broker=broker, set_as_current=False)
+    app.conf.broker_connection_retry_on_startup = True
+    bridge = Bridge(app, url, name=NAME, database=STATE, **{**OPTIONS, **options})
+    bridge.on_change(f"{DATA}.orders", name="record")(record)
+    bridge.on_change(f"{DATA}.letters", name="letters", failure_policy="dead_letter")(letters)
+    return bridge
+
+
+def record(change: Change) -> None:
+    """Halts at what is to fail."""
+    _act(change)
+
+
+def letters(change: Change) -> None:
+    """Sets it aside."""
+    _act(change)
+
+
+def _act(change: Change) -> None:
+    if (change.full_document or {}).get("fails"):
+        raise ValueError("as asked")
+
+
+class Setting:
+    """
+    A set with a user a role, and the bridge's databases in it.
+
+    Attributes:
+        admin: a client that may do everything; `bridge` is the bridge as it sees it.
+    """
+
+    def __init__(self, server: GuardedMongo, broker: str) -> None:
+        self._server, self.broker = server, broker
+        self.admin_url = server.address_of("root")
+        self.admin: MongoClient[Document] = MongoClient(self.admin_url)
+        self.bridge = bridge_on(self.admin_url, broker)
+        self.state = self.admin[STATE]
+        for role in ROLES:
+            self._grant(role, self.rights(role))
+            self.admin.admin.command("createUser", role, pwd=role, roles=[role_name(NAME, role)])
+
+    def close(self) -> None:
+        self.admin.close()
+        self.bridge.client.close()
+
+    def rights(self, role: str) -> list[Right]:
+        """What a role does not work without."""
+        return [right for right in rights_of(self.bridge.wiring, role) if right.without is None]
+
+    def url(self, role: str) -> str:
+        return self._server.address_of(role)
+
+    def bridge_of(self, role: str, **options: Any) -> Bridge:
+        """The bridge as a user of this role has it."""
+        return bridge_on(self.url(role), self.broker, **options)
+
+    def only(self, role: str, *without: tuple[str, Document]) -> None:
+        """Give a role what it needs, without some actions on resources."""
+        self._grant(role, self.rights(role), without, update=True)
+
+    def _grant(
+        self, role: str, rights: Sequence[Right], without: Sequence[tuple[str, Document]] = (), *, update: bool = False
+    ) -> None:
+        command = role_command(NAME, role, rights, update=update)
+        for privilege in command["privileges"]:
+            left = [each for each in privilege["actions"] if (each, privilege["resource"]) not in without]
+            privilege["actions"] = left
+        command["privileges"] = [each for each in command["privileges"] if each["actions"]]
+        self.admin.admin.command(command)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for name in (STATE, DATA):
+            self.admin.drop_database(name)
+
+    def write(self, collection: str, **fields: Any) -> None:
+        self.admin[DATA][collection].insert_one(fields)
+
+    def committed(self, subscription: str) -> int:
+        """How many changes of a subscription are done, in all its partitions in force."""
+        found = self.state["partitions"].find({"_id": {"$regex": f"^{NAME}/{subscription}/"}})
+        return sum(document["committed"] for document in found)
+
+
+class Listening:
+    """A listener in a thread of this process, until the end of its `with` block."""
+
+    def __init__(self, wiring: Wiring, said: Callable[[], str]) -> None:
+        self._wiring, self._said = wiring, said
+        self._listener = Listener(wiring)
+        self._thread = threading.Thread(target=self._run, name="listener", daemon=True)
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._listener.stop()
+        self._thread.join()
+        self._wiring.client.close()
+
+    def _run(self) -> None:
+        try:
+            self._listener.run()
+        except BaseException as failure:  # noqa: BLE001 - what it is, the test says
+            self._failure = failure
+
+    @property
+    def text(self) -> str:
+        """What it has ended with."""
+        if self._failure is None:
+            return ""
+        assert isinstance(self._failure, MongoCeleryError), repr(self._failure)
+        return str(self._failure)
+
+    def wait(self, condition: Callable[[], object]) -> bool:
+        """Wait for something; False where a right is missed before."""
+
+        def known() -> object:
+            return condition() or lacks(self._said() + self.text) or self._failure
+
+        wait_for(known, SECONDS_MAX, lambda: self._said()[-4000:])
+        return bool(condition()) and not self._failure
+
+
+def lacks(text: str) -> bool:
+    """Whether a text says that a right is missing."""
+    return bool(_LACKING.search(text)) or any(sentence in text for sentence in _SENTENCES.values())
+
+
+def names(text: str, action: str, right: Right) -> bool:
+    """Whether a text says, in one line, that this action on this resource is missing."""
+    where = f"{right.database}.{right.collection}"
+    for found in _LACKING.finditer(text):
+        if action in re.split(r", | or ", found[1]) and found[2].rstrip(".") == where.rstrip("."):
+            return True
+    sentence = _SENTENCES.get((action, where))
+    return sentence is not None and any(sentence in line for line in text.splitlines())
+
+
+def stored(database: Any) -> Mapping[str, list[Document]]:
+    """All documents of the state."""
+    return {name: list(database[name].find()) for name in database.list_collection_names()}

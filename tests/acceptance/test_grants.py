@@ -1,0 +1,281 @@
+"""The roles of `changes grants` on a server with access control: each is enough, and no right in it is too much."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from mongo_celery.bridge.operations import commands, going_on, heads, lease_commands
+from mongo_celery.bridge.operations.grants import Right, rights_of
+from mongo_celery.bridge.operations.preflight import check
+from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.errors import MongoCeleryError
+from tests.acceptance.grants_rig import DATA, NAME, STATE, Listening, Setting, bridge_on, lacks, names, stored
+from tests.fixtures.availability import require_server
+from tests.fixtures.process import ROOT, Processes
+from tests.integration.guarded import GuardedMongo
+
+Document = dict[str, Any]
+Said = Callable[[], str]
+
+_BIG = 5000
+_SPILLED = 3
+_RIGHTS = [
+    pytest.param(role, action, right, id=f"{role}-{right.words.partition(' on ')[2]}-{action}")
+    for role in ("listener", "worker", "operator")
+    for right in rights_of(bridge_on("mongodb://nowhere", "memory://").wiring, role)
+    if right.without is None
+    for action in right.actions
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[GuardedMongo]:
+    require_server("mongod")
+    with GuardedMongo() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def setting(server: GuardedMongo, redis_server: Any) -> Iterator[Setting]:
+    made = Setting(server, redis_server.url)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def clean(setting: Setting, redis_url: str) -> Setting:
+    del redis_url  # empties it
+    setting.clear()
+    return setting
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Said:
+    caplog.set_level("INFO", "mongo_celery")
+    return lambda: "\n".join(record.getMessage() for record in caplog.records) + "\n"
+
+
+# -- what each role does ---------------------------------------------------------------------------
+
+
+def listen(setting: Setting, said: Said) -> str:
+    """Lead, store what stands, change the layout, remove what is left; what was said of a missing right."""
+    orders = setting.bridge.wiring
+    with Listening(setting.bridge_of("listener").wiring, said) as listener:
+        if not listener.wait(lambda: "reading from" in said()):
+            return said() + listener.text
+        assert commands.pause(orders)
+        for number in range(_SPILLED):
+            setting.write("orders", n=number)
+        if not listener.wait(lambda: setting.state["spill"].count_documents({}) >= _SPILLED):
+            return said() + listener.text
+    old = {each["_id"] for each in setting.state["partitions"].find()}
+    with Listening(setting.bridge_of("listener", partitions=2).wiring, said) as listener:
+        listener.wait(lambda: _moved(setting, old))
+        return said() + listener.text
+
+
+def _moved(setting: Setting, old: set[str]) -> bool:
+    """Whether partitions and stored changes are all in the new layout."""
+    partitions = {each["_id"] for each in setting.state["partitions"].find({}, {"_id": 1})}
+    kept = {each["_id"].rpartition("/")[0] for each in setting.state["spill"].find({}, {"_id": 1})}
+    return len(partitions) == 2 * len(old) and not partitions & old and kept <= partitions
+
+
+def work(setting: Setting, said: Said, processes: Processes) -> str:
+    """Succeed, set aside, fetch what travels by reference, halt twice at one change; what the worker said."""
+    arguments = ("worker", "-P", "solo", "-l", "INFO", "--without-gossip", "--without-mingle")
+    environment = {"PROJECT_MONGO": setting.url("worker"), "PROJECT_BROKER": setting.broker}
+    worker = processes.celery("tests.acceptance.grants_project", *arguments, environment=environment)
+    with _led(setting, lambda: said() + worker.text) as listener:
+        worker.wait_for_output("ready")
+        steps = (
+            lambda: setting.committed("record") == 1,
+            lambda: setting.committed("letters") == 1 and setting.state["dead_letters"].count_documents({}) == 1,
+            lambda: setting.committed("record") == 2,
+            lambda: _halted(setting, 1),
+        )
+        writes: tuple[tuple[str, Document], ...] = (
+            ("orders", {}),
+            ("letters", {"fails": True}),
+            ("orders", {"padding": "x" * _BIG}),
+            ("orders", {"fails": True}),
+        )
+        for (collection, fields), done in zip(writes, steps, strict=True):
+            setting.write(collection, **fields)
+            if not listener.wait(done):
+                return worker.text
+        fence = _partition(setting)["fence"]
+        assert commands.retry(setting.bridge.wiring, "record")
+        listener.wait(lambda: _halted(setting, fence + 1))
+        return worker.text
+
+
+def _led(setting: Setting, said: Said) -> Listening:
+    """A listener with all rights."""
+    return Listening(bridge_on(setting.admin_url, setting.broker, start_from="now").wiring, said)
+
+
+def _halted(setting: Setting, fence: int) -> bool:
+    found = _partition(setting)
+    return found["state"] == "halted" and found["fence"] >= fence and bool(found["retry"])
+
+
+def _partition(setting: Setting) -> Document:
+    return setting.state["partitions"].find_one({"_id": {"$regex": f"^{NAME}/record/"}}) or {}
+
+
+def operate(wiring: Wiring) -> str:
+    """Every command but `check` and those that ask nothing of MongoDB; what they said."""
+    steps: tuple[Callable[[], object], ...] = (
+        lambda: read_status(wiring),
+        lambda: heads.read_head(wiring, "record", 0),
+        lambda: commands.skip(wiring, "record", 0, token=heads.read_halted(wiring, "record", 0).token),
+        lambda: commands.retry(wiring, "record"),
+        lambda: commands.pause(wiring, "letters"),
+        lambda: commands.resume(wiring, "letters"),
+        lambda: lease_commands.rotate_key(wiring, 0),
+        lambda: lease_commands.adopt(wiring),
+        lambda: going_on.go_on(wiring, going_on.read_lost(wiring, "record"), "oldest"),
+    )
+    text = ""
+    for step in steps:
+        try:
+            step()
+        except MongoCeleryError as error:
+            text += f"{error}\n"
+    return text
+
+
+@pytest.fixture
+def standing(setting: Setting, clean: Setting, said: Said) -> Setting:
+    """Give a bridge that nobody leads: halted at a stored change, with its history lost."""
+    del clean
+    with _led(setting, said) as listener:
+        assert listener.wait(lambda: "reading from" in said())
+        assert commands.pause(setting.bridge.wiring, "record")
+        setting.write("orders", n=1)
+        assert listener.wait(lambda: setting.state["spill"].count_documents({}))
+    change = setting.state["spill"].find_one() or {}
+    head = {"resumeToken": {"_data": change["_id"].rpartition("/")[2]}, "key": "a change"}
+    setting.state["partitions"].update_one(
+        {"_id": change["_id"].rpartition("/")[0]},
+        {
+            "$set": {
+                "state": "halted",
+                "head": head,
+                "retry": {"count": 0, "crashes": 0, "notBefore": None, "error": "e"},
+            }
+        },
+    )
+    document = setting.state["subscriptions"].find_one({"_id": f"{NAME}/record"}) or {}
+    place = max(document["startAtOperationTime"], document["clusterTime"] or document["startAtOperationTime"])
+    lost = {"since": None, "at": place, "oldest": None, "error": "it is gone", "goOn": None}
+    setting.state["subscriptions"].update_one({"_id": f"{NAME}/record"}, {"$set": {"lost": lost}})
+    return setting
+
+
+# -- each role is enough ---------------------------------------------------------------------------
+
+
+def test_the_role_of_a_listener_is_enough(clean: Setting, said: Said) -> None:
+    """Leading, renewing, the oplog's ends, spilling, a new layout, leftovers: without what is optional."""
+    clean.only("listener")
+    text = listen(clean, said)
+    assert not lacks(text), text
+    assert _refusals(text) == []
+
+
+def test_the_role_of_a_worker_is_enough(clean: Setting, said: Said, processes: Processes) -> None:
+    """Claims, commits, dead letters, runs by reference, halting: without what is optional."""
+    clean.only("worker")
+    text = work(clean, said, processes)
+    assert not lacks(text), text
+    assert _refusals(text) == []
+
+
+def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:
+    """Every command; and `check` calls nothing wrong with the rights."""
+    standing.only("operator")
+    wiring = standing.bridge_of("operator").wiring
+    before = stored(standing.state)
+    text = operate(wiring)
+    assert text == ""
+    after = stored(standing.state)
+    changed = {name for name, documents in after.items() if documents != before.get(name)}
+    assert changed == {"leases", "partitions", "subscriptions"}, "the commands did something"
+    findings = {finding.name: finding for finding in check(wiring)}
+    wiring.client.close()
+    judged = {name: findings[name].level for name in ("state_rights", "change_stream", "oplog_rights")}
+    assert judged == {"state_rights": "ok", "change_stream": "warning", "oplog_rights": "ok"}, findings
+    assert "operator" in findings["state_rights"].message
+    assert not any(lacks(finding.message) for finding in findings.values() if finding.level == "error")
+
+
+def _refusals(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "not authorized" in line.lower()]
+
+
+# -- and no right in it is too much ----------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("role", "action", "right"), _RIGHTS)
+def test_without_a_right_something_fails_and_names_it(
+    request: pytest.FixtureRequest, setting: Setting, said: Said, role: str, action: str, right: Right
+) -> None:
+    """P9: with any one of them removed, what fails says in one sentence which one it lacks."""
+    request.getfixturevalue("standing" if role == "operator" else "clean")
+    setting.only(role, (action, right.resource))
+    if role == "operator":
+        text = operate(setting.bridge_of("operator").wiring)
+    elif role == "worker":
+        text = work(setting, said, request.getfixturevalue("processes"))
+    else:
+        text = listen(setting, said)
+    assert names(text, action, right), text[-4000:]
+    assert "full error" not in text
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_the_command_prints_what_a_server_takes(clean: Setting) -> None:
+    """As JSON, one object a role; MongoDB takes the commands as they are, twice with `--update`."""
+    roles = [json.loads(line) for line in _grants(clean, "--json", "--user", "somebody").splitlines()]
+    assert [each["role"] for each in roles] == ["listener", "worker", "operator"]
+    clean.admin.admin.command("createUser", "somebody", pwd="somebody", roles=[])
+    updated = [json.loads(line) for line in _grants(clean, "--json", "--update").splitlines()]
+    for first, second in zip(roles, updated, strict=True):
+        clean.admin.admin.command("dropRole", first["commands"][0]["createRole"])
+        for command in (*first["commands"], *second["commands"]):
+            clean.admin.admin.command(command)
+    found = clean.admin.admin.command("usersInfo", "somebody")["users"][0]["roles"]
+    assert {each["role"] for each in found} == {f"mongo_celery_{NAME}_{each['role']}" for each in roles}
+    for role in ("listener", "worker", "operator"):  # whoever had them has lost them with the role
+        clean.admin.admin.command("grantRolesToUser", role, roles=[f"mongo_celery_{NAME}_{role}"])
+    text = _grants(clean, "--role", "listener")
+    assert f'resource: {{ db: "{STATE}", collection: "leases" }}' in text
+    assert f'resource: {{ db: "{DATA}", collection: "" }}' in text
+
+
+def _grants(setting: Setting, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "celery", "-A", "tests.acceptance.grants_project", "changes", "grants", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PROJECT_MONGO": "mongodb://nobody:secret@127.0.0.1:1/", "PROJECT_BROKER": setting.broker},
+        timeout=120,
+        check=True,
+    )
+    assert done.stderr == ""
+    return done.stdout

@@ -1,0 +1,185 @@
+"""The roles that `changes grants` prints, by the options and sources of a bridge; and what the docs say of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from click.testing import CliRunner
+
+from mongo_celery import Bridge, Change
+from mongo_celery.bridge.operations.grants import ROLES, Right, lacking, rights_of, role_command, roles_of
+from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.cli.grants import _ROLES, _script
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.rights import Allowed, refused_right
+
+_OPLOG = {"resource": {"db": "local", "collection": "oplog.rs"}, "actions": ["find"]}
+PAGE = Path(__file__).parents[2] / "docs/production.md"
+
+
+def handle(_change: Change) -> None:
+    """A handler."""
+
+
+def wiring_on(*sources: Any, **options: Any) -> Wiring:
+    bridge = Bridge(Celery("grants", set_as_current=False), "mongodb://nowhere", name="shop", **options)
+    for number, source in enumerate(sources):
+        bridge.on_change(source, name=f"h{number}", operations=None)(handle_named(f"h{number}"))
+    return bridge.wiring
+
+
+def handle_named(name: str) -> Any:
+    def named(_change: Change) -> None:
+        """A handler."""
+
+    named.__name__ = named.__qualname__ = name
+    return named
+
+
+def watched(*sources: str) -> dict[str, Any]:
+    (found,) = [right for right in rights_of(wiring_on(*sources), "listener") if "changeStream" in right.actions]
+    return found.resource
+
+
+def oplog_without(**options: Any) -> str | None:
+    (found,) = [
+        right
+        for right in rights_of(wiring_on("a.b", **options), "listener")
+        if (right.database, right.actions) == ("local", ("find",))
+    ]
+    return found.without
+
+
+def test_the_stream_asks_for_as_much_as_the_sources_need() -> None:
+    """One collection, one database, or the cluster: what the stream is opened on."""
+    assert watched("a.b") == {"db": "a", "collection": "b"}
+    assert watched("a.b", "a.c") == {"db": "a", "collection": ""}
+    assert watched("a.b", "c.d") == {"db": "", "collection": ""}
+
+
+def test_the_oplog_is_needed_where_a_start_is_its_oldest_entry() -> None:
+    """Else it is optional: it only lets the listener warn."""
+    assert oplog_without() is None
+    assert oplog_without(start_from="now") is not None
+    assert oplog_without(start_from="now", on_history_lost="oldest") is None
+
+
+def test_images_ask_for_a_look_at_the_collections() -> None:
+    """Only where an option wants them, and only for `check`."""
+    assert not any("listCollections" in each.actions for each in rights_of(wiring_on("a.b"), "operator"))
+    wanting = wiring_on("a.b", full_document_before_change="whenAvailable")
+    (found,) = [each for each in rights_of(wanting, "operator") if "listCollections" in each.actions]
+    assert (found.resource, found.without is None) == ({"db": "a", "collection": ""}, False)
+
+
+def test_the_state_is_the_bridges_own_database() -> None:
+    """And no right there is on more than one collection."""
+    for role in ROLES:
+        state = [each for each in rights_of(wiring_on("a.b", database="own"), role) if each.database == "own"]
+        assert state
+        assert all(each.collection for each in state)
+
+
+def test_without_a_handler_nobody_knows_what_is_watched() -> None:
+    """A role that watches nothing would be of no use, and one that watches all too much."""
+    with pytest.raises(ConfigurationError, match="import the module"):
+        rights_of(wiring_on(), "listener")
+
+
+def test_the_text_is_the_command() -> None:
+    """Names of databases may hold what needs quotes; comments fit into a line of 80 characters."""
+    rights = rights_of(wiring_on('a"q.b'), "operator")
+    create = role_command("shop", "operator", rights)
+    lines = list(_script("shop", "operator", create, rights))
+    code = "".join(line for line in lines if not line.lstrip().startswith("//"))
+    told = re.sub(r",(\s*[}\]])", r"\1", re.sub(r"([{,]\s*)(\w+):", r'\1"\2":', code.partition("(")[2].rstrip(")")))
+    assert json.loads(told) == create
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_the_help_names_all_roles() -> None:
+    """It is written without importing what knows them."""
+    assert tuple(ROLES) == _ROLES
+
+
+def test_what_a_user_lacks_is_named_by_role() -> None:
+    """Rights on a database hold for its collections; what is optional is not asked for."""
+    wiring = wiring_on("a.b", database="own")
+    readwrite = {"resource": {"db": "own", "collection": ""}, "actions": ["find", "insert", "update", "remove"]}
+    found = lacking(wiring, Allowed([readwrite]))
+    assert found["worker"] == []
+    assert found["listener"] == ["changeStream on a.b", "find on a.b", "find on local.oplog.rs"]
+    assert found["operator"] == ["find on local.oplog.rs"]
+    assert roles_of(wiring, Allowed([readwrite])) == [], "a listener that lacks something is no worker"
+    assert roles_of(wiring, Allowed([{**readwrite, "actions": ["find", "update"]}, _OPLOG])) == ["operator"]
+    assert not any(lacking(wiring, Allowed(None)).values())
+    assert not any(lacking(wiring, Allowed([{"resource": {"anyResource": True}, "actions": _all(wiring)}])).values())
+
+
+def _all(wiring: Wiring) -> list[str]:
+    return [action for role in ROLES for right in rights_of(wiring, role) for action in right.actions]
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [
+        ('not authorized on s to execute command { find: "leases", filter: {} }', "find on s.leases"),
+        ('not authorized on s to execute command { delete: "spill", deletes: [] }', "remove on s.spill"),
+        (
+            'not authorized on s to execute command { update: "leases", updates: [ { q: {}, upsert: true } ] }',
+            "update or insert on s.leases",
+        ),
+        (
+            'not authorized on s to execute command { update: "leases", updates: [ { q: {}, multi: false } ] }',
+            "update on s.leases",
+        ),
+        ('not authorized on s to execute command { update: "leases", ordered: true }', "update or insert on s.leases"),
+        (
+            'not authorized on a to execute command { aggregate: "b", pipeline: [ { $changeStream: {} } ] }',
+            "changeStream or find on a.b",
+        ),
+        ("not authorized on admin to execute command { aggregate: 1, pipeline: [ { $changeStream: {} } ] }",
+         "changeStream or find on admin"),
+        ("user is not allowed to do action [insert] on [shop.spill]", "insert on shop.spill"),
+        ("not primary", None),
+    ],
+)  # fmt: skip
+def test_the_right_is_read_from_the_refusal(said: str, right: str | None) -> None:
+    """The server says the command; Atlas says the action."""
+    assert refused_right(RuntimeError(said)) == right
+
+
+# -- the docs --------------------------------------------------------------------------------------
+
+
+def test_the_docs_have_the_rights_that_the_command_prints() -> None:
+    """A table a role in docs/production.md: resources, actions and what is optional, as for its bridge."""
+    wiring = wiring_on("shop.orders")
+    for role in ROLES:
+        assert _rows_of(role) == [_row(right) for right in rights_of(wiring, role)]
+
+
+def _row(right: Right) -> tuple[str, str, bool]:
+    where = "the cluster" if right.database is None else f"{right.database}.{right.collection}"
+    return where, ", ".join(right.actions), right.without is not None
+
+
+def _rows_of(role: str) -> Sequence[tuple[str, str, bool]]:
+    text = PAGE.read_text().partition("## Rights")[2].partition("\n## ")[0]
+    rows = re.findall(rf"^\| {role} \| `?([^|`]+)`? \| `([^|`]+)` \| (.+) \|$", text, re.MULTILINE)
+    return [(where.strip(), actions, meaning.startswith("optional")) for where, actions, meaning in rows]
+
+
+def test_help_is_shown_without_an_app() -> None:
+    """As of every command."""
+    from mongo_celery.cli.grants import grants
+
+    done = CliRunner().invoke(grants, ["--help"])
+    assert done.exit_code == 0, done.output
+    assert "mongosh" in done.output
