@@ -1,0 +1,529 @@
+"""The rules of a snapshot for listeners; those of workers, operators and misfortune are in ``snapshot_faults``.
+
+Each rule is a generator of steps with the states they lead to. A variant (``Broken``) is one ``if`` beside the rule
+it breaks, so that the difference can be read.
+"""
+
+from __future__ import annotations
+
+from tests.property.protocol_model import put
+from tests.property.snapshot_model import (
+    AWAY,
+    DROP,
+    MARK,
+    START,
+    Broken,
+    Chunk,
+    Fault,
+    Item,
+    Late,
+    Listener,
+    Message,
+    Mode,
+    Partition,
+    Progress,
+    State,
+    Step,
+    Steps,
+    Token,
+    World,
+    Write,
+    exists,
+    in_office,
+    is_there,
+    key_of,
+    partition_of,
+    stored,
+    value_at,
+    with_chunk,
+    with_listener,
+    with_partition,
+)
+from tests.property.snapshot_writes import landed, write
+
+# --- terms --------------------------------------------------------------------------------------------------
+
+
+def acquire(world: World, state: State) -> Steps:
+    """A standby takes the lease and the subscription; without anybody in office it happens sooner or later."""
+    needed = in_office(state) is None
+    if needed or state.epoch - state.rewound < world.terms:
+        listener = Listener(state.epoch + 1)
+        after = state._replace(epoch=listener.term, listeners=(*state.listeners, listener))
+        yield Step("acquire", listener, fair=needed), after
+
+
+def take_over(world: World, state: State, listener: Listener) -> Steps:
+    """First the records of snapshots, then the partitions: whose record is raised last could still move its cursor.
+
+    What is claimed goes on; what is closed opens again.
+    """
+    if state.epoch != listener.term:
+        return
+    if listener.stage == 0:
+        ready = listener._replace(stage=1, chunks=(None,) * world.snapshots)
+        after = with_listener(state, listener, ready)
+        if world.broken is not Broken.RECORDS_LAST:
+            after = with_raised_records(after, listener.term)
+        yield Step("take records over", ready), after
+        return
+    partitions = tuple(
+        each._replace(epoch=listener.term, mode=Mode.FLOWING if each.mode is Mode.MOVING else each.mode)
+        for each in state.partitions
+    )
+    ready = opened(state, listener, forget=False)._replace(stage=2)
+    yield Step("take over", ready), with_listener(state, listener, ready)._replace(partitions=partitions)
+
+
+def with_raised_records(state: State, term: int) -> State:
+    """Return the state in which the records of all snapshots carry a term."""
+    return state._replace(records=tuple(each._replace(epoch=term) for each in state.records))
+
+
+def opened(state: State, listener: Listener, *, forget: bool = True) -> Listener:
+    """Return a listener that reads from the watermark on and has dropped the chunks that were under way."""
+    count = len(state.partitions)
+    chunks = (None,) * len(listener.chunks) if forget else listener.chunks
+    place = state.watermark
+    return listener._replace(cursor=place.time, buffers=((),) * count, stored=(START,) * count, chunks=chunks)
+
+
+def relayouts(world: World, state: State, listener: Listener) -> bool:
+    """Tell whether a listener is about to change the layout."""
+    return world.wanted(listener.term) != len(state.partitions)
+
+
+# --- the stream ---------------------------------------------------------------------------------------------
+
+
+def read(world: World, state: State, listener: Listener) -> Steps:
+    """The listener reads on: what is elsewhere, in one go; or one change. It waits at T until the chunk is there."""
+    if state.watermark.time < 0:  # only where the start is pinned late
+        if any(each is not None and each.read >= 0 for each in listener.chunks):
+            pinned = state._replace(watermark=Token(state.majority))
+            yield Step("pin"), with_listener(pinned, listener, listener._replace(cursor=state.majority))
+        return
+    onward = listener
+    while may_read(world, state, onward):
+        onward = step_on(world, state, onward)
+        moved_on = state.oplog[onward.cursor - 1] != MARK
+        if moved_on or any(each is not None for each in onward.chunks):
+            break
+    if onward is not listener:
+        yield Step("read", onward), with_listener(state, listener, onward)
+
+
+def may_read(world: World, state: State, listener: Listener) -> bool:
+    """Tell whether there is an entry to read that no chunk has to come before, and room for it."""
+    if listener.cursor >= state.majority:
+        return False
+    if world.room and key_of(state.oplog[listener.cursor]) is not None and not has_room(world, state, listener, 1):
+        return False
+    for chunk in listener.chunks:
+        if chunk is None or chunk.appended:
+            continue
+        unknown = chunk.time < 0 and world.broken is not Broken.T_UNKNOWN_READS_ON
+        waiting = chunk.time == listener.cursor and chunk.read < 0 and world.broken is not Broken.READS_ON
+        if unknown or waiting:
+            return False
+    return True
+
+
+def has_room(world: World, state: State, listener: Listener, more: int) -> bool:
+    """Tell whether so much more may be kept in memory, beside what is there and what is begun."""
+    begun = sum(world.chunk for each in listener.chunks if each is not None and not each.appended)
+    return not world.room or in_memory(state, listener) + begun + more <= world.room
+
+
+def may_begin(world: World, state: State, listener: Listener) -> bool:
+    """Tell whether there is room for a chunk, and for one change more: what lies before T has to be read first."""
+    if world.broken is Broken.UNBOUNDED:
+        return True
+    more = 0 if world.broken is Broken.ROOM_FOR_CHUNK_ONLY else 1
+    return has_room(world, state, listener, world.chunk + more)
+
+
+def in_memory(state: State, listener: Listener) -> int:
+    """Return how much a listener keeps: what is stored is read back from there."""
+    return sum(
+        item.token > max(listener.stored[index], partition.token)
+        for index, partition in enumerate(state.partitions)
+        for item in listener.buffers[index]
+    )
+
+
+def step_on(world: World, state: State, listener: Listener) -> Listener:
+    """Return a listener that has read one more entry: first what lies before it, then what the entry says."""
+    when = listener.cursor + 1
+    for index, chunk in enumerate(listener.chunks):
+        if chunk is not None and not chunk.appended and chunk.read >= 0 and chunk.time < when:
+            listener = with_appended(world, state, listener, index, chunk)
+    listener = listener._replace(cursor=when)
+    key = key_of(state.oplog[when - 1])
+    if key is None:
+        return listener
+    value = value_at(world, state, key, state.majority if world.lookup and state.oplog[when - 1] > 0 else when)
+    assert value is not None
+    if world.lookup:
+        for index, chunk in enumerate(listener.chunks):
+            if chunk is not None and not chunk.appended and when <= chunk.time:
+                listener = with_chunk(listener, index, chunk._replace(newer=chunk.newer | {key}))
+    return buffered(state, listener, Item(Token(when), key, value))
+
+
+def with_appended(world: World, state: State, listener: Listener, index: int, chunk: Chunk) -> Listener:
+    """Return a listener with the items of a chunk at the ends of its buffers, but for those that are superfluous."""
+    superfluous = chunk.newer if world.broken is not Broken.LOOKED_UP_KEPT else frozenset()
+    items = tuple(item for item in chunk.items if item.key not in superfluous)
+    for item in items:
+        listener = buffered(state, listener, item)
+    awaited = chunk.items if world.broken is Broken.LOOKED_UP_AWAITED else items
+    return with_chunk(listener, index, chunk._replace(items=awaited, appended=True))
+
+
+def buffered(state: State, listener: Listener, item: Item) -> Listener:
+    """Return a listener with something more in a buffer, unless it lies at or below the position."""
+    index = partition_of(state, item.key)
+    if item.token <= state.partitions[index].token:
+        return listener
+    return listener._replace(buffers=put(listener.buffers, index, (*listener.buffers[index], item)))
+
+
+def store_watermark(world: World, state: State, listener: Listener) -> Steps:
+    """The place before the first change that is not complete. Items do not count: the cursor protects them."""
+    waiting = [
+        item.token.time - 1
+        for index in range(len(state.partitions))
+        for item in listener.buffers[index]
+        if (item.token.number == 0 or world.broken is Broken.ITEMS_HOLD) and not is_safe(state, listener, item)
+    ]
+    place = Token(min([listener.cursor, *waiting]))
+    if not world.restarts and not is_over(world, state, listener):
+        return  # nobody would notice
+    if world.broken is Broken.WATERMARK_AT_ITEM:
+        place = max([Token(place.time - 1), *(each.token for each in state.partitions if each.token < place)])
+    if place > state.watermark >= START:
+        one = Write(Late.WATERMARK, listener.term, 0, token=place)
+        yield from write(world, state, [one], landed(world, state, one))
+
+
+def is_over(world: World, state: State, listener: Listener) -> bool:
+    """Tell whether everything was written and read, and no snapshot can go on."""
+    ended = all(chunk is None or chunk.stuck or chunk.appended for chunk in listener.chunks)
+    return ended and listener.cursor == len(state.oplog) and state.written == len(world.writes)
+
+
+def is_safe(state: State, listener: Listener, item: Item) -> bool:
+    """Tell whether an item or change is committed, or inserted by this term at or below the mark."""
+    index = partition_of(state, item.key)
+    partition = state.partitions[index]
+    return item.token <= partition.token or item.token <= min(listener.stored[index], partition.spilled)
+
+
+# --- a chunk ------------------------------------------------------------------------------------------------
+
+
+def begin(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """One update of the record, compared with what was seen of it; its own place in the oplog is T."""
+    record, chunk = state.records[index], listener.chunks[index]
+    ahead = world.broken is Broken.BEGIN_AHEAD and chunk is not None and chunk.appended
+    if record.state is not Progress.RUNNING or not (chunk is None or ahead):
+        return
+    if listener.stage < (1 if world.broken is Broken.BEGIN_BEFORE_TAKE_OVER else 2):
+        return
+    if relayouts(world, state, listener) and world.broken is not Broken.CHUNK_SURVIVES_LAYOUT:
+        return
+    if listener.stage == 2 and not may_begin(world, state, listener):
+        return
+    mine = record.epoch == listener.term
+    if world.broken is Broken.RECORDS_LAST and state.epoch == listener.term:
+        mine, state = True, with_raised_records(state, listener.term)
+    if not mine and world.broken is not Broken.REFUSED_BEGIN_COUNTS:
+        return
+    one = Write(Late.BEGIN, listener.term, index, record.begun)
+    after = landed(world, state, one)
+    chunk = Chunk(record.begun + 1, len(after.oplog))
+    ready = listener
+    if Fault.ANSWERED_LATER not in world.faults and world.broken is not Broken.T_UNKNOWN_READS_ON:
+        chunk = chunk._replace(time=chosen(world, after, listener))  # one step for two that nothing can part
+        if world.broken is Broken.T_IS_FIRST:
+            ready = listener._replace(first=chunk.time)
+    yield from write(world, state, [one], with_listener(after, listener, with_chunk(ready, index, chunk)))
+
+
+def chosen(world: World, state: State, listener: Listener) -> int:
+    """Return T."""
+    if world.broken is Broken.T_IS_POSITION:
+        return listener.cursor
+    if world.broken is Broken.T_IS_FIRST and listener.first:
+        return listener.first
+    return len(state.oplog)
+
+
+def answer(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The answer to a begin arrives: its own place; or, when it was asked for again, the place of that."""
+    chunk = listener.chunks[index]
+    if chunk is None or chunk.time >= 0:
+        return
+    known = chunk._replace(time=chunk.own)
+    yield Step("answer", known), with_listener(state, listener, with_chunk(listener, index, known))
+    later = known._replace(time=len(state.oplog))
+    if later.time > known.time and state.budget and Fault.ANSWERED_LATER in world.faults:
+        after = with_listener(state, listener, with_chunk(listener, index, later))
+        yield Step("answer later", later, fair=False), after._replace(budget=state.budget - 1)
+
+
+def read_chunk(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The documents behind the last one that was scanned, as of T; nothing of a source that is not there any more."""
+    chunk = listener.chunks[index]
+    if chunk is None or chunk.time < 0 or chunk.read >= 0 or chunk.stuck:
+        return
+    if chunk.time > len(state.oplog):  # in no history: the server waits in vain, until the time for the read is over
+        yield Step("give up", chunk), with_listener(state, listener, with_chunk(listener, index, None))
+        return
+    if state.majority < chunk.time and world.broken is not Broken.READ_LOCAL:
+        return
+    time = len(state.oplog) if world.broken is Broken.READ_NOW else chunk.time
+    scanned = there_at(world, state, state.records[index].last, time)
+    yield from chunk_of(world, state, listener, index, scanned[: world.chunk])
+    if state.budget and Fault.SHORT in world.faults and len(scanned) > 1:
+        spent = state._replace(budget=state.budget - 1)
+        yield from chunk_of(world, spent, listener, index, scanned[:1], fair=False)
+    if state.budget and Fault.UNREADABLE in world.faults:
+        again = chunk._replace(stuck=True) if world.broken is Broken.T_KEPT else None
+        after = with_listener(state, listener, with_chunk(listener, index, again))
+        yield Step("unreadable", chunk, fair=False), after._replace(budget=state.budget - 1)
+
+
+def there_at(world: World, state: State, last: int, time: int) -> list[int]:
+    """Return the keys behind the last one that exist at a time, if the source can be found now."""
+    if not is_there(state):
+        return []
+    first = last + 1
+    keys = range(first, first if world.broken is Broken.BRACKETED and world.mixed and last >= 0 else world.keys)
+    return [key for key in keys if exists(value_at(world, state, key, time))]
+
+
+def chunk_of(
+    world: World, state: State, listener: Listener, index: int, scanned: list[int], *, fair: bool = True
+) -> Steps:
+    """The listener has the items of a chunk: what was scanned and is wanted, numbered across all snapshots."""
+    chunk = listener.chunks[index]
+    assert chunk is not None
+    time = len(state.oplog) if world.broken is Broken.READ_NOW else chunk.time
+    wanted = [key for key in scanned if world.matched(index, key)]
+    number = 1 if world.broken is Broken.NUMBERED_BY_CHUNK else 1 + 10 * index
+    items = tuple(
+        Item(token_of(world, chunk.time, number + place), key, value_at(world, state, key, time) or 0)
+        for place, key in enumerate(wanted)
+    )
+    final = world.broken is Broken.FEWER_IS_END and len(scanned) < world.chunk
+    final = final or (world.broken is Broken.MATCHING_NONE_IS_END and not wanted)
+    ready = chunk._replace(items=items, end=scanned[-1] if scanned else -1, final=final, read=len(state.oplog))
+    knowing = with_chunk(listener, index, ready)
+    if world.broken is Broken.APPENDED_AT_ONCE:
+        knowing = with_appended(world, state, knowing, index, ready)
+    yield Step("read chunk", ready, fair=fair), with_listener(state, listener, knowing)
+
+
+def token_of(world: World, time: int, number: int) -> Token:
+    """Return the token of an item: behind the change at T, before everything later."""
+    if world.broken is Broken.TOKEN_BEFORE_CHANGES:
+        return Token(time, number - 100)
+    if world.broken is Broken.TOKEN_OF_NEXT:
+        return Token(time + 1, number - 100)
+    return Token(time, number)
+
+
+def pass_on(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """When the chunk is there, one more write of our own moves the stream past T; again, until it is past."""
+    chunk = listener.chunks[index]
+    if chunk is None or chunk.read < 0 or world.broken in {Broken.NO_PASS, Broken.T_WITHOUT_WRITE}:
+        return
+    place = needed(world, chunk) if chunk.appended else max(needed(world, chunk), listener.cursor)
+    if len(state.oplog) > place or chunk.sent:
+        return  # something lies behind it already
+    sent = listener
+    if world.broken is Broken.PASS_ONCE:
+        sent = with_chunk(listener, index, chunk._replace(sent=True))
+    one = Write(Late.PASS, listener.term, index, chunk.begun)
+    base = with_listener(state, listener, sent)
+    yield from write(world, base, [one], landed(world, base, one))
+
+
+def needed(world: World, chunk: Chunk) -> int:
+    """Return the place that the stream must have passed: T, and where nothing was left, also when that was seen."""
+    if chunk.is_final and world.broken is not Broken.END_AT_T:
+        return max(chunk.time, chunk.read)
+    return chunk.time
+
+
+def move_cursor(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """When every item is committed, or inserted by this term at or below the mark, or superfluous: on to the next."""
+    chunk = listener.chunks[index]
+    if chunk is None or not chunk.appended or not all(is_secured(world, state, listener, each) for each in chunk.items):
+        return
+    progress = Progress.RUNNING
+    if chunk.is_final:
+        if listener.cursor <= needed(world, chunk):
+            return
+        progress = Progress.GONE if is_gone(world, state, listener, chunk) else Progress.DONE
+    one = Write(Late.CURSOR, listener.term, index, chunk.begun, end=chunk.end, state=progress)
+    after = landed(world, state, one)
+    if after is state:
+        return  # refused: not mine
+    yield from write(world, state, [one], with_listener(after, listener, with_chunk(listener, index, None)))
+
+
+def is_secured(world: World, state: State, listener: Listener, item: Item) -> bool:
+    """Tell whether a cursor may pass an item."""
+    if world.broken is Broken.CURSOR_AT_APPEND:
+        return True
+    index = partition_of(state, item.key)
+    partition = state.partitions[index]
+    reached = partition.token
+    claim = partition.claim
+    if world.broken is Broken.CURSOR_LOCAL and claim is not None and claim.seen:
+        reached = claim.item.token
+    if world.broken is Broken.CURSOR_AT_DISPATCH:
+        sent = [each.item.token for each in state.messages if each.partition == index and each.term == listener.term]
+        reached = max([reached, *sent])
+    inserted = min(listener.stored[index], partition.spilled)
+    if world.broken is Broken.CURSOR_AT_INSERT:
+        inserted = listener.stored[index]
+    if world.broken is Broken.CURSOR_AT_ANY_MARK:
+        inserted = partition.spilled
+    return item.token <= max(reached, inserted)
+
+
+def is_gone(world: World, state: State, listener: Listener, chunk: Chunk) -> bool:
+    """Tell whether an empty answer may be that of a source that was dropped or renamed before it was given."""
+    up_to = chunk.time if world.broken is Broken.END_AT_T else listener.cursor
+    if world.broken is Broken.EMPTY_IS_END:
+        return False
+    seen = {DROP, AWAY} & set(state.oplog[:up_to])
+    if world.broken is Broken.UUID_IS_ENOUGH:
+        seen = set()
+    return bool(seen) or not is_there(state)
+
+
+# --- storing and running ------------------------------------------------------------------------------------
+
+
+def unstored(state: State, listener: Listener, index: int) -> list[Item]:
+    """Return what is in a buffer, and neither inserted by this term nor done."""
+    after = max(listener.stored[index], state.partitions[index].token)
+    return [item for item in listener.buffers[index] if item.token > after]
+
+
+def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """All of a partition's buffered prefix in one bulk; a document that is there already gets my term, if larger."""
+    items = unstored(state, listener, index)
+    partition = state.partitions[index]
+    moving = relayouts(world, state, listener)
+    if not items or not (world.spills or moving or partition.spilled > partition.token):
+        return
+    writes = [Write(Late.INSERT, listener.term, index, state.generation, item=item) for item in items]
+    done = state
+    for each in writes:
+        done = landed(world, done, each)
+    mine = listener._replace(stored=put(listener.stored, index, items[-1].token))
+    full = world.room > 0 and not has_room(world, state, listener, 1)
+    fair = partition.mode is not Mode.FLOWING or partition.spilled > partition.token or full or moving
+    yield from write(world, state, writes, with_listener(done, listener, mine), fair=fair)
+
+
+def mark(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The last that this term has inserted becomes the mark, if it is larger."""
+    partition = state.partitions[index]
+    place = max((each.token for each in listener.buffers[index] if each.token <= listener.stored[index]), default=START)
+    if place > max(partition.spilled, partition.token):
+        one = Write(Late.MARK, listener.term, index, state.generation, place)
+        yield from write(world, state, [one], landed(world, state, one))
+
+
+def clear(state: State, index: int) -> Steps:
+    """The mark goes when the position has reached it."""
+    partition = state.partitions[index]
+    if START < partition.spilled <= partition.token:
+        yield Step("clear", index), with_partition(state, index, partition._replace(spilled=START))
+
+
+def remove(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """Documents up to the position, of my term or older."""
+    place = state.partitions[index].token
+    if stored(state, index, START, place):
+        one = Write(Late.REMOVE, listener.term, index, state.generation, place)
+        after = landed(world, state, one)
+        if after.documents != state.documents:
+            yield from write(world, state, [one], after)
+
+
+def next_item(world: World, state: State, listener: Listener, index: int) -> Item | None:
+    """Return what a partition runs next: from the collection while the mark lies ahead, else from memory.
+
+    From there only what lies before the first that this term has read and not inserted yet.
+    """
+    partition = state.partitions[index]
+    if partition.spilled > partition.token:
+        waiting = unstored(state, listener, index)
+        reach = [Token(listener.cursor), *(item.token._replace(number=item.token.number - 1) for item in waiting[:1])]
+        ready = stored(state, index, partition.token, min([partition.spilled, *reach]))
+        return next((each for each in ready if not is_hidden(world, partition, each)), None)
+    return next((each for each in listener.buffers[index] if each.token > partition.token), None)
+
+
+def is_hidden(world: World, partition: Partition, item: Item) -> bool:
+    """Tell whether a range that begins behind a high-watermark token leaves out what begins with that token."""
+    prefixed = item.token.number < 0 and partition.token == Token(item.token.time, -100)
+    return prefixed and world.broken is Broken.TOKEN_OF_NEXT
+
+
+def dispatch(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The first that is not done goes out."""
+    partition = state.partitions[index]
+    item = next_item(world, state, listener, index)
+    if item is None or partition.mode is not Mode.FLOWING or relayouts(world, state, listener):
+        return
+    message = Message(index, listener.term, partition.token, item)
+    if message not in state.messages:
+        yield Step("dispatch", message), state._replace(messages=state.messages | {message})
+
+
+# --- a new layout -------------------------------------------------------------------------------------------
+
+
+def close(world: World, state: State, listener: Listener) -> Steps:
+    """The partitions are closed when no claim is left."""
+    if not relayouts(world, state, listener) or any(
+        each.claim or each.mode is Mode.MOVING for each in state.partitions
+    ):
+        return
+    closed = tuple(each._replace(mode=Mode.MOVING) for each in state.partitions)
+    yield Step("close"), state._replace(partitions=closed)
+
+
+def flip(world: World, state: State, listener: Listener) -> Steps:
+    """What is stored up to a real token behind all positions is copied, and the stream opened at the watermark."""
+    if not relayouts(world, state, listener) or any(each.mode is not Mode.MOVING for each in state.partitions):
+        return
+    until = max(each.token for each in state.partitions)
+    if state.watermark < until:  # so it is a real one that is greater, where this is an item's
+        return
+    count = world.wanted(listener.term)
+    documents = frozenset(
+        each._replace(partition=each.item.key % count, term=listener.term)
+        for index, partition in enumerate(state.partitions)
+        for each in state.documents
+        if each.partition == index and partition.token < each.item.token <= partition.spilled
+    )
+    partitions = []
+    for index in range(count):
+        tokens = [each.item.token for each in documents if each.partition == index]
+        place = START if tokens else state.watermark
+        partitions.append(Partition(listener.term, place, max(tokens, default=START)))
+    after = state._replace(
+        generation=state.generation + 1, partitions=tuple(partitions), documents=documents, messages=frozenset()
+    )
+    mine = opened(after, listener, forget=world.broken is not Broken.CHUNK_SURVIVES_LAYOUT)
+    yield Step("flip", mine), with_listener(after, listener, mine)

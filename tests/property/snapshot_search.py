@@ -1,0 +1,372 @@
+"""The oracles that judge each step of a snapshot and each quiescent state, and their search (see ``exploration``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from tests.property.exploration import Machine, Search, explore
+from tests.property.snapshot_faults import (
+    behind,
+    command,
+    deliver,
+    elect,
+    execute,
+    land,
+    reopen,
+    replicate,
+    rewind,
+    settled,
+    write_source,
+)
+from tests.property.snapshot_model import (
+    AWAY,
+    DROP,
+    START,
+    Broken,
+    Item,
+    Late,
+    Listener,
+    Message,
+    Mode,
+    Progress,
+    State,
+    Step,
+    Steps,
+    Token,
+    World,
+    Write,
+    exists,
+    initial,
+    key_of,
+    leader,
+    partition_of,
+    stored,
+    value_at,
+)
+from tests.property.snapshot_rules import (
+    acquire,
+    answer,
+    begin,
+    clear,
+    close,
+    dispatch,
+    flip,
+    in_memory,
+    insert,
+    mark,
+    move_cursor,
+    pass_on,
+    read,
+    read_chunk,
+    remove,
+    store_watermark,
+    take_over,
+)
+
+
+class Move(NamedTuple):
+    """One step as the oracles see it."""
+
+    world: World
+    before: State
+    step: Step
+    after: State
+
+
+def no_loss(move: Move) -> Iterator[str]:
+    """P1: a position never passes a change, or something stored under the mark, that was not run."""
+    before, after = move.before, move.after
+    if before.generation != after.generation or move.step.kind == "rewind":
+        return
+    for index, (old, new) in enumerate(zip(before.partitions, after.partitions, strict=True)):
+        if old.token >= new.token:
+            continue
+        for when in range(old.token.time + 1, new.token.time + 1):
+            key = key_of(after.oplog[when - 1])
+            if key is not None and partition_of(after, key) == index and old.token < Token(when) < new.token:
+                yield f"partition {index} has passed the change at {when}, which nobody handled"
+        for item in stored(before, index, old.token, min(new.token, old.spilled)):
+            if item.token < new.token and is_owed(move.world, after, item):
+                yield f"partition {index} has passed {item}, which is stored"
+
+
+def is_owed(world: World, state: State, item: Item) -> bool:
+    """Tell whether something stored has to be run: a change, or an item behind which a cursor counts on it."""
+    passed = any(record.last >= item.key for record in state.records)
+    return not item.token.number or (passed and not is_cared_for(world, state, item.key))
+
+
+def nothing_missed(move: Move) -> Iterator[str]:
+    """P1: when a snapshot is done, every document has been delivered, or its last change was; or it is stored."""
+    for index, (old, new) in enumerate(zip(move.before.records, move.after.records, strict=True)):
+        if old.state is not Progress.DONE is new.state:
+            for key in range(move.world.keys):
+                if move.world.matched(index, key) and not is_cared_for(move.world, move.after, key):
+                    yield f"the snapshot is done, and key {key} was never delivered"
+
+
+def is_cared_for(world: World, state: State, key: int) -> bool:
+    """Tell whether a key that exists was delivered, or a change or an item of it is certain to come."""
+    if not exists(value_at(world, state, key, state.majority)) or state.copy[key] is not None or settled(state, key):
+        return True
+    partition = state.partitions[partition_of(state, key)]
+    if partition.head is not None and partition.head.key == key:
+        return True
+    if any(item.key == key for item in stored(state, partition_of(state, key), partition.token, partition.spilled)):
+        return True
+    ahead = range(max(partition.token.time, state.watermark.time, 0) + 1, len(state.oplog) + 1)
+    return any(key_of(state.oplog[when - 1]) == key for when in ahead)
+
+
+def order(move: Move) -> Iterator[str]:
+    """P2: what handlers of a key see is never older than what they have seen before (but by a rewind)."""
+    if move.step.kind in {"start", "commit"}:
+        for key, (old, new) in enumerate(zip(move.before.seen, move.after.seen, strict=True)):
+            if new < old:
+                yield f"key {key} goes back from {old} to {new}"
+
+
+def monotone(move: Move) -> Iterator[str]:
+    """P4: nothing stored goes back but by a rewind, and no stream is opened at an item."""
+    before, after, rewound = move.before, move.after, move.step.kind == "rewind"
+    if after.watermark.number:
+        yield f"the watermark is {after.watermark}, at which no stream can be opened"
+    if after.watermark < before.watermark and not rewound:
+        yield f"the watermark has gone back from {before.watermark} to {after.watermark}"
+    for old, new in zip(before.records, after.records, strict=True):
+        if (new.epoch, new.begun, new.last) < (old.epoch, old.begun, old.last) or new.last < old.last:
+            yield f"a snapshot has gone back from {old} to {new}"
+        if old.state is not Progress.RUNNING and new.state is not old.state:
+            yield "a snapshot that had ended has changed its state"
+    if before.generation == after.generation and not rewound:
+        for one, other in zip(before.partitions, after.partitions, strict=True):
+            if other.epoch < one.epoch or other.token < one.token:
+                yield f"a partition has gone back from {one.token} to {other.token}"
+
+
+def cursor(move: Move) -> Iterator[str]:
+    """P5: what a cursor has passed was delivered, or is stored under the mark, or a later change of it is to come."""
+    for index, (old, new) in enumerate(zip(move.before.records, move.after.records, strict=True)):
+        for key in range(old.last + 1, new.last + 1):
+            if move.world.matched(index, key) and not is_cared_for(move.world, move.after, key):
+                yield f"the cursor has passed key {key}, which nobody was given"
+
+
+def bounded_duplicates(move: Move) -> Iterator[str]:
+    """P6: an existing document starts once per snapshot, and for each at most once more per fault, or take-over."""
+    if move.step.kind == "start":
+        world, state = move.world, move.after
+        faults = world.budget - state.budget + world.delays - state.delays + max(state.epoch - 1, 0)
+        for key, count in enumerate(state.starts):
+            if count > world.snapshots * (1 + faults):
+                yield f"key {key} was started {count} times as an existing document"
+
+
+def one_letter(move: Move) -> Iterator[str]:
+    """P13: an existing document is set aside once, however often it was read."""
+    if move.after.letters != move.before.letters:
+        changes = {when + 1 for when, entry in enumerate(move.after.oplog) if key_of(entry) is not None}
+        for key in range(move.world.keys):
+            letters = [
+                token
+                for each, token in move.after.letters
+                if each == key and (token is None or token.number or token.time not in changes)
+            ]
+            if len(letters) > 1:
+                yield f"key {key} was set aside {len(letters)} times"
+
+
+def bounded_memory(move: Move) -> Iterator[str]:
+    """P12: a listener never keeps more than its share."""
+    if move.world.room:
+        for listener in move.after.listeners:
+            if listener.stage == 2 and listener.term == move.after.epoch:
+                count = in_memory(move.after, listener)
+                if count > move.world.room:
+                    yield f"a listener keeps {count}"
+
+
+ORACLES: dict[str, tuple[Callable[[Move], Iterator[str]], ...]] = {
+    "P1": (no_loss, nothing_missed),
+    "P2": (order,),
+    "P4": (monotone,),
+    "P5": (cursor,),
+    "P6": (bounded_duplicates,),
+    "P12": (bounded_memory,),
+    "P13": (one_letter,),
+}
+"""P1 and P12 are also judged where everything has come to rest: ``left_wrong`` and ``left_undone``."""
+
+
+def judged(move: Move, watched: frozenset[str]) -> dict[str, str]:
+    """Return what the watched oracles say about a step, by invariant."""
+    return {name: said for name in watched for oracle in ORACLES[name] for said in oracle(move)}
+
+
+def left_wrong(world: World, state: State) -> Iterator[str]:
+    """P1, where nothing more will happen: the copy of every document is what the source has."""
+    for key in range(world.keys):
+        value = value_at(world, state, key, len(state.oplog))
+        wanted = any(world.matched(index, key) for index in range(world.snapshots))
+        if settled(state, key) or behind(state, key) or not wanted or state.copy[key] == value:
+            continue
+        unknown = state.copy[key] is None and not exists(value)
+        gone = any(record.state is Progress.GONE for record in state.records)
+        if not unknown and not gone and all(record.state is not Progress.RUNNING for record in state.records):
+            yield f"key {key} is {value} in the source, and {state.copy[key]} in the copy"
+
+
+def left_undone(world: World, state: State) -> Iterator[str]:
+    """P12, where nothing more will happen: every snapshot has ended, and nothing has to wait for what stands."""
+    listener = leader(state)
+    if listener is None:
+        yield "nobody is in office"
+        return
+    if world.wanted(listener.term) != len(state.partitions):
+        yield f"the layout has {len(state.partitions)} partitions for ever"
+    stands = {index for index, each in enumerate(state.partitions) if each.mode is not Mode.FLOWING}
+    for record in state.records:
+        if record.state is Progress.RUNNING and (not stands or world.spills):
+            yield f"a snapshot stands for ever: {record}"
+        if record.state is Progress.GONE and not {DROP, AWAY} & set(state.oplog):
+            yield "a snapshot says that its source is gone"
+    held = [item.token.time for index in stands for item in listener.buffers[index] if not item.token.number]
+    held += [each.head.token.time for each in state.partitions if each.head is not None and not each.head.token.number]
+    place = min([len(state.oplog) + 1, *([] if world.spills else held)]) - 1
+    if state.watermark.time < place:
+        yield f"the watermark stands at {state.watermark} for ever"
+    for index, partition in enumerate(state.partitions):
+        if partition.spilled > START and index not in stands:
+            yield f"the mark of partition {index} stands at {partition.spilled} for ever"
+        for item in stored(state, index, START, partition.token):
+            yield f"nobody removes {item}"
+
+
+def led(world: World, state: State, listener: Listener) -> Steps:
+    """Yield the steps of a listener, where it has not been left behind."""
+    mine = state.epoch == listener.term
+    for index in range(world.snapshots if listener.stage else 0):
+        if mine or state.records[index].epoch == listener.term or world.broken in ZOMBIES:
+            yield from begin(world, state, listener, index)
+            yield from answer(world, state, listener, index)
+            yield from read_chunk(world, state, listener, index)
+            yield from pass_on(world, state, listener, index)
+            yield from move_cursor(world, state, listener, index)
+    if listener.stage < 2:
+        return
+    yield from read(world, state, listener)
+    if mine:
+        yield from store_watermark(world, state, listener)
+        yield from reopen(world, state, listener)
+        yield from close(world, state, listener)
+        yield from flip(world, state, listener)
+    for index, partition in enumerate(state.partitions):
+        if partition.epoch == listener.term:
+            yield from insert(world, state, listener, index)
+            yield from mark(world, state, listener, index)
+            yield from clear(state, index)
+            yield from remove(world, state, listener, index)
+            yield from dispatch(world, state, listener, index)
+
+
+ZOMBIES = frozenset({Broken.CURSOR_UNGUARDED, Broken.CURSOR_IGNORES_EPOCH, Broken.REFUSED_BEGIN_COUNTS})
+"""Variants in which who is deposed can still do something."""
+
+
+def steps(world: World, state: State) -> Steps:
+    """Yield every step that a state allows, with the state it leads to in its plainest form."""
+    for step, after in all_steps(world, state):
+        yield step, plain(world, after)
+
+
+def all_steps(world: World, state: State) -> Steps:
+    """Yield every step that a state allows."""
+    yield from acquire(world, state)
+    for listener in state.listeners:
+        if listener.stage < 2:
+            yield from take_over(world, state, listener)
+        yield from led(world, state, listener)
+    yield from deliver(world, state)
+    for index in range(len(state.partitions)):
+        yield from execute(world, state, index)
+        yield from command(world, state, index)
+    yield from write_source(world, state)
+    yield from replicate(state)
+    yield from elect(world, state)
+    yield from land(world, state)
+    yield from rewind(world, state)
+
+
+def plain(world: World, state: State) -> State:
+    """Return the state without what can never matter again: it differs in nothing, and is one state more often."""
+    listeners = tuple(trimmed(world, state, each) for each in state.listeners if may_act(world, state, each))
+    messages = frozenset(each for each in state.messages if may_claim(state, each))
+    writes = frozenset(each for each in state.writes if may_land(world, state, each))
+    return state._replace(listeners=listeners, messages=messages, writes=writes)
+
+
+def may_act(world: World, state: State, listener: Listener) -> bool:
+    """Tell whether a listener may still find a document that carries its term, or is about to."""
+    if world.broken in ZOMBIES and any(listener.chunks):
+        return True
+    if listener.term == state.epoch or any(each.epoch == listener.term for each in state.partitions):
+        return True
+    return any(each.epoch == listener.term for each in state.records)
+
+
+def trimmed(world: World, state: State, listener: Listener) -> Listener:
+    """Return a listener without what is done, and without the chunks of records that others have."""
+    buffers = listener.buffers
+    if len(buffers) == len(state.partitions):
+        buffers = tuple(
+            tuple(item for item in items if item.token > partition.token)
+            for items, partition in zip(buffers, state.partitions, strict=True)
+        )
+    if world.broken in ZOMBIES or world.broken is Broken.RECORDS_LAST:
+        return listener._replace(buffers=buffers)
+    chunks = tuple(
+        chunk if record.epoch == listener.term else None
+        for chunk, record in zip(listener.chunks, state.records, strict=False)
+    )
+    return listener._replace(buffers=buffers, chunks=chunks)
+
+
+def may_claim(state: State, message: Message) -> bool:
+    """Tell whether a message could claim when its partition flows."""
+    partition = state.partitions[message.partition]
+    return partition.epoch == message.term and partition.token == message.base
+
+
+def may_land(world: World, state: State, one: Write) -> bool:
+    """Tell whether the guard of a write may still match."""
+    if one.kind is Late.WATERMARK:
+        return one.term == state.epoch
+    if one.kind in {Late.BEGIN, Late.PASS, Late.CURSOR}:
+        unguarded = world.broken in {Broken.CURSOR_UNGUARDED, Broken.CURSOR_IGNORES_EPOCH}
+        return unguarded or one.term == state.records[one.target].epoch
+    if one.kind is Late.MARK:
+        return one.guard == state.generation and one.term == state.partitions[one.target].epoch
+    return one.guard == state.generation
+
+
+def search(world: World, *, watched: frozenset[str] = frozenset(ORACLES), limit: int = 500_000) -> Search:
+    """Explore every interleaving of a scenario, breadth first, up to the first violation.
+
+    Args:
+        world: The scenario.
+        watched: The invariants to judge; the others are let pass.
+        limit: The largest number of states; more is an error of the scenario, never a silent cut.
+    """
+
+    def at_rest(state: State) -> dict[str, str]:
+        said = {"P1": "; ".join(left_wrong(world, state)), "P12": "; ".join(left_undone(world, state))}
+        return {name: text for name, text in said.items() if text and name in watched}
+
+    machine = Machine(
+        start=initial(world),
+        steps=lambda state: steps(world, state),
+        judge=lambda before, step, after: judged(Move(world, before, step, after), watched),
+        undone=at_rest,
+    )
+    return explore(machine, name=world.name, limit=limit)
