@@ -13,7 +13,7 @@ from pymongo.collection import Collection
 
 from mongo_celery.bridge.handlers import Handler, check_function, make_handler, refuse_function_as_source
 from mongo_celery.bridge.listener.in_worker import install
-from mongo_celery.bridge.options import BridgeOptions, PartitionKey
+from mongo_celery.bridge.options import BridgeOptions, PartitionKey, StartFrom
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker import queues  # noqa: F401 - its signals
 from mongo_celery.bridge.worker.tasks import make_task, register_commit
@@ -135,6 +135,7 @@ class Bridge:
         failure_policy: str | None = None,
         transactional: bool = False,
         group: str | None = None,
+        start_from: StartFrom | None = None,
         **task_options: Any,
     ) -> Callable[[Function], Any]:
         """
@@ -158,6 +159,8 @@ class Bridge:
                 session is `change.session`.
             group: of workers: the runs go to the queues `BRIDGE.GROUP.INDEX`, so that they can have workers of their
                 own, see `celery -A app changes queues --group`. Letters, digits, `_`, `-`, and not digits alone.
+            start_from: where the handler begins while it has no position, as the bridge's option of that name says it;
+                by default that one. It is judged once, when a listener first leads with the handler.
             task_options: Celery's `bind`, `autoretry_for`, `retry_backoff`, `max_retries`, `rate_limit`,
                 `time_limit`, `soft_time_limit` and the like.
 
@@ -174,6 +177,7 @@ class Bridge:
             "failure_policy": failure_policy,
             "transactional": transactional,
             "group": group,
+            "start_from": start_from,
         }
 
         def decorate(function: Function) -> Any:

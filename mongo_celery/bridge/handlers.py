@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mongo_celery.arguments import check_choice, check_name, nearest
-from mongo_celery.bridge.options import FAILURE_POLICIES, UNAVAILABLE, BridgeOptions, PartitionKey
+from mongo_celery.bridge.options import (
+    FAILURE_POLICIES,
+    UNAVAILABLE,
+    BridgeOptions,
+    PartitionKey,
+    StartFrom,
+    check_start,
+)
 from mongo_celery.bridge.partitioning import Partitioner, partitioner, rule_named
 from mongo_celery.bridge.stream.operation_types import check_are_sent
 from mongo_celery.bridge.stream.source import Filter, Selector, filter_of, source_of
@@ -40,6 +47,7 @@ TASK_OPTIONS = frozenset(
         "track_started",
     },
 )
+_OWN_OPTIONS = ("operations", "fields", "match", "partition_by", "failure_policy", "name", "group", "start_from")
 _REFUSED = {
     "queue": "the bridge chooses the queue of the change's partition; group='...' gives a handler queues of its own",
     "exchange": "the bridge chooses the queue of the change's partition",
@@ -70,6 +78,7 @@ class Handler:
         targets: the sources as given; resolved when the listener starts, since models come later.
         partition_by: the handler's own rule, or None for the bridge's.
         group: of workers, whose queues its runs go to; None for the bridge's own queues.
+        start_from: where it begins while it has no position; None for the bridge's.
     """
 
     name: str
@@ -81,6 +90,7 @@ class Handler:
     failure_policy: str | None
     transactional: bool
     group: str | None = None
+    start_from: StartFrom | None = None
 
     def selector(self, default_database: str | None) -> Selector:
         """Sources and filter, with the sources resolved."""
@@ -90,6 +100,10 @@ class Handler:
     def policy(self, options: BridgeOptions) -> str:
         """What happens after the last attempt: the handler's own policy, or the bridge's."""
         return self.failure_policy or options.failure_policy
+
+    def start(self, options: BridgeOptions) -> StartFrom:
+        """Where it begins while it has no position: the handler's own start, or the bridge's."""
+        return options.start_from if self.start_from is None else self.start_from
 
     def partitioner(self, options: BridgeOptions) -> Partitioner:
         """The rule by which this subscription's changes are spread."""
@@ -136,7 +150,7 @@ def make_handler(
         options: the bridge's options.
         task_name: name of the Celery task.
         arguments: `name`, `operations`, `fields`, `match`, `partition_by`, `failure_policy`, `transactional`,
-            `group`.
+            `group`, `start_from`.
         task_options: everything else, for Celery's task.
 
     Raises:
@@ -149,6 +163,9 @@ def make_handler(
     name = check_name(arguments["name"] or function.__name__, "handler name")
     if arguments["failure_policy"] is not None:
         check_choice("failure_policy", arguments["failure_policy"], FAILURE_POLICIES, UNAVAILABLE)
+    start_from = arguments.get("start_from")
+    if start_from is not None:
+        check_start(start_from)
     handler = Handler(
         name=name,
         task_name=task_name,
@@ -159,6 +176,7 @@ def make_handler(
         failure_policy=arguments["failure_policy"],
         transactional=bool(arguments["transactional"]),
         group=_checked_group(arguments.get("group")),
+        start_from=start_from,
     )
     handler.partitioner(options)
     check_are_sent(handler.filter.operations, expanded=options.show_expanded_events)
@@ -207,7 +225,7 @@ def check_task_options(task_options: Mapping[str, Any]) -> None:
         if option in _REFUSED:
             raise ConfigurationError(f"option {option!r} cannot be set on a change handler: {_REFUSED[option]}.")
         if option not in TASK_OPTIONS:
-            known = [*TASK_OPTIONS, "operations", "fields", "match", "partition_by", "failure_policy", "name", "group"]
+            known = [*TASK_OPTIONS, *_OWN_OPTIONS]
             raise ConfigurationError(f"option {option!r} of on_change is unknown{nearest(option, known)}.")
 
 

@@ -18,15 +18,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from bson import Timestamp
 
 from mongo_celery.arguments import check_choice, check_known, check_name, seconds
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.mongo.table import call_timeout
-
-if TYPE_CHECKING:
-    from bson import Timestamp
 
 FAILURE_POLICIES = ("halt", "dead_letter", "skip", "discard")
 HISTORY_POLICIES = ("halt", "oldest", "now")
@@ -48,6 +47,7 @@ _DURATIONS = (
 )
 
 PartitionKey = str | Callable[[Mapping[str, Any]], Any]
+StartFrom = str | Timestamp | datetime | Mapping[str, Any]
 
 UNAVAILABLE = {
     "snapshot": "reading what exists before streaming is not part of this version; choose 'oldest' or 'now'",
@@ -76,7 +76,7 @@ class BridgeOptions:
     run_bytes: int = 1 << 20
     lease_ttl: float = 10.0
     claim_ttl: float = 10.0
-    start_from: str | Timestamp | datetime | Mapping[str, Any] = "oldest"
+    start_from: StartFrom = "oldest"
     full_document: str | None = "updateLookup"
     full_document_before_change: str | None = None
     show_expanded_events: bool = False
@@ -166,7 +166,7 @@ class BridgeOptions:
         check_choice("full_document_before_change", self.full_document_before_change, BEFORE_CHANGE, UNAVAILABLE)
         if not isinstance(self.show_expanded_events, bool):
             raise ConfigurationError(f"show_expanded_events={self.show_expanded_events!r} must be True or False.")
-        _check_start(self.start_from)
+        check_start(self.start_from)
 
     def _check_times(self) -> None:
         for field in ("lease_ttl", "claim_ttl"):
@@ -234,7 +234,13 @@ def early(given: Mapping[str, Any]) -> BridgeOptions | None:
         return None
 
 
-def _check_start(start_from: object) -> None:
+def check_start(start_from: object) -> None:
+    """
+    Refuse what cannot be a start, of a bridge or of one handler.
+
+    Raises:
+        ConfigurationError: what would be one.
+    """
     if isinstance(start_from, str):
         check_choice("start_from", start_from, ("oldest", "now"), UNAVAILABLE)
     elif isinstance(start_from, datetime):
@@ -247,7 +253,7 @@ def _check_start(start_from: object) -> None:
                 f"start_from={dict(start_from)!r} is no resume token of a change stream; give one whole, as "
                 "change.resume_token has it: {'_data': '82...'}.",
             )
-    elif type(start_from).__name__ != "Timestamp":
+    elif not isinstance(start_from, Timestamp):
         raise ConfigurationError(
             f"start_from={start_from!r} must be 'oldest', 'now', a bson Timestamp, a datetime or a resume token.",
         )

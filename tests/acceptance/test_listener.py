@@ -7,6 +7,7 @@ per key, no stale write, monotone numbers and tokens, watermarks over a prefix o
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import signal
@@ -323,23 +324,32 @@ def _retry_all(scene: Scene) -> None:
             assert store.partitions.retry(image, generation)
 
 
-def test_a_handler_that_is_added_later_begins_where_the_bridge_stands(scene: Scene) -> None:
-    """P1: not with days of old changes; and it says so."""
+@pytest.mark.parametrize("start", [None, "oldest", "now", "a time"], ids=str)
+def test_a_handler_that_is_added_later_begins_where_its_start_says(scene: Scene, start: str | None) -> None:
+    """P1: its own, else the bridge's; it says so, it misses nothing from there on, and no other handler repeats."""
     scene.write("early")
     first = scene.leader("first")
     working = scene.worker("first-worker")
     scene.settle()
-    start = scene.last_place_before("early", 1, more=1)
     for each in (first, working):
         each.terminate()
-    scene.write("late", "early")
-    both = {"PROJECT_HANDLERS": "audit"}
+    time = scene.client.admin.command("ping")["operationTime"]
+    scene.write("away")
+    own = [time.time, time.inc + 1] if start == "a time" else start
+    both = {"PROJECT_HANDLERS": "audit", "PROJECT_AUDIT": json.dumps(own)}
     listener = scene.leader("second", added=both)
-    listener.wait_for_output("handler audit is new: it begins where the bridge stands")
+    said = "as the bridge's start_from says (oldest)" if own is None else "as its start_from says"
+    listener.wait_for_output(f"handler audit is new: it begins {re.escape(said)}")
+    scene.write("late", "early")
     scene.worker("second-worker", added=both)
-    scene.handlers = {"record": "", "audit": start}
+    missing = {"now": [("early", 1), ("away", 1)], "a time": [("early", 1)]}.get(start or "", [])
+    place = scene.last_place_before("late", 1) if start == "now" else ""
+    place = scene.last_place_before("away", 1) if start == "a time" else place
+    scene.handlers = {"record": "", "audit": place}
     scene.settle()
-    assert {(fact.key, fact.n) for fact in scene.starts if fact.handler == "audit"} == {("late", 1), ("early", 2)}
+    everything = {("early", 1), ("away", 1), ("late", 1), ("early", 2)}
+    assert {(fact.key, fact.n) for fact in scene.starts if fact.handler == "audit"} == everything - set(missing)
+    assert len([fact for fact in scene.starts if fact.handler == "record"]) == len(everything)
 
 
 def test_a_dropped_state_database_is_made_anew_and_no_version_is_reused(scene: Scene) -> None:

@@ -139,6 +139,7 @@ def begin_term(
     partitions: int,
     names: Sequence[str] = ("record",),
     partition_by: Callable[[Mapping[str, Any]], Any] | None = None,
+    starts: Mapping[str, Any] | None = None,
     **options_: Any,
 ) -> TermRig:
     """A new term, whatever the one before is doing: its lease has lapsed."""
@@ -149,17 +150,28 @@ def begin_term(
     client[database]["leases"].update_one({"_id": BRIDGE}, {"$set": {"expiresAt": None}})
     term = store.leases.acquire(DEFINITIONS)
     assert term is not None, "the lease has lapsed"
-    handlers = [_handler(name, options, partition_by) for name in names]
+    handlers = [_handler(name, options, partition_by, (starts or {}).get(name)) for name in names]
     return TermRig(store, Renewal(store.leases, term, TTL, dict, DEFINITIONS), options, handlers, client[database])
 
 
-def _handler(name: str, options: BridgeOptions, partition_by: Callable[[Mapping[str, Any]], Any] | None) -> Handler:
+def _handler(
+    name: str,
+    options: BridgeOptions,
+    partition_by: Callable[[Mapping[str, Any]], Any] | None,
+    start_from: Any,
+) -> Handler:
     arguments = dict.fromkeys(("name", "operations", "fields", "match", "partition_by", "failure_policy"))
     return make_handler(
         handle,
         ("shop.orders",),
         options,
         task_name=f"shop.{name}",
-        arguments={**arguments, "name": name, "partition_by": partition_by, "transactional": False},
+        arguments={
+            **arguments,
+            "name": name,
+            "partition_by": partition_by,
+            "transactional": False,
+            "start_from": start_from,
+        },
         task_options={},
     )

@@ -543,7 +543,7 @@ def test_what_a_listener_makes_anew_that_wakes_in_its_take_over_is_led_by_nobody
 
     def begin() -> None:
         takeover = frozen.take_over()
-        find_starts(frozen.store, mongo_client, frozen.renewal, frozen.options, takeover)
+        find_starts(frozen.store, mongo_client, frozen.renewal, frozen.options, frozen.handlers, takeover)
 
     with monkeypatch.context() as patch:
         around(patch, (Partitions, "prepare"), succeed)

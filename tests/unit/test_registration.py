@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -266,6 +267,10 @@ def test_a_source_that_depends_on_the_url_or_on_a_framework_waits(bridge: Bridge
         ({"match": "$x"}, "must be an aggregation expression"),
         ({"name": "a.b"}, "handler name 'a.b' must be 1 to 64"),
         ({"name": "x" * 65}, "must be 1 to 64"),
+        ({"start_from": "noww"}, "did you mean 'now'"),
+        ({"start_from": datetime(2024, 1, 1)}, "without a time zone"),  # noqa: DTZ001
+        ({"start_from": {"_data": "x"}}, "no resume token"),
+        ({"start_from": 5}, "must be 'oldest', 'now'"),
         ({"group": "slow.ones"}, "group 'slow.ones' must be 1 to 64"),
         ({"group": "3"}, "group '3' must not be a number"),
         ({"group": ""}, "group '' must be 1 to 64"),

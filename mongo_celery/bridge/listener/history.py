@@ -243,7 +243,8 @@ class LostHistory:
         if self._decision != "halt":
             return _Choice(self._decision)
         name, untouched = subscription.name, False
-        if start.is_first and self._options.start_from == "oldest" and not subscription.window.seen:
+        start_from = subscription.plan.handler.start(self._options)
+        if start.is_first and start_from == "oldest" and not subscription.window.seen:
             untouched = not self._store.partitions.are_touched(name)
         again = untouched or (self._again[name] and not _has_read(subscription))
         if again and self._again[name] < _AGAIN_LIMIT:

@@ -218,7 +218,7 @@ class Leader:
         handlers = self._wiring.handlers
         takeover = take_over(self._store, self._renewal, self._options, handlers)
         rules = rules_in_force(self._options, handlers, takeover)
-        starts = find_starts(self._store, self._wiring.client, self._renewal, self._options, takeover)
+        starts = find_starts(self._store, self._wiring.client, self._renewal, self._options, handlers, takeover)
         subscriptions: dict[str, Subscription] = {}
         for handler, selector in zip(handlers, self._selectors, strict=True):
             start = starts[handler.name]

@@ -6,15 +6,21 @@ commit loses nothing. `oldest` reads the first entry of `local.oplog.rs`, whatev
 the no-op of the set's initiation, from which everything ever written follows, also a write that races the
 bridge's first start.
 
-A handler that is added later begins where the bridge stands. Where all have lost their history, that is no place to
-begin at: it would be lost at once with a history that was never its own. Then it begins with the oldest entry.
+Each handler begins where its own `start_from` says, else the bridge's; never where others stand, which may be days
+back. It is judged when a listener first leads with the handler, so `now` is that moment for one that is added later.
+Only while the bridge has no position a handler without a start of its own begins at the pinned one: a crash may have
+cut the first start short, and what came since then is owed.
+
+A start that the bridge's option gave long ago may be no place to begin at any more: a handler that is added would lose
+a history that was never its own. Then it begins with the oldest entry. A start of its own is taken at its word, and
+judged as lost history (`history`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -27,7 +33,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import Takeover
-from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.options import BridgeOptions, StartFrom
 from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
@@ -36,6 +42,7 @@ from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.oplog import operation_time, read_oplog, time_of_token
 
 if TYPE_CHECKING:
+    from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.state.store import Store
 
 logger = logging.getLogger("mongo_celery.listener")
@@ -70,6 +77,7 @@ def find_starts(
     client: MongoClient[dict[str, Any]],
     renewal: Renewal,
     options: BridgeOptions,
+    handlers: Iterable[Handler],
     takeover: Takeover,
 ) -> dict[str, Start]:
     """
@@ -77,14 +85,16 @@ def find_starts(
 
     Raises:
         LeaseLostError: the term ended meanwhile.
+        ConfigurationError: a start is a resume token of another cluster.
         AccessError: `oldest` was asked for and the oplog may not be read.
     """
-    fresh = [name for name, document in takeover.documents.items() if document["startAtOperationTime"] is None]
+    documents = takeover.documents
+    fresh = [handler for handler in handlers if documents[handler.name]["startAtOperationTime"] is None]
     if fresh:
-        _pin(store, client, renewal, options, takeover, fresh)
+        _Pinning(store, client, renewal, options).pin(fresh, takeover)
     # Read again in any case: a later term may have put another layout in force, and removed the partitions of this one,
     # before the take-over made them anew.
-    return read_starts(store, list(takeover.documents), takeover.version)
+    return read_starts(store, list(documents), takeover.version)
 
 
 def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, Start]:
@@ -120,63 +130,104 @@ def _start(document: Mapping[str, Any], version: int) -> Start:
     return replace(found, lost=lost_in(document))
 
 
-def _pin(
-    store: Store,
-    client: MongoClient[dict[str, Any]],
-    renewal: Renewal,
-    options: BridgeOptions,
-    takeover: Takeover,
-    fresh: Sequence[str],
-) -> None:
-    lease = renewal.term.document
-    pinned = lease["startAtOperationTime"]
-    if pinned is None:
-        pinned = store.leases.pin_start(renewal.term, start_time(client, options.start_from))
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a handler begins: at a time, or behind the token of a position with that time; and in words why."""
+
+    time: Timestamp
+    position: Mapping[str, Any] | None
+    why: str
+
+
+class _Pinning:
+    """Pins what has no start yet, in one term; each option means one place for all that have it."""
+
+    def __init__(
+        self, store: Store, client: MongoClient[dict[str, Any]], renewal: Renewal, options: BridgeOptions
+    ) -> None:
+        self._store = store
+        self._client = client
+        self._renewal = renewal
+        self._options = options
+        self._times: dict[str, Timestamp] = {}
+
+    def pin(self, fresh: Sequence[Handler], takeover: Takeover) -> None:
+        """Pin the bridge's start, where there is none, and that of these handlers."""
+        lease = self._renewal.term.document
+        pinned = lease["startAtOperationTime"] or self._pin_bridge()
+        has_position = lease["resumeToken"] is not None
+        is_added = has_position or len(fresh) < len(takeover.documents)
+        # All are found before one is pinned: what is refused leaves nothing behind.
+        places = {handler.name: self._place(handler, pinned, has_position=has_position) for handler in fresh}
+        for handler in fresh:
+            place = places[handler.name]
+            if is_added and handler.start_from is None:
+                place = self._within_history(place)
+            self._store.subscriptions.pin(handler.name, takeover.version, place.time, place.position)
+            if is_added or handler.start_from is not None:
+                logger.warning(
+                    "handler %s is new: it begins %s, at %s",
+                    handler.name,
+                    place.why,
+                    place.time.as_datetime().isoformat(),
+                    extra={"event": "subscription_added"},
+                )
+
+    def _pin_bridge(self) -> Timestamp:
+        start_from = self._options.start_from
+        pinned = self._store.leases.pin_start(self._renewal.term, self._time_of(start_from))
         if pinned is None:
             raise LeaseLostError
         age = max(0, int(time.time()) - pinned.time)
         logger.warning(
             "bridge %s starts for the first time, at %s (%s, %d s ago)",
-            options.name,
+            self._options.name,
             pinned.as_datetime().isoformat(),
-            options.start_from if isinstance(options.start_from, str) else "as given",
+            _said(start_from),
             age,
             extra={"event": "start_pinned", "age_seconds": age},
         )
-    position = lease if lease["resumeToken"] else given_position(pinned, options.start_from)
-    start = (position or {}).get("clusterTime") or pinned
-    is_added = position is lease or len(fresh) < len(takeover.documents)
-    where = "where the bridge stands"
-    if is_added:
-        oldest = _oldest_behind(client, time_of_token(position["resumeToken"], start) if position else start)
-        if oldest is not None:
-            position, start = None, oldest
-            where = "with the oldest entry of the oplog, which no longer holds the place where the bridge stands"
-    for name in fresh:
-        store.subscriptions.pin(name, takeover.version, start, position)
-        if is_added:
-            logger.warning(
-                "handler %s is new: it begins %s, at %s",
-                name,
-                where,
-                start.as_datetime().isoformat(),
-                extra={"event": "subscription_added"},
-            )
+        return pinned
+
+    def _place(self, handler: Handler, pinned: Timestamp, *, has_position: bool) -> _Place:
+        start_from = handler.start(self._options)
+        if handler.start_from is None and not has_position:
+            return _Place(pinned, given_position(pinned, start_from), "where the bridge began")
+        whose = "the bridge's" if handler.start_from is None else "its"
+        start = self._time_of(start_from)
+        return _Place(start, given_position(start, start_from), f"as {whose} start_from says ({_said(start_from)})")
+
+    def _within_history(self, place: _Place) -> _Place:
+        oldest = _oldest_behind(self._client, place.time)
+        if oldest is None:
+            return place
+        why = f"with the oldest entry of the oplog, which no longer holds the place where it would begin {place.why}"
+        return _Place(oldest, None, why)
+
+    def _time_of(self, start_from: StartFrom) -> Timestamp:
+        key = repr(start_from)
+        if key not in self._times:
+            self._times[key] = start_time(self._client, start_from)
+        return self._times[key]
 
 
-def _oldest_behind(client: MongoClient[dict[str, Any]], place: Timestamp | None) -> Timestamp | None:
+def _said(start_from: StartFrom) -> str:
+    return start_from if isinstance(start_from, str) else "as given"
+
+
+def _oldest_behind(client: MongoClient[dict[str, Any]], place: Timestamp) -> Timestamp | None:
     """The oldest entry of the oplog, where it begins behind a place; None where it holds that, or cannot be seen."""
     try:
         with pymongo.timeout(ANSWER_SECONDS):
             oplog = read_oplog(client)
     except (DeploymentError, PyMongoError):
         return None
-    return None if place is None or oplog.holds(place) else oplog.first
+    return None if oplog.holds(place) else oplog.first
 
 
 def given_position(pinned: Timestamp, start_from: object) -> Mapping[str, Any] | None:
     """
-    The position that `start_from` gives as a resume token, for a bridge that has none yet.
+    The position that `start_from` gives as a resume token, for a bridge or a handler that has none yet.
 
     Only while the start that is pinned is that of the token: a later option changes nothing, as for other starts. The
     token may come from any stream, so this one is opened at its cluster time, and what is not behind it is left out.
@@ -197,9 +248,7 @@ def open_position(starts: Mapping[str, Start], fingerprint: str) -> Position:
     return Position(mark.token if mark is not None and smallest.fingerprint == fingerprint else None, smallest.place[0])
 
 
-def start_time(
-    client: MongoClient[dict[str, Any]], start_from: str | Timestamp | datetime | Mapping[str, Any]
-) -> Timestamp:
+def start_time(client: MongoClient[dict[str, Any]], start_from: StartFrom) -> Timestamp:
     """
     The cluster time that an option `start_from` means at this moment.
 

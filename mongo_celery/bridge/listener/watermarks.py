@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bson import Timestamp
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.subscriptions import Advance
@@ -52,6 +53,8 @@ class Watermarks:
         self._fingerprint = fingerprint
         self._report = report
         self._reported: Mapping[str, Any] = {}
+        position = renewal.term.document["resumeToken"]
+        self._recorded = token_data(position) if position else ""
         self._flushed_at = 0.0
 
     def holds_back(self, subscription: Subscription) -> bool:
@@ -100,10 +103,12 @@ class Watermarks:
         return mark
 
     def _record_smallest(self, subscriptions: Collection[Subscription]) -> None:
-        # One that has lost its history is left out: a handler that is added later begins at this position.
+        # One that has lost its history is left out: it stands, and the bridge goes on.
         marks = [subscription.stored for subscription in subscriptions if not subscription.lost]
         known = [mark for mark in marks if mark is not None]
         smallest = min(known, key=lambda mark: mark.data) if known and len(known) == len(marks) else None
+        if smallest is not None and smallest.data < self._recorded and not self.floors:
+            smallest = None  # of a handler that was added: it begins before what the bridge has on record, which stays
         report = self._report()
         self._store.leases.record_position(
             self._renewal.term,
@@ -112,6 +117,7 @@ class Watermarks:
             report,
         )
         self._reported = report
+        self._recorded = smallest.data if smallest else self._recorded
 
     def _below_floor(self, name: str, mark: Mark) -> bool:
         floor = self.floors.get(name)

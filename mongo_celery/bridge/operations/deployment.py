@@ -238,7 +238,8 @@ def _check_oplog(client: Client, wiring: Wiring) -> Iterator[Finding]:
         with pymongo.timeout(ANSWER_SECONDS):
             oplog = read_oplog(client)
     except DeploymentError as failure:
-        if wiring.options.start_from == "oldest" and lease.get("startAtOperationTime") is None:
+        starts = [wiring.options.start_from, *(handler.start(wiring.options) for handler in wiring.handlers)]
+        if "oldest" in starts and lease.get("startAtOperationTime") is None:
             yield error("oplog_rights", str(failure))
         else:
             yield warning("oplog_rights", f"How far the oplog reaches back cannot be seen here. {failure}")

@@ -304,7 +304,7 @@ class Leases:
         Keep a lasting note of history that was given up on purpose; the last 20 are kept.
 
         With a time, it becomes the bridge's position at once, with the token or without: the lost one must not
-        stay, since a subscription that is added later begins there.
+        stay. A listener of an earlier version lets a handler that is added begin there.
         """
         change: dict[str, Any] = {"$push": {"gaps": {"$each": [dict(gap)], "$slice": -20}}}
         if time_ is not None:

@@ -141,10 +141,10 @@ class Subscriptions:
 
     def pin(self, name: str, version: int, start: Timestamp, position: Mapping[str, Any] | None) -> bool:
         """
-        Record where a new subscription begins: at a time, or where the bridge stands.
+        Record where a new subscription begins: at a time, or behind a resume token.
 
         Args:
-            position: `resumeToken` and `clusterTime` of the bridge's position, or None on its first start.
+            position: `resumeToken` and `clusterTime` of that token; None for a time.
         """
         change: dict[str, Any] = {"startAtOperationTime": start}
         if position is not None:

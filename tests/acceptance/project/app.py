@@ -7,6 +7,7 @@ Everything about it comes from the environment, so that one module serves all te
 - `PROJECT_SINK`: the server that remembers; `PROJECT_NAMES`: the name that all databases begin with;
 - `PROJECT_DATA`, `PROJECT_STATE`: databases with other names, where the rights of a user say so;
 - `PROJECT_OPTIONS`: the bridge's options as JSON; `PROJECT_HANDLERS`: names, separated by commas;
+- `PROJECT_AUDIT`: where the handler `audit` begins, as `start_from` in `PROJECT_OPTIONS`; else where the bridge does;
 - `PROJECT_FAIL`: how often the handler fails for the key `failing` before it succeeds.
 """
 
@@ -41,9 +42,13 @@ PARKING = "parking"
 def _options() -> dict[str, Any]:
     options: dict[str, Any] = {"database": STATE}
     options |= json.loads(os.environ.get("PROJECT_OPTIONS", "{}"))
-    if isinstance(options.get("start_from"), list):
-        options["start_from"] = Timestamp(*options["start_from"])
+    if "start_from" in options:
+        options["start_from"] = _start(options["start_from"])
     return options
+
+
+def _start(given: Any) -> Any:
+    return Timestamp(*given) if isinstance(given, list) else given
 
 
 app = Celery("project", broker=os.environ["PROJECT_BROKER"])
@@ -126,7 +131,7 @@ def record(change: Change) -> None:
 
 if "audit" in os.environ.get("PROJECT_HANDLERS", ""):
 
-    @bridge.on_change(ITEMS, name="audit")
+    @bridge.on_change(ITEMS, name="audit", start_from=_start(json.loads(os.environ.get("PROJECT_AUDIT", "null"))))
     def audit(change: Change) -> None:
         """A handler that some tests add later."""
         note("audit", change)

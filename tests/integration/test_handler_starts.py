@@ -1,0 +1,146 @@
+"""Where each handler begins: its own start, else the bridge's, judged once, and never where others stand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from bson import Timestamp
+from pymongo import MongoClient
+
+from mongo_celery.bridge.listener.starts import Start, find_starts
+from mongo_celery.bridge.listener.watermarks import Watermarks
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.oplog import operation_time, read_oplog
+from tests.fixtures.mongo import MakeClient, MakeReplicaSet
+from tests.integration.term_rig import TermRig, advance, begin_term, mark_at
+
+Document = dict[str, Any]
+
+TOKEN = mark_at(Timestamp(1000, 5))
+SLOWEST = mark_at(Timestamp(2000, 1))
+
+
+@pytest.fixture
+def mongo_client(make_replica_set: MakeReplicaSet, make_client: MakeClient) -> MongoClient[Document]:
+    """A client of a set of its own, whose oplog is whole: the session's may have rolled over."""
+    return make_client(make_replica_set().url)
+
+
+def found(rig: TermRig) -> Mapping[str, Start]:
+    """Where the handlers of a term begin."""
+    return find_starts(rig.store, rig.database.client, rig.renewal, rig.options, rig.handlers, rig.take_over())
+
+
+def running(client: MongoClient[Document], database: str) -> None:
+    """A bridge that stands somewhere: `record` is behind, as it may be for days."""
+    rig = begin_term(client, database, 2, start_from=Timestamp(1500, 1))
+    found(rig)
+    assert advance(rig.store.subscriptions, "record", rig.version, SLOWEST.token, SLOWEST.cluster_time, "stream")
+    assert rig.store.leases.record_position(rig.renewal.term, SLOWEST.token, SLOWEST.cluster_time)
+
+
+OWN: dict[str, tuple[object, tuple[Timestamp, str] | str]] = {
+    "a time": (Timestamp(1700, 1), (Timestamp(1700, 1), "")),
+    "a datetime": (datetime(1970, 1, 1, 0, 30, tzinfo=UTC), (Timestamp(1800, 0), "")),
+    "a token": (TOKEN.token, (Timestamp(1000, 5), TOKEN.data)),
+    "oldest": ("oldest", "oldest"),
+    "now": ("now", "now"),
+}
+
+
+@pytest.mark.parametrize("has_begun", [True, False], ids=["added", "at the first start"])
+@pytest.mark.parametrize(("own", "place"), OWN.values(), ids=OWN)
+def test_a_handler_begins_where_its_own_start_says(
+    mongo_client: MongoClient[Document], state_database: str, own: object, place: object, *, has_begun: bool
+) -> None:
+    """P1: whatever the bridge's option is, and wherever others stand; these keep their places."""
+    if has_begun:
+        running(mongo_client, state_database)
+    before = operation_time(mongo_client)
+    rig = begin_term(
+        mongo_client, state_database, 2, ("record", "late"), starts={"late": own}, start_from=Timestamp(1500, 1)
+    )
+    starts = found(rig)
+
+    assert starts["record"].place == (
+        SLOWEST.cluster_time if has_begun else Timestamp(1500, 1),
+        starts["record"].place[1],
+    )
+    if place == "now":
+        assert starts["late"].place[0] > before
+    elif place == "oldest":
+        assert starts["late"].place == (read_oplog(mongo_client).first, "")
+    else:
+        assert starts["late"].place == place
+
+
+@pytest.mark.parametrize(
+    ("option", "time"), [(Timestamp(1900, 1), Timestamp(1900, 1)), (TOKEN.token, TOKEN.cluster_time)]
+)
+def test_without_a_start_of_its_own_it_begins_where_the_bridges_says_now(
+    mongo_client: MongoClient[Document],
+    state_database: str,
+    option: Any,
+    time: Timestamp,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not where the slowest stands, and not where the bridge began under another option; it says so."""
+    running(mongo_client, state_database)
+    with caplog.at_level(logging.WARNING):
+        starts = found(begin_term(mongo_client, state_database, 2, ("record", "late"), start_from=option))
+
+    assert starts["late"].place[0] == time
+    (record,) = [each for each in caplog.records if vars(each).get("event") == "subscription_added"]
+    assert record.getMessage().startswith("handler late is new: it begins as the bridge's start_from says (as given)")
+
+
+def test_a_start_is_judged_once(mongo_client: MongoClient[Document], state_database: str) -> None:
+    """Later values change nothing, neither for `now` nor for what lies ahead or behind."""
+    first = found(begin_term(mongo_client, state_database, 2, starts={"record": "now"}))
+    for own in ("now", "oldest", Timestamp(1, 1), None):
+        again = found(begin_term(mongo_client, state_database, 2, starts={"record": own}))
+        assert again["record"].place == first["record"].place
+
+
+def test_handlers_of_one_start_begin_at_one_place(mongo_client: MongoClient[Document], state_database: str) -> None:
+    """So that what is written while they are pinned belongs to all of them, or to none."""
+    names = ("a", "b", "c")
+    starts = found(begin_term(mongo_client, state_database, 2, names, starts=dict.fromkeys(names, "now")))
+    assert len({start.place for start in starts.values()}) == 1
+
+
+def test_a_token_of_another_cluster_pins_nothing(mongo_client: MongoClient[Document], state_database: str) -> None:
+    """P9: one sentence; not even the handlers that stand in front of it are pinned."""
+    ahead = mark_at(Timestamp(2**32 - 1, 1))
+    rig = begin_term(mongo_client, state_database, 2, ("a", "b"), starts={"a": "now", "b": ahead.token})
+    with pytest.raises(ConfigurationError, match=r"lies ahead of the cluster's time.*another cluster"):
+        found(rig)
+    assert rig.database["subscriptions"].count_documents({"startAtOperationTime": {"$ne": None}}) == 0
+
+
+def test_the_bridges_position_does_not_go_back_for_a_handler_that_begins_before_it(
+    mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """P4: what is added has a watermark of its own; the lease keeps how far the bridge has been."""
+    running(mongo_client, state_database)
+    rig = begin_term(mongo_client, state_database, 2, ("record", "late"), starts={"late": TOKEN.token})
+    takeover = rig.take_over()
+    find_starts(rig.store, mongo_client, rig.renewal, rig.options, rig.handlers, takeover)
+    behind = mark_at(Timestamp(1100, 1))
+    led = rig.led(takeover, {"record": SLOWEST, "late": behind})
+    for each in led:
+        each.stored = each.plan.watermark
+    Watermarks(rig.store, rig.renewal, "stream", dict).store(led, 0.0)
+    lease = rig.database["leases"].find_one()
+    assert lease is not None
+    assert lease["resumeToken"] == SLOWEST.token
+
+    led[1].stored = led[1].window.watermark = led[0].stored = led[0].window.watermark = mark_at(Timestamp(2100, 1))
+    Watermarks(rig.store, rig.renewal, "stream", dict).store(led, 0.0)
+    lease = rig.database["leases"].find_one()
+    assert lease is not None
+    assert lease["resumeToken"] == mark_at(Timestamp(2100, 1)).token
