@@ -1,0 +1,212 @@
+"""
+Passwords and keys stay where they belong: the whole way of a change, and what goes wrong on it, is searched for them.
+
+MongoDB and Redis ask for passwords that occur nowhere else. Whatever processes and commands write, whatever lies in the
+broker and in the state, is searched for these, as they are, escaped and in base64; and for the bridge's signing key.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import redis
+from pymongo import MongoClient
+
+from mongo_celery.embedded import RedisServer
+from tests.acceptance.test_secrecy import _decoded
+from tests.fixtures.availability import require_server
+from tests.fixtures.process import ROOT, Processes, ProjectProcess, wait_for
+from tests.fixtures.redis import MakeRedis
+from tests.integration.guarded import GuardedMongo
+
+Document = dict[str, Any]
+
+MONGO_CANARY = "mongo canary@8c1e"
+BROKER_CANARY = "broker canary@51fa"
+USER = "somebody-77"
+_APP = "tests.acceptance.cli_project"
+_NAMES = "secrets"
+_OPTIONS = {"partitions": 1, "lease_ttl": 2.0, "claim_ttl": 2.0, "start_timeout": 1.0}
+_QUIET = ("--without-gossip", "--without-mingle", "--without-heartbeat")
+_SECONDS_MAX = 120.0
+COMMANDS = (
+    ("status", "--json"),
+    ("check",),
+    ("check", "--json"),
+    ("status",),
+    ("queues", "--json"),
+    ("head", "summarise", "0", "--json"),
+    ("retry", "--json"),
+    ("pause", "--json"),
+    ("resume", "--json"),
+    ("rotate-key", "--json"),
+    ("grants", "--json"),
+)
+_FEW = 2
+
+
+class Guarded:
+    """Servers that ask for passwords, processes and commands of one app, and all that these have written."""
+
+    def __init__(self, mongo: GuardedMongo, broker: RedisServer, processes: Processes) -> None:
+        self.written: dict[str, str] = {}
+        self._mongo, self._broker, self._processes = mongo, broker, processes
+        with MongoClient[Document](mongo.address_of("root")) as client:
+            client.admin.command("createUser", USER, pwd=MONGO_CANARY, roles=["root"])
+        with redis.Redis(port=broker.port) as first:
+            everything: Any = {"categories": ["+@all"], "keys": ["*"], "channels": ["*"]}
+            first.acl_setuser(USER, enabled=True, passwords=[f"+{BROKER_CANARY}"], **everything)
+            first.acl_setuser("default", enabled=False)
+        self.client: MongoClient[Document] = MongoClient(self.mongo_url())
+        self.redis = redis.Redis(port=broker.port, username=USER, password=BROKER_CANARY)
+        self.state = self.client[f"{_NAMES}_state"]
+        self.orders = self.client[f"{_NAMES}_data"]["orders"]
+
+    def close(self) -> None:
+        self.client.close()
+        self.redis.close()
+
+    def mongo_url(self, password: str = MONGO_CANARY, address: str | None = None) -> str:
+        where = address or self._mongo.address
+        return f"mongodb://{USER}:{quote(password, safe='')}@{where}/?replicaSet=rs0&authSource=admin"
+
+    def broker_url(self, password: str = BROKER_CANARY, port: int | None = None) -> str:
+        return f"redis://{USER}:{quote(password, safe='')}@127.0.0.1:{port or self._broker.port}/0"
+
+    def environment(self, mongo: str | None = None, broker: str | None = None) -> Document:
+        return {
+            "PROJECT_MONGO": mongo or self.mongo_url(),
+            "PROJECT_BROKER": broker or self.broker_url(),
+            "PROJECT_NAMES": _NAMES,
+            "PROJECT_OPTIONS": json.dumps(_OPTIONS),
+        }
+
+    def start(self, *arguments: str, **urls: str) -> ProjectProcess:
+        return self._processes.celery(_APP, *arguments, "-l", "DEBUG", environment=self.environment(**urls))
+
+    def run(self, *arguments: str, **urls: str) -> int:
+        """Run a command to its end, and keep what it writes; its status."""
+        done = subprocess.run(
+            [sys.executable, "-m", "celery", "-A", _APP, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS_MAX,
+            cwd=ROOT,
+            env={**os.environ, **self.environment(**urls)},
+            check=False,
+        )
+        self.written[f"{' '.join(arguments)} {urls}"] = done.stdout + done.stderr
+        return done.returncode
+
+    def broker_contents(self) -> str:
+        """Everything in Redis."""
+        readers: dict[bytes, Callable[[bytes], Any]] = {
+            b"string": self.redis.get,
+            b"list": lambda key: self.redis.lrange(key, 0, -1),
+            b"hash": self.redis.hgetall,
+            b"set": self.redis.smembers,
+            b"zset": lambda key: self.redis.zrange(key, 0, -1),
+        }
+        found: Any = self.redis
+        return "\n".join(f"{key!r} {readers[found.type(key)](key)!r}" for key in list(found.keys()))
+
+    def state_contents(self) -> str:
+        """Everything in the state database, but the keys in the lease."""
+        text = ""
+        for name in self.state.list_collection_names():
+            for document in self.state[name].find():
+                rest = {field: value for field, value in document.items() if "Key" not in field or name != "leases"}
+                text += f"{name} {rest!r}\n"
+        return text
+
+    def keys(self) -> list[bytes]:
+        """The signing keys."""
+        lease = self.state["leases"].find_one() or {}
+        others = [*(lease.get("previousKeys") or ()), *filter(None, [lease.get("nextKey")])]
+        return [bytes(lease["signingKey"]), *(bytes(each["key"]) for each in others)]
+
+
+@pytest.fixture
+def guarded(make_redis: MakeRedis, processes: Processes) -> Iterator[Guarded]:
+    """Give servers that ask for passwords."""
+    require_server("mongod")
+    with GuardedMongo() as mongo:
+        made = Guarded(mongo, make_redis(), processes)
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize(
+    "most", [pytest.param(_FEW, id="few commands"), pytest.param(None, id="all", marks=pytest.mark.slow)]
+)
+def test_passwords_and_keys_are_nowhere(guarded: Guarded, most: int | None) -> None:
+    """P9, P11: logs at level DEBUG, tracebacks, commands and their JSON, messages, stored documents."""
+    listener = guarded.start("listener")
+    listener.wait_for_output("reading from")
+    guarded.orders.insert_many([{"_id": 1}, {"_id": 2}])
+    wait_for(lambda: guarded.redis.llen("shop.0"), message="a change waits at the broker")
+    contents = guarded.broker_contents()
+    worker = guarded.start("worker", "-P", "solo", *_QUIET)
+    guarded.orders.insert_one({"_id": 3, "bad": True})
+    wait_for(lambda: guarded.state["partitions"].find_one({"state": "halted"}), message="it has halted")
+    keys = guarded.keys()
+    for command in COMMANDS[:most]:
+        assert guarded.run("changes", *command) == 0 or "check" in command
+    for urls in _wrong_urls(guarded)[:most]:
+        assert guarded.run("listener", "-l", "DEBUG", **urls) == 1, guarded.written
+        if most is None:
+            assert guarded.run("changes", "check", "--json", **urls) == 1, guarded.written
+    contents += guarded.broker_contents()
+    keys += guarded.keys()
+    written = {**guarded.written, "listener": listener.text, "worker": worker.text}
+    _search({**written, "broker": contents, "state": guarded.state_contents()}, keys)
+
+
+def _wrong_urls(guarded: Guarded) -> tuple[dict[str, str], ...]:
+    """Mistyped passwords that hold the right one, servers that are away, and a URL that cannot be read."""
+    return (
+        {"mongo": guarded.mongo_url(f"{MONGO_CANARY}x")},
+        {"broker": guarded.broker_url(f"{BROKER_CANARY}x")},
+        {"mongo": guarded.mongo_url(address="127.0.0.1:1")},
+        {"broker": guarded.broker_url(port=1)},
+        {"mongo": f"mongodb://{USER}:{MONGO_CANARY}/@127.0.0.1:1/?replicaSet=rs0"},
+    )
+
+
+def _search(texts: Mapping[str, str], keys: list[bytes]) -> None:
+    secrets = [form for each in (MONGO_CANARY, BROKER_CANARY) for form in (each, quote(each), quote(each, safe=""))]
+    secrets += [form for key in keys for form in (key.hex(), repr(key)[2:-1], base64.b64encode(key).decode())]
+    for name, text in texts.items():
+        assert text, name
+        told = [line for line in text.splitlines() if "DEBUG/" not in line]  # PyMongo's own are at that level
+        assert not [line for line in told if "full error" in line], name
+        hidden = _decoded(text)
+        for secret in secrets:
+            assert secret not in text, f"{secret} in {name}"
+            assert secret.encode() not in hidden, f"{secret} in base64 in {name}"
+        for key in keys:
+            assert key not in hidden, f"a key in base64 in {name}"
+
+
+def test_the_search_finds_what_it_looks_for() -> None:
+    """A checker that has never failed has not been tested."""
+    key = bytes(range(32))
+    for text in (
+        f"x{MONGO_CANARY}x",
+        quote(BROKER_CANARY),
+        base64.b64encode(b"padding before it: " + MONGO_CANARY.encode() + b" and behind").decode(),
+        repr({"k": key}),
+        key.hex(),
+        base64.b64encode(b"head of the message " + key + b" and its tail").decode(),
+    ):
+        with pytest.raises(AssertionError):
+            _search({"text": text}, [key])
+    _search({"text": "nothing"}, [key])
