@@ -62,7 +62,8 @@ def letters(change: Change) -> None:
 
 
 def _act(change: Change) -> None:
-    if (change.full_document or {}).get("fails"):
+    fails = (change.full_document or {}).get("fails")
+    if fails and not (fails == "once" and change.replayed):
         raise ValueError("as asked")
 
 
@@ -120,6 +121,17 @@ class Setting:
 
     def write(self, collection: str, **fields: Any) -> None:
         self.admin[DATA][collection].insert_one(fields)
+
+    def halt(self, subscription: str) -> None:
+        """Let a partition, of which changes are stored, have halted at the first of them. Nobody may lead."""
+        mine = {"_id": {"$regex": f"^{NAME}/{subscription}/"}}
+        change = self.state["spill"].find_one(mine, sort=[("_id", 1)])
+        assert change, f"nothing of {subscription} is stored"
+        partition, _, data = change["_id"].rpartition("/")
+        head = {"resumeToken": {"_data": data}, "key": "a change"}
+        retry = {"count": 0, "crashes": 0, "notBefore": None, "error": "e"}
+        halted = {"state": "halted", "head": head, "retry": retry}
+        self.state["partitions"].update_one({"_id": partition}, {"$set": halted})
 
     def committed(self, subscription: str) -> int:
         """How many changes of a subscription are done, in all its partitions in force."""

@@ -6,15 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from mongo_celery.bridge.operations import commands, going_on, heads, lease_commands
+from mongo_celery.bridge.operations import commands, going_on, heads, lease_commands, letter_commands
 from mongo_celery.bridge.operations.grants import Right, rights_of
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.state.dead_letters import Letter, Selection
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import MongoCeleryError
 from tests.acceptance.grants_rig import DATA, NAME, STATE, Listening, Setting, bridge_on, lacks, names, stored
@@ -67,7 +68,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Said:
 
 
 def listen(setting: Setting, said: Said) -> str:
-    """Lead, store what stands, change the layout, remove what is left; what was said of a missing right."""
+    """Lead, store what stands, change the layout, remove what is left, withdraw a replay; what was said."""
     orders = setting.bridge.wiring
     with Listening(setting.bridge_of("listener").wiring, said) as listener:
         if not listener.wait(lambda: "reading from" in said()):
@@ -77,10 +78,26 @@ def listen(setting: Setting, said: Said) -> str:
             setting.write("orders", n=number)
         if not listener.wait(lambda: setting.state["spill"].count_documents({}) >= _SPILLED):
             return said() + listener.text
+    setting.halt("record")
+    assert _skip(orders, "record").result == "done"
+    assert _replay(orders, _letters(orders)) == ["requested"]
+    assert commands.pause(orders)
     old = {each["_id"] for each in setting.state["partitions"].find()}
     with Listening(setting.bridge_of("listener", partitions=2).wiring, said) as listener:
-        listener.wait(lambda: _moved(setting, old))
+        listener.wait(lambda: _moved(setting, old) and not setting.state["replays"].count_documents({}))
         return said() + listener.text
+
+
+def _skip(wiring: Wiring, subscription: str, by: Callable[..., commands.CommandResult] = commands.skip) -> Any:
+    return by(wiring, subscription, 0, token=heads.read_halted(wiring, subscription, 0).token)
+
+
+def _letters(wiring: Wiring) -> Sequence[Letter]:
+    return letter_commands.find(wiring, Selection(), 0).letters
+
+
+def _replay(wiring: Wiring, letters: Sequence[Letter]) -> list[str]:
+    return [each.result for each in letter_commands.replay(wiring, letters, over_newer=False, dry_run=False)]
 
 
 def _moved(setting: Setting, old: set[str]) -> bool:
@@ -91,30 +108,28 @@ def _moved(setting: Setting, old: set[str]) -> bool:
 
 
 def work(setting: Setting, said: Said, processes: Processes) -> str:
-    """Succeed, set aside, fetch what travels by reference, halt twice at one change; what the worker said."""
+    """Succeed, set aside, replay, fetch what travels by reference, halt twice at one change; what the worker said."""
     arguments = ("worker", "-P", "solo", "-l", "INFO", "--without-gossip", "--without-mingle")
     environment = {"PROJECT_MONGO": setting.url("worker"), "PROJECT_BROKER": setting.broker}
     worker = processes.celery("tests.acceptance.grants_project", *arguments, environment=environment)
     with _led(setting, lambda: said() + worker.text) as listener:
         worker.wait_for_output("ready")
-        steps = (
-            lambda: setting.committed("record") == 1,
-            lambda: setting.committed("letters") == 1 and setting.state["dead_letters"].count_documents({}) == 1,
-            lambda: setting.committed("record") == 2,
-            lambda: _halted(setting, 1),
+        orders = setting.bridge.wiring
+        letters = setting.state["dead_letters"]
+        steps: tuple[tuple[Callable[[], object], Callable[[], object]], ...] = (
+            (lambda: setting.write("orders"), lambda: setting.committed("record") == 1),
+            (lambda: setting.write("letters", fails=True), lambda: letters.count_documents({}) == 1),
+            (lambda: setting.write("letters", fails="once"), lambda: letters.count_documents({}) == 2),
+            (lambda: _replay(orders, _letters(orders)), lambda: _replayed(setting)),
+            (lambda: setting.write("orders", padding="x" * _BIG), lambda: setting.committed("record") == 2),
+            (lambda: setting.write("orders", fails=True), lambda: _halted(setting, 1)),
         )
-        writes: tuple[tuple[str, Document], ...] = (
-            ("orders", {}),
-            ("letters", {"fails": True}),
-            ("orders", {"padding": "x" * _BIG}),
-            ("orders", {"fails": True}),
-        )
-        for (collection, fields), done in zip(writes, steps, strict=True):
-            setting.write(collection, **fields)
+        for step, done in steps:
+            step()
             if not listener.wait(done):
                 return worker.text
         fence = _partition(setting)["fence"]
-        assert commands.retry(setting.bridge.wiring, "record")
+        assert commands.retry(orders, "record")
         listener.wait(lambda: _halted(setting, fence + 1))
         return worker.text
 
@@ -122,6 +137,12 @@ def work(setting: Setting, said: Said, processes: Processes) -> str:
 def _led(setting: Setting, said: Said) -> Listening:
     """A listener with all rights."""
     return Listening(bridge_on(setting.admin_url, setting.broker, start_from="now").wiring, said)
+
+
+def _replayed(setting: Setting) -> bool:
+    """Whether one of two dead letters has gone, and the other has failed again; and nothing is left to replay."""
+    found = [each["replays"] for each in setting.state["dead_letters"].find()]
+    return found == [1] and not setting.state["replays"].count_documents({})
 
 
 def _halted(setting: Setting, fence: int) -> bool:
@@ -138,7 +159,11 @@ def operate(wiring: Wiring) -> str:
     steps: tuple[Callable[[], object], ...] = (
         lambda: read_status(wiring),
         lambda: heads.read_head(wiring, "record", 0),
-        lambda: commands.skip(wiring, "record", 0, token=heads.read_halted(wiring, "record", 0).token),
+        lambda: _skip(wiring, "record"),
+        lambda: _skip(wiring, "letters", commands.set_aside),
+        lambda: [letter_commands.change_of(wiring, each) for each in _letters(wiring)],
+        lambda: _replay(wiring, _letters(wiring)),
+        lambda: letter_commands.discard(wiring, _letters(wiring)[:1], dry_run=False),
         lambda: commands.retry(wiring, "record"),
         lambda: commands.pause(wiring, "letters"),
         lambda: commands.resume(wiring, "letters"),
@@ -157,25 +182,16 @@ def operate(wiring: Wiring) -> str:
 
 @pytest.fixture
 def standing(setting: Setting, clean: Setting, said: Said) -> Setting:
-    """Give a bridge that nobody leads: halted at a stored change, with its history lost."""
+    """Give a bridge that nobody leads: each handler halted at a stored change, one with its history lost."""
     del clean
     with _led(setting, said) as listener:
         assert listener.wait(lambda: "reading from" in said())
-        assert commands.pause(setting.bridge.wiring, "record")
+        assert commands.pause(setting.bridge.wiring)
         setting.write("orders", n=1)
-        assert listener.wait(lambda: setting.state["spill"].count_documents({}))
-    change = setting.state["spill"].find_one() or {}
-    head = {"resumeToken": {"_data": change["_id"].rpartition("/")[2]}, "key": "a change"}
-    setting.state["partitions"].update_one(
-        {"_id": change["_id"].rpartition("/")[0]},
-        {
-            "$set": {
-                "state": "halted",
-                "head": head,
-                "retry": {"count": 0, "crashes": 0, "notBefore": None, "error": "e"},
-            }
-        },
-    )
+        setting.write("letters", n=1)
+        assert listener.wait(lambda: setting.state["spill"].count_documents({}) == 2)
+    for subscription in ("record", "letters"):
+        setting.halt(subscription)
     document = setting.state["subscriptions"].find_one({"_id": f"{NAME}/record"}) or {}
     place = max(document["startAtOperationTime"], document["clusterTime"] or document["startAtOperationTime"])
     lost = {"since": None, "at": place, "oldest": None, "error": "it is gone", "goOn": None}
@@ -187,7 +203,7 @@ def standing(setting: Setting, clean: Setting, said: Said) -> Setting:
 
 
 def test_the_role_of_a_listener_is_enough(clean: Setting, said: Said) -> None:
-    """Leading, renewing, the oplog's ends, spilling, a new layout, leftovers: without what is optional."""
+    """Leading, renewing, the oplog's ends, spilling, a new layout, leftovers, replays: without what is optional."""
     clean.only("listener")
     text = listen(clean, said)
     assert not lacks(text), text
@@ -195,7 +211,7 @@ def test_the_role_of_a_listener_is_enough(clean: Setting, said: Said) -> None:
 
 
 def test_the_role_of_a_worker_is_enough(clean: Setting, said: Said, processes: Processes) -> None:
-    """Claims, commits, dead letters, runs by reference, halting: without what is optional."""
+    """Claims, commits, dead letters and replays, runs by reference, halting: without what is optional."""
     clean.only("worker")
     text = work(clean, said, processes)
     assert not lacks(text), text
@@ -211,7 +227,8 @@ def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:
     assert text == ""
     after = stored(standing.state)
     changed = {name for name, documents in after.items() if documents != before.get(name)}
-    assert changed == {"leases", "partitions", "subscriptions"}, "the commands did something"
+    assert changed == {"dead_letters", "leases", "partitions", "replays", "subscriptions"}, "the commands did something"
+    assert (len(after["dead_letters"]), len(after["replays"])) == (1, 1), "two set aside, one of them discarded"
     findings = {finding.name: finding for finding in check(wiring)}
     wiring.client.close()
     judged = {name: findings[name].level for name in ("state_rights", "change_stream", "oplog_rights")}

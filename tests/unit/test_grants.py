@@ -117,7 +117,10 @@ def test_what_a_user_lacks_is_named_by_role() -> None:
     assert found["listener"] == ["changeStream on a.b", "find on a.b", "find on local.oplog.rs"]
     assert found["operator"] == ["find on local.oplog.rs"]
     assert roles_of(wiring, Allowed([readwrite])) == [], "a listener that lacks something is no worker"
-    assert roles_of(wiring, Allowed([{**readwrite, "actions": ["find", "update"]}, _OPLOG])) == ["operator"]
+    commanding = [{**readwrite, "actions": ["find", "update"]}, _OPLOG]
+    assert roles_of(wiring, Allowed(commanding)) == [], "an operator replays and discards dead letters, too"
+    letters = [{**readwrite, "resource": {"db": "own", "collection": each}} for each in ("dead_letters", "replays")]
+    assert roles_of(wiring, Allowed([*commanding, *letters])) == ["operator"]
     assert not any(lacking(wiring, Allowed(None)).values())
     assert not any(lacking(wiring, Allowed([{"resource": {"anyResource": True}, "actions": _all(wiring)}])).values())
 

@@ -101,6 +101,7 @@ def _of_listener(options: BridgeOptions, scope: Scope) -> list[Right]:
         Right(state, "subscriptions", _UPSERT, "positions and layouts of the handlers"),
         Right(state, "partitions", _ALL, "what is done, partition by partition; those of older layouts go"),
         Right(state, "spill", _ALL, "changes that stand, or are too large for a message"),
+        Right(state, "replays", ("find", "remove"), "dispatching replays of dead letters; those that failed go"),
         _watching(scope, "the change stream, and the look-up of full documents"),
         _oplog_of_listener(options),
         Right(
@@ -127,7 +128,8 @@ def _of_worker(state: str) -> list[Right]:
         Right(state, "leases", ("update",), "counting what was dropped", "forged messages are dropped uncounted"),
         Right(state, "partitions", _UPDATE, "claims, outcomes and commits"),
         Right(state, "spill", _UPSERT, "changes that travel by reference; the one at which a partition halts"),
-        Right(state, "dead_letters", ("insert", "update"), "changes that are set aside"),
+        Right(state, "dead_letters", _ALL, "changes that are set aside; those that are replayed go"),
+        Right(state, "replays", ("find", "update", "remove"), "starts of replays, and what became of them"),
     ]
 
 
@@ -137,9 +139,10 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
     found = [
         Right(state, "leases", _UPDATE, "status; `rotate-key` and `adopt` write it"),
         Right(state, "subscriptions", _UPDATE, "status; `go-on` writes it"),
-        Right(state, "partitions", _UPDATE, "status; `pause`, `resume`, `retry` and `skip` write it"),
-        Right(state, "spill", _FIND, "`head` shows what stands; status counts it"),
-        Right(state, "dead_letters", _FIND, "status counts them"),
+        Right(state, "partitions", _UPDATE, "status; `pause`, `resume`, `retry`, `skip` and `set-aside` write it"),
+        Right(state, "spill", _FIND, "`head` shows what stands, `skip` and `set-aside` keep it; status counts it"),
+        Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
+        Right(state, "replays", _ALL, "`dead-letters replay` asks for them; `list` shows it, `discard` takes it back"),
         Right("local", "oplog.rs", _FIND, "how far it reaches back; `go-on --from oldest`"),
         Right("local", "oplog.rs", ("collStats",), "whether it is full", "`changes check` warns of a young oplog, too"),
         _watching(scope, "`changes check` opens the change stream", stream),
