@@ -94,6 +94,9 @@ def halted(index: int = 1, **changes: Any) -> Any:
     return image(index, **{"state": "halted", "error": ERROR, "retries": 1, "head": HEAD, **changes})
 
 
+LETTERS = "celery -A shop changes dead-letters list"
+
+
 @dataclass(frozen=True)
 class Case:
     """
@@ -287,8 +290,18 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "dead_letters": [
-        Case({"dead_letters": {"summarise": 2}}, "degraded", None, "2 changes of summarise were set aside"),
-        Case({"dead_letters": {"summarise": 1}}, "degraded", None, "1 change of summarise was set aside"),
+        Case(
+            {"dead_letters": {"summarise": 2}},
+            "degraded",
+            LETTERS,
+            "2 changes of summarise were set aside",
+        ),
+        Case(
+            {"dead_letters": {"summarise": 1}},
+            "degraded",
+            LETTERS,
+            "1 change of summarise was set aside",
+        ),
     ],
     "spill_unserved": [],  # never alone: see below
     "unregistered": [
@@ -473,11 +486,13 @@ def test_every_command_of_a_reason_exists() -> None:
 
 def _parse(words: list[str]) -> None:
     command: click.Command = celery_command.commands[words[0]]
-    if isinstance(command, click.Group):
-        command = command.commands[words[1]]
-        command.make_context(words[1], words[2:])
+    nested, rest = False, words[1:]
+    while isinstance(command, click.Group):
+        command, nested, rest = command.commands[rest[0]], True, rest[1:]
+    if nested:
+        command.make_context(command.name, rest)
     else:
-        assert words[1:] == []
+        assert rest == []
 
 
 def test_the_table_of_reasons_is_the_codes() -> None:

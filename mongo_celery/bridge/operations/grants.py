@@ -90,12 +90,12 @@ def rights_of(wiring: Wiring, role: str) -> list[Right]:
         )
     _, scope = wiring.stream()
     if role == "listener":
-        return _of_listener(options, scope)
+        return _of_listener(wiring, scope)
     return _of_worker(options.database) if role == "worker" else _of_operator(options, scope)
 
 
-def _of_listener(options: BridgeOptions, scope: Scope) -> list[Right]:
-    state = options.database
+def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
+    state = wiring.options.database
     return [
         Right(state, "leases", _UPSERT, "the lease, and the signing key in it"),
         Right(state, "subscriptions", _UPSERT, "positions and layouts of the handlers"),
@@ -103,7 +103,7 @@ def _of_listener(options: BridgeOptions, scope: Scope) -> list[Right]:
         Right(state, "spill", _ALL, "changes that stand, or are too large for a message"),
         Right(state, "replays", ("find", "remove"), "dispatching replays of dead letters; those that failed go"),
         _watching(scope, "the change stream, and the look-up of full documents"),
-        _oplog_of_listener(options),
+        _oplog_of_listener(wiring),
         Right(
             "local",
             "oplog.rs",
@@ -114,10 +114,12 @@ def _of_listener(options: BridgeOptions, scope: Scope) -> list[Right]:
     ]
 
 
-def _oplog_of_listener(options: BridgeOptions) -> Right:
+def _oplog_of_listener(wiring: Wiring) -> Right:
     """Where a start is the oldest entry, somebody has to find it."""
     purpose = "the oldest entry: where a bridge begins or goes on, and how near a handler is to it"
-    is_needed = "oldest" in (options.start_from, options.on_history_lost)
+    options = wiring.options
+    starts = [handler.start(options) for handler in wiring.handlers]
+    is_needed = "oldest" in (options.start_from, options.on_history_lost, *starts)
     without = None if is_needed else "nothing warns before history is lost, and `go-on --from oldest` is refused"
     return Right("local", "oplog.rs", _FIND, purpose, without)
 

@@ -46,7 +46,7 @@ def standing_reasons(status: Mapping[str, Any], line: CommandLine) -> Iterator[R
     yield from _histories(status, concerned, line)
     yield from _late(status, concerned, line)
     yield from _layouts(status, served)
-    yield from _dead_letters(status)
+    yield from _dead_letters(status, line)
     yield from _unregistered(status)
 
 
@@ -290,15 +290,16 @@ def _layouts(status: Mapping[str, Any], served: Sequence[Subscription]) -> Itera
 # -- what is left over -----------------------------------------------------------------------------
 
 
-def _dead_letters(status: Mapping[str, Any]) -> Iterator[Reason]:
+def _dead_letters(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:
     count = status["dead_letters"]
     if count >= DEAD_LETTERS:
         names = [each["name"] for each in status["subscriptions"] if each["dead_letters"]]
         of = f" of {listed(names)}" if names else ""
         yield degraded(
             "dead_letters",
-            f"{number(count, 'change', 'changes')}{of} {'was' if count == 1 else 'were'} set aside, into the "
-            "collection dead_letters of the state database: nobody handles them any more. Repair what they stand for.",
+            f"{number(count, 'change', 'changes')}{of} {'was' if count == 1 else 'were'} set aside: nobody "
+            "handles them any more. Look at them, then replay or discard them.",
+            line.changes("dead-letters", "list"),
         )
 
 
