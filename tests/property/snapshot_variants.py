@@ -36,8 +36,8 @@ What the search has added to the rules that it was given, each with the variant 
 
 F13 in 27 steps (one key): change 1 read, T = 2, the item read and appended, change 1 committed, change 3; item and
 change 3 are stored and marked; rewind to 0; change 1 is read again and shows what 3 wrote; then the item. Change 3 sets
-it right. So a snapshot is exact in every order of things but this one: documented rather than ruled out, since to rule
-it out a listener would have to know which keys it has looked up below its mark. *Reasoned*: the same can come of a bulk
+it right. It is documented rather than ruled out: a listener would have to know which keys it has looked up below its
+mark. *Reasoned*: the same can come of a bulk
 of items whose answer was lost, and which lands behind a take-over.
 
 What it has found superfluous, and harmless (``SPARED``, as far as it is a rule of the model): that a rewind raises the
