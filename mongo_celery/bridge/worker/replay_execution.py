@@ -46,6 +46,7 @@ OUTDATED = (
     "Changes that were handled since have written where this dead letter would put older data. Discard it; or, where "
     "its effect is still wanted, replay it with --over-newer."
 )
+KEPT = "Its handler has succeeded, but the dead letter cannot be removed; the worker's log says why. Discard it."
 
 
 class ReplayOutcomes(Outcomes):
@@ -98,23 +99,32 @@ class ReplayOutcomes(Outcomes):
                 "failure without text": lambda: self._fail(plain, "", attempts),
             }
         )
+        self._say_failed(text)
+        raise error
+
+    def _say_failed(self, text: str) -> None:
         logger.error(
             "the replay of %s has failed, and its dead letter stays: %s",
             self.replay.key,
             text,
             extra={"event": "replay_failed", "partition": self._claim.partition_id},
         )
-        raise error
 
     def _fail(self, text: str, traceback: str, attempts: int) -> bool:
         return self._wiring.store.replays.fail(self._claim, self.replay, text, traceback, attempts)
 
     def handled(self, last: int, raw: bytes) -> None:
-        """The letter is of no use any more."""
+        """The letter is of no use any more; one that cannot be removed stays, and its handler is not run again."""
         del last, raw
-        replays, letter = self._wiring.store.replays, self.replay.letter
-        self._settle({"handled": lambda: replays.succeed(self._claim, letter)})
-        _say_done(self.replay, self._claim)
+        claim, replays = self._claim, self._wiring.store.replays
+        ways = {
+            "handled": lambda: replays.succeed(claim, self.replay.letter),
+            "failure": lambda: self._fail(KEPT, "", claim.retries + claim.crashes + 1),
+        }
+        if self._settle(ways) == "handled":
+            _say_done(self.replay, claim)
+        else:
+            self._say_failed(KEPT)
 
     def crashed(self, done: tuple[int, bytes] | None, error: BaseException) -> None:
         """The process is about to end; a start without an outcome counts by itself, unless a shutdown was announced."""
