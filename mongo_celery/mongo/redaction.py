@@ -6,7 +6,7 @@ import logging
 import re
 import traceback
 
-_USER_INFO = re.compile(r"(://)?[^\s\"'(]*@")
+_USER_INFO = re.compile(r"(\w+://)?[^\s\"'(]*@")
 """Also the pieces into which drivers cut a URL whose password is not escaped."""
 
 _COMMAND = re.compile(r"(to execute command \{ \w+: [^,]*),.*", re.DOTALL)

@@ -87,6 +87,7 @@ def test_a_halt_is_cured_by_the_command_that_was_printed(shop: Shop) -> None:
     wait_healthy(shop)
 
 
+@pytest.mark.slow
 def test_a_pause_is_one_reason_and_its_command_ends_it(shop: Shop) -> None:
     """Degraded, since somebody asked for it; one line in `status`, whatever the number of partitions."""
     shop.start_all()
@@ -138,6 +139,7 @@ def test_a_listener_that_is_gone_is_failing_after_the_time_of_a_deploy(shop: Sho
     assert shop.json("status")["state"] == "leading"
 
 
+@pytest.mark.slow
 def test_a_refused_login_is_failing_and_shows_no_password(shop: Shop, make_redis: MakeRedis) -> None:
     """Of MongoDB, and of the broker; in one sentence, and in `check`."""
     with GuardedMongo() as server:
@@ -176,6 +178,7 @@ def test_a_server_that_does_not_answer_is_failing(shop: Shop) -> None:
     assert "secret" not in told.stdout + json.dumps(found)
 
 
+@pytest.mark.slow
 def test_a_source_that_does_not_exist_is_told_by_check(shop: Shop) -> None:
     """Until its first document; a slip of the pen would be silent for ever."""
     _, findings = shop.findings()

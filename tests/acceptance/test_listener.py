@@ -324,7 +324,9 @@ def _retry_all(scene: Scene) -> None:
             assert store.partitions.retry(image, generation)
 
 
-@pytest.mark.parametrize("start", [None, "oldest", "now", "a time"], ids=str)
+@pytest.mark.parametrize(
+    "start", [None, "now", *(pytest.param(each, marks=pytest.mark.slow) for each in ("oldest", "a time"))], ids=str
+)
 def test_a_handler_that_is_added_later_begins_where_its_start_says(scene: Scene, start: str | None) -> None:
     """P1: its own, else the bridge's; it says so, it misses nothing from there on, and no other handler repeats."""
     scene.write("early")

@@ -111,6 +111,7 @@ def test_an_embedded_listener_that_is_killed_is_started_again(
         assert all(not _runs(child) for child in descendants)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["prefork", pytest.param("threads", marks=pytest.mark.slow)])
 def test_an_embedded_listener_that_gave_up_on_mongodb_is_started_again(
     mongo_client: MongoClient[Document],

@@ -128,6 +128,7 @@ def test_the_command_line_lists_shows_recovers_and_cancels(bank: Bank) -> None:
     bank.judge()
 
 
+@pytest.mark.slow
 def test_the_command_line_bears_whatever_is_stored(bank: Bank) -> None:
     """Shapes of other code, text that looks like markup, ids that look like other ids."""
     stored = bank.database["transactions"]

@@ -8,8 +8,14 @@ from tests.property.snapshot_model import Broken, World
 from tests.property.snapshot_search import ORACLES, search
 from tests.property.snapshot_variants import CAUGHT, SLOW, SOUND, SPARED, Caught, Sound
 
+LARGE = 9_000
+"""States from which on a scenario takes five seconds or more on a busy machine."""
 
-@pytest.mark.parametrize("sound", SOUND, ids=str)
+
+@pytest.mark.parametrize(
+    "sound",
+    [pytest.param(each, marks=[pytest.mark.slow] if each.floor >= LARGE else [], id=str(each)) for each in SOUND],
+)
 def test_no_interleaving_violates_an_invariant(sound: Sound) -> None:
     """P1-P6, P13 hold in every state that can be reached, P1 and P12 where all comes to rest.
 

@@ -221,7 +221,7 @@ def test_a_soft_time_limit_in_the_search_for_a_server_is_infrastructure() -> Non
 def test_credentials_are_not_told() -> None:
     """The cause is stored and shown."""
     cause = infrastructure_cause(driver.AutoReconnect("mongodb://user:secret@host:27017: away"))
-    assert cause == "AutoReconnect: ***@host:27017: away"
+    assert cause == "AutoReconnect: mongodb://***@host:27017: away"
 
 
 @pytest.mark.parametrize(

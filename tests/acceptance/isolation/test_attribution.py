@@ -179,7 +179,7 @@ def test_status_shows_what_a_change_waits_for(make_chain: MakeChain, failpoint: 
         )
         waiting = stored["retry"]["waiting"]
         assert waiting["since"] < stored["retry"]["notBefore"] or stored["claim"]
-        assert waiting["cause"].startswith("NotPrimaryError: ")
+        assert waiting["cause"].startswith("PrimarySteppedDown, code 189: ")
         assert (stored["retry"]["count"], stored["retry"]["crashes"]) == (0, 0)
 
         store = Store(chain.client, BridgeOptions(name="chain", database=chain.state.name))

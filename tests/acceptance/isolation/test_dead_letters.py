@@ -199,6 +199,7 @@ def test_a_worker_that_dies_in_a_replay_loses_nothing_and_charges_no_change(make
     assert fences == sorted(set(fences))
 
 
+@pytest.mark.slow
 def test_a_letter_that_kills_its_workers_stays_a_letter(make_chain: MakeChain) -> None:
     """P9: after `max_crashes` deaths its replay has failed; the partition goes on."""
     chain = make_chain("copied")
@@ -213,7 +214,7 @@ def test_a_letter_that_kills_its_workers_stays_a_letter(make_chain: MakeChain) -
     wait_for(lambda: _copy_of(chain, "copied", "good") == 1)
 
 
-@pytest.mark.parametrize("at", ["Publishing.publish", "Replays.withdraw"])
+@pytest.mark.parametrize("at", ["Publishing.publish", pytest.param("Replays.withdraw", marks=pytest.mark.slow)])
 def test_a_listener_that_dies_in_a_replay_leaves_it_to_the_next(make_chain: MakeChain, at: str) -> None:
     """P1, P7: behind the dispatch, and between a failure and what follows from it; in order all the same."""
     chain = make_chain("copied")
@@ -318,6 +319,7 @@ def test_skip_keeps_what_it_skips_unless_it_is_told_otherwise(make_chain: MakeCh
     ]
 
 
+@pytest.mark.slow
 def test_letters_of_an_older_layout_are_replayed_where_their_keys_are_now(make_chain: MakeChain) -> None:
     """P2: in the partition of their key, and at the place that they had."""
     chain = make_chain("copied")

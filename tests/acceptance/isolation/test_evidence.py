@@ -77,6 +77,7 @@ def test_after_five_minutes_without_workers_and_broker_changes_run_within_five_s
         assert _seconds_after_an_absence(chain, 300) < 5
 
 
+@pytest.mark.slow
 def test_a_listener_that_was_deployed_before_its_workers_has_work_for_them_when_they_start(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
 ) -> None:

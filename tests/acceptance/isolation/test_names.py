@@ -185,6 +185,7 @@ def test_a_task_that_a_worker_does_not_know_is_named_with_its_sender(chain: Chai
     assert int(said.group(2)) == listener.pid
 
 
+@pytest.mark.slow
 def test_newer_definitions_take_over_and_older_ones_stand_by_however_often_they_start(chain: Chain) -> None:
     """A rolling deploy in either order: a handler that is only in the new code is led while old processes live."""
     old = chain.listener(name="old", **OLD)

@@ -60,7 +60,7 @@ def _dropped(chain: Chain) -> Document:
     return found
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
+@pytest.mark.parametrize("pool", [pytest.param("prefork", marks=pytest.mark.slow), "threads"])
 def test_a_queued_message_that_was_tampered_with_is_dropped_and_its_change_is_handled(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, pool: str
 ) -> None:

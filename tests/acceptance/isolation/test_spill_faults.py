@@ -43,7 +43,6 @@ KILLED, ASLEEP = "SIGKILL", "SIGSTOP"
 QUICK = {
     ("after the insert, before the mark", KILLED),
     ("in the middle of a removal", KILLED),
-    ("after preparing, before the flip", ASLEEP),
 }
 ROUNDS = 5
 

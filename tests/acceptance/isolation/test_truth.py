@@ -62,6 +62,7 @@ def test_a_dead_stream_is_not_called_caught_up(chain: Chain, failpoint: Failpoin
     chain.judge()
 
 
+@pytest.mark.slow
 def test_caught_up_and_standing_exclude_each_other(chain: Chain) -> None:
     """The stream is read to its end, everything else is done: one change stands, so the bridge has not caught up."""
     chain.both()
