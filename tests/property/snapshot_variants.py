@@ -51,34 +51,10 @@ which lies behind it, is there already.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from tests.property.scenarios import Caught, Sound
 from tests.property.snapshot_model import AWAY, BACK, DROP, Broken, Fault, Late, World
 
 ANY_WRITE = frozenset(Late)
-
-
-class Sound(NamedTuple):
-    """A scenario without a broken rule, and the number of states below which the check would be hollow."""
-
-    world: World
-    floor: int
-
-    def __str__(self) -> str:
-        """Return the scenario's name."""
-        return self.world.name
-
-
-class Caught(NamedTuple):
-    """A broken variant, the invariants that its shortest violation breaks, and those that were judged."""
-
-    world: World
-    breaks: frozenset[str]
-    watched: frozenset[str]
-
-    def __str__(self) -> str:
-        """Return the broken rule, the scenario and the invariants broken."""
-        return f"{self.world.broken}: {self.world.name}: {' '.join(sorted(self.breaks))}"
 
 
 def with_faults(world: World, name: str, *faults: Fault, budget: int = 1) -> World:
@@ -189,7 +165,7 @@ SLOW = (
 """Larger scenarios, minutes of them."""
 
 
-def caught(broken: Broken, world: World, breaks: str, watched: str = "P1 P2 P4 P5 P6 P12 P13") -> Caught:
+def caught(broken: Broken, world: World, breaks: str, watched: str = "P1 P2 P4 P5 P6 P12 P13") -> Caught[World]:
     """Return a scenario with one rule broken, the invariants it breaks and those judged, as words."""
     return Caught(world._replace(broken=broken), frozenset(breaks.split()), frozenset(watched.split()))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.property.scenarios import Caught, Sound
 from tests.property.snapshot_model import Broken, World
 from tests.property.snapshot_search import ORACLES, search
-from tests.property.snapshot_variants import CAUGHT, SLOW, SOUND, SPARED, Caught, Sound
+from tests.property.snapshot_variants import CAUGHT, SLOW, SOUND, SPARED
 
 LARGE = 9_000
 """States from which on a scenario takes five seconds or more on a busy machine."""
@@ -16,7 +17,7 @@ LARGE = 9_000
     "sound",
     [pytest.param(each, marks=[pytest.mark.slow] if each.floor >= LARGE else [], id=str(each)) for each in SOUND],
 )
-def test_no_interleaving_violates_an_invariant(sound: Sound) -> None:
+def test_no_interleaving_violates_an_invariant(sound: Sound[World]) -> None:
     """P1-P6, P13 hold in every state that can be reached, P1 and P12 where all comes to rest.
 
     The floor keeps the check from becoming hollow: a rule that never fires makes the space collapse.
@@ -29,7 +30,7 @@ def test_no_interleaving_violates_an_invariant(sound: Sound) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sound", SLOW, ids=str)
-def test_no_interleaving_of_a_larger_scenario_violates_an_invariant(sound: Sound) -> None:
+def test_no_interleaving_of_a_larger_scenario_violates_an_invariant(sound: Sound[World]) -> None:
     """P1-P6, P12, P13: as above, with more keys, snapshots, terms or faults."""
     seen = search(sound.world, limit=3_000_000)
     assert seen.finding is None, str(seen.finding)
@@ -37,7 +38,7 @@ def test_no_interleaving_of_a_larger_scenario_violates_an_invariant(sound: Sound
 
 
 @pytest.mark.parametrize("variant", CAUGHT, ids=str)
-def test_a_snapshot_with_one_rule_broken_is_caught(variant: Caught) -> None:
+def test_a_snapshot_with_one_rule_broken_is_caught(variant: Caught[World]) -> None:
     """P1-P13: the shortest violation of each broken variant breaks exactly the invariants that it should."""
     finding = search(variant.world, watched=variant.watched).finding
     assert finding is not None, f"{variant.world.broken}: no violation found in {variant.world.name!r}"
