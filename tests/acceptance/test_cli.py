@@ -182,6 +182,7 @@ def shop(processes: Processes, mongo_client: MongoClient[Document], mongo_url: s
 # -- with a listener and a worker ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_key_is_exchanged_and_a_bridge_adopted_by_commands(shop: Shop) -> None:
     """Each says in a sentence what it waits for."""
     refused = shop.changes("rotate-key")
@@ -346,6 +347,7 @@ def test_check_finds_a_standalone_server(shop: Shop, standalone_url: str) -> Non
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_check_finds_missing_rights_and_shows_no_password(shop: Shop, replica_set: MongoReplicaSet) -> None:
     """The right and its remedy are named."""
     del replica_set  # shows that there is a mongod

@@ -50,6 +50,7 @@ def shop(
         yield made
 
 
+@pytest.mark.slow
 def test_outbox_writers_and_relays_bear_elections_that_take_writes_back(
     shop: Shop, elections: Elections, redis_url: str
 ) -> None:

@@ -123,6 +123,7 @@ def test_nobody_who_leads_and_nobody_who_works_are_seen(shop: Shop) -> None:
     wait_healthy(shop)
 
 
+@pytest.mark.slow
 def test_a_listener_that_is_gone_is_failing_after_the_time_of_a_deploy(shop: Shop, processes: Processes) -> None:
     """And not before; the state alone says so."""
     shop.start("listener", awaited="leading bridge")
@@ -168,6 +169,7 @@ def test_a_refused_login_is_failing_and_shows_no_password(shop: Shop, make_redis
     assert "wrong" not in json.dumps([found, findings])
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_is_failing(shop: Shop) -> None:
     """With status 2, in people's form and in JSON; nothing is called well."""
     away = {"PROJECT_MONGO": f"mongodb://hush:secret@{NOWHERE}/?replicaSet=rs0"}

@@ -203,6 +203,7 @@ def test_a_letter_is_discarded_only_on_a_yes(shop: Shop) -> None:
 # -- what is wrong with the call -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_wrong_calls_end_in_one_sentence(shop: Shop) -> None:
     """No app, no outbox, an outbox or a dead letter that there is not."""
     one_sentence(run("outbox", "status"), "-A", "outbox status")

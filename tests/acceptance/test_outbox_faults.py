@@ -189,6 +189,7 @@ def test_writes_go_on_without_a_broker_and_everything_arrives_after_its_return(
         assert shop.outbox.status().dead_letters == 0
 
 
+@pytest.mark.slow
 def test_a_frozen_broker_holds_a_write_only_for_a_bound(
     processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, make_redis: MakeRedis
 ) -> None:

@@ -94,6 +94,7 @@ def test_ctrl_c_at_a_worker_with_a_listener_ends_both_without_a_trace(
         assert len(chain.starts(item)) == 1
 
 
+@pytest.mark.slow
 def test_an_embedded_listener_that_is_killed_is_started_again(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ def test_workers_drive_step_by_step_and_beat_recovers(bank: Bank) -> None:
     bank.judge()
 
 
+@pytest.mark.slow
 def test_the_command_line_lists_shows_recovers_and_cancels(bank: Bank) -> None:
     """Ids of every kind are typed as they are shown."""
     shape = {"source": 0, "destination": 1, "value": 10, "state": "pending"}

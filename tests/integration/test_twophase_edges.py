@@ -204,6 +204,7 @@ def test_two_that_compensate_at_once_get_the_same_id(
     assert got == [{"compensates": done}] * 2
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_away_after_a_step_costs_a_retry(database: Database[Document]) -> None:
     """Run here, a retry follows at once: each step goes on although the next cannot be published."""
     make_accounts(database, A=1000, B=1000)

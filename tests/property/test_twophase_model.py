@@ -147,7 +147,7 @@ def test_drivers_interleaved_in_any_way_keep_to_the_model(machine: type[Banking]
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=50,
+            max_examples=30,
             stateful_step_count=25,
             deadline=None,
             derandomize=True,

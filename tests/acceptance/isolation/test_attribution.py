@@ -134,7 +134,8 @@ def test_a_frozen_mongodb_is_charged_to_no_change(
     _nothing_is_charged(chain, items)
 
 
-@pytest.mark.parametrize("claims", [pytest.param("stand", marks=pytest.mark.slow), "lapse"])
+@pytest.mark.slow
+@pytest.mark.parametrize("claims", ["stand", "lapse"])
 def test_a_worker_that_is_cut_off_charges_no_change(make_chain: MakeChain, failpoint: Failpoint, claims: str) -> None:
     """The listener sees claims lapse while only the worker cannot reach MongoDB, and has it try them again."""
     options = LONG_CLAIM if claims == "stand" else {}

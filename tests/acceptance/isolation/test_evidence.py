@@ -136,6 +136,7 @@ def test_a_rate_limit_reaches_nine_tenths_of_what_it_allows(
         assert (len(items) - 1) / (max(times) - min(times)) >= 0.9
 
 
+@pytest.mark.slow
 def test_messages_that_wait_for_workers_are_not_sent_again(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
 ) -> None:

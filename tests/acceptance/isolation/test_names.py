@@ -60,6 +60,7 @@ def _wait_announced(chain: Chain, process: ProjectProcess, times: int = 3) -> No
     wait_for(announced)
 
 
+@pytest.mark.slow
 def test_another_app_on_the_same_cluster_is_refused_whether_anybody_leads_or_not(chain: Chain, mongo_url: str) -> None:
     """One sentence says whose bridge it is, and what to do; nothing of the bridge moves meanwhile."""
     first = chain.listener(**OLD)

@@ -307,6 +307,7 @@ def _key(rig: Rig, handler: str, index: int, number: int = 0, database: str | No
     return next(found)
 
 
+@pytest.mark.slow
 def test_a_partition_rule_that_fails_goes_to_the_policy_and_a_corrected_one_loses_nothing(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
 ) -> None:

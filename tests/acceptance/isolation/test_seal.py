@@ -127,6 +127,7 @@ def test_a_replayed_message_changes_nothing(
         chain.judge(spare=0)
 
 
+@pytest.mark.slow
 def test_a_key_is_exchanged_under_load_without_a_drop(
     mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_caught_up_and_standing_exclude_each_other(chain: Chain) -> None:
     assert found["halted"]["level"] == "error"
 
 
+@pytest.mark.slow
 def test_an_exception_that_nobody_foresaw_is_kept_in_the_lease(chain: Chain) -> None:
     """A listener that ends with it does not leave a bridge behind that looks idle."""
     first = chain.listener("first")
