@@ -399,6 +399,13 @@ def test_what_stands_is_not_called_late_too() -> None:
     assert codes == ["halted"]
 
 
+def test_that_nobody_works_is_not_told_as_lag_too() -> None:
+    """At a first start from the oldest entry the watermark may be minutes old before anybody could have worked."""
+    behind = shape(calm(**late(LAG_SECONDS, outstanding=1)))
+    assert [reason.code for reason in judge(behind, (NONE_ANSWERED,)).reasons] == ["no_worker"]
+    assert [reason.code for reason in judge(behind).reasons] == ["no_worker"]
+
+
 def test_an_oplog_that_cannot_be_read_is_no_reason() -> None:
     """No right, or a mongos: that is so for ever, and `check` says it."""
     assert judge(shape(calm(oplog=None))).state == "healthy"

@@ -86,12 +86,15 @@ def judge(
     """
     line = line or CommandLine()
     asked = list(findings)
+    idle = list(_working(status, asked, line))
+    # Where nobody works everything is late: one cause, and one command.
+    standing = (each for each in standing_reasons(status, line) if not (idle and each.code == "lag"))
     reasons = [
         *_listening(status, line),
         *_handlers(status, line),
         *_publishing(status),
-        *_working(status, asked, line),
-        *standing_reasons(status, line),
+        *idle,
+        *standing,
         *(_from_finding(each) for each in judge_spill(status) if each.name in _OF_SPILL),
         *(_from_finding(each, line) for each in asked if each.name in _ASKED and each.level != "ok"),
     ]
