@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import bson
 from bson import ObjectId
 from bson.int64 import Int64
 from pymongo import ReturnDocument
@@ -46,9 +47,13 @@ class TransactionLog:
             f"find, insert and update on {name}, and find and update on the participants' collections",
         )
 
-    def insert(self, fields: Mapping[str, Any], transaction_id: Any) -> None:
+    def insert(self, fields: Mapping[str, Any], transaction_id: Any, *, again: bool = False) -> None:
         """
         Store a new transaction in state initial, with the server's time.
+
+        Args:
+            again: whether an answer to the same was lost; then one with the same fields is taken for what was stored.
+                It may be a twin's who asked for the same under the same id: it is carried out once in either case.
 
         Raises:
             TransactionStateError: there is one of this id.
@@ -65,11 +70,18 @@ class TransactionLog:
             )
         except DuplicateKeyError:
             found = {}
-        if found is not None:
+        if found is not None and not (again and self._has(transaction_id, fields)):
             raise TransactionStateError(
                 f"there is a transaction {transaction_id!r} already; ids are used once. Nothing was changed.",
                 id=transaction_id,
             )
+
+    def _has(self, transaction_id: Any, fields: Mapping[str, Any]) -> bool:
+        """Whether the stored one has these fields, byte for byte."""
+        options = self.collection.codec_options
+        stored = self.collection.find_one({"_id": {"$eq": transaction_id}}, dict.fromkeys(fields, 1)) or {}
+        same = {name: stored[name] for name in fields if name in stored}
+        return bson.encode(same, codec_options=options) == bson.encode(dict(fields), codec_options=options)
 
     def get(self, transaction_id: Any) -> Transaction:
         """

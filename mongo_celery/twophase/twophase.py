@@ -362,7 +362,7 @@ class TwoPhaseCommit:
     # -- inside ------------------------------------------------------------------------------------
 
     def _store(self, fields: Mapping[str, Any], id: Any) -> Any:  # noqa: A002
-        """Store a new transaction. If an answer was lost, an id that was made here is known to be ours."""
+        """Store a new transaction. If an answer was lost, what is there is known to be ours by what it says."""
         identity = ObjectId() if id is None else id
         plain_id("id", identity, self.transactions.codec_options)
         repeated = False
@@ -370,10 +370,7 @@ class TwoPhaseCommit:
         def attempt() -> None:
             nonlocal repeated
             try:
-                self.log.insert(fields, identity)
-            except TransactionStateError:
-                if id is not None or not repeated:
-                    raise
+                self.log.insert(fields, identity, again=repeated)
             except PyMongoError:
                 repeated = True
                 raise

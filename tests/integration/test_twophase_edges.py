@@ -245,6 +245,18 @@ def test_a_server_that_refuses_for_a_while_is_waited_for(
     assert balances(database) == {"A": 970, "B": 1030}
 
 
+def test_an_answer_that_is_lost_while_it_is_stored_makes_no_stranger_of_it(
+    bank: TwoPhaseCommit, database: Database[Document], failpoint: Any
+) -> None:
+    """Stored, and told otherwise, under an id of the caller's; a second one of that id is refused as ever."""
+    lost = {"code": 91, "errmsg": "the primary ended"}
+    with failpoint(mode={"times": 2}, failCommands=["findAndModify"], writeConcernError=lost):
+        bank.transfer("A", "B", 10, id="order-1")
+    with pytest.raises(TransactionStateError, match="there is a transaction 'order-1' already"):
+        bank.transfer("A", "B", 10, id="order-1")
+    assert balances(database) == {"A": 990, "B": 1010}
+
+
 def test_a_server_that_refuses_too_long_leaves_the_transaction_to_recovery(
     database: Database[Document], failpoint: Any
 ) -> None:
