@@ -20,6 +20,7 @@ pytest_plugins = [
     "tests.fixtures.redis",
     "tests.fixtures.failpoint",
     "tests.fixtures.proxy",
+    "tests.fixtures.forked",
     "tests.fixtures.process",
     "tests.fixtures.tracing",
 ]

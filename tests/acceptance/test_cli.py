@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -19,7 +18,8 @@ from pymongo import MongoClient
 from mongo_celery.bridge.state.spill import Spill, StoredChange
 from mongo_celery.embedded import MongoReplicaSet
 from tests.acceptance.scene import OPTIONS
-from tests.fixtures.process import ROOT, Processes, wait_for
+from tests.fixtures.forked import run_celery
+from tests.fixtures.process import Processes, wait_for
 from tests.fixtures.redis import MakeRedis
 from tests.integration.guarded import GuardedMongo
 
@@ -64,16 +64,7 @@ _PARTITION_KEYS = {
 
 def run(*arguments: str, environment: Document | None = None, text: str = "") -> Done:
     """Run `celery` with arguments to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "celery", *arguments],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=_COMMAND_SECONDS_MAX,
-        cwd=ROOT,
-        env={**os.environ, **(environment or {})},
-        check=False,
-    )
+    return run_celery(*arguments, environment=environment, text=text)
 
 
 class Shop:
