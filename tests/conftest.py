@@ -13,12 +13,14 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 pytest_plugins = [
+    "tests.fixtures.bytecode",
     "tests.fixtures.leaks",
     "tests.fixtures.mongo",
     "tests.fixtures.rights",
     "tests.fixtures.redis",
     "tests.fixtures.failpoint",
     "tests.fixtures.proxy",
+    "tests.fixtures.forked",
     "tests.fixtures.process",
     "tests.fixtures.tracing",
 ]

@@ -12,10 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import IO, Generic, Self, TypeVar
 
 from mongo_celery.embedded.processes import freeze, start_tied
 from mongo_celery.embedded.server import polls
@@ -196,15 +196,15 @@ class Supervisor(Generic[P]):
         self._count += 1
         output = self._directory / f"{self._count}-{name}.log"
         with output.open("wb") as file:
-            process = start_tied(
-                arguments,
-                output=file,
-                environment={**common, **(environment or {})},
-                directory=directory or self._directory,
-            )
+            process = self._launch(arguments, file, {**common, **(environment or {})}, directory or self._directory)
         started = self._kind(name, process, output)
         self.started.append(started)
         return started
+
+    def _launch(
+        self, program: Sequence[str], output: IO[bytes], environment: Mapping[str, str], directory: Path
+    ) -> subprocess.Popen[bytes]:
+        return start_tied(program, output=output, environment=environment, directory=directory)
 
     def python(
         self,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +18,8 @@ from pymongo import MongoClient
 from mongo_celery.bridge.partitioning import partition_index
 from mongo_celery.demo.history import Due, Effect, Fact, SetAside, Started, Wrote, violations
 from mongo_celery.embedded import RedisServer
-from tests.fixtures.process import PATIENCE_SECONDS, ROOT, Processes, ProjectProcess, wait_for
+from tests.fixtures.forked import run_celery
+from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
 
@@ -119,15 +118,8 @@ class Chain:
 
     def changes(self, command: str, *arguments: str) -> Document:
         """Run `celery -A app changes COMMAND --json` to its end, and return what it says."""
-        done = subprocess.run(
-            [sys.executable, "-m", "celery", "-A", APP, "changes", command, *arguments, "--json"],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-            cwd=ROOT,
-            env={**os.environ, **self._variables("command")},
-            check=False,
-        )
+        line = ("-A", APP, "changes", command, *arguments, "--json")
+        done = run_celery(*line, environment=self._variables("command"))
         assert done.stdout, done.stderr
         answer: Document = json.loads(done.stdout)
         return answer

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +17,8 @@ from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import MongoCeleryError
 from tests.acceptance.grants_rig import DATA, NAME, STATE, Listening, Setting, bridge_on, lacks, names, stored
 from tests.fixtures.availability import require_server
-from tests.fixtures.process import ROOT, Processes
+from tests.fixtures.forked import run_celery
+from tests.fixtures.process import Processes
 from tests.integration.guarded import GuardedMongo
 
 Document = dict[str, Any]
@@ -285,14 +283,8 @@ def test_the_command_prints_what_a_server_takes(clean: Setting) -> None:
 
 
 def _grants(setting: Setting, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "celery", "-A", "tests.acceptance.grants_project", "changes", "grants", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PROJECT_MONGO": "mongodb://nobody:secret@127.0.0.1:1/", "PROJECT_BROKER": setting.broker},
-        timeout=120,
-        check=True,
-    )
-    assert done.stderr == ""
+    environment = {"PROJECT_MONGO": "mongodb://nobody:secret@127.0.0.1:1/", "PROJECT_BROKER": setting.broker}
+    line = ("-A", "tests.acceptance.grants_project", "changes", "grants", *arguments)
+    done = run_celery(*line, environment=environment)
+    assert (done.returncode, done.stderr) == (0, "")
     return done.stdout

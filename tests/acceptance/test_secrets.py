@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
@@ -23,7 +20,8 @@ from pymongo import MongoClient
 from mongo_celery.embedded import RedisServer
 from tests.acceptance.test_secrecy import _decoded
 from tests.fixtures.availability import require_server
-from tests.fixtures.process import ROOT, Processes, ProjectProcess, wait_for
+from tests.fixtures.forked import run_celery
+from tests.fixtures.process import Processes, ProjectProcess, wait_for
 from tests.fixtures.redis import MakeRedis
 from tests.integration.guarded import GuardedMongo
 
@@ -94,15 +92,7 @@ class Guarded:
 
     def run(self, *arguments: str, **urls: str) -> int:
         """Run a command to its end, and keep what it writes; its status."""
-        done = subprocess.run(
-            [sys.executable, "-m", "celery", "-A", _APP, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS_MAX,
-            cwd=ROOT,
-            env={**os.environ, **self.environment(**urls)},
-            check=False,
-        )
+        done = run_celery("-A", _APP, *arguments, environment=self.environment(**urls))
         self.written[f"{' '.join(arguments)} {urls}"] = done.stdout + done.stderr
         return done.returncode
 

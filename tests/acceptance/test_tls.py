@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,8 @@ from pymongo import MongoClient
 from mongo_celery.embedded import MongoServer
 from mongo_celery.embedded.ports import HOST
 from tests.fixtures.availability import require_server
-from tests.fixtures.process import ROOT, Processes, wait_for
+from tests.fixtures.forked import run_celery
+from tests.fixtures.process import Processes, wait_for
 
 Document = dict[str, Any]
 Done = subprocess.CompletedProcess[str]
@@ -136,12 +135,4 @@ def _changes(environment: Document, *arguments: str) -> Done:
 
 
 def _run(environment: Document, *arguments: str) -> Done:
-    return subprocess.run(
-        [sys.executable, "-m", "celery", "-A", _APP, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS_MAX,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        check=False,
-    )
+    return run_celery("-A", _APP, *arguments, environment=environment)

@@ -200,7 +200,13 @@ def test_a_change_that_is_refused_no_longer_is_renewed(spill: Spill, documents: 
 # -- what events may be ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beyond", [-40_000, -16_700, -16_600, -16_500, -16_400, 121, 16_384, 12 << 20])
+@pytest.mark.parametrize(
+    "beyond",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (-40_000, -16_700, -16_600, -16_400, 16_384)),
+        *(-16_500, 121, 12 << 20),
+    ],
+)
 def test_an_event_of_any_size_is_stored(spill: Spill, beyond: int) -> None:
     """P12: one that fits into no document is stored in parts; one too large for its bulk would hold all others."""
     size = (16 << 20) + beyond

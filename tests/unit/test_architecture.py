@@ -77,9 +77,12 @@ def floor_of(module: str) -> int:
     return next((floor for floor, names in enumerate(FLOORS) if first_part(module) in names), len(FLOORS))
 
 
+MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
 @cache
 def trees() -> dict[str, ast.Module]:
-    return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+    return {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
 
 
 def imported_names(node: ast.AST) -> Iterator[str]:
@@ -205,7 +208,7 @@ def test_the_pure_modules_know_neither_celery_nor_clients_nor_threads_nor_clocks
         assert not {first_part(name) for name in found} & {"celery", "kombu", "pymongo", "redis", "threading", "time"}
 
 
-@pytest.mark.parametrize("module", sorted(trees()))
+@pytest.mark.parametrize("module", sorted(MODULES))
 def test_no_function_is_long(module: str) -> None:
     """The loop, the commands and the constructors included; docstrings do not count."""
     for node in ast.walk(trees()[module]):
@@ -215,7 +218,7 @@ def test_no_function_is_long(module: str) -> None:
             assert count <= FUNCTION_LINES_MAX, f"{module}.{node.name} has {count} lines"
 
 
-@pytest.mark.parametrize("module", sorted(trees()))
+@pytest.mark.parametrize("module", sorted(MODULES))
 def test_no_module_has_a_name_that_says_nothing(module: str) -> None:
     """Such modules grow without a purpose."""
     assert not set(module.split(".")) & VAGUE_NAMES
@@ -235,7 +238,7 @@ def undocumented(scope: ast.Module | ast.ClassDef, name: str) -> Iterator[str]:
             yield f"{name}.{node.name}"
 
 
-@pytest.mark.parametrize("module", sorted(trees()))
+@pytest.mark.parametrize("module", sorted(MODULES))
 def test_every_public_name_has_a_docstring(module: str) -> None:
     """What does it do, and what does it not promise?"""
     assert not list(undocumented(trees()[module], module or "mongo_celery"))

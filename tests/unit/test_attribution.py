@@ -90,7 +90,7 @@ def _circle() -> None:
 
 def _ask_kombu() -> None:
     with Connection(NOWHERE, transport_options={"max_retries": 0}) as connection:
-        connection.ensure_connection(max_retries=1)
+        connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
 
 
 def _ask_somebody() -> None:

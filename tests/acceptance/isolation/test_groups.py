@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -17,7 +14,8 @@ from pymongo import MongoClient
 
 from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.scene import OPTIONS
-from tests.fixtures.process import PATIENCE_SECONDS, ROOT, Processes, ProjectProcess, wait_for
+from tests.fixtures.forked import run_celery
+from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
 
@@ -66,15 +64,8 @@ class Shop:
 
     def queues(self, *arguments: str) -> str:
         """What `changes queues` prints."""
-        done = subprocess.run(
-            [sys.executable, "-m", "celery", "-A", _APP, "changes", "queues", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-            cwd=ROOT,
-            env={**os.environ, **self._variables({})},
-            check=True,
-        )
+        done = run_celery("-A", _APP, "changes", "queues", *arguments, environment=self._variables({}))
+        assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def write(self, quick: int = 0, slow: int = 0) -> None:
