@@ -38,6 +38,8 @@ _COLORS = {
     "unknown": "red",
 }
 _SPILLED_SHOWN = 10
+_FORESEEABLE_SECONDS = 365 * 86_400
+"""A bound that lasts for longer at the present rate is told without that."""
 _ROWS = 20
 """Handlers, and partitions, that are shown unless all are asked for."""
 _INDENT = (0, 0, 0, 2)
@@ -166,7 +168,7 @@ def _beside_the_bound(spill: Mapping[str, Any]) -> RenderableType:
         return _line(f"stored: {uncounted} could not be counted in time, and no listener says how much", "yellow")
     taken = f"{size(spill['bytes'])} of {size(spill['limit'])} ({spill['share']:.0%})"
     text = f"stored: {_changes(spill['count'])}, {taken}"
-    if spill["lasts_seconds"] is not None:
+    if spill["lasts_seconds"] is not None and spill["lasts_seconds"] < _FORESEEABLE_SECONDS:
         text += f", {size(spill['bytes_per_second'])}/s more: room for {duration(spill['lasts_seconds'])}"
     if spill["share"] >= 1:
         text += "; the bound is reached, and what stands holds back all others once buffers are full"

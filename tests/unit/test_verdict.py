@@ -373,6 +373,16 @@ def test_what_is_stored_of_a_handler_that_is_gone_is_told_beside_it() -> None:
     assert "(1 partition halted)" in verdict.reasons[1].sentence
 
 
+def test_a_listener_that_would_end_again_is_not_what_cures() -> None:
+    """Where every handler has lost its history somebody has to decide first; from then on a listener cures."""
+    ended = lease(live=False, state="history_lost", error="the oplog is too short")
+    for go_on, command in ((None, None), ({"policy": "now"}, START)):
+        status = shape(calm(lease=ended, subscriptions=[subscription(lost={**LOST, "goOn": go_on})]))
+        reasons = {each.code: each for each in judge(status, (), LINE).reasons}
+        assert reasons.keys() == {"no_listener", "history_lost"}
+        assert (reasons["no_listener"].severity, reasons["no_listener"].command) == ("failing", command)
+
+
 def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
     """`changes retry` would refuse it; unless it is stored (P13)."""
     lost = {"subscriptions": [subscription(lost=LOST)]}
