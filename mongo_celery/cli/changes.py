@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _SMALL_EVENT = 1000
 """Characters up to which a change is shown before it is skipped."""
+_REASONS = 5
+"""Partitions whose reason is said when a command did not fit them."""
 
 JSON = json_option("bridge")
 PARTITION = click.option("--partition", type=click.IntRange(min=0), metavar="N", help="One partition only.")
@@ -76,7 +78,8 @@ def queues(
 
     \b
     celery -A shop worker -Q "$(celery -A shop changes queues --group slow)"
-    celery -A shop worker -Q "$(celery -A shop changes queues --without-group --with-default)"
+    celery -A shop worker \\
+      -Q "$(celery -A shop changes queues --without-group --with-default)"
     """  # noqa: D301 - \b is click's, and no part of the text
     bridges = bridges_of(ctx, bridge)
     default = [str(bridges[0].app.conf.task_default_queue)] if with_default else []
@@ -180,17 +183,27 @@ def _command(
 
 
 def _show_results(bridge: str, past: str, results: Sequence[CommandResult], as_json: bool) -> None:
+    from mongo_celery.quantities import number
+
     done = [each for each in results if each.result == "done"]
     if as_json:
         from dataclasses import asdict
 
         click.echo(json.dumps({"bridge": bridge, past: len(done), "partitions": [asdict(each) for each in results]}))
         return
-    for each in results:
-        if each.result == "refused" or (each.result == "unfit" and each.state in {"halted", "parked"}):
-            click.echo(each.reason)
+    left = [
+        each
+        for each in results
+        if each.result == "refused" or (each.result == "unfit" and each.state in {"halted", "parked"})
+    ]
+    for each in left[:_REASONS]:
+        click.echo(each.reason)
+    if left[_REASONS:]:
+        more = number(len(left) - _REASONS, "more partition was", "more partitions were")
+        click.echo(f"{more} left as they are; --json has the reason of each.")
     if not done:
-        click.echo(f"Nothing to do: {len(results)} partitions were looked at, and none had to be {past}.")
+        looked = number(len(results), "partition was", "partitions were")
+        click.echo(f"Nothing to do: {looked} looked at, and none had to be {past}.")
     for subscription in sorted({each.subscription for each in done}):
         indexes = ", ".join(str(each.index) for each in done if each.subscription == subscription)
         click.echo(f"{subscription}: {past} {indexes}")

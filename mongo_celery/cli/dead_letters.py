@@ -155,7 +155,7 @@ def replay(
     results = ahead
     if not dry_run and any(each.result == "requested" for each in ahead):
         fit = {each.id for each in ahead if each.result == "requested"}
-        _ask([each for each in found.letters if each.id in fit], "Run their handler again?", yes=yes)
+        _ask([each for each in found.letters if each.id in fit], "Run the handler again?", yes=yes)
         with one_sentence_errors():
             results = commands.replay(wiring, found.letters, over_newer=over_newer, dry_run=False)
     words = "would be replayed" if dry_run else "are to be replayed"
@@ -183,7 +183,7 @@ def discard(ctx: click.Context, /, *, everything: bool, yes: bool, dry_run: bool
     results: list[LetterResult] = []
     if found.letters:
         if not dry_run:
-            _ask(found.letters, "Throw them away?", yes=yes)
+            _ask(found.letters, "Throw it away?" if len(found.letters) == 1 else "Throw them away?", yes=yes)
         with one_sentence_errors():
             results = commands.discard(wiring, found.letters, dry_run=dry_run)
     words = "would be discarded" if dry_run else "were discarded"
@@ -222,6 +222,7 @@ def set_aside(
     from mongo_celery.bridge.operations import commands, heads
     from mongo_celery.cli.head_view import head_lines
     from mongo_celery.errors import CommandRefusedError
+    from mongo_celery.quantities import number
 
     wiring = _one_bridge(ctx, bridge)
     with one_sentence_errors():
@@ -255,7 +256,7 @@ def set_aside(
         for each in refused:
             click.echo(each["reason"])
         if dry_run or not found:
-            click.echo(f"{handler}: {len(found)} halted partitions, nothing was changed")
+            click.echo(f"{handler}: {number(len(found), 'halted partition', 'halted partitions')}, nothing was changed")
         elif done:
             click.echo(f"{handler}: set aside {', '.join(str(each.index) for each in done)}")
     ctx.exit(1 if refused else 0)

@@ -25,8 +25,8 @@ def list_lines(bridge: str, found: Found, plain: Sequence[Mapping[str, Any]]) ->
     """
     yield f"{bridge}: {number(found.count, 'dead letter', 'dead letters')}"
     for id_, each in zip(short_ids([each["id"] for each in plain]), plain, strict=True):
-        yield f"{id_}  {each['subscription']}  {each['cause'].replace('_', ' ')}  {moment(each['at'])}"
-        yield f"  {_cut(each['key'])}"
+        yield f"{id_}  {each['cause'].replace('_', ' ')} {moment(each['at'])}"
+        yield "  " + _cut(f"{each['subscription']}: {each['key']}")
         yield f"  {_cut(each['error'])}"
         state = replay_line(each, leads=found.leads)
         if state:

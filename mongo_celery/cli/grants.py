@@ -36,7 +36,7 @@ def grants(
     as_json: bool,
 ) -> None:
     """
-    Print the least rights that this app's bridges need in MongoDB.
+    Print the least rights that bridges need in MongoDB.
 
     A role each for listeners, for workers and for the people who run `changes`, on the databases and
     collections that the bridge really uses. Paste it into mongosh as a user who may create roles. Nothing is asked of

@@ -42,7 +42,7 @@ def outbox(ctx: click.Context, **_: Any) -> None:
 @click.pass_context
 def status(ctx: click.Context, name: str | None, as_json: bool) -> None:
     """
-    Show what is pending, how long it has waited, and whether the broker answers.
+    Show what is pending, for how long, and the broker.
 
     Ends with status 0 however long things have waited and however many dead letters there are, as long as
     MongoDB answers: what is pending is a state, and no failure of this command. Scripts look at --json.
@@ -61,7 +61,7 @@ def status(ctx: click.Context, name: str | None, as_json: bool) -> None:
     console = console_of(ctx)
     console.print(health_view(found))
     for sentence in advice_view(found):
-        console.print(sentence, soft_wrap=True)
+        console.print(sentence)
 
 
 # -- sweep -----------------------------------------------------------------------------------------
@@ -86,6 +86,7 @@ def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | 
     delivered.
     """
     from mongo_celery.mongo.redaction import without_credentials
+    from mongo_celery.quantities import number
 
     failed = False
     for each in _outboxes(ctx, name):
@@ -98,7 +99,8 @@ def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | 
             click.echo(json.dumps({"outbox": each.name, **asdict(delivery)}))
         else:
             error = "" if delivery.error is None else f", {delivery.left} left: {without_credentials(delivery.error)}"
-            click.echo(f"{each.name}: {delivery.dispatched} dispatched, {delivery.dead} became dead letters{error}")
+            dead = number(delivery.dead, "became a dead letter", "became dead letters")
+            click.echo(f"{each.name}: {delivery.dispatched} dispatched, {dead}{error}")
     ctx.exit(1 if failed else 0)
 
 

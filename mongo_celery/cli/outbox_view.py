@@ -7,33 +7,40 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from mongo_celery.quantities import duration
+from mongo_celery.quantities import duration, number
 
 if TYPE_CHECKING:
     from mongo_celery.outbox.health import Health
     from mongo_celery.outbox.replay import DeadLetter
 
-_ERROR_CHARACTERS = 100
+_CHARACTERS = 200
 
 
-def health_view(found: Sequence[Health]) -> RenderableType:
-    """A line for each outbox."""
-    table = _table("outbox", "documents", "pending", "oldest", "failing", "dead letters", "broker")
-    for health in found:
-        status = health.status
-        table.add_row(
-            Text(health.name, style="bold"),
-            str(status.documents),
-            str(status.pending),
-            Text(duration(status.oldest_seconds), style="red" if health.late else ""),
-            Text(str(status.failing), style="yellow" if status.failing else ""),
-            Text(str(status.dead_letters), style="red" if status.dead_letters else ""),
-            Text("answers", style="green") if health.broker_error is None else Text("does not answer", style="red"),
-        )
-    return table
+def health_view(found: Iterable[Health]) -> RenderableType:
+    """Some words on each outbox, on lines of its own: a table of so many figures fits no terminal."""
+    return Group(*map(_health, found))
+
+
+def _health(health: Health) -> RenderableType:
+    status = health.status
+    text = Text.assemble((health.name, "bold"), ": ")
+    if status.pending:
+        entries = number(status.pending, "entry", "entries")
+        text.append(f"{entries} pending in {number(status.documents, 'document', 'documents')}, the oldest for ")
+        text.append(duration(status.oldest_seconds), style="red" if health.late else "")
+    else:
+        text.append("nothing pending")
+    if status.failing:
+        failing = number(status.failing, "document has an entry", "documents have entries")
+        text.append(f", {failing} that failed", style="yellow")
+    letters = number(status.dead_letters, "dead letter", "dead letters")
+    text.append(", ").append(letters, style="red" if status.dead_letters else "")
+    answers = health.broker_error is None
+    return text.append(", the broker ").append(
+        "answers" if answers else "does not answer", style="green" if answers else "red"
+    )
 
 
 def advice_view(found: Iterable[Health]) -> Sequence[Text]:
@@ -66,21 +73,15 @@ def plain_health(health: Health) -> dict[str, Any]:
 
 
 def dead_letters_view(outbox: str, found: Sequence[DeadLetter], count: int) -> RenderableType:
-    """A table of dead letters, and how many are not in it."""
-    title = Text.assemble((outbox, "bold"), f": {count} dead {'letter' if count == 1 else 'letters'}")
-    if not found:
-        return title
-    table = _table("id", "since", "name", "document", "error")
+    """Some lines for each dead letter, with its whole id, and how many are not shown."""
+    lines: list[RenderableType] = [Text.assemble((outbox, "bold"), f": {number(count, 'dead letter', 'dead letters')}")]
     for each in found:
-        table.add_row(
-            Text(each.id),
-            Text(_moment(each)),
-            Text(str(each.entry.get("name", "?"))),
-            Text(repr(each.document)),
-            Text(_cut(each.error)),
-        )
-    rest = [Text(f"  and {count - len(found)} more: --limit")] if count > len(found) else []
-    return Group(title, Padding(table, (0, 0, 0, 2), expand=False), *rest)
+        lines.append(Text(f"{each.id}  {_moment(each)}"))
+        lines.append(_below(f"{each.entry.get('name', '?')} of document {each.document!r}"))
+        lines.append(_below(each.error))
+    if count > len(found):
+        lines.append(Text(f"and {count - len(found)} more: --limit"))
+    return Group(*lines)
 
 
 def dead_letter_view(outbox: str, found: DeadLetter, *, payload: bool) -> RenderableType:
@@ -95,26 +96,23 @@ def dead_letter_view(outbox: str, found: DeadLetter, *, payload: bool) -> Render
         "arguments": entry.get("argsrepr", ""),
         "written": entry.get("at", "?"),
         "set aside": _moment(found),
-        "failed before": f"{entry.get('attempts', 0)} times",
+        "failed before": number(int(entry.get("attempts", 0)), "time", "times"),
         "error": found.error,
         **({"payload": entry.get("payload")} if payload else {}),
     }
     width = max(map(len, facts)) + 2
-    lines = [Text.assemble((f"{name}:".ljust(width), "dim"), str(value)) for name, value in facts.items()]
+    lines: list[RenderableType] = [
+        Text.assemble((f"{name}:".ljust(width), "dim"), str(value)) for name, value in facts.items()
+    ]
     return Group(*lines, Text(found.traceback.rstrip()))
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column, no_wrap=column != "error", overflow="fold")
-    return table
 
 
 def _moment(found: DeadLetter) -> str:
     return "-" if found.at is None else f"{found.at:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _cut(text: str) -> str:
+def _below(text: str) -> RenderableType:
+    """Its first line, some characters of it; on more lines of a narrow terminal."""
     line = text.splitlines()[0] if text else ""
-    return line if len(line) <= _ERROR_CHARACTERS else line[: _ERROR_CHARACTERS - 3] + "..."
+    shown = line if len(line) <= _CHARACTERS else line[: _CHARACTERS - 3] + "..."
+    return Padding(Text(shown), (0, 0, 0, 2), expand=False)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
 _PORT = click.IntRange(1, 65535)
+
+_NAMES: Mapping[str | None, str] = {"mongodb": "MongoDB", "redis": "Redis"}
 
 _EXAMPLE = """\
 To try it, put this into shop.py:
@@ -41,25 +46,53 @@ Then write something:
     type=click.Path(file_okay=False, path_type=Path),
     help="Where to keep the data and the ports; by default a temporary directory that is removed in the end.",
 )
-def services(mongo_port: int | None, redis_port: int | None, directory: Path | None) -> None:
+@click.option("--only", type=click.Choice(["mongodb", "redis"]), help="Start this one: one that can be ended alone.")
+@click.option(
+    "--oplog-mb",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Megabytes of MongoDB's oplog, and a checkpoint a second, so that it soon rolls over: for drills.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the URLs, and nothing else.")
+def services(
+    mongo_port: int | None,
+    redis_port: int | None,
+    directory: Path | None,
+    only: str | None,
+    oplog_mb: int | None,
+    as_json: bool,
+) -> None:
     """
     Start a MongoDB replica set and Redis, print their URLs, and end them on Ctrl-C.
 
     They listen on 127.0.0.1 only, without passwords: for development, not for production.
     """
+    from contextlib import ExitStack
+
     from mongo_celery.embedded import MongoReplicaSet, RedisServer, find_binary
     from mongo_celery.embedded.ending import ended_by_signals
 
     under = (directory / "mongodb", directory / "redis") if directory else (None, None)
-    find_binary("redis-server")  # said before three seconds are spent on the other one
-    with ended_by_signals():
-        click.echo("Starting MongoDB and Redis ...", err=True)
-        with (
-            MongoReplicaSet(port=mongo_port, directory=under[0]) as mongo,
-            RedisServer(port=redis_port, directory=under[1], appendonly=directory is not None) as broker,
-        ):
-            click.echo(f"MongoDB  {mongo.url}\nRedis    {broker.url}\n")
-            click.echo(_EXAMPLE.format(mongo=mongo.url, redis=broker.url))
-            click.echo("Ctrl-C ends both.")
-            threading.Event().wait()
+    small: dict[str, Any] = {"oplog_mb": oplog_mb, "sync_delay": 1.0} if oplog_mb else {}
+    urls = {}
+    if only != "mongodb":
+        find_binary("redis-server")  # said before three seconds are spent on the other one
+    with ended_by_signals(), ExitStack() as stack:
+        click.echo(f"Starting {_NAMES.get(only, 'MongoDB and Redis')} ...", err=True)
+        if only != "redis":
+            urls["mongodb"] = stack.enter_context(MongoReplicaSet(port=mongo_port, directory=under[0], **small)).url
+        if only != "mongodb":
+            redis = RedisServer(port=redis_port, directory=under[1], appendonly=directory is not None)
+            urls["redis"] = stack.enter_context(redis).url
+        click.echo(json.dumps(urls) if as_json else _text(urls))
+        threading.Event().wait()
     click.echo("Ended.", err=True)
+
+
+def _text(urls: Mapping[str, str]) -> str:
+    lines = [f"{_NAMES[name]:<9}{url}" for name, url in urls.items()]
+    if len(urls) > 1:
+        lines += ["", _EXAMPLE.format(mongo=urls["mongodb"], redis=urls["redis"]), "Ctrl-C ends both."]
+    else:
+        lines.append("Ctrl-C ends it.")
+    return "\n".join(lines)

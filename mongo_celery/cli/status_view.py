@@ -19,6 +19,8 @@ from mongo_celery.cli.verdict_view import verdict_view
 from mongo_celery.quantities import duration, moment, number, size
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
     from mongo_celery.bridge.operations.verdict import BridgeVerdict
 
 _COLORS = {
@@ -36,9 +38,13 @@ _COLORS = {
     "unknown": "red",
 }
 _SPILLED_SHOWN = 10
+_FORESEEABLE_SECONDS = 365 * 86_400
+"""A bound that lasts for longer at the present rate is told without that."""
 _ROWS = 20
 """Handlers, and partitions, that are shown unless all are asked for."""
 _INDENT = (0, 0, 0, 2)
+_NAME, _BETWEEN = 24, 2
+"""Characters of a handler's name that stand on one line, and those between two columns."""
 
 
 def status_view(found: Iterable[tuple[Mapping[str, Any], BridgeVerdict]], *, everything: bool) -> RenderableType:
@@ -126,7 +132,7 @@ def _new_layout(subscription: Mapping[str, Any]) -> RenderableType:
 
 def _rejection(what: str, rejected: Mapping[str, Any]) -> RenderableType:
     where = f"{rejected['partition']} waits since {moment(rejected['since'])}"
-    return _line(f"{what} {rejected['key']}, {rejected['bytes']} bytes: {where}: {rejected['error']}", "red")
+    return _line(f"{what} {rejected['key']}, {size(rejected['bytes'])}: {where}: {rejected['error']}", "red")
 
 
 def _stored(status: Mapping[str, Any]) -> Iterable[RenderableType]:
@@ -141,11 +147,12 @@ def _stored(status: Mapping[str, Any]) -> Iterable[RenderableType]:
     largest_first = sorted(spilled, key=lambda each: each["spilled"]["bytes"] or 0, reverse=True)
     for each in largest_first[:_SPILLED_SHOWN]:
         stored = each["spilled"]
-        amount = f"{_count(stored['count'])} changes, {size(stored['bytes'])}"
+        amount = f"{_changes(stored['count'])}, {size(stored['bytes'])}"
         text = f"{each['subscription']} {each['index']}: {amount}, for {duration(stored['age_seconds'])}"
         yield _line(f"{text}: {_why_stored(each)}", indent=4)
     if len(spilled) > _SPILLED_SHOWN:
-        yield _line(f"and {len(spilled) - _SPILLED_SHOWN} more partitions", indent=4)
+        more = number(len(spilled) - _SPILLED_SHOWN, "more partition", "more partitions")
+        yield _line(f"and {more}", indent=4)
 
 
 def _why_stored(partition: Mapping[str, Any]) -> str:
@@ -159,8 +166,9 @@ def _beside_the_bound(spill: Mapping[str, Any]) -> RenderableType:
     if spill["share"] is None:
         uncounted = number(spill["uncounted"], "partition", "partitions")
         return _line(f"stored: {uncounted} could not be counted in time, and no listener says how much", "yellow")
-    text = f"stored: {spill['count']} changes, {size(spill['bytes'])} of {size(spill['limit'])} ({spill['share']:.0%})"
-    if spill["lasts_seconds"] is not None:
+    taken = f"{size(spill['bytes'])} of {size(spill['limit'])} ({spill['share']:.0%})"
+    text = f"stored: {_changes(spill['count'])}, {taken}"
+    if spill["lasts_seconds"] is not None and spill["lasts_seconds"] < _FORESEEABLE_SECONDS:
         text += f", {size(spill['bytes_per_second'])}/s more: room for {duration(spill['lasts_seconds'])}"
     if spill["share"] >= 1:
         text += "; the bound is reached, and what stands holds back all others once buffers are full"
@@ -174,23 +182,41 @@ def _handlers(subscriptions: Sequence[Mapping[str, Any]], *, everything: bool) -
         worst_first = sorted(subscriptions, key=lambda each: (each["state"] == "flowing", -(each["lag_seconds"] or 0)))
         shown = worst_first[:_ROWS]
     if shown:
-        yield Padding(_table(shown), _INDENT, expand=False)
+        yield Padding(_HandlerTable(shown), _INDENT, expand=False)
     yield from _more(len(subscriptions) - len(shown), "handler", "handlers")
 
 
-def _table(subscriptions: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("subscription", "state", "lag", "watermark", "dead letters"):
-        table.add_column(column, no_wrap=column != "subscription", overflow="fold")
-    for each in subscriptions:
-        table.add_row(
-            Text(each["name"]),
-            _state(each["state"]),
-            duration(each["lag_seconds"]),
-            moment(each["watermark_at"]),
-            str(each["dead_letters"]),
-        )
-    return table
+class _HandlerTable:
+    """A row for each handler; where a terminal is too narrow for a name, columns go, and not the name."""
+
+    def __init__(self, subscriptions: Sequence[Mapping[str, Any]]) -> None:
+        self._columns = {
+            "subscription": [Text(each["name"]) for each in subscriptions],
+            "state": [_state(each["state"]) for each in subscriptions],
+            "lag": [Text(duration(each["lag_seconds"])) for each in subscriptions],
+            "watermark": [Text(moment(each["watermark_at"])) for each in subscriptions],
+            "dead letters": [Text(str(each["dead_letters"])) for each in subscriptions],
+        }
+
+    def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
+        """Rich's protocol."""
+        columns = dict(self._columns)
+        for droppable in ("watermark", "dead letters", "lag"):
+            if _width(columns) > options.max_width:
+                del columns[droppable]
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for column in columns:
+            table.add_column(column, no_wrap=column != "subscription", overflow="fold")
+        for row in zip(*columns.values(), strict=True):
+            table.add_row(*row)
+        yield table
+
+
+def _width(columns: Mapping[str, Sequence[Text]]) -> int:
+    """What a table needs at least; a long name may go on in a second line."""
+    widest = {name: max(len(name), *map(len, cells)) for name, cells in columns.items()}
+    widest["subscription"] = min(widest["subscription"], _NAME)
+    return sum(widest.values()) + _BETWEEN * (len(widest) - 1)
 
 
 def _partitions(partitions: Sequence[Mapping[str, Any]], *, everything: bool) -> Iterable[RenderableType]:
@@ -241,8 +267,7 @@ def _details(partition: Mapping[str, Any]) -> Iterable[str]:
     if head:
         yield f"stands at {head['key']}"
     if claim:
-        now = "running" if claim["live"] else "no longer running, and due again"
-        yield f"changes {claim['first']} to {claim['last']} are {now}"
+        yield _claimed(claim)
     waiting = partition.get("waiting")
     if waiting:
         yield f"waits for infrastructure since {moment(waiting['since'])}: {waiting['cause']}"
@@ -257,8 +282,19 @@ def _details(partition: Mapping[str, Any]) -> Iterable[str]:
             yield str(retry["error"])
 
 
+def _claimed(claim: Mapping[str, Any]) -> str:
+    first, last = claim["first"], claim["last"]
+    which = f"change {first} is" if first == last else f"changes {first} to {last} are"
+    now = "running" if claim["live"] else "no longer running, and due again"
+    return f"{which} {now} ({claim['process']})"
+
+
 def _state(state: str) -> Text:
-    return Text(state, style=_COLORS.get(state, ""))
+    return Text(state.replace("_", " "), style=_COLORS.get(state, ""))
+
+
+def _changes(count: int | None) -> str:
+    return "? changes" if count is None else number(count, "change", "changes")
 
 
 def _count(number: int | None) -> str:

@@ -11,6 +11,7 @@ import click
 from celery.bin.base import handle_preload_options
 
 from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors
+from mongo_celery.quantities import moment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,13 +56,16 @@ def list_transactions(
         for document in found:
             click.echo(_json(document))
         return
-    from rich.table import Table
+    from rich.padding import Padding
     from rich.text import Text
 
-    table = Table("id", "state", "application", "last step", "what", box=None)
-    for document in found:
-        table.add_row(*(Text(str(each)) for each in _row(document)))  # no markup: what is stored is anybody's
-    console_of(ctx).print(table if found else f"No transaction is {' or '.join(wanted)}.")
+    console = console_of(ctx)
+    for document in found:  # no markup: what is stored is anybody's
+        id_, state, application, modified, what = _row(document)
+        console.print(Text(f"{id_}  {state}  {modified}  {application}"), soft_wrap=True)  # an id is there to be copied
+        console.print(Padding(Text(what), (0, 0, 0, 2), expand=False))
+    if not found:
+        console.print(f"No transaction is {' or '.join(wanted)}.")
 
 
 @transactions.command()
@@ -169,7 +173,7 @@ def _readings(text: str) -> list[Any]:
     return readings
 
 
-def _row(document: Mapping[str, Any]) -> tuple[object, ...]:
+def _row(document: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     if "participants" in document:
         given = document["participants"]
         what = ", ".join(map(_participant, given)) if isinstance(given, list) else _json(given)
@@ -179,8 +183,10 @@ def _row(document: Mapping[str, Any]) -> tuple[object, ...]:
     if document.get("reason"):
         what = f"{what}: {document['reason']}"
     modified = document.get("lastModified")
-    when = modified.isoformat(" ", "seconds") if isinstance(modified, datetime) else "-"
-    return _text(document["_id"]), document.get("state"), document.get("application") or "-", when, what
+    when = moment(modified.isoformat()) if isinstance(modified, datetime) else "-"
+    application = document.get("application")
+    of = f"of {application}" if application else "of no application"
+    return _text(document["_id"]), str(document.get("state")), of, when, what
 
 
 def _participant(stored: object) -> str:

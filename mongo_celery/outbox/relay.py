@@ -31,6 +31,7 @@ from mongo_celery.outbox import pending
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.entries import FIELD, Entry, entries_of
 from mongo_celery.outbox.publisher import BrokerUnavailableError, Publisher
+from mongo_celery.quantities import number
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -261,8 +262,8 @@ class Relay:
             self._release(document_id, owner, _PAUSES.nth(attempts), _id_of(entry))
             return False
         logger.error(
-            "outbox: entry %s of document %r is a dead letter after %d attempts: %s",
-            _id_of(entry), document_id, attempts, short(error),
+            "outbox: entry %s of document %r is a dead letter after %s: %s",
+            _id_of(entry), document_id, number(attempts, "attempt", "attempts"), short(error),
             extra={"event": "entry_dead"},
         )  # fmt: skip
         # Before it is removed: a crash repeats it, and loses nothing.

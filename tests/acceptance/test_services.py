@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -42,6 +43,17 @@ def urls(process: ProjectProcess) -> tuple[str, str]:
 
 def connect(url: str) -> MongoClient[dict[str, Any]]:
     return MongoClient(url, serverSelectionTimeoutMS=10_000)
+
+
+def test_one_server_alone_says_its_url_as_json(processes: Processes) -> None:
+    """What is started by itself can be ended by itself; a script reads one line."""
+    process = processes.python("services", "-c", RUN, "services", "--only", "redis", "--json")
+    found = json.loads(process.wait_for_output(r"\{.*\}", READY_SECONDS_MAX)[0])
+    assert list(found) == ["redis"]
+    with redis.Redis.from_url(found["redis"]) as broker:
+        assert broker.ping()
+    process.send(signal.SIGINT)
+    assert process.wait(GOODBYE_SECONDS_MAX) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

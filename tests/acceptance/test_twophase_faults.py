@@ -147,7 +147,7 @@ def test_the_command_line_bears_whatever_is_stored(bank: Bank) -> None:
     )
 
     listed = "\n".join(bank.output("transactions", "list"))
-    assert [line.split()[0] for line in listed.splitlines()[1:]].count('"123"') == 1
+    assert [line.split()[0] for line in listed.splitlines()].count('"123"') == 1
     assert '"0123456789abcdef01234567"' in listed
     assert "[red]x" in listed
     assert "see [/x]" in "\n".join(bank.output("transactions", "list", "--state", "canceled"))

@@ -116,7 +116,7 @@ def test_a_share_that_trembles_is_named_once_and_one_that_comes_again_anew(
 @pytest.mark.parametrize(
     ("changes", "state", "command"),
     [
-        ({"state": "halted"}, "halted", "changes skip record --partition 1"),
+        ({"state": "halted"}, "halted", "changes set-aside record --partition 1"),
         ({"state": "paused"}, "paused", "changes resume record --partition 1"),
         ({"due_in": 9.0}, "parked", "changes retry record --partition 1"),
         ({"due_in": 9.0, "waiting": {"cause": "AutoReconnect: away"}}, "waiting", "bring back"),

@@ -38,7 +38,7 @@ def test_no_line_of_a_list_is_wider_than_a_terminal() -> None:
     waiting = {**LETTER, "id": "8266001122334455668800", "replay": "waiting", "replay_error": "ConnectionError: no"}
     lines = list(list_lines("shop", Found(7, [], {}, leads=True), [LETTER, waiting]))
     assert lines[0] == "shop: 7 dead letters"
-    assert lines[1] == "8266001122334455667  summarise  set aside  2026-11-23 06:30:19 UTC"
+    assert lines[1:3] == ["8266001122334455667  set aside 2026-11-23 06:30:19 UTC", "  summarise: shop.orders insert 5"]
     assert "  its replay waits for its next try: ConnectionError: no" in lines
     assert lines[-1] == "and 5 more: --limit"
     assert max(map(len, lines)) <= 80

@@ -322,7 +322,7 @@ def bound(share: float, lasts: int | None = None) -> dict[str, Any]:
     ("share", "name", "level", "words"),
     [
         (0.5, "spill", "ok", "50% of spill_bytes"),
-        (0.75, "spill_bound", "warning", "in 2.0 h"),
+        (0.75, "spill_bound", "warning", "in 2 h"),
         (0.9, "spill_bound", "error", "90% of 8.0 GiB"),
         (1.0, "spill_bound", "error", "once that is full"),
     ],

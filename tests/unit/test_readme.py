@@ -44,20 +44,22 @@ def test_every_guarantee_names_its_test() -> None:
 
 def test_every_page_of_the_documentation_names_what_proves_it() -> None:
     """A page that promises nothing is the glossary or a list; every other one names tests."""
-    for page in DOCS.glob("*.md"):
+    for page in (*DOCS.glob("*.md"), *DOCS.glob("operations/*.md")):
         assert "`tests/" in page.read_text(), name_of(page)
 
 
 def test_the_readme_leads_to_every_page() -> None:
-    """It is short, and what it leaves out is one step away; so is every decision from their list."""
-    readme, decisions = README.read_text(), (DOCS / "decisions/README.md").read_text()
+    """It is short, and what it leaves out is one step away; so is every page of a folder from its list."""
+    readme = README.read_text()
 
     assert len(readme.splitlines()) <= README_LINES_MAX
     for page in DOCS.glob("*.md"):
         assert f"(docs/{page.name})" in readme, page.name
-    assert "(docs/decisions/README.md)" in readme
-    for page in (DOCS / "decisions").glob("0*.md"):
-        assert f"({page.name})" in decisions, page.name
+    for folder in ("decisions", "operations"):
+        assert f"(docs/{folder}/README.md)" in readme
+        index = DOCS / folder / "README.md"
+        for page in sorted({*index.parent.glob("*.md")} - {index}):
+            assert f"({page.name})" in index.read_text(), name_of(page)
 
 
 def test_the_configuration_table_lists_all_options() -> None:

@@ -48,7 +48,9 @@ from tests.unit.test_status import (
     subscription,
 )
 
-PAGE = Path(__file__).parents[2] / "docs/operations.md"
+PAGES = Path(__file__).parents[2] / "docs/operations"
+INDEX = PAGES / "README.md"
+LINES = ("Means", "Costs", "Shows", "Cures", "After")
 LINE = CommandLine("shop")
 ERROR = "ValueError: no"
 HEAD = {"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"}
@@ -371,6 +373,16 @@ def test_what_is_stored_of_a_handler_that_is_gone_is_told_beside_it() -> None:
     assert "(1 partition halted)" in verdict.reasons[1].sentence
 
 
+def test_a_listener_that_would_end_again_is_not_what_cures() -> None:
+    """Where every handler has lost its history somebody has to decide first; from then on a listener cures."""
+    ended = lease(live=False, state="history_lost", error="the oplog is too short")
+    for go_on, command in ((None, None), ({"policy": "now"}, START)):
+        status = shape(calm(lease=ended, subscriptions=[subscription(lost={**LOST, "goOn": go_on})]))
+        reasons = {each.code: each for each in judge(status, (), LINE).reasons}
+        assert reasons.keys() == {"no_listener", "history_lost"}
+        assert (reasons["no_listener"].severity, reasons["no_listener"].command) == ("failing", command)
+
+
 def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
     """`changes retry` would refuse it; unless it is stored (P13)."""
     lost = {"subscriptions": [subscription(lost=LOST)]}
@@ -504,8 +516,24 @@ def _parse(words: list[str]) -> None:
 
 def test_the_table_of_reasons_is_the_codes() -> None:
     """Every code has a row with severity, meaning, cost and command; none is promised that does not exist."""
-    rows = re.findall(r"^\| `(\w+)` \| ((?:degraded|failing)(?:, failing)?) \|", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| ((?:degraded|failing)(?:, failing)?) \|", INDEX.read_text(), re.MULTILINE)
     assert [code for code, _ in rows] == list(CODES)
     severities = {code: sorted({case.severity for case in of}) for code, of in CASES.items()}
     severities |= {"state_unreadable": ["failing"], "spill_unserved": ["degraded"]}
     assert {code: text.split(", ") for code, text in rows} == severities
+
+
+def test_every_reason_has_its_place_on_one_page() -> None:
+    """What the table leads to: what it means and costs, what shows it, what cures it, and what it is like after."""
+    led = dict(re.findall(r"^\| `(\w+)` \|.*\(([\w-]+\.md)#\1\) \|$", INDEX.read_text(), re.MULTILINE))
+    assert list(led) == list(CODES)
+    found = {}
+    for page in sorted(PAGES.glob("*.md")):
+        for code, text in re.findall(r"^### `(\w+)`\n(.*?)(?=^#|\Z)", page.read_text(), re.DOTALL | re.MULTILINE):
+            found[code] = page.name
+            lines = dict(re.findall(r"^- \*\*(\w+)\*\* (.+?)(?=^- \*\*|\n\n|\Z)", text, re.DOTALL | re.MULTILINE))
+            assert tuple(lines) == LINES, code
+            assert "`celery -A shop " in lines["Shows"], code
+            has_command = any(case.command for case in CASES.get(code, ()))
+            assert not has_command or "`celery -A shop " in lines["Cures"], code
+    assert found == led

@@ -189,7 +189,7 @@ def remedy(subscription: str, partition: int | None, state: str | None) -> str:
     """The command that frees a partition, or where to look."""
     where = f"{subscription} --partition {partition}"
     remedies = {
-        "halted": f"`celery -A ... changes retry {where}` or `changes skip {where}`",
+        "halted": f"`celery -A ... changes retry {where}` or `changes set-aside {where}`",
         "paused": f"`celery -A ... changes resume {where}`",
         "waiting": "bring back what its handler waits for, which `celery -A ... changes status` names; then it runs",
         "parked": f"`celery -A ... changes retry {where}` runs its change at once",

@@ -35,6 +35,7 @@ from mongo_celery.bridge.listener.subscription import Subscription, make_tracker
 from mongo_celery.bridge.listener.takeover import Takeover, generations_of
 from mongo_celery.bridge.listener.tracker import Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.claims import process_of
 from mongo_celery.bridge.state.partitions import MOVING, Image
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.window import Mark
@@ -254,7 +255,7 @@ class Relayouts:
         if known != owner:
             since = now
             self._claims[tracker.partition_id] = owner, now
-        return f"waits for the claim of partition {image.index} (owner {owner}), live for {now - since:.0f} s"
+        return f"waits for the claim of partition {image.index} ({process_of(owner)}), live for {now - since:.0f} s"
 
     # -- reading -----------------------------------------------------------------------------------
 

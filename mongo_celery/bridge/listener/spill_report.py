@@ -76,7 +76,7 @@ class SpillReport:
         logger.log(
             logging.ERROR if level > LEVELS[0] else logging.WARNING,
             "changes that are stored have reached %s; %s. At the bound nothing more is stored, and the stream waits "
-            "for what stands: resume, retry or skip it (`changes status` names it), or raise spill_bytes",
+            "for what stands: resume it, retry it or set it aside (`changes status` names it), or raise spill_bytes",
             share,
             f"at the present rate the rest lasts for {lasts:.0f} s" if lasts is not None else "they do not grow now",
             extra={"event": "spill_bound", "percent": level, "lasts_seconds": lasts},
@@ -89,7 +89,7 @@ class SpillReport:
         sentence = (
             f"the next {size} bytes of changes of partition {tracker.partition_id} cannot be stored: "
             f"{self._stock.objection(tracker.partition_id)}. When the buffer is full the stream waits for them: "
-            "resume, retry or skip what stands (`changes status` names it), or raise spill_bytes"
+            "resume, retry or set aside what stands (`changes status` names it), or raise spill_bytes"
         )
         now = time.monotonic()
         if now - self._complained_at >= _COMPLAINT_SECONDS:

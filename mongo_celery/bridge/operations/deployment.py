@@ -29,6 +29,7 @@ from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_b
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.rights import allowed
 from mongo_celery.mongo.verdicts import Code, Concern, Verdict, brief, verdict_on
+from mongo_celery.quantities import duration
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -262,12 +263,11 @@ def _lease(wiring: Wiring) -> Mapping[str, Any]:
 
 
 def _judge_window(oplog: Oplog, fill: float | None) -> Finding:
-    hours = oplog.window_seconds / 3600
-    text = f"It reaches {hours:.1f} h back"
-    if hours >= OPLOG_HOURS_MIN:
+    text = f"It reaches {duration(oplog.window_seconds)} back"
+    if oplog.window_seconds / 3600 >= OPLOG_HOURS_MIN:
         return ok("oplog_window", f"{text}: a listener may be away for so long.")
     if fill is not None and fill < NEARLY_FULL:
-        return ok("oplog_window", f"{text}, to the beginning of this cluster; {fill:.0%} of it are in use.")
+        return ok("oplog_window", f"{text}, to the beginning of this cluster; {fill:.0%} of it is in use.")
     return warning(
         "oplog_window",
         f"{text} only: if the listener is away for longer, changes are lost. Enlarge it "

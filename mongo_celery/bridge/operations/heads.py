@@ -41,7 +41,7 @@ class Head:
         key: namespace, operation and document key; None where the change is not known.
         token: its resume token's `_data`; `skip` passes over this change only. None where it is not known.
         committed: number of the last change before it.
-        error: why it halted, failed last, or is refused.
+        error: why it halted, failed last, is refused, or what it waits for.
         since: since when it waits for infrastructure, or something of its partition is stored; ISO, in UTC.
         due_seconds: until a parked one may run again.
         bytes: of the event; None where it is not stored.
@@ -159,7 +159,7 @@ def _head(image: Image, change: StoredChange | None) -> Head:
         key=key,
         token=token,
         committed=int(image.committed),
-        error=image.error or refusal,
+        error=image.error or refusal or (image.waiting or {}).get("cause"),
         retries=int(image.retries),
         crashes=int(image.crashes),
         since=_iso(since) if since else None,

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.operations.findings import NEAR, SERIOUS, Finding, error, ok, warning
 from mongo_celery.bridge.state.leases import layouts_in_force
+from mongo_celery.quantities import duration, number, size
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 _SHOWN = 3
 _LOOKING_SECONDS = 3.0
-_GIB, _MIB, _HOUR = 1 << 30, 1 << 20, 3600
-_ROLLED_HOURS_MIN = 1
+_ROLLED_SECONDS_MIN = 3600
 """A tail of storing that would roll the whole oplog sooner leaves nobody the time to act."""
 
 
@@ -70,7 +70,7 @@ def judge_spill(status: Mapping[str, Any]) -> Iterator[Finding]:
     if not findings:
         share = status["spill"]["share"]
         known = f": {share:.0%} of spill_bytes" if share is not None else ""
-        yield ok("spill", f"Changes of {len(spilled)} partitions are stored, and run when these go on{known}.")
+        yield ok("spill", f"Changes of {_partitions(spilled)} are stored, and run when these go on{known}.")
 
 
 def _refused(status: Mapping[str, Any]) -> Iterator[Finding]:
@@ -85,13 +85,13 @@ def _beside_the_bound(status: Mapping[str, Any], spilled: Sequence[Mapping[str, 
     if share is None or share < NEAR:
         return
     lasts = spill["lasts_seconds"]
-    soon = f", which at the present rate is so in {lasts / _HOUR:.1f} h" if lasts else ""
+    soon = f", which at the present rate is so in {duration(lasts)}" if lasts else ""
     then = f"At 100%{soon}, what stands waits in the listener's memory again, and the stream is not read for any"
     if share >= 1:
         then = "So what stands waits in the listener's memory, and once that is full the stream is not read for any"
     yield (error if share >= SERIOUS else warning)(
         "spill_bound",
-        f"What is stored of changes that stand still takes {share:.0%} of {spill['limit'] / _GIB:.1f} GiB "
+        f"What is stored of changes that stand still takes {share:.0%} of {size(spill['limit'])} "
         f"(spill_bytes). {then}. Free the largest: {_largest(spilled)}; or raise spill_bytes, if the state database "
         "has room.",
     )
@@ -101,7 +101,7 @@ def _unled(status: Mapping[str, Any], spilled: Sequence[Mapping[str, Any]]) -> I
     if status["state"] != "leading" and spilled:
         yield warning(
             "spill_unled",
-            f"Changes of {len(spilled)} partitions are stored, and nobody leads: they wait for a listener, and lose "
+            f"Changes of {_partitions(spilled)} are stored, and nobody leads: they wait for a listener, and lose "
             "nothing by it.",
         )
 
@@ -112,9 +112,14 @@ def _unserved(status: Mapping[str, Any]) -> Iterator[Finding]:
             count = each["spilled"]["count"]
             yield warning(
                 "spill_unserved",
-                f"{'Changes' if count is None else f'{count} changes'} of {each['name']} are stored, which has no "
-                "handler in this app: they wait until it is back, and take room under spill_bytes meanwhile.",
+                f"{'Changes' if count is None else number(count, 'change', 'changes')} of {each['name']} "
+                f"{'is' if count == 1 else 'are'} stored, which has no handler in this app: what is stored waits until "
+                "it is back, and takes room under spill_bytes meanwhile.",
             )
+
+
+def _partitions(spilled: Sequence[Mapping[str, Any]]) -> str:
+    return number(len(spilled), "partition", "partitions")
 
 
 def _largest(spilled: Sequence[Mapping[str, Any]]) -> str:
@@ -125,12 +130,12 @@ def _largest(spilled: Sequence[Mapping[str, Any]]) -> str:
 
 def judge_storing(bytes_per_second: float, oplog_bytes: int) -> Finding:
     """How long the oplog would hold what is stored at this rate: storing is written to it, too."""
-    hours = oplog_bytes / bytes_per_second / _HOUR
+    lasts = oplog_bytes / bytes_per_second
     text = (
-        f"Storing what stands still writes {bytes_per_second / _MIB:.1f} MiB/s, which alone fills the oplog of "
-        f"{oplog_bytes / _GIB:.1f} GiB in {hours:.1f} h"
+        f"Storing what stands still writes {size(bytes_per_second)}/s, which alone fills the oplog of "
+        f"{size(oplog_bytes)} in {duration(lasts)}"
     )
-    if hours >= _ROLLED_HOURS_MIN:
+    if lasts >= _ROLLED_SECONDS_MIN:
         return ok("spill_oplog", f"{text}.")
     return warning(
         "spill_oplog",

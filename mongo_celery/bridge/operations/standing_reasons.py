@@ -87,7 +87,7 @@ def _halt(subscription: Subscription, halted: Sequence[Partition], line: Command
     return failing(
         "halted",
         f"{where(subscription, indexes)} {has} {_key(first)}: {reason}. {its} later changes wait until the "
-        f"cause is cured and {it_is} retried, or skipped.",
+        f"cause is cured and {it_is} retried, or set aside.",
         line.on("retry", subscription["name"], indexes),
     )
 
@@ -158,8 +158,8 @@ def _parked(concerned: Concerned, line: CommandLine) -> Iterator[Reason]:
             longest = max(late, key=lambda one: one["retry"]["due_seconds"])
             text = (
                 f"{where(each, _indexes(late))} {'is' if len(late) == 1 else 'are'} parked for up to "
-                f"{duration(longest['retry']['due_seconds'])}, since the handler asked for a retry then: later changes "
-                f"wait. `changes head {each['name']} {longest['index']}` shows the change."
+                f"{duration(longest['retry']['due_seconds'])}, since the handler asked for a retry then, at "
+                f"{_key(longest)}: later changes wait. `changes head {each['name']} {longest['index']}` shows it."
             )
             found.append(degraded("parked", text, line.on("retry", each["name"], _indexes(late))))
     yield from summed(found, f"have changes that are parked for long; {_ALL}.", line.changes("retry"))

@@ -18,10 +18,11 @@ from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import token_data
+from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.operations.amounts import Place, StoredAmounts, counted, reported
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.candidates import is_of_this_term
+from mongo_celery.bridge.state.claims import process_of
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import MOVING, Image, state_of
 from mongo_celery.bridge.state.store import Store
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 _READ_SECONDS = 10.0
+_HEADS_MAX = 10
+"""Partitions whose change is looked up for each status: an event may be large."""
+
 _FAILURES = {"failed", "history_lost"}
 _WORST_FIRST = ("halted", "paused", "waiting", "parked", MOVING, "flowing")
 
@@ -54,6 +58,7 @@ class Facts:
         stored: how much is stored of what stands still.
         layouts: those in force, by subscription.
         groups: of the registered subscriptions, by name.
+        heads: the changes at which parked and waiting partitions stand, as far as they were looked at.
     """
 
     options: BridgeOptions
@@ -68,6 +73,7 @@ class Facts:
     stored: StoredAmounts = field(default_factory=StoredAmounts)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     groups: Mapping[str, str | None] = field(default_factory=dict)
+    heads: Mapping[Place, Mapping[str, str]] = field(default_factory=dict)
 
 
 def read_status(wiring: Wiring) -> dict[str, Any]:
@@ -105,6 +111,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       not stored that should be. The figures are those of the listener's report. Where nobody has reported, the marked
       partitions are counted for some seconds; `uncounted` says how many it took too long for, and then `count`, `bytes`
       and what follows from them are None.
+    - a partition's `head`: the change at which it has halted, or is parked or waits; None where that is not known, as
+      before it is stored.
     - a partition's `spilled`: `count` and `bytes` of what is stored (None where that is not known: the report names the
       largest), `since` when, `age_seconds`, for what `reason`, `to`, the token of the last one, and whether it is
       `missing`, as the listener finds; None where nothing is. A subscription's has how many `partitions` are so, and
@@ -151,6 +159,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         oplog=oplog,
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
         stored=reported(_report(lease or {})) or counted(store.spill, _marked(store, layouts, images)),
+        heads=_stored_heads(store, layouts, images),
     )
 
 
@@ -161,6 +170,19 @@ def _marked(store: Store, layouts: Mapping[str, Layout], images: Sequence[Image]
         if image.spilled:
             place = name, index = image.subscription, image.index
             found[place] = store.partitions.partition_id(name, layouts[name].generation, index)
+    return found
+
+
+def _stored_heads(store: Store, layouts: Mapping[str, Layout], images: Sequence[Image]) -> dict[Place, dict[str, str]]:
+    """The change of each of some partitions that do not know it themselves, and of which it is stored."""
+    found = {}
+    unknown = [image for image in images if image.spilled and state_of(image) in {"parked", "waiting"}]
+    for image in unknown[:_HEADS_MAX]:
+        assert image.spilled is not None, "only those are asked about"
+        name, index = image.subscription, image.index
+        partition_id = store.partitions.partition_id(name, layouts[name].generation, index)
+        for change in store.spill.read(partition_id, image.data, image.spilled["to"], limit=1, max_bytes=1):
+            found[name, index] = {"token": change.data, "key": describe(change.raw)}
     return found
 
 
@@ -342,7 +364,7 @@ def _partition(image: Image, facts: Facts) -> dict[str, Any]:
         "handled": int(image.handled["last"]) if image.handled else None,
         "retry": _retry(image),
         "waiting": _waiting(image),
-        "head": _head(image),
+        "head": _head(image) or facts.heads.get((image.subscription, image.index)),
         "spilled": _spilled(image, facts),
     }
 
@@ -353,6 +375,7 @@ def _claim(image: Image) -> dict[str, Any] | None:
         return None
     return {
         "owner": claim["owner"],
+        "process": process_of(str(claim["owner"])),
         "first": int(claim["first"]),
         "last": int(claim["last"]),
         "until": _iso(claim["until"]),

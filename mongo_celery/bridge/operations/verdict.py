@@ -141,6 +141,9 @@ def _listening(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]
             yield degraded("no_listener", f"{gone}: nothing is read, which in a deploy ends by itself.", start)
         else:
             yield failing("no_listener", f"{gone}: nothing is read, and no change is handled.", start)
+    elif status["state"] == "history_lost" and any(_is_undecided(each) for each in status["subscriptions"]):
+        text = "Nobody leads, since every handler has lost its history: decide for each of them, then start a listener."
+        yield failing("no_listener", text)
     elif status["state"] != "leading":
         yield failing("no_listener", f"Nobody leads, and the last listener ended with: {cut(status['error'])}.", start)
     elif status["unread_seconds"]:
@@ -154,6 +157,10 @@ def _listening(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]
             f"Open transactions have locked {listed(status['locked'])}: they are led when the server ends these, "
             "within a minute by default.",
         )
+
+
+def _is_undecided(subscription: Mapping[str, Any]) -> bool:
+    return subscription["state"] == "history_lost" and not subscription["lost"]["decided"]
 
 
 def _handlers(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:

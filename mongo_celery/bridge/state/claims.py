@@ -35,6 +35,9 @@ The partition's document is the authority on who may run what::
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -106,6 +109,17 @@ class Claim:
     doubts: int = 0
 
 
+def new_owner() -> str:
+    """An owner for one execution: random, and with the process in front, for people."""
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
+
+
+def process_of(owner: str) -> str:
+    """Who holds a claim, in words; an earlier version names no process."""
+    host, pid, *rest = [*owner.rsplit(":", 2), ""]
+    return f"process {pid} on {host}" if rest and pid.isdecimal() else f"owner {owner}"
+
+
 class Claims:
     """Claims and outcomes of one bridge's partitions. Thread-safe."""
 
@@ -134,7 +148,7 @@ class Claims:
         Claim a run.
 
         Args:
-            owner: random, of this execution alone.
+            owner: of this execution alone, from `new_owner`.
             version: the lease version in the message.
             token: comparable part of the first change's resume token.
             ttl: seconds; the bridge's `claim_ttl` by default.

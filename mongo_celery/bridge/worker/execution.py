@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextvars
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from mongo_celery.bridge.change import Change, describe
 from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
-from mongo_celery.bridge.state.claims import Claim
+from mongo_celery.bridge.state.claims import Claim, new_owner
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import (
@@ -210,7 +209,7 @@ class Execution:
             raise Ignore from error
 
     def _try_claim(self, started: float) -> Claim:
-        run, owner, ttl = self._run, secrets.token_hex(8), self._ttl
+        run, owner, ttl = self._run, new_owner(), self._ttl
         session = None if self.session is None else self.session.session_id["id"]
         try:
             if session is not None and self._store.claims.end_transaction(run.partition_id):

@@ -1,0 +1,57 @@
+"""The failure drill of the documentation, as it is written: what a person types, and what they must see."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.documentation.drill import Walk, chapters, shape
+from tests.acceptance.documentation.pages import ROOT, blocks
+from tests.fixtures.availability import require_server
+from tests.fixtures.process import Processes
+
+CHAPTERS = chapters()
+
+
+@pytest.fixture
+def walk(processes: Processes, tmp_path: Path) -> Walk:
+    """Give a person in an empty directory."""
+    require_server("mongod")
+    require_server("redis-server")
+    return Walk(processes, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_drill_runs_as_it_is_written(walk: Walk) -> None:
+    """All of it, in order: each failure is said as the page says, and cured by what the page types."""
+    for steps in CHAPTERS.values():
+        for step in steps:
+            walk.take(step)
+    walk.end()
+
+
+def test_a_bug_is_cured_as_the_drill_says(walk: Walk) -> None:
+    """The beginning of the drill, and its first failure."""
+    for steps in [*CHAPTERS.values()][:2]:
+        for step in steps:
+            walk.take(step)
+    walk.end()
+
+
+def test_the_drill_begins_with_the_project_of_the_readme() -> None:
+    """Whoever has that on the disk goes on from there."""
+    (shown,) = blocks(ROOT / "README.md", "python")
+    files = [f"# {step.path}\n{step.text}" for step in CHAPTERS["A shop"] if step.path]
+    for part in re.split(r"^(?=# shop/)", shown.code, flags=re.MULTILINE):
+        assert not part.strip() or any(part.strip() == file.strip() for file in files)
+
+
+def test_what_is_shown_need_not_have_the_same_numbers_and_breaks() -> None:
+    """But the same words: a check that takes everything would prove nothing."""
+    wanted = shape("order 1 total 5\n...\nshop is\nhealthy\n")
+    assert wanted.search("order 12 total 7 whatever shop is healthy")
+    assert wanted.search("order 12 total 7 shop is healthy")
+    assert not wanted.search("order 12 total 7 shop is failing")
+    assert not wanted.search("order twelve total 7 shop is healthy")

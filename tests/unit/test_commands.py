@@ -1,0 +1,163 @@
+"""All commands, by walking their tree: help that fits a terminal, and `--json` of a shape that a page has."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from bson import Timestamp
+from bson.int64 import Int64
+from celery.bin.celery import celery as celery_command
+
+from mongo_celery.bridge.operations.commands import CommandResult
+from mongo_celery.bridge.operations.findings import Finding
+from mongo_celery.bridge.operations.heads import Head
+from mongo_celery.bridge.operations.reasons import Reason
+from mongo_celery.bridge.operations.status import shape
+from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.cli.outbox_view import plain_health
+from mongo_celery.cli.tools import main
+from mongo_celery.outbox.backing import OutboxStatus
+from mongo_celery.outbox.health import Health
+from mongo_celery.outbox.relay import Delivery
+from mongo_celery.outbox.replay import DeadLetter, Replay
+from tests.unit.test_status import IDLE_REPORT, LOST, MARK, NOON, SECOND, SERVED, facts, image, lease, subscription
+
+PAGE = Path(__file__).parents[2] / "docs/operations/json.md"
+WIDTH = 80
+WITHOUT_JSON = {
+    "listener": "a process: it logs",
+    "transactions show": "prints Extended JSON as it is",
+}
+WITHOUT_KEYS = {
+    "transactions list": "as it is stored",
+    "mongo-celery demo": "figures",
+    "mongo-celery bench": "figures",
+}
+
+
+def tree(command: click.Command, path: str, parent: click.Context | None) -> Iterator[tuple[str, click.Context]]:
+    """A command and all below it, by what is typed."""
+    context = click.Context(command, info_name=path.rpartition(" ")[2], parent=parent, terminal_width=WIDTH)
+    yield path, context
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from tree(found, f"{path} {name}", context)
+
+
+ALL = {
+    path: context
+    for name in ("changes", "outbox", "transactions", "listener")
+    for path, context in tree(celery_command.commands[name], name, click.Context(celery_command, info_name="celery"))
+} | dict(tree(main, "mongo-celery", None))
+LEAVES = sorted(path for path, context in ALL.items() if not isinstance(context.command, click.Group))
+
+
+@pytest.mark.parametrize("path", sorted(ALL))
+def test_no_line_of_help_is_wider_than_a_terminal(path: str) -> None:
+    """And no summary of a command is cut off."""
+    context = ALL[path]
+    lines = context.command.get_help(context).splitlines()
+    assert [line for line in lines if len(line) > WIDTH] == []
+    assert [line for line in lines if line.endswith("...") and not line.startswith("Usage:")] == []
+
+
+@pytest.mark.parametrize("path", LEAVES)
+def test_every_command_that_prints_has_json(path: str) -> None:
+    """Or a reason why not, which the page tells, too."""
+    has = any("--json" in parameter.opts for parameter in ALL[path].command.params)
+    assert has is (path not in WITHOUT_JSON)
+
+
+def rows(text: str) -> dict[str, str]:
+    """The tables of the page: what stands in the first column, and the rest of the row."""
+    return dict(re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE))
+
+
+def names(cell: str) -> set[str]:
+    """The keys that a row names; what is in brackets explains one."""
+    return set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", cell)))
+
+
+def test_the_page_has_every_command() -> None:
+    """In the order of nobody's memory: those with `--json`, and no others."""
+    listed = {cell.strip("`") for cell in rows(PAGE.read_text().partition("## Status")[0]) if cell.startswith("`")}
+    parts = {"halted` of `set-aside", "refused` of `set-aside"}
+    assert listed - parts == set(LEAVES) - WITHOUT_JSON.keys()
+
+
+def keys_of(kind: type) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def health() -> dict[str, Any]:
+    counts = dict.fromkeys(("documents", "pending", "failing", "dead_letters", "dispatched", "failures"), 0)
+    status = OutboxStatus(outbox="shop.orders", oldest_seconds=None, **counts)
+    about = {"sweep_after": 10.0, "scheduled": True, "indexed": True, "broker_error": None}
+    return plain_health(Health(name="orders", status=status, **about))  # type: ignore[arg-type]
+
+
+def test_the_page_has_the_keys_of_the_code() -> None:
+    """Of what is the same wherever it is printed."""
+    found = rows(PAGE.read_text().partition("## Status")[0])
+    assert names(found["a reason"]) == keys_of(Reason)
+    assert names(found["a finding of `check`"]) == keys_of(Finding)
+    assert names(found["a partition of a command"]) == keys_of(CommandResult)
+    assert names(found["a dead letter of an outbox"]) == keys_of(DeadLetter)
+    assert names(found["`changes head`"]) == {"bridge", *keys_of(Head)}
+    assert names(found["`outbox sweep`"]) == {"outbox", *keys_of(Delivery)}
+    assert names(found["`outbox dead-letters replay`"]) == {"outbox", "error", *keys_of(Replay)}
+    assert names(found["`outbox status`"]) == set(health())
+
+
+def standing() -> dict[str, Any]:
+    """A status with everything in it that the state can hold."""
+    claim = {"owner": "one:42:ab", "first": Int64(6), "last": Int64(7), "until": NOON, "ttl": Int64(10_000)}
+    rejected = [{"partition": "summarise 1", "key": "k", "bytes": 9, "error": "too large", "since": NOON}]
+    gap = {"until": Timestamp(SECOND, 1), "policy": "oldest", "error": "rolled"}
+    moving = [{"subscription": "summarise", "partitions": 7, "since": NOON, "waits": ""}]
+    report = {**IDLE_REPORT, "rejected": rejected, "notStored": rejected, "moving": moving}
+    head = {"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"}
+    full = {"claim": claim, "error": "no", "head": head, "spilled": MARK, "waiting": {"since": NOON, "cause": "no"}}
+    layouts = {"summarise": Layout(5, 2, "blake2b-64:_id")}
+    return shape(
+        facts(
+            lease=lease(**SERVED, report=report, gaps=[gap]),
+            subscriptions=[subscription(lost=LOST, gaps=[gap])],
+            images=[image(0, **full)],
+            layouts=layouts,
+        )
+    )
+
+
+def test_the_page_has_the_keys_of_a_status() -> None:
+    """Of each of its parts, and no others."""
+    found = {
+        cell: names(rest.partition(":")[0]) for cell, rest in rows(PAGE.read_text().partition("## Status")[2]).items()
+    }
+    status = standing()
+    assert json.loads(json.dumps(status)) == status
+    (row,), (partition,) = status["subscriptions"], status["partitions"]
+    parts = {
+        "the bridge": status,
+        "`listener`": status["listener"],
+        "`spill`": status["spill"],
+        "`gaps`": status["gaps"][0],
+        "`rejected_by_broker`, `not_stored`": status["rejected_by_broker"][0],
+        "`subscriptions`": row,
+        **{f"`{name}` of a subscription": row[name] for name in ("new_layout", "spilled", "lost")},
+        "`partitions`": partition,
+        **{f"`{name}` of a partition": partition[name] for name in ("claim", "retry", "waiting", "head", "spilled")},
+    }
+    assert {name: set(part) for name, part in parts.items()} == {name: found[name] for name in parts}
+    assert found.keys() == {"where", *parts}
+    assert set(judge(status).plain()) == {"verdict", "reasons"}

@@ -1,0 +1,69 @@
+"""What commands print on a narrow terminal: no ribbon of letters, nothing cut that somebody has to copy."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from io import StringIO
+
+import pytest
+from rich.console import Console, RenderableType
+
+from mongo_celery.bridge.operations.status import shape
+from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.cli.outbox_view import dead_letters_view, health_view
+from mongo_celery.cli.status_view import status_view
+from mongo_celery.outbox.backing import OutboxStatus
+from mongo_celery.outbox.health import Health
+from mongo_celery.outbox.replay import DeadLetter
+from tests.unit.test_status import facts, image, subscription
+
+LONG = "send_the_confirmation_to_the_customer_of_the_order"
+ENTRY = "d1ee1459-1808-4f0c-a83c-de168c913f04"
+
+
+def shown(view: RenderableType, width: int) -> list[str]:
+    text = StringIO()
+    Console(file=text, width=width).print(view, crop=False)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(("width", "columns"), [(120, 5), (80, 5), (60, 4), (40, 3)])
+def test_a_long_name_goes_on_in_a_second_line_and_columns_give_way(width: int, columns: int) -> None:
+    """It is never squeezed into some letters a line; what is left out is in `--json`."""
+    status = shape(facts(registered=(LONG,), subscriptions=[subscription(LONG)], images=[]))
+    lines = shown(status_view([(status, judge(status))], everything=False), width)
+    header = next(number for number, line in enumerate(lines) if line.lstrip().startswith("subscription"))
+    assert len([word for word in lines[header].split("  ") if word]) == columns
+    assert sum(line.strip() in LONG or line.split()[0] in LONG for line in lines[header + 1 :] if line.strip()) <= 3
+    assert max(map(len, lines)) <= width
+
+
+def test_one_change_is_one_change() -> None:
+    """Singular and plural, and who has it in hand."""
+    claim = {"owner": "vm:42:ab", "first": 6, "last": 6, "until": None}
+    lapsed = image(0, claim=claim, live=False)
+    (line,) = [line for line in shown(_status(lapsed), 120) if line.strip().startswith("summarise 0 ")]
+    assert line.strip() == ("summarise 0 flowing: change 6 is no longer running, and due again (process 42 on vm)")
+
+
+def _status(*images: object) -> RenderableType:
+    status = shape(facts(images=list(images)))
+    return status_view([(status, judge(status))], everything=False)
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_an_outbox_is_told_in_words_and_its_dead_letters_with_their_whole_ids(width: int) -> None:
+    """An id that is cut cannot be typed."""
+    letter = DeadLetter(
+        id=ENTRY, document=7, at=datetime(2026, 11, 23, tzinfo=UTC), entry={}, error="x" * 200, traceback=""
+    )
+    letters = shown(dead_letters_view("orders", [letter], 2), width)
+    assert letters[0] == "orders: 2 dead letters"
+    assert letters[1].startswith(f"{ENTRY}  2026-11-23 00:00:00")
+    counts = {"documents": 1, "pending": 1, "failing": 1, "dead_letters": 1, "dispatched": 0, "failures": 0}
+    status = OutboxStatus(outbox="shop.orders", oldest_seconds=12.0, **counts)
+    health = Health(name="orders", status=status, sweep_after=10, scheduled=True, indexed=True, broker_error=None)
+    assert " ".join(shown(health_view([health]), width)) == (
+        "orders: 1 entry pending in 1 document, the oldest for 12 s, 1 document has an entry that failed, "
+        "1 dead letter, the broker answers"
+    )
