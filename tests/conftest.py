@@ -21,6 +21,7 @@ pytest_plugins = [
     "tests.fixtures.proxy",
     "tests.fixtures.process",
     "tests.fixtures.tracing",
+    "tests.fixtures.browser",
 ]
 
 _PROCESSES_PER_CORE = 2
