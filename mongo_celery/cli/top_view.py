@@ -72,7 +72,7 @@ def _parts(glance: Glance) -> Iterator[RenderableType]:
     yield Text("")
     yield _figures(glance.shown, glance.rates)
     yield Text("")
-    yield _handlers(glance.shown["handlers"], glance.rates)
+    yield _handlers(glance.shown, glance.rates)
     if glance.shown["snapshots"]:
         yield Text("")
         yield _snapshots(glance.shown["snapshots"])
@@ -127,7 +127,7 @@ def _figures(shown: Mapping[str, Any], rates: Rates) -> RenderableType:
     )
 
 
-def _handlers(handlers: Sequence[Mapping[str, Any]], rates: Rates) -> RenderableType:
+def _handlers(shown: Mapping[str, Any], rates: Rates) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
     table.add_column("handler", no_wrap=True, overflow="ellipsis", ratio=3, min_width=10)
     table.add_column("state", no_wrap=True)
@@ -135,10 +135,12 @@ def _handlers(handlers: Sequence[Mapping[str, Any]], rates: Rates) -> Renderable
     table.add_column("lag", no_wrap=True, justify="right")
     table.add_column("partitions", no_wrap=True, overflow="ellipsis", ratio=4, min_width=10)
     table.add_column("dead", no_wrap=True, justify="right")
-    for each in handlers:
+    for each in shown["handlers"]:
+        # Where nobody leads nothing flows, whatever is stored of a partition.
+        state = "not led" if each["state"] == "flowing" and shown["state"] != "leading" else each["state"]
         table.add_row(
             Text(each["name"]),
-            Text(each["state"], _STATES.get(each["state"], "yellow")),
+            Text(state, _STATES.get(state, "yellow")),
             _rate(rates.of(each["name"])),
             duration(each["lag_seconds"]),
             _cells(each),

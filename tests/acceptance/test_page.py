@@ -132,6 +132,7 @@ def test_what_stands_is_shown_with_the_command_that_cures_it(shown: Shown) -> No
     shown.tell(nobody)
     assert "Nobody leads" in shown.text(".top p")
     assert "celery -A shop listener" in shown.texts(".command code")
+    assert "flowing" not in shown.text(".handlers")
 
 
 def test_no_value_is_markup_and_none_turns_what_is_around_it(shown: Shown) -> None:

@@ -127,7 +127,10 @@ def test_rates_are_of_the_last_seconds_and_never_below_0() -> None:
     assert [rates.of("a"), rates.of("b")] == [2.0, 0.0]
 
 
-def test_a_gap_in_time_is_no_reason_to_fail() -> None:
-    """A bridge that nobody leads has a status, too."""
+def test_nothing_is_said_to_flow_where_nobody_leads() -> None:
+    """P16: what is stored of a partition does not know that."""
     gone = status_of(lease=lease(live=False, listenerId=None, renewedAt=NOON, report=None))
-    assert any("nobody leads" in line for line in lines_of(top_view([glance(gone)]), 80))
+    text = "\n".join(lines_of(top_view([glance(gone)]), 80))
+    assert "nobody leads" in text
+    assert "not led" in text
+    assert "flowing" not in text
