@@ -23,6 +23,7 @@ pytest_plugins = [
     "tests.fixtures.forked",
     "tests.fixtures.process",
     "tests.fixtures.tracing",
+    "tests.fixtures.browser",
 ]
 
 _PROCESSES_PER_CORE = 2

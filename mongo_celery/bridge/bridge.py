@@ -12,6 +12,7 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.handlers import Handler, check_function, make_handler, refuse_function_as_source
+from mongo_celery.bridge.http.launch import serving
 from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import BridgeOptions, PartitionKey, StartFrom
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
@@ -74,7 +75,7 @@ class Bridge:
             raise ConfigurationError(f"bridge {self.name} is already bound to an app; make one Bridge for each app.")
         if BRIDGES.add(app, self.wiring, self.wiring.name_in(app)):
             register_commit(app)
-            install(app)
+            install(app, serving)
         self.wiring.bound = app
         if self.wiring.given.get("autodiscover", True):
             app.autodiscover_tasks(related_name="changes")  # Django's applications

@@ -14,6 +14,7 @@ from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_
 from mongo_celery.cli.grants import grants
 from mongo_celery.cli.health import BRIDGE, bridges_of, health, line_of
 from mongo_celery.cli.status import status
+from mongo_celery.cli.top import top
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.commands import CommandResult
@@ -42,6 +43,7 @@ changes.add_command(dead_letters.set_aside)
 changes.add_command(grants)
 changes.add_command(health)
 changes.add_command(status)
+changes.add_command(top)
 
 
 # -- queues ----------------------------------------------------------------------------------------

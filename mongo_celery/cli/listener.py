@@ -10,6 +10,8 @@ from celery.bin.base import LOG_LEVEL, CeleryDaemonCommand, CeleryOption, handle
 if TYPE_CHECKING:
     from celery import Celery
 
+    from mongo_celery.bridge.listener.process import Beside
+
 
 @click.command(cls=CeleryDaemonCommand)
 @click.option(
@@ -37,6 +39,14 @@ if TYPE_CHECKING:
     help_group="Listener Options",
     help="Logging level.",
 )
+@click.option(
+    "--http",
+    "http",
+    metavar="[HOST:]PORT",
+    cls=CeleryOption,
+    help_group="Listener Options",
+    help="Serve probes, metrics and a page there; without HOST to this machine alone. By default nothing is served.",
+)
 @click.option("--detach", is_flag=True, cls=CeleryOption, help_group="Listener Options", help="Run in the background.")
 @click.pass_context
 @handle_preload_options
@@ -44,6 +54,7 @@ def listener(
     ctx: click.Context,
     bridges: tuple[str, ...],
     on_history_lost: str | None,
+    http: str | None,
     loglevel: int,
     detach: bool,
     logfile: str | None = None,
@@ -65,17 +76,30 @@ def listener(
     from mongo_celery.cli.apps import app_of
 
     app = app_of(ctx, BRIDGES)
+    beside = _serving(ctx, http)
     if not detach:
         maybe_drop_privileges(uid=uid, gid=gid)
-        ctx.exit(_run(app, bridges, on_history_lost, loglevel, logfile, pidfile))
+        ctx.exit(_run(app, bridges, on_history_lost, beside, loglevel, logfile, pidfile))
     with detached(logfile, pidfile, uid, gid, umask or 0, ctx.obj.workdir):
-        ctx.exit(_run(app, bridges, on_history_lost, loglevel, logfile, pidfile))
+        ctx.exit(_run(app, bridges, on_history_lost, beside, loglevel, logfile, pidfile))
+
+
+def _serving(ctx: click.Context, given: str | None) -> Beside | None:
+    """What serves HTTP beside the listeners, where that was asked for."""
+    if given is None:
+        return None
+    from mongo_celery.bridge.http.launch import serving
+    from mongo_celery.cli.apps import one_sentence_errors
+
+    with one_sentence_errors():
+        return serving(given, ctx.find_root().params.get("app"))
 
 
 def _run(
     app: Celery,
     bridges: tuple[str, ...],
     on_history_lost: str | None,
+    beside: Beside | None,
     loglevel: int,
     logfile: str | None,
     pidfile: str | None,
@@ -95,7 +119,7 @@ def _run(
         with ExitStack() as stack:
             if pidfile:
                 stack.callback(create_pidlock(pidfile).release)
-            return run_listeners(app, bridges, on_history_lost)
+            return run_listeners(app, bridges, on_history_lost, beside=beside)
     except MongoCeleryError as error:
         click.secho(f"Error: {without_credentials(str(error))}", fg="red", err=True)
         return 1

@@ -98,7 +98,7 @@ def _watch(ctx: click.Context, bridges: Sequence[Wiring], as_json: bool, everyth
             while True:
                 found = [_read_or_error(ctx, each) for each in bridges]
                 if live is not None:
-                    live.update(status_view(found, everything=everything), refresh=True)
+                    live.update(status_view(found, everything=everything, folded=True), refresh=True)
                 else:
                     _show(console, found, as_json, everything)
                 pause.wait(seconds)

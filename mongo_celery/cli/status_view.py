@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mongo_celery.bridge.operations.findings import NEAR, SERIOUS
+from mongo_celery.bridge.operations.overview import needs_attention
 from mongo_celery.cli.verdict_view import verdict_view
 from mongo_celery.quantities import duration, moment, number, size
 
@@ -47,22 +48,27 @@ _NAME, _BETWEEN = 24, 2
 """Characters of a handler's name that stand on one line, and those between two columns."""
 
 
-def status_view(found: Iterable[tuple[Mapping[str, Any], BridgeVerdict]], *, everything: bool) -> RenderableType:
+def status_view(
+    found: Iterable[tuple[Mapping[str, Any], BridgeVerdict]], *, everything: bool, folded: bool = False
+) -> RenderableType:
     """
     All statuses, one below the other.
 
     Args:
         found: as `read_status` gives them, or `bridge`, `state` and `error` alone; each with the verdict.
         everything: show all handlers and partitions.
+        folded: as of `verdict_view`.
     """
-    return Group(*(part for each in found for part in _parts(*each, everything=everything)))
+    return Group(*(part for each in found for part in _parts(*each, everything=everything, folded=folded)))
 
 
-def _parts(status: Mapping[str, Any], verdict: BridgeVerdict, *, everything: bool) -> Iterable[RenderableType]:
+def _parts(
+    status: Mapping[str, Any], verdict: BridgeVerdict, *, everything: bool, folded: bool
+) -> Iterable[RenderableType]:
     yield _summary(status)
     if "subscriptions" in status:
         yield from _facts(status, everything=everything)
-    yield verdict_view(verdict)
+    yield verdict_view(verdict, folded=folded)
 
 
 def _facts(status: Mapping[str, Any], *, everything: bool) -> Iterable[RenderableType]:
@@ -80,12 +86,6 @@ def _facts(status: Mapping[str, Any], *, everything: bool) -> Iterable[Renderabl
     yield from _handlers(status["subscriptions"], everything=everything)
     yield from (_new_layout(each) for each in status["subscriptions"] if each["new_layout"])
     yield from _partitions(status["partitions"], everything=everything)
-
-
-def needs_attention(partition: Mapping[str, Any]) -> bool:
-    """Whether a partition stands still, or its change has killed a worker or lost its claim."""
-    retry, claim = partition["retry"] or {}, partition["claim"] or {"live": True}
-    return partition["state"] != "flowing" or bool(retry.get("crashes")) or not claim["live"]
 
 
 def _line(text: str, style: str = "", indent: int = 2) -> RenderableType:

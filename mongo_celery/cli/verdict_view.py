@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,18 +17,29 @@ if TYPE_CHECKING:
 
 COLORS = {"healthy": "green", "degraded": "yellow", "failing": "red"}
 _INDENT = (0, 0, 0, 2)
+_HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+"""What moves a terminal's cursor, turns the direction of text, or is not seen at all."""
 
 
-def verdict_view(verdict: BridgeVerdict) -> RenderableType:
+def visible(text: str) -> str:
+    """What anybody may have written; what a terminal would obey or hide stands there as its number."""
+    return _HIDDEN.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+
+
+def verdict_view(verdict: BridgeVerdict, *, folded: bool = False) -> RenderableType:
     """
     The verdict on one bridge.
 
     A command stands on a line of its own, and is not broken, so that it can be copied; print it with `crop=False`.
+
+    Args:
+        folded: break it all the same at the terminal's edge, for a view that is drawn over itself again and again: a
+            line that the terminal breaks by itself is one more than was counted, and leaves its trace each time.
     """
-    return Group(*_parts(verdict))
+    return Group(*_parts(verdict, folded=folded))
 
 
-def _parts(verdict: BridgeVerdict) -> Iterator[RenderableType]:
+def _parts(verdict: BridgeVerdict, *, folded: bool) -> Iterator[RenderableType]:
     line = Text.assemble((verdict.bridge, "bold"), " is ", (verdict.state, COLORS[verdict.state]))
     if not verdict.reasons:
         yield line
@@ -35,7 +47,11 @@ def _parts(verdict: BridgeVerdict) -> Iterator[RenderableType]:
     yield line.append(f", for {number(len(verdict.reasons), 'reason', 'reasons')}:")
     for reason in verdict.reasons:
         yield Padding(
-            Text.assemble((reason.code, COLORS[reason.severity]), f": {reason.sentence}"), _INDENT, expand=False
+            Text.assemble((reason.code, COLORS[reason.severity]), f": {visible(reason.sentence)}"),
+            _INDENT,
+            expand=False,
         )
-        if reason.command is not None:
+        if reason.command is not None and folded:
+            yield Padding(Text(reason.command, "bold", overflow="fold"), (0, 0, 0, 4), expand=False)
+        elif reason.command is not None:
             yield Text(f"    {reason.command}", style="bold", no_wrap=True, overflow="ignore")

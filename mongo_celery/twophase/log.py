@@ -20,6 +20,7 @@ from mongo_celery.twophase.states import State, Transaction, read_transaction
 Document = dict[str, Any]
 
 UNFINISHED = (State.PENDING, State.APPLIED, State.CANCELING)
+_MODIFIED = {"$convert": {"input": "$lastModified", "to": "date", "onError": None, "onNull": None}}
 _NOW = {"$currentDate": {"lastModified": True}}
 
 
@@ -183,6 +184,17 @@ class TransactionLog:
             condition["$expr"] = _older_than(older_than)
         return self.collection.find(condition).sort("lastModified", 1).limit(limit)
 
+    def standing(self) -> dict[State, tuple[int, float]]:
+        """How many transactions are not final, by state, and for how many seconds the oldest has stood there."""
+        states = [str(state) for state in (State.INITIAL, *UNFINISHED)]
+        age = {"$subtract": ["$$NOW", _MODIFIED]}
+        stages: list[Document] = [
+            {"$match": {"state": {"$in": states}}},
+            {"$group": {"_id": "$state", "count": {"$sum": 1}, "oldest": {"$max": age}}},
+        ]
+        found = self.collection.aggregate(stages)
+        return {State(row["_id"]): (row["count"], max(row["oldest"] or 0, 0) / 1000) for row in found}
+
     def _ours(self) -> Document:
         return {"application": {"$in": [None, self._application]}}
 
@@ -199,5 +211,4 @@ class TransactionLog:
 
 def _older_than(seconds: float) -> Document:
     """By the server's clock; a time that is missing or is no time counts as long ago."""
-    modified = {"$convert": {"input": "$lastModified", "to": "date", "onError": None, "onNull": None}}
-    return {"$lte": [modified, {"$subtract": ["$$NOW", millis(seconds)]}]}
+    return {"$lte": [_MODIFIED, {"$subtract": ["$$NOW", millis(seconds)]}]}

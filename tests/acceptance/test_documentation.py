@@ -20,7 +20,7 @@ import pytest
 from celery.bin.celery import celery as celery_command
 from pymongo import MongoClient
 
-from mongo_celery.bridge.listener.in_worker import LISTENER_OPTION
+from mongo_celery.bridge.listener.in_worker import HTTP_OPTION, LISTENER_OPTION
 from mongo_celery.cli.tools import main as tools_command
 from tests.acceptance.documentation.pages import PAGE_MODULE, PAGES, ROOT, addressed, blocks, commands, name_of
 from tests.fixtures.mongo import MakeReplicaSet
@@ -140,7 +140,7 @@ def _check(words: list[str]) -> None:
     context = click.Context(command)
     for word in words[1:]:
         if word.startswith("-"):
-            taken = [*command.get_params(context), LISTENER_OPTION]  # which the worker has from its app
+            taken = [*command.get_params(context), LISTENER_OPTION, HTTP_OPTION]  # the worker's, from its app
             known = {option for each in taken for option in (*each.opts, *each.secondary_opts)}
             assert word.partition("=")[0] in known, f"{' '.join(words)}: {word}"
         elif isinstance(command, click.Group) and re.fullmatch(r"[a-z][\w-]*", word) and word != "shop":

@@ -11,7 +11,9 @@ import base64
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import quote
+from urllib.request import urlopen
 
 import pytest
 import redis
@@ -139,7 +141,7 @@ def guarded(make_redis: MakeRedis, processes: Processes) -> Iterator[Guarded]:
 )
 def test_passwords_and_keys_are_nowhere(guarded: Guarded, most: int | None) -> None:
     """P9, P11: logs at level DEBUG, tracebacks, commands and their JSON, messages, stored documents."""
-    listener = guarded.start("listener")
+    listener = guarded.start("listener", "--http", "0")
     listener.wait_for_output("reading from")
     guarded.orders.insert_many([{"_id": 1}, {"_id": 2}])
     wait_for(lambda: guarded.redis.llen("shop.0"), message="a change waits at the broker")
@@ -157,8 +159,24 @@ def test_passwords_and_keys_are_nowhere(guarded: Guarded, most: int | None) -> N
             assert guarded.run("changes", "check", "--json", **urls) == 1, guarded.written
     contents += guarded.broker_contents()
     keys += guarded.keys()
+    guarded.written.update(_served(listener))
     written = {**guarded.written, "listener": listener.text, "worker": worker.text}
     _search({**written, "broker": contents, "state": guarded.state_contents()}, keys)
+
+
+def _served(listener: ProjectProcess) -> dict[str, str]:
+    """All that the listener serves by HTTP."""
+    address = listener.wait_for_output(r"serving HTTP at (http://127\.0\.0\.1:\d+)/").group(1)
+    found = {}
+    for path in ("/", "/status", "/metrics", "/readyz", "/healthz"):
+        try:
+            with urlopen(f"{address}{path}", timeout=30) as answer:
+                found[path] = answer.read().decode()
+        except HTTPError as error:  # what has halted is failing
+            with error:
+                found[path] = error.read().decode()
+    assert "halted" in found["/readyz"]
+    return found
 
 
 def _wrong_urls(guarded: Guarded) -> tuple[dict[str, str], ...]:

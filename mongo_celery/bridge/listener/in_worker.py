@@ -17,8 +17,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import click
 from billiard.context import Process
@@ -26,8 +27,9 @@ from celery import Celery, bootsteps
 from celery.platforms import set_process_title
 
 from mongo_celery.bridge.listener.listener import Listener
-from mongo_celery.bridge.listener.process import Backoff, ListenerThreads, run_listeners
+from mongo_celery.bridge.listener.process import Backoff, Beside, ListenerThreads, run_listeners
 from mongo_celery.bridge.wiring import BRIDGES
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.repeating import Pauses
 
 logger = logging.getLogger("mongo_celery.listener")
@@ -42,7 +44,12 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def embedded_listener(
-    app: Celery, *, as_process: bool, is_ending: Callable[[], bool], pauses: Pauses = EMBEDDED
+    app: Celery,
+    *,
+    as_process: bool,
+    is_ending: Callable[[], bool],
+    pauses: Pauses = EMBEDDED,
+    beside: Beside | None = None,
 ) -> Any:
     """
     A service with `start` and `stop` for the worker's step.
@@ -52,15 +59,17 @@ def embedded_listener(
         as_process: in a process of its own, else in threads.
         is_ending: whether the worker shuts down; then an ended listener is left alone.
         pauses: before a listener that has ended by itself is started again.
+        beside: runs as long as the listeners do, where they do.
     """
-    return (_ListenerProcess if as_process else _EmbeddedThreads)(app, is_ending, pauses)
+    return (_ListenerProcess if as_process else _EmbeddedThreads)(app, is_ending, pauses, beside)
 
 
 class _ListenerProcess:
     """The listeners of an app in a process of their own, as the prefork pool's worker embeds beat."""
 
-    def __init__(self, app: Celery, is_ending: Callable[[], bool], pauses: Pauses) -> None:
+    def __init__(self, app: Celery, is_ending: Callable[[], bool], pauses: Pauses, beside: Beside | None) -> None:
         self._app = app
+        self._beside = beside
         self._is_ending = is_ending
         self._pauses = pauses
         self._process: Any = None
@@ -81,7 +90,7 @@ class _ListenerProcess:
 
     def _launch(self) -> None:
         """Signals wait until the child is itself: the worker's handlers, which it inherits, would swallow them."""
-        process = Process(target=_main, args=(self._app, os.getpid()), daemon=True)
+        process = Process(target=_main, args=(self._app, os.getpid(), self._beside), daemon=True)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
         try:
             process.start()
@@ -120,14 +129,14 @@ class _ListenerProcess:
         ended.join(0)  # it has ended: this frees what the worker still holds of it
 
 
-def _main(app: Celery, worker: int) -> None:
+def _main(app: Celery, worker: int, beside: Beside | None) -> None:
     """Listen until the worker ends this process, or has itself been killed: nobody else could end it."""
     for number in (signal.SIGQUIT, *_ENDING_SIGNALS):
         signal.signal(number, signal.SIG_DFL)  # not the worker's own handlers, which were inherited
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
     set_process_title("celery", info="listener")
     threading.Thread(target=_end_with, args=(worker,), name="mongo_celery-worker-watch", daemon=True).start()
-    raise SystemExit(run_listeners(app, []))
+    raise SystemExit(run_listeners(app, [], beside=beside))
 
 
 def _end_with(worker: int) -> None:
@@ -141,15 +150,18 @@ def _end_with(worker: int) -> None:
 class _EmbeddedThreads:
     """The listeners of an app in threads, for pools without processes."""
 
-    def __init__(self, app: Celery, is_ending: Callable[[], bool], pauses: Pauses) -> None:
+    def __init__(self, app: Celery, is_ending: Callable[[], bool], pauses: Pauses, beside: Beside | None) -> None:
         listeners = [(wiring.name, Listener(wiring)) for wiring in BRIDGES.named(app, [])]
         self._threads = ListenerThreads(listeners, pauses, is_ending=is_ending)
+        self._beside = beside(app, [each.activity for _, each in listeners]) if beside is not None else nullcontext()
 
     def start(self, *_: Any) -> None:
+        self._beside.__enter__()
         self._threads.start()
 
     def stop(self, *_: Any) -> None:
         self._threads.stop(_STOP_SECONDS)
+        self._beside.__exit__(None, None, None)
 
     terminate = stop
 
@@ -159,7 +171,20 @@ LISTENER_OPTION = click.Option(
     is_flag=True,
     help="Also run the listener of this app's bridges, as -B runs beat. Safe on any number of workers: one leads.",
 )
-"""One object for all apps: Celery keeps a set of options by identity."""
+"""One object for all apps, as the next one: Celery keeps a set of options by identity."""
+
+HTTP_OPTION = click.Option(
+    ("--listener-http",),
+    metavar="[HOST:]PORT",
+    help="With --listener: serve probes, metrics and a page there, as `listener --http` does.",
+)
+
+
+class Serving(Protocol):
+    """What makes of an address what serves there; errors are `ConfigurationError`."""
+
+    def __call__(self, text: str, app_argument: object, *, tried: bool) -> Beside:
+        """As `bridge.http.launch.serving`."""
 
 
 class ListenerStep(bootsteps.StartStopStep):
@@ -167,15 +192,31 @@ class ListenerStep(bootsteps.StartStopStep):
 
     label = "Listener"
     conditional = True
+    serving: ClassVar[Serving | None] = None
 
-    def __init__(self, parent: Any, listener: bool = False, **kwargs: Any) -> None:
+    def __init__(self, parent: Any, listener: bool = False, listener_http: str | None = None, **kwargs: Any) -> None:
         super().__init__(parent, **kwargs)
         self.enabled = bool(listener)
+        if listener_http is not None and not listener:
+            raise click.UsageError("--listener-http serves what a listener says of itself: give --listener, too.")
+        self._http = listener_http
 
     def create(self, worker: Any) -> Any:
         """The service that the worker starts and stops."""
         as_process = worker.pool_cls.__module__.endswith("prefork")
-        return embedded_listener(worker.app, as_process=as_process, is_ending=partial(_is_ending, worker))
+        is_ending = partial(_is_ending, worker)
+        return embedded_listener(worker.app, as_process=as_process, is_ending=is_ending, beside=self._beside())
+
+    def _beside(self) -> Beside | None:
+        if self._http is None:
+            return None
+        assert self.serving is not None, "it is installed"
+        context = click.get_current_context(silent=True)
+        app_argument = context.find_root().params.get("app") if context is not None else None
+        try:
+            return self.serving(self._http, app_argument, tried=True)
+        except ConfigurationError as error:
+            raise click.ClickException(str(error)) from None
 
 
 def _is_ending(worker: Any) -> bool:
@@ -188,7 +229,8 @@ def _is_ending(worker: Any) -> bool:
     return worker.blueprint.human_state() in _ENDING_STATES
 
 
-def install(app: Celery) -> None:
-    """Give an app's workers the option and the step. Once for each app."""
-    app.user_options["worker"].add(LISTENER_OPTION)
+def install(app: Celery, serving: Serving) -> None:
+    """Give an app's workers the options and the step. Once for each app."""
+    ListenerStep.serving = staticmethod(serving)
+    app.user_options["worker"].update({LISTENER_OPTION, HTTP_OPTION})
     app.steps["worker"].add(ListenerStep)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pymongo
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.claim_check import ClaimCheck
 from mongo_celery.bridge.listener.dispatcher import Dispatcher
 from mongo_celery.bridge.listener.evidence import BrokerWatch, MessageEvidence, token_seconds
@@ -75,6 +76,7 @@ class Leader:
         scope: the stream.
         stopping: set when the process is told to end.
         on_history_lost: `halt`, `oldest` or `now`.
+        activity: is told what is done.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class Leader:
         scope: Scope,
         stopping: threading.Event,
         on_history_lost: str,
+        activity: Activity,
     ) -> None:
         self._wiring = wiring
+        self._activity = activity
         self._options = wiring.options
         self._store = wiring.store
         self._renewal = renewal
@@ -127,6 +131,7 @@ class Leader:
         self._publishing = Publishing(
             Dispatcher(wiring.app, self._options, lambda: sealing_of(renewal.term.document), wiring.queue_names),
             self._claim_check,
+            activity,
         )
         self._evidence = MessageEvidence(wiring.app, self._options, BrokerWatch(wiring.app))
         self._fairness = Fairness(
@@ -159,6 +164,7 @@ class Leader:
                 if self._renewal.overtaken:
                     return
                 self._renewal.alive()
+                self._activity.turns()
                 self._turn()
         finally:
             if self._reader is not None:
@@ -356,6 +362,7 @@ class Leader:
                 {name: subscription.plan.layout.generation for name, subscription in self._subscriptions.items()},
                 self._spilling.session,
             )
+            self._count()
         elif now - self._looked_at >= self._look_pause(now):
             self._looked_at = now
             outstanding = (tracker for led in self._subscriptions.values() for tracker in led.outstanding)
@@ -371,11 +378,17 @@ class Leader:
         if self._evidence.weigh(self._subscriptions.values(), began, seen, broker_down=self._publishing.is_down):
             self._publishing.ready_at = 0.0  # it answers again: publish now, not at the next try
 
+    def _count(self) -> None:
+        for subscription in self._subscriptions.values():
+            self._activity.of(subscription.name).took(subscription.counted)
+        self._activity.swept(self._reader.status.reopenings if self._reader is not None else 0)
+
     def _observe(self, image: Image, now: float) -> None:
         subscription = self._subscriptions[image.subscription]
         tracker = subscription.trackers.get(image.index)
         if tracker is None:  # prepared by a listener with another layout, whose flip came too late
             return
+        self._activity.of(image.subscription).observed(tracker.image, image, now)
         step = subscription.observe(image, now)
         if step is Step.SUPERSEDED:
             raise LeaseLostError
@@ -422,6 +435,7 @@ class Leader:
         """Go on with new layouts; a subscription whose layout is in force takes the place of the old one."""
         assert self._leftovers is not None, "a term changes layouts after it has taken over"
         for subscription in self._relayouts.turn(now, at_end=self._at_end):
+            self._activity.of(subscription.name).took(self._subscriptions[subscription.name].counted)
             self._subscriptions[subscription.name] = subscription
             self._spilling.follow(subscription)
             self._leftovers.look_again()

@@ -15,6 +15,7 @@ import pymongo
 from kombu.exceptions import OperationalError
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.candidacy import Candidacy, ForeignMessages
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.mark import MarkKeeper, refuse_foreign_leader
@@ -55,6 +56,9 @@ class Listener:
     Args:
         wiring: of the bridge to listen for.
         on_history_lost: takes the place of the option, for this process.
+
+    Attributes:
+        activity: what it does, for whoever looks on; callable from any thread.
     """
 
     def __init__(self, wiring: Wiring, on_history_lost: str | None = None) -> None:
@@ -64,6 +68,8 @@ class Listener:
         self._stopping = threading.Event()
         self._leader: Leader | None = None
         self._suspected_at = 0.0
+        names = [handler.name for handler in wiring.handlers]
+        self.activity = Activity(wiring.name, names, wiring.options.lease_ttl)
 
     def stop(self) -> None:
         """Step down and return from `run`. Callable from any thread."""
@@ -117,6 +123,7 @@ class Listener:
         """Both servers must answer once, within `start_timeout`; later absences are waited out."""
         until = time.monotonic() + self._options.start_timeout
         while not self._stopping.is_set():
+            self.activity.turns()
             missing = self._missing_server()
             if missing is None:
                 return
@@ -147,6 +154,7 @@ class Listener:
 
     def _stand_by(self, leases: Leases, candidacy: Candidacy) -> Term | None:
         """One attempt to acquire the lease, then a short pause."""
+        self.activity.turns()
         try:
             candidacy.renew()
             term = candidacy.acquire()
@@ -193,6 +201,7 @@ class Listener:
         mark = MarkKeeper(self._wiring, sealing_of(term.document).installation)
         mark.start()
         renewal.start()
+        self.activity.begins_term(term.version)
         ended_by: Exception | None = None
         try:
             if not leases.serve(term, definitions):
@@ -217,6 +226,7 @@ class Listener:
             raise
         finally:
             self._leader = None
+            self.activity.ends_term()
             renewal.stop()
             mark.stop()
             self._release(leases, renewal, ended_by, definitions)
@@ -229,6 +239,7 @@ class Listener:
             scope,
             self._stopping,
             self._on_history_lost or self._options.on_history_lost,
+            self.activity,
         )
         self._leader.lead()
 

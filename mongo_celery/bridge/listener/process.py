@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 
 from celery import Celery
 
 from mongo_celery.bridge.error_text import traceback_text
+from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.errors import MongoCeleryError
@@ -22,6 +24,9 @@ logger = logging.getLogger("mongo_celery.listener")
 
 _STOP_SECONDS = 10.0
 _SIGNAL_SECONDS = 0.1
+
+Beside = Callable[[Celery, Sequence[Activity]], AbstractContextManager[object]]
+"""What runs beside the listeners of a process and looks on; what it raises at its beginning ends the start."""
 
 FAILED_BRIDGE = Pauses(first=30.0, longest=600.0)
 """For a bridge that has failed for good while others go on: a person has to cure it, so there is no hurry."""
@@ -104,6 +109,7 @@ class ListenerThreads:
                 self._failed.add(listener)
             goes_on = not (self._stopping.is_set() or (self._ends_with_all and self.all_failed))
             pause = backoff.after(time.monotonic() - started)
+            listener.activity.turns(pause)  # nothing hangs: it rests on purpose
             _log_failure(name, error, pause if goes_on else None)
             if not goes_on:
                 self.ended.set()
@@ -115,7 +121,12 @@ class ListenerThreads:
 
 
 def run_listeners(
-    app: Celery, names: Sequence[str], on_history_lost: str | None = None, *, pauses: Pauses = FAILED_BRIDGE
+    app: Celery,
+    names: Sequence[str],
+    on_history_lost: str | None = None,
+    *,
+    pauses: Pauses = FAILED_BRIDGE,
+    beside: Beside | None = None,
 ) -> int:
     """
     Listen for the named bridges, or all of the app, until a signal ends the process.
@@ -131,12 +142,13 @@ def run_listeners(
         names: of bridges; none for all.
         on_history_lost: takes the place of the option of that name.
         pauses: before a failed bridge is started again.
+        beside: runs as long as the listeners do.
 
     Returns:
         The exit status: 0 after a signal, 1 when every bridge has failed.
 
     Raises:
-        ConfigurationError: the app has no bridge, a name is unknown, or an option is wrong.
+        ConfigurationError: the app has no bridge, a name is unknown, or an option is wrong; or what `beside` raises.
     """
     app.finalize()
     listeners = [(wiring.name, Listener(wiring, on_history_lost)) for wiring in BRIDGES.named(app, names)]
@@ -149,12 +161,13 @@ def run_listeners(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, remember)
-    threads.start()
-    while not received and not threads.ended.wait(_SIGNAL_SECONDS):
-        pass
-    if received:
-        logger.info("%s: stepping down", signal.Signals(received[0]).name, extra={"event": "stepping_down"})
-    threads.stop()
+    with beside(app, [listener.activity for _, listener in listeners]) if beside is not None else nullcontext():
+        threads.start()
+        while not received and not threads.ended.wait(_SIGNAL_SECONDS):
+            pass
+        if received:
+            logger.info("%s: stepping down", signal.Signals(received[0]).name, extra={"event": "stepping_down"})
+        threads.stop()
     return 1 if threads.all_failed else 0
 
 

@@ -18,6 +18,7 @@ from bson.errors import BSONError
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.error_text import storable
+from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.claim_check import ClaimCheck
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.listener.tracker import Rejection, Tracker
@@ -41,12 +42,18 @@ class Publishing:
     """
     The publishing of one term.
 
+    Args:
+        dispatcher: sends the messages.
+        claim_check: stores what is too large for one.
+        activity: is told what is out.
+
     Attributes:
         ready_at: monotonic time before which nothing is published, because the broker was away.
     """
 
-    def __init__(self, dispatcher: Dispatcher, claim_check: ClaimCheck) -> None:
+    def __init__(self, dispatcher: Dispatcher, claim_check: ClaimCheck, activity: Activity | None = None) -> None:
         self.ready_at = 0.0
+        self._activity = activity
         self._claim_check = claim_check
         self._dispatcher = dispatcher
         self._failures = 0
@@ -120,6 +127,8 @@ class Publishing:
                 tracker.partition_id,
                 extra={"event": "message_taken"},
             )
+        if self._activity is not None:
+            self._activity.of(dispatch.run.subscription).sent(dispatch, now, again=tracker.is_repeated)
         tracker.sent(now)
 
     def _rejected(self, tracker: Tracker, dispatch: Dispatch, error: Exception, now: float) -> None:

@@ -67,6 +67,7 @@ class Subscription:
         spilled: its partitions that run from stored changes, by index.
         replays: the next dead letter of each partition that is to be replayed, by index.
         replaying: partitions to which one was sent since these were read.
+        counted: changes that were stored, and those that were refused, since somebody took these numbers.
     """
 
     def __init__(self, options: BridgeOptions, plan: Plan, trackers: Mapping[int, Tracker]) -> None:
@@ -87,6 +88,7 @@ class Subscription:
         self.spilled: dict[int, Spilled] = {}
         self.replays: dict[int, ReplayRequest] = {}
         self.replaying: set[int] = set()
+        self.counted = [0, 0]
         self._replayed: set[int] = set()
         for tracker in trackers.values():
             self._follow(tracker.image)
@@ -152,6 +154,7 @@ class Subscription:
         self.window.add(change)
         self._candidates.add(change.index)
         if change.refusal is not None:
+            self.counted[1] += 1
             self.admission.note(change)
 
     def _owed(self, event: ChangeEvent) -> PendingChange | None:
@@ -214,6 +217,7 @@ class Subscription:
         for change in changes:
             if change.refusal is not None:
                 self.admission.spilled(change.data)
+        self.counted[0] += len(changes)
         self.window.store(index, changes[-1].data)
         if self.trackers[index].outstanding is None:
             self._candidates.add(index)

@@ -142,6 +142,11 @@ class Tracker:
             return False
         return image.fence == run.fence and image.handled is None and not image.live
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the next dispatch is of a run that was out, and of which nothing was seen."""
+        return self._is_repeat
+
     def is_free(self, now: float) -> bool:
         """Whether a dead letter may be sent: nothing is out, and nothing stands but what waits for its time."""
         rejected = self.rejection is not None and self.rejection.until > now

@@ -38,8 +38,9 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -81,8 +82,9 @@ COMMIT: dict[str, Any] = {
     "claim": None,
     "handled": None,
     "retry": None,
+    "ran": {"last": "$handled.last", "took": "$handled.took", "claimed": "$claim.at", "at": "$$NOW"},
 }
-"""What a commit sets, from the mark that an execution left; also part of a take-over."""
+"""What a commit sets, from the mark that an execution left; also part of a take-over. `ran` is for metrics alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class Claim:
         crashes: attempts of the run that ended without an outcome.
         waits: how often in a row its first change has waited for infrastructure.
         doubts: how often in a row, at the end of these, in doubt: it may have been the handler's own doing.
+        taken: when it was answered for, on the monotonic clock.
     """
 
     partition_id: str
@@ -107,6 +110,7 @@ class Claim:
     crashes: int
     waits: int = 0
     doubts: int = 0
+    taken: float = field(default_factory=time.monotonic, compare=False, repr=False)
 
 
 def new_owner() -> str:
@@ -164,6 +168,7 @@ class Claims:
             "last": Int64(last),
             "ttl": millis(ttl or self._ttl),
             "until": after(ttl or self._ttl),
+            "at": "$$NOW",
             "leaving": None,
             "session": session,
         }
@@ -343,7 +348,8 @@ class Claims:
         guard = own(claim)
         del guard["handled"]
         guard["$or"] = [{"handled": None}, {"handled.owner": claim.owner}]
-        change = {"handled": {"owner": claim.owner, "last": Int64(last), "resumeToken": dict(token)}}
+        took = millis(time.monotonic() - claim.taken)
+        change = {"handled": {"owner": claim.owner, "last": Int64(last), "resumeToken": dict(token), "took": took}}
         if session is not None:  # the transaction's own limits hold, and its write concern
             return self._table.collection.update_one(guard, {"$set": change}, session=session).matched_count == 1
         if retryable:

@@ -17,7 +17,8 @@ An operator's command compares `committed` and `fence` as seen, raises the fence
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import pymongo
@@ -53,6 +54,7 @@ _DEFAULTS: dict[str, Any] = {
     "was": None,
     "spilled": None,
     "stood": None,
+    "ran": None,
 }
 
 _TRACES = ("resumeToken", "claim", "handled", "retry", "single", "head")
@@ -63,6 +65,7 @@ _PROJECTION: dict[str, Any] = {
     "live": {"$gt": ["$claim.until", "$$NOW"]},
     "due": remaining("retry.notBefore"),
     "ahead": {"$subtract": [{"$subtract": ["$claim.until", "$$NOW"]}, "$claim.ttl"]},
+    "readAt": "$$NOW",
 }
 
 
@@ -83,6 +86,9 @@ class Image:
         was: the state in which it was closed for a new layout.
         waiting: since when (`since`), why (`cause`) and how often (`count`) the first change has waited for
             infrastructure; None after any other outcome.
+        ran: of the last run that was committed, its `last` change, when it was `claimed` and committed (`at`), and the
+            milliseconds that its handler `took`; None before the first.
+        read_at: when it was read, by the server's clock.
     """
 
     subscription: str
@@ -108,6 +114,8 @@ class Image:
     stood: str | None = None
     retry: Mapping[str, Any] | None = None
     was: str | None = None
+    ran: Mapping[str, Any] | None = None
+    read_at: datetime | None = field(default=None, compare=False)
 
     @property
     def parked(self) -> bool:
@@ -455,6 +463,8 @@ def image_of(document: Mapping[str, Any]) -> Image:
         stood=document.get("stood"),
         retry=document["retry"],
         was=document.get("was"),
+        ran=document.get("ran"),
+        read_at=document.get("readAt"),
     )
 
 

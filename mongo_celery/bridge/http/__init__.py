@@ -1,0 +1,1 @@
+"""What a listener says of itself by HTTP, to probes, Prometheus and people: read-only, and apart from its work."""

@@ -1,0 +1,157 @@
+"""What the state of a bridge, of the outboxes and of the transactions of an app looks like at one moment."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pymongo
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.operations.letter_commands import plain
+from mongo_celery.bridge.operations.overview import LETTERS_MAX, overview
+from mongo_celery.bridge.operations.readings import WAIT_SECONDS, Reading
+from mongo_celery.bridge.operations.reasons import CommandLine
+from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreadable
+from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.mongo.redaction import short
+from mongo_celery.outbox.outbox import OUTBOXES
+from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from mongo_celery.bridge.wiring import Wiring
+
+logger = logging.getLogger("mongo_celery.http")
+
+_ANSWER_SECONDS = 2.5
+_KEEP_OTHERS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """
+    A bridge at one moment.
+
+    Attributes:
+        status: as `read_status` gives it; None where it cannot be read.
+        letters: some dead letters, as JSON.
+    """
+
+    verdict: BridgeVerdict
+    status: Mapping[str, Any] | None = None
+    letters: Sequence[Mapping[str, Any]] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON: the verdict, and the overview under `status`, null where it cannot be read."""
+        shown = overview(self.status, self.letters) if self.status is not None else None
+        return {"bridge": self.verdict.bridge, **self.verdict.plain(), "status": shown}
+
+
+def read_sight(wiring: Wiring, line: CommandLine) -> Sight:
+    """
+    Read the state of a bridge, and judge it as `status` does: broker and workers are not asked.
+
+    Raises:
+        MongoCeleryError: as for `read_status`.
+    """
+    status = read_status(wiring)
+    letters = []
+    if status["dead_letters"]:
+        names = [each["name"] for each in status["subscriptions"]]
+        try:
+            letters = [plain(each, None) for each in wiring.store.dead_letters.find(Selection(), names, LETTERS_MAX)]
+        except PyMongoError as error:  # how many there are is known
+            logger.debug("dead letters of bridge %s cannot be read: %s", wiring.name, short(error))
+    return Sight(judge(status, line=line), status, letters)
+
+
+class Sights:
+    """
+    What MongoDB says of all that is served here; nobody waits for it longer than `WAIT_SECONDS`.
+
+    Args:
+        app: whose outboxes and transactions are shown, too.
+        bridges: that are listened for.
+        line: how commands are typed, by bridge.
+    """
+
+    def __init__(self, app: Celery, bridges: Sequence[Wiring], line: Callable[[Wiring], CommandLine]) -> None:
+        def reading(wiring: Wiring) -> Reading[Sight]:
+            return Reading("MongoDB", lambda: read_sight(wiring, line(wiring)))
+
+        self._app = app
+        self._bridges = {wiring.name: reading(wiring) for wiring in bridges}
+        self._others = Reading("MongoDB", self._read_others, keep=_KEEP_OTHERS)
+
+    def bridges(self) -> dict[str, Sight]:
+        """Each bridge; unreadable where there is no answer in time."""
+        for reading in self._bridges.values():
+            reading.ask()
+        until = time.monotonic() + WAIT_SECONDS
+        found = {}
+        for name, reading in self._bridges.items():
+            answer = reading.get(until)
+            found[name] = answer.value or Sight(unreadable(name, answer.error or "It cannot be read."))
+        return found
+
+    def others(self) -> Mapping[str, Any]:
+        """`outboxes` and `transactions` of the app, as JSON."""
+        empty: dict[str, Any] = {"outboxes": [], "transactions": []}
+        if not OUTBOXES.of(self._app) and not TWO_PHASE_COMMITS.of(self._app):
+            return empty
+        answer = self._others.get(time.monotonic() + WAIT_SECONDS)
+        return answer.value or {**empty, "error": answer.error}
+
+    def stop(self) -> None:
+        """Read no more."""
+        self._others.stop()
+        for reading in self._bridges.values():
+            reading.stop()
+
+    def _read_others(self) -> Mapping[str, Any]:
+        with pymongo.timeout(_ANSWER_SECONDS):
+            outboxes = [_outbox(each) for each in OUTBOXES.of(self._app)]
+            transactions = [_transactions(each) for each in TWO_PHASE_COMMITS.of(self._app)]
+        return {"outboxes": outboxes, "transactions": transactions}
+
+
+def _outbox(outbox: Any) -> dict[str, Any]:
+    try:
+        status = outbox.status()
+    except (PyMongoError, ValueError) as error:
+        return {"name": _name(outbox), "error": short(error)}
+    return {
+        "name": outbox.name,
+        "error": None,
+        "pending": status.pending,
+        "documents": status.documents,
+        "failing": status.failing,
+        "oldest_seconds": status.oldest_seconds,
+        "dead_letters": status.dead_letters,
+    }
+
+
+def _name(outbox: Any) -> str:
+    try:
+        return str(outbox.name)
+    except (PyMongoError, ValueError):  # a collection that cannot be opened
+        return "outbox"
+
+
+def _transactions(chosen: Any) -> dict[str, Any]:
+    try:
+        standing = chosen.log.standing()
+    except (PyMongoError, ValueError) as error:
+        return {"name": chosen.name, "error": short(error)}
+    return {
+        "name": chosen.name,
+        "error": None,
+        "unfinished": {str(state): count for state, (count, _) in sorted(standing.items())},
+        "oldest_seconds": max((oldest for _, oldest in standing.values()), default=None),
+    }

@@ -1,0 +1,180 @@
+"""
+What one process's listener of a bridge does: whether its loop turns, whether it leads, and what it has counted.
+
+Written by the listener's own threads, read by any: nobody waits for anybody, and a reader may see one number newer than
+another. Counts begin at 0 with the process, go on over all its terms, and never go back. What of a run only its worker
+knows, the times of its claim, its handler and its commit, comes with the partition's image, which the listener reads
+anyhow before it sends the next run; so nothing is written, and nothing is asked, for their sake.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from mongo_celery.bridge.listener.dispatcher import Dispatch
+from mongo_celery.bridge.state.partitions import Image
+
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+"""Upper ends of the latencies that are told apart, in seconds."""
+
+STALLED_TTLS = 3
+STALLED_SECONDS = 60.0
+"""A loop that has not turned for so long, or for three ttls of the lease, hangs: each of its calls ends sooner."""
+
+
+class Latencies:
+    """How long something took, many times: counts by bucket, the last one without an end, and their sum."""
+
+    def __init__(self) -> None:
+        self.sum = 0.0
+        self._counts = [0] * (len(BUCKETS) + 1)
+
+    def add(self, seconds: float) -> None:
+        """One more; what two clocks make negative took no time."""
+        seconds = max(seconds, 0.0)
+        self._counts[bisect_left(BUCKETS, seconds)] += 1
+        self.sum += seconds
+
+    @property
+    def counts(self) -> list[int]:
+        """Those of each bucket alone."""
+        return list(self._counts)
+
+
+class HandlerActivity:
+    """
+    What was seen of one handler since the process started, while it led.
+
+    Attributes:
+        dispatched: changes in the runs that were sent, those that were sent again included.
+        again: changes in the runs that were sent again, since nothing was seen of them.
+        committed: changes that positions have passed, whatever became of them.
+        retries: attempts after which a handler asked for another.
+        crashes: attempts that ended without an outcome.
+        waits: attempts that met an outage of MongoDB or the broker.
+        spilled: changes that were stored, since their partition stood.
+        refused: changes that cannot be given to the handler.
+        claim: from the sending of a run to its claim by a worker.
+        handler: from the claim of a run to the record that its handler succeeded, by the worker's clock.
+        commit: from that record to the commit.
+    """
+
+    def __init__(self) -> None:
+        self.dispatched = self.again = self.committed = 0
+        self.retries = self.crashes = self.waits = 0
+        self.spilled = self.refused = 0
+        self.claim, self.handler, self.commit = Latencies(), Latencies(), Latencies()
+        self._sent: dict[int, tuple[int, float]] = {}
+
+    def sent(self, dispatch: Dispatch, now: float, *, again: bool) -> None:
+        """A run was published."""
+        run = dispatch.run
+        if run.letter is not None:  # a dead letter that is replayed moves no position
+            return
+        count = run.last - run.first + 1
+        self.dispatched += count
+        self.again += count * again
+        self._sent[run.index] = (run.first, now)
+
+    def observed(self, before: Image, image: Image, seen: float) -> None:
+        """A newer image of a partition was read, and the answer was there at `seen`."""
+        moved = image.committed > before.committed
+        self.retries += _growth(0 if moved else before.retries, image.retries)
+        self.crashes += _growth(0 if moved else before.crashes, image.crashes)
+        self.waits += _growth(0 if moved else _waits(before), _waits(image))
+        if moved:
+            self.committed += image.committed - before.committed
+            sent = self._sent.pop(image.index, None)
+            self._measure(image, sent[1] if sent is not None and sent[0] == before.committed + 1 else None, seen)
+
+    def took(self, counted: list[int]) -> None:
+        """What a subscription has counted, stored and refused changes; there it begins at 0 again."""
+        self.spilled += counted[0]
+        self.refused += counted[1]
+        counted[:] = 0, 0
+
+    def _measure(self, image: Image, sent: float | None, seen: float) -> None:
+        """Times by one clock each: the server's from claim to commit, and mine from sending to reading."""
+        ran: Mapping[str, Any] = image.ran or {}
+        took, claimed, ended, read = ran.get("took"), ran.get("claimed"), ran.get("at"), image.read_at
+        if ran.get("last") != image.committed:  # it was passed over, or committed by an earlier version
+            return
+        if not (isinstance(took, int) and isinstance(claimed, datetime) and isinstance(ended, datetime)):
+            return
+        seconds = took / 1000
+        self.handler.add(seconds)
+        self.commit.add((ended - claimed).total_seconds() - seconds)
+        if sent is not None and isinstance(read, datetime):
+            self.claim.add(seen - sent - (read - claimed).total_seconds())
+
+
+def _growth(before: int, now: int) -> int:
+    return max(now - before, 0)
+
+
+def _waits(image: Image) -> int:
+    return int(image.waiting.get("count", 0)) if image.waiting is not None else 0
+
+
+class Activity:
+    """
+    What the listener of one bridge does in this process.
+
+    Attributes:
+        bridge: its name.
+        version: of the lease, while this process leads; else None.
+        takeovers: how often this process has begun to lead.
+        sweeps: how often all partitions were compared with what is out.
+        reopenings: how often the stream had to be opened again.
+        handlers: by name.
+
+    Args:
+        bridge: its name.
+        handlers: names of its handlers.
+        lease_ttl: seconds.
+    """
+
+    def __init__(self, bridge: str, handlers: Sequence[str], lease_ttl: float) -> None:
+        self.bridge = bridge
+        self.version: int | None = None
+        self.takeovers = self.sweeps = self.reopenings = 0
+        self.handlers = {name: HandlerActivity() for name in handlers}
+        self._stalled_after = max(STALLED_TTLS * lease_ttl, STALLED_SECONDS)
+        self._alive_until = time.monotonic() + self._stalled_after
+        self._reopenings_of_term = 0
+
+    def turns(self, pause: float = 0.0) -> None:
+        """The loop turns; the next time within so many seconds more than usual."""
+        self._alive_until = time.monotonic() + self._stalled_after + pause
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the loop has turned lately, or is known to pause."""
+        return time.monotonic() < self._alive_until
+
+    def of(self, handler: str) -> HandlerActivity:
+        """What was seen of a handler, also of one that was registered late."""
+        found = self.handlers.get(handler)
+        if found is None:
+            found = self.handlers[handler] = HandlerActivity()
+        return found
+
+    def begins_term(self, version: int) -> None:
+        """This process leads."""
+        self.takeovers += 1
+        self.version = version
+        self._reopenings_of_term = 0
+
+    def ends_term(self) -> None:
+        """It leads no longer."""
+        self.version = None
+
+    def swept(self, reopenings: int) -> None:
+        """All partitions were read; and so often the stream was opened again in this term."""
+        self.sweeps += 1
+        self.reopenings += _growth(self._reopenings_of_term, reopenings)
+        self._reopenings_of_term = reopenings

@@ -1,0 +1,215 @@
+"""What listeners serve by HTTP, asked as probes and Prometheus ask; and the dashboard and alerts on what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from pymongo import MongoClient
+
+from tests.acceptance.monitoring import alerts, panels
+from tests.acceptance.promql import RefusedError, Scrapes
+from tests.fixtures.mongo import MakeReplicaSet
+from tests.fixtures.process import Processes, ProjectProcess, wait_for
+
+Document = dict[str, Any]
+
+APP = "tests.acceptance.http_project"
+_WORKER = ("worker", "-c", "1", "-l", "INFO", "--without-gossip", "--without-mingle", "--without-heartbeat")
+
+
+class Watched:
+    """A project's listeners, and what they say by HTTP."""
+
+    def __init__(self, processes: Processes, mongo_url: str, broker_url: str) -> None:
+        self.names = f"http_{uuid4().hex[:10]}"
+        self.url = mongo_url
+        self._processes = processes
+        self._environment = {"PROJECT_MONGO": mongo_url, "PROJECT_BROKER": broker_url, "PROJECT_NAMES": self.names}
+
+    def start(self, *arguments: str) -> ProjectProcess:
+        return self._processes.celery(APP, *arguments, environment=self._environment)
+
+    def run(self, command: str) -> ProjectProcess:
+        """Run a command as it was printed, to its end."""
+        program, *words = shlex.split(command)
+        assert (program, words[:2]) == ("celery", ["-A", APP])
+        done = self.start(*words[2:])
+        done.wait()
+        return done
+
+
+def port_of(listener: ProjectProcess) -> int:
+    return int(listener.wait_for_output(r"serving HTTP at http://127\.0\.0\.1:(\d+)/").group(1))
+
+
+def ask(port: int, path: str) -> tuple[int, str]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def told(port: int, path: str) -> tuple[int, Document]:
+    status, text = ask(port, path)
+    found: Document = json.loads(text)
+    return status, found
+
+
+def wait_ready(port: int, status: int) -> Document:
+    """Wait until a listener says that it is ready, or that it is not."""
+    said: list[Any] = []
+
+    def ready() -> Document | None:
+        said[:] = told(port, "/readyz")
+        return said[1] if said[0] == status else None
+
+    return wait_for(ready, message=lambda: f"/readyz: {said}")
+
+
+@pytest.fixture
+def watched(processes: Processes, mongo_url: str, redis_url: str) -> Watched:
+    """Give the project on the session's servers, with nothing started."""
+    return Watched(processes, mongo_url, redis_url)
+
+
+@pytest.fixture
+def orders(watched: Watched, mongo_client: MongoClient[Document]) -> Iterator[Any]:
+    """Give the watched collection."""
+    yield mongo_client[f"{watched.names}_data"]["orders"]
+    for part in ("data", "state"):
+        mongo_client.drop_database(f"{watched.names}_{part}")
+
+
+def test_probes_metrics_dashboard_and_alerts_say_what_is_so(watched: Watched, orders: Any) -> None:
+    """P16: a leader and a standby, before and after a partition has halted; then the command on the page cures it."""
+    leader = watched.start("listener", "--http", "0")
+    port = port_of(leader)
+    leader.wait_for_output("reading from")
+    standby = watched.start("listener", "--http", ":0")
+    worker = watched.start(*_WORKER)
+    other = port_of(standby)
+    worker.wait_for_output("ready")
+    scrapes, standbys = Scrapes(), Scrapes()
+    assert wait_for(lambda: "shop" in ask(port, "/metrics")[1])
+    scrapes.add(ask(port, "/metrics")[1], time.monotonic())
+
+    orders.insert_many([{"_id": number} for number in range(6)])
+    wait_for(lambda: _value(port, "committed_total") == 6, message=lambda: ask(port, "/metrics")[1])
+    assert wait_ready(port, 200) == {
+        "verdict": "healthy",
+        "bridges": [{"bridge": "shop", "verdict": "healthy", "reasons": []}],
+    }
+    assert told(port, "/healthz")[1]["bridges"] == [{"bridge": "shop", "alive": True, "leads": True}]
+    assert told(other, "/healthz")[1]["bridges"] == [{"bridge": "shop", "alive": True, "leads": False}]
+    assert told(other, "/readyz")[0] == 200
+    scrapes.add(ask(port, "/metrics")[1], time.monotonic())
+    standbys.add(ask(other, "/metrics")[1], time.monotonic())
+    assert firing(scrapes) == set()
+    for name in ("claim", "handler", "commit"):
+        assert _value(port, f"{name}_seconds_count") == 6
+    assert _value(port, "dispatched_total") >= 6
+    assert standbys.evaluate("max by (bridge) (mongo_celery_bridge_led)") == {frozenset({("bridge", "shop")}): 1.0}
+    assert standbys.evaluate("max by (bridge) (mongo_celery_bridge_leading)") == {frozenset({("bridge", "shop")}): 0.0}
+
+    orders.insert_one({"_id": "bad", "bad": True})
+    (bridge,) = wait_ready(other, 503)["bridges"]
+    assert [each["code"] for each in bridge["reasons"]] == ["halted"]
+    wait_ready(port, 503)
+    scrapes.add(ask(port, "/metrics")[1], time.monotonic())
+    assert firing(scrapes) == {"MongoCeleryFailing", "MongoCeleryHalted"}
+    for title, expressions in panels().items():
+        for expression in expressions:
+            assert scrapes.evaluate(expression), (title, expression)
+    status, shown = told(port, "/status")
+    assert (status, shown["bridges"][0]["reasons"]) == (200, bridge["reasons"])
+    assert "a [bad] order" in shown["bridges"][0]["status"]["attention"][0]["error"]
+    assert [shown["outboxes"][0]["pending"], shown["transactions"][0]["unfinished"]] == [0, {}]
+    cured = watched.run(bridge["reasons"][0]["command"])
+    assert cured.returncode == 0, cured.text
+    assert leader.terminate() == standby.terminate() == 0
+
+
+def firing(scrapes: Scrapes) -> set[str]:
+    """Whose expression holds; all are evaluated."""
+    found = set()
+    for alert in alerts():
+        try:
+            if scrapes.evaluate(alert.expression):
+                found.add(alert.name)
+        except RefusedError as error:
+            raise AssertionError(f"{alert.name}: {error}") from None
+    return found
+
+
+def _value(port: int, name: str) -> float:
+    """The sum over all handlers."""
+    found = re.findall(rf"^mongo_celery_bridge_{name}(?:\{{.*\}})? (\S+)$", ask(port, "/metrics")[1], re.MULTILINE)
+    return sum(map(float, found))
+
+
+def test_a_mongodb_that_hangs_keeps_no_probe_and_no_scrape(
+    processes: Processes, make_replica_set: MakeReplicaSet, redis_url: str
+) -> None:
+    """The process is alive, and says that it knows nothing; when MongoDB goes on, so does what is told of it."""
+    mongo = make_replica_set()
+    watched = Watched(processes, mongo.url, redis_url)
+    listener = watched.start("listener", "--http", "0")
+    port = port_of(listener)
+    listener.wait_for_output("reading from")
+    wait_ready(port, 200)
+    mongo.pause()
+    try:
+        (bridge,) = wait_ready(port, 503)["bridges"]
+        assert [each["code"] for each in bridge["reasons"]] == ["state_unreadable"]
+        assert told(port, "/healthz")[0] == 200
+        scrapes = Scrapes()
+        scrapes.add(ask(port, "/metrics")[1], time.monotonic())
+        assert scrapes.evaluate("max by (bridge) (mongo_celery_bridge_up)") == {frozenset({("bridge", "shop")}): 0.0}
+        assert scrapes.evaluate("max by (bridge) (mongo_celery_bridge_verdict)") == {frozenset({("bridge", "shop")}): 2}
+        assert "mongo_celery_bridge_lag_seconds" not in scrapes.names()
+        assert ask(port, "/")[0] == 200
+    finally:
+        mongo.resume()
+    wait_for(lambda: told(port, "/status")[1]["bridges"][0]["status"], message="it is read again")
+    assert listener.terminate() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("listener", "--http", "shop"), "'shop' is no address to serve HTTP at"),
+        (("listener", "--http", "192.0.2.1:0"), "cannot serve HTTP at 192.0.2.1:0"),
+        ((*_WORKER, "--listener", "--listener-http", "192.0.2.1:0"), "cannot serve HTTP at 192.0.2.1:0"),
+        ((*_WORKER, "--listener-http", "0"), "give --listener, too"),
+    ],
+)
+def test_an_address_that_cannot_serve_ends_the_start(
+    watched: Watched, arguments: tuple[str, ...], sentence: str
+) -> None:
+    """In one sentence, before anything is led."""
+    process = watched.start(*arguments)
+    assert process.wait() in {1, 2}
+    assert sentence in process.text
+    assert "Traceback" not in process.text
+    assert "leading bridge" not in process.text
+
+
+@pytest.mark.parametrize("pool", ["prefork", pytest.param("solo", marks=pytest.mark.slow)])
+def test_a_listener_in_a_worker_serves_too(watched: Watched, orders: Callable[..., Any], pool: str) -> None:
+    """`worker --listener --listener-http`, as a process beside the pool, and in a thread."""
+    assert orders is not None
+    worker = watched.start(*_WORKER, "-P", pool, "--listener", "--listener-http", "0")
+    port = port_of(worker)
+    wait_for(lambda: told(port, "/healthz")[1]["bridges"][0]["leads"], message="it leads")
+    assert worker.terminate() == 0

@@ -1,0 +1,145 @@
+"""What a listener counts of its own work, from images of partitions; and whether it is said to be alive."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from mongo_celery.bridge.listener import activity as module
+from mongo_celery.bridge.listener.activity import BUCKETS, Activity, HandlerActivity, Latencies
+from mongo_celery.bridge.listener.dispatcher import Dispatch
+from mongo_celery.bridge.worker.envelope import Run
+from tests.fixtures.samples import image
+
+NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
+
+
+def dispatch(first: int = 1, last: int = 1, **changes: Any) -> Dispatch:
+    run = Run("shop", "summarise", 0, 0, 1, first, last, **changes)
+    return Dispatch(run, "shop.summarise", 0, "(a change)", "shop.0")
+
+
+def ran(last: int, took: int = 300, claimed: float = 0.0, committed: float = 0.5) -> dict[str, Any]:
+    """What a commit leaves: claimed and committed so many seconds after noon, the handler in milliseconds."""
+    return {
+        "last": last,
+        "took": took,
+        "claimed": NOON + timedelta(seconds=claimed),
+        "at": NOON + timedelta(seconds=committed),
+    }
+
+
+def test_a_run_is_measured_by_one_clock_at_a_time() -> None:
+    """Sent at 100 and read at 101 by mine; claimed 0.6 s before it was read, by the server's."""
+    seen = HandlerActivity()
+    seen.sent(dispatch(), 100.0, again=False)
+    seen.observed(image(), image(committed=1, ran=ran(1), read_at=NOON + timedelta(seconds=0.6)), 101.0)
+    assert (seen.dispatched, seen.again, seen.committed) == (1, 0, 1)
+    assert seen.handler.sum == pytest.approx(0.3)
+    assert seen.commit.sum == pytest.approx(0.2)
+    assert seen.claim.sum == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        None,
+        {},
+        ran(1),
+        {**ran(2), "took": None},
+        {**ran(2), "took": "long"},
+        {**ran(2), "claimed": "noon"},
+        {"last": 2},
+    ],
+)
+def test_what_is_passed_over_or_damaged_is_counted_and_not_measured(left: Any) -> None:
+    """A dead letter, a skip, a commit of an earlier version, a field that somebody else has written."""
+    seen = HandlerActivity()
+    seen.sent(dispatch(1, 2), 100.0, again=False)
+    seen.observed(image(), image(committed=2, ran=left, read_at=NOON), 101.0)
+    assert (seen.committed, sum(seen.handler.counts), sum(seen.claim.counts)) == (2, 0, 0)
+
+
+def test_a_run_of_another_listener_has_no_time_of_its_sending() -> None:
+    """One that was adopted at a take-over, or that was sent for another place."""
+    for sent in (None, dispatch(7, 8)):
+        seen = HandlerActivity()
+        if sent is not None:
+            seen.sent(sent, 100.0, again=False)
+        seen.observed(image(), image(committed=1, ran=ran(1), read_at=NOON), 101.0)
+        assert (sum(seen.handler.counts), sum(seen.claim.counts)) == (1, 0)
+
+
+def test_attempts_are_counted_as_they_are_seen() -> None:
+    """Of the change at the head; when the position moves, those of the next one begin at 0."""
+    seen = HandlerActivity()
+    waiting = {"count": 2, "cause": "away"}
+    states = [
+        image(),
+        image(retries=1),
+        image(retries=3, crashes=1),
+        image(retries=3, crashes=1, waiting=waiting),
+        image(committed=1),
+        image(committed=1, retries=1),
+        image(committed=1),  # a person had it run again, its attempts counted anew
+        image(committed=2, retries=2),
+    ]
+    for before, after in pairwise(states):
+        seen.observed(before, after, 0.0)
+    assert (seen.retries, seen.crashes, seen.waits, seen.committed) == (6, 1, 2, 2)
+
+
+def test_what_is_sent_again_is_told_apart_and_a_replay_is_neither() -> None:
+    seen = HandlerActivity()
+    seen.sent(dispatch(1, 3), 1.0, again=False)
+    seen.sent(dispatch(1, 3), 9.0, again=True)
+    seen.sent(dispatch(4, 4, letter="letter"), 9.0, again=False)
+    assert (seen.dispatched, seen.again) == (6, 3)
+
+
+def test_latencies_fall_into_the_first_bucket_that_has_room() -> None:
+    latencies = Latencies()
+    for seconds in (-1.0, 0.005, 0.0051, BUCKETS[-1] + 1):
+        latencies.add(seconds)
+    assert latencies.counts == [2, 1, *[0] * (len(BUCKETS) - 2), 1]
+    assert latencies.sum == pytest.approx(0.0101 + BUCKETS[-1] + 1)
+
+
+def test_reopenings_of_several_terms_add_up() -> None:
+    """A term counts its own from 0; the process never goes back."""
+    activity = Activity("shop", ["summarise"], 15.0)
+    for version, counts in ((1, [0, 2, 2, 3]), (2, [0, 1])):
+        activity.begins_term(version)
+        for count in counts:
+            activity.swept(count)
+        activity.ends_term()
+    assert (activity.reopenings, activity.takeovers, activity.sweeps, activity.version) == (4, 2, 6, None)
+
+
+def test_a_loop_that_does_not_turn_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is known to rest, as one that has failed does before it is started again."""
+    monkeypatch.setattr(module, "STALLED_SECONDS", -math.inf)
+    resting = Activity("shop", [], -1.0)
+    resting.turns(60.0)
+    assert [each.is_alive for each in (Activity("shop", [], -1.0), resting, Activity("shop", [], 15.0))] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_counts_of_stored_and_refused_changes_are_taken_once() -> None:
+    seen, counted = HandlerActivity(), [3, 1]
+    seen.took(counted)
+    seen.took(counted)
+    assert (seen.spilled, seen.refused, counted) == (3, 1, [0, 0])
+
+
+def test_an_image_is_the_same_whenever_it_was_read() -> None:
+    """The tracker compares images to see whether somebody has written."""
+    assert image(read_at=NOON) == replace(image(), read_at=None)
