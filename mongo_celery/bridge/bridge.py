@@ -155,7 +155,7 @@ class Bridge:
             fields: an update counts only when it touches one of these paths; inserts, replaces and deletes always.
             match: an aggregation expression over the event, computed by the server.
             partition_by: rule of the partition key; by default the bridge's.
-            failure_policy: `halt`, `dead_letter`, `skip` or `discard`; by default the bridge's.
+            failure_policy: `halt`, `dead_letter`, `park_key`, `skip` or `discard`; by default the bridge's.
             transactional: run the handler in a transaction together with the mark that it is done; the
                 session is `change.session`.
             group: of workers: the runs go to the queues `BRIDGE.GROUP.INDEX`, so that they can have workers of their

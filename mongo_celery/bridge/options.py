@@ -27,7 +27,7 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.mongo.table import call_timeout
 
-FAILURE_POLICIES = ("halt", "dead_letter", "skip", "discard")
+FAILURE_POLICIES = ("halt", "dead_letter", "park_key", "skip", "discard")
 HISTORY_POLICIES = ("halt", "oldest", "now")
 FULL_DOCUMENT = (None, "default", "updateLookup", "whenAvailable", "required")
 BEFORE_CHANGE = (None, "off", "whenAvailable", "required")
@@ -51,7 +51,6 @@ StartFrom = str | Timestamp | datetime | Mapping[str, Any]
 
 UNAVAILABLE = {
     "snapshot": "reading what exists before streaming is not part of this version; choose 'oldest' or 'now'",
-    "park_key": "'park_key' is not part of this version; choose 'halt', 'dead_letter', 'skip' or 'discard'",
 }
 """Choices of a later version, and what to choose meanwhile."""
 

@@ -78,7 +78,7 @@ def list_dead_letters(ctx: click.Context, /, *, as_json: bool, **given: Any) -> 
     from mongo_celery.bridge.operations.letter_commands import plain
 
     wiring, found = _found(ctx, **given)
-    letters = [plain(each, found.replays.get(each.document_id)) for each in found.letters]
+    letters = [plain(each, found.replays.get(each.document_id), found.key_of(each)) for each in found.letters]
     if as_json:
         answer = {"bridge": wiring.name, "count": found.count, "leads": found.leads, "letters": letters}
         click.echo(json.dumps(answer))
@@ -104,7 +104,8 @@ def show(ctx: click.Context, /, *, as_json: bool, **given: Any) -> None:
     for each in found.letters:
         with one_sentence_errors():
             change = change_of(wiring, each)
-        letters.append(({**plain(each, found.replays.get(each.document_id)), "traceback": each.traceback}, change))
+        said = plain(each, found.replays.get(each.document_id), found.key_of(each))
+        letters.append(({**said, "traceback": each.traceback}, change))
     if as_json:
         whole = [letter | change for letter, change in letters]
         click.echo(json.dumps({"bridge": wiring.name, "count": found.count, "leads": found.leads, "letters": whole}))
@@ -145,6 +146,8 @@ def replay(
     The listener dispatches them, those of one key in their order, between the changes of their partition. A letter
     goes when its handler has succeeded; else it stays, with the new error. Cure what they failed of first.
 
+    Of a parked key all that wait are replayed, from the first one on, whichever is named; then the key is released.
+
     Ends with status 1 if any of them cannot be replayed.
     """
     from mongo_celery.bridge.operations import letter_commands as commands
@@ -176,16 +179,23 @@ def discard(ctx: click.Context, /, *, everything: bool, yes: bool, dry_run: bool
 
     Their changes will never be handled. One whose replay has not begun is not replayed either; one that is being
     replayed is left alone, and the command ends with status 1.
+
+    Where the first of a parked key goes, those behind it that are not thrown away too are replayed.
     """
     from mongo_celery.bridge.operations import letter_commands as commands
 
     wiring, found = _chosen(ctx, everything, **given)
     results: list[LetterResult] = []
     if found.letters:
-        if not dry_run:
-            _ask(found.letters, "Throw it away?" if len(found.letters) == 1 else "Throw them away?", yes=yes)
         with one_sentence_errors():
-            results = commands.discard(wiring, found.letters, dry_run=dry_run)
+            results = commands.discard(wiring, found.letters, dry_run=True)
+        if not dry_run:
+            follow = sum(each.follow for each in results)
+            more = f" {_followers(follow)} {'is' if follow == 1 else 'are'} replayed then." if follow else ""
+            question = "Throw it away?" if len(found.letters) == 1 else "Throw them away?"
+            _ask(found.letters, f"{question}{more}", yes=yes)
+            with one_sentence_errors():
+                results = commands.discard(wiring, found.letters, dry_run=False)
     words = "would be discarded" if dry_run else "were discarded"
     _show(wiring, found, results, "discarded", words, dry_run=dry_run, as_json=as_json)
     ctx.exit(1 if any(each.result == "refused" for each in results) else 0)
@@ -329,9 +339,19 @@ def _show(
     for each in results:
         if each.reason:
             click.echo(each.reason)
-    click.echo(f"{wiring.name}: {len(done)} of {found.count} dead letters {words}")
+    more = sum(each.id not in {letter.id for letter in found.letters} for each in done)  # firsts of parked keys
+    click.echo(f"{wiring.name}: {len(done)} of {found.count + more} dead letters {words}")
+    follow = sum(each.follow for each in results if each.result == result)
+    if follow:
+        click.echo(f"{_followers(follow)} {'follows' if follow == 1 else 'follow'}, in order")
     if found.count > len(found.letters):
         click.echo(f"{found.count - len(found.letters)} more were not looked at: repeat the command, or raise --limit")
+
+
+def _followers(count: int) -> str:
+    from mongo_celery.quantities import number
+
+    return f"{number(count, 'dead letter', 'dead letters')} behind {'it' if count == 1 else 'them'}"
 
 
 def _one_bridge(ctx: click.Context, name: str | None) -> Wiring:

@@ -28,11 +28,21 @@ def list_lines(bridge: str, found: Found, plain: Sequence[Mapping[str, Any]]) ->
         yield f"{id_}  {each['cause'].replace('_', ' ')} {moment(each['at'])}"
         yield "  " + _cut(f"{each['subscription']}: {each['key']}")
         yield f"  {_cut(each['error'])}"
-        state = replay_line(each, leads=found.leads)
-        if state:
-            yield f"  {state}"
+        for line in (parked_line(each), replay_line(each, leads=found.leads)):
+            if line:
+                yield f"  {line}"
     if found.count > len(plain):
         yield f"and {found.count - len(plain)} more: --limit"
+
+
+def parked_line(plain: Mapping[str, Any]) -> str | None:
+    """What waits behind what for a parked key; None where nothing does."""
+    if plain["behind"] is not None:
+        return f"waits behind {plain['behind'][:_LEAST_ID]}"
+    if not plain["parked"]:
+        return None
+    count = plain["waiting"]
+    return "its key is parked" + (f", {number(count, 'change waits', 'changes wait')} behind it" if count else "")
 
 
 def replay_line(plain: Mapping[str, Any], *, leads: bool) -> str | None:
@@ -55,9 +65,9 @@ def show_lines(plain: Mapping[str, Any], change: Mapping[str, Any], *, leads: bo
     yield f"  {plain['cause'].replace('_', ' ')} {moment(plain['at'])}"
     tried = number(plain["attempts"], "attempt", "attempts")
     yield f"  {tried}, {number(plain['replays'], 'start', 'starts')} by replays"
-    state = replay_line(plain, leads=leads)
-    if state:
-        yield f"  {state}"
+    for line in (parked_line(plain), replay_line(plain, leads=leads)):
+        if line:
+            yield f"  {line}"
     yield f"  error: {plain['error']}"
     if plain["traceback"]:
         yield plain["traceback"].rstrip()

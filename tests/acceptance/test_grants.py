@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from bson import Int64
 
 from mongo_celery.bridge.operations import commands, going_on, heads, lease_commands, letter_commands
 from mongo_celery.bridge.operations.grants import Right, rights_of
@@ -66,7 +67,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Said:
 
 
 def listen(setting: Setting, said: Said) -> str:
-    """Lead, store what stands, change the layout, remove what is left, withdraw a replay; what was said."""
+    """Lead, store what stands, change the layout, remove what is left, withdraw and move replays; what was said."""
     orders = setting.bridge.wiring
     with Listening(setting.bridge_of("listener").wiring, said) as listener:
         if not listener.wait(lambda: "reading from" in said()):
@@ -78,12 +79,21 @@ def listen(setting: Setting, said: Said) -> str:
             return said() + listener.text
     setting.halt("record")
     assert _skip(orders, "record").result == "done"
-    assert _replay(orders, _letters(orders)) == ["requested"]
+    letter = setting.state["dead_letters"].find_one() or {}
+    setting.state["dead_letters"].insert_one({**letter, "_id": f"{letter['_id']}0", "parked": letter["hash"]})
+    assert _replay(orders, _letters(orders)) == ["requested", "requested"]
     assert commands.pause(orders)
     old = {each["_id"] for each in setting.state["partitions"].find()}
     with Listening(setting.bridge_of("listener", partitions=2).wiring, said) as listener:
-        listener.wait(lambda: _moved(setting, old) and not setting.state["replays"].count_documents({}))
+        listener.wait(lambda: _moved(setting, old) and _are_replays_placed(setting, old))
         return said() + listener.text
+
+
+def _are_replays_placed(setting: Setting, old: set[str]) -> bool:
+    """Whether one is withdrawn, and that of a parked key is asked for in the new layout."""
+    found = list(setting.state["replays"].find())
+    generations = {int(each.split("/")[2]) for each in old}
+    return [each["parked"] for each in found] == [True] and found[0]["generation"] not in generations
 
 
 def _skip(wiring: Wiring, subscription: str, by: Callable[..., commands.CommandResult] = commands.skip) -> Any:
@@ -116,9 +126,9 @@ def work(setting: Setting, said: Said, processes: Processes) -> str:
         letters = setting.state["dead_letters"]
         steps: tuple[tuple[Callable[[], object], Callable[[], object]], ...] = (
             (lambda: setting.write("orders"), lambda: setting.committed("record") == 1),
-            (lambda: setting.write("letters", fails=True), lambda: letters.count_documents({}) == 1),
-            (lambda: setting.write("letters", fails="once"), lambda: letters.count_documents({}) == 2),
-            (lambda: _replay(orders, _letters(orders)), lambda: _replayed(setting)),
+            (lambda: setting.write("letters", fails="once"), lambda: letters.count_documents({}) == 1),
+            (lambda: setting.write("letters", fails=True), lambda: letters.count_documents({}) == 2),
+            (lambda: _replay_in_a_chain(setting, orders), lambda: _replayed(setting)),
             (lambda: setting.write("orders", padding="x" * _BIG), lambda: setting.committed("record") == 2),
             (lambda: setting.write("orders", fails=True), lambda: _halted(setting, 1)),
         )
@@ -130,6 +140,12 @@ def work(setting: Setting, said: Said, processes: Processes) -> str:
         assert commands.retry(orders, "record")
         listener.wait(lambda: _halted(setting, fence + 1))
         return worker.text
+
+
+def _replay_in_a_chain(setting: Setting, orders: Wiring) -> None:
+    """As of a parked key: the worker asks for the second when the first has succeeded."""
+    setting.state["dead_letters"].update_many({}, {"$set": {"parked": Int64(7)}})
+    assert _replay(orders, _letters(orders)) == ["requested", "requested"]
 
 
 def _led(setting: Setting, said: Said) -> Listening:

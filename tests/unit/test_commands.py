@@ -34,6 +34,7 @@ PAGE = Path(__file__).parents[2] / "docs/operations/json.md"
 WIDTH = 80
 WITHOUT_JSON = {
     "listener": "a process: it logs",
+    "changes top": "a screen: `changes status --watch --json` is for programs",
     "transactions show": "prints Extended JSON as it is",
 }
 WITHOUT_KEYS = {

@@ -30,17 +30,24 @@ LETTER: Document = {
     "kept": "event",
     "replay": None,
     "replay_error": None,
+    "parked": False,
+    "behind": None,
+    "waiting": 0,
 }
 
 
 def test_no_line_of_a_list_is_wider_than_a_terminal() -> None:
     """Whatever error and key are; and what is under way with a letter is said."""
     waiting = {**LETTER, "id": "8266001122334455668800", "replay": "waiting", "replay_error": "ConnectionError: no"}
-    lines = list(list_lines("shop", Found(7, [], {}, leads=True), [LETTER, waiting]))
+    behind = {**LETTER, "id": "8266001122335555668900", "parked": True, "behind": LETTER["id"]}
+    first = {**LETTER, "id": "8266001122336655669900", "parked": True, "waiting": 2}
+    lines = list(list_lines("shop", Found(7, [], {}, leads=True), [LETTER, waiting, behind, first]))
     assert lines[0] == "shop: 7 dead letters"
     assert lines[1:3] == ["8266001122334455667  set aside 2026-11-23 06:30:19 UTC", "  summarise: shop.orders insert 5"]
     assert "  its replay waits for its next try: ConnectionError: no" in lines
-    assert lines[-1] == "and 5 more: --limit"
+    assert "  waits behind 826600112233445566" in lines
+    assert "  its key is parked, 2 changes wait behind it" in lines
+    assert lines[-1] == "and 3 more: --limit"
     assert max(map(len, lines)) <= 80
 
 

@@ -90,6 +90,17 @@ def test_a_run_travels_by_reference_with_tokens_sizes_and_digest(refused: dict[s
     assert all(event not in base64.b64decode(sealed) for event in EVENTS)
 
 
+@pytest.mark.parametrize("refused", [{}, {"refusal": Refusal("no", halts=False), "token": {"_data": "82"}}])
+def test_a_run_beside_parked_keys_carries_the_hashes_of_all_its_keys(refused: dict[str, Any]) -> None:
+    """And a worker of an older version, which would overtake what waits, does not read it."""
+    changes = EVENTS[:1] if refused else EVENTS
+    run = replace(REFERRING, reference=None, changes=tuple(changes), hashes=(2**64 - 5,) * len(changes), **refused)
+    sealed = seal("run", run, KEY)
+    assert unseal("run", sealed, KEY) == run
+    assert [run.hash_at(place) for place in (1, 99)] == [2**64 - 5 if not refused else None, None]
+    assert bson.decode(base64.b64decode(sealed)[SIGNATURE_BYTES:])["f"] == 5
+
+
 def test_a_run_by_reference_is_not_read_by_a_worker_of_an_older_version() -> None:
     """It knows the formats 1 and 2, and would find no change to handle. The listener sends the run again."""
     assert bson.decode(base64.b64decode(seal("run", REFERRING, KEY))[SIGNATURE_BYTES:])["f"] == 3

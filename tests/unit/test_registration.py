@@ -257,7 +257,6 @@ def test_a_source_that_depends_on_the_url_or_on_a_framework_waits(bridge: Bridge
         ({"partition_by": "customer"}, "may give differently when the change is read again"),
         ({"partition_by": "fullDocumentBeforeChange.customer"}, "full_document_before_change='required'"),
         ({"partition_by": lambda change: change}, "must be a function at module level"),
-        ({"failure_policy": "park_key"}, "'park_key' is not part of this version"),
         ({"failure_policy": "dead-letter"}, "did you mean 'dead_letter'"),
         ({"operations": {"upsert"}}, "operation 'upsert' is unknown"),
         ({"operations": {"create", "insert"}}, "'create' would never come: .* show_expanded_events=True"),

@@ -266,6 +266,7 @@ def test_a_partition_tells_all_that_an_operator_needs() -> None:
         "waiting": None,
         "head": {"token": "82CC", "key": "shop.orders insert 1"},
         "spilled": None,
+        "parked_keys": 0,
     }
 
 

@@ -8,6 +8,9 @@ there, and nobody reads there before the layout is in force.
 A partition that stands does so because of its first change: that one has halted, waits for its retry, or must not
 begin. So `state`, `head` and `retry` of the old partition go with it, in the stored change itself, and are put in force
 when that becomes first in its new partition; two that meet there stand one after the other.
+
+Keys that are parked are so in the partitions to which they belong now. What waits for them are dead letters, which do
+not move.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,7 @@ from pymongo.client_session import ClientSession
 from mongo_celery.bridge.change import event_of, token_data, token_of
 from mongo_celery.bridge.listener.admission import keyless
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
+from mongo_celery.bridge.state.dead_letters import signed
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.subscriptions import Layout
 
@@ -52,6 +56,7 @@ class Copying:
         layout: the new one; its generation is this term's version.
         rule: by which that spreads changes.
         session: in which the images were read.
+        parked: hashes of the keys that are parked; the layout's key is as it was, where there are any.
 
     Attributes:
         inherited: fields that new partitions have from the old ones, by `_id`; complete when the copying is done.
@@ -65,6 +70,7 @@ class Copying:
         layout: Layout,
         rule: Partitioner,
         session: ClientSession,
+        parked: Iterable[int] = (),
     ) -> None:
         self.inherited: dict[str, dict[str, Any]] = {}
         self._store = store
@@ -78,7 +84,10 @@ class Copying:
         self._chunk = _FIRST_CHUNK
         self._single = ""
         self._uncarried = deque(self._sources)
-        self._uninspected = deque(range(layout.partitions) if self._sources or self._stands else ())
+        self._parked: dict[int, list[Int64]] = {}
+        for hash_ in sorted(parked):
+            self._parked.setdefault(hash_ % layout.partitions, []).append(Int64(signed(hash_)))
+        self._uninspected = deque(range(layout.partitions) if self._sources or self._stands or self._parked else ())
         self._say_left([image for image in images if image not in self._sources])
 
     def work(self, until: float) -> bool:
@@ -216,6 +225,8 @@ class Copying:
         """See what was copied to a new partition, and how it begins."""
         where = self._new(index)
         fields: dict[str, Any] = {"state": "paused"} if self._stands else {}
+        if index in self._parked:
+            fields["parkedKeys"] = self._parked[index]
         last = self._store.spill.last(where, self._session)
         if last is not None:
             marks = [image.spilled for image in self._sources if image.spilled is not None]

@@ -285,6 +285,7 @@ def _commit_link(run: Run, task_id: str, queue: str, sealing: Sealing, headers: 
         refusal=None,
         token=None,
         hash=None,
+        hashes=(),
         reference=None,
         carrier=Carrier.of(commit_id, None),
     )

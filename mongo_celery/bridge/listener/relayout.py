@@ -15,7 +15,8 @@ A crash anywhere leaves the old layout in force: the next take-over opens its pa
 generation of its own. What a listener does that wakes too late lies under its own generation, and its write of step 4
 is refused by the epoch.
 
-A subscription that has lost its history waits under its old layout for somebody's decision: it cannot be read.
+A subscription that has lost its history waits under its old layout for somebody's decision: it cannot be read. So does
+one whose key changes while keys of it are parked: what waits for these waits by the key that was.
 """
 
 from __future__ import annotations
@@ -199,14 +200,16 @@ class Relayouts:
 
     def _decide(self, move: _Move) -> None:
         """Begin, or, where the history was lost before all was read, let it be until somebody has decided."""
-        subscription = move.subscription
-        if move.phase is _Phase.WAITING and not subscription.lost:
-            move.phase = _Phase.CLOSING
+        subscription, waits = move.subscription, _waits(move)
+        if move.phase is _Phase.WAITING and not waits:
+            move.phase, move.waits = _Phase.CLOSING, ""
             subscription.is_moving, subscription.until = True, _needed(subscription) or _place(subscription)
-        elif move.phase is not _Phase.COPYING and subscription.lost:
+        elif move.phase is not _Phase.COPYING and waits:
             assert move.copying is None, "copying never goes back"
-            move.phase, move.waits = _Phase.WAITING, ""
+            move.phase, move.waits = _Phase.WAITING, "" if subscription.lost else waits
             subscription.is_moving, subscription.until = False, None
+            if subscription.left is not None and not subscription.lost:
+                self._read_behind(subscription)
             # Nothing was copied yet, else it could not be opened under this version. A late write may close it again.
             closed = [tracker for tracker in subscription.trackers.values() if tracker.image.state == MOVING]
             if closed:
@@ -339,7 +342,8 @@ class Relayouts:
             if len(images) != plan.layout.partitions:
                 raise LeaseLostError
             rule = plan.handler.partitioner(self._options)
-            move.copying = Copying(self._store, move.subscription, images, move.layout, rule, self._session)
+            parked = self._store.partitions.parked_keys(plan.handler.name, plan.layout.generation, self._session)
+            move.copying = Copying(self._store, move.subscription, images, move.layout, rule, self._session, parked)
             move.phase = _Phase.COPYING
 
     # -- copying, and putting in force -------------------------------------------------------------
@@ -411,15 +415,19 @@ class Relayouts:
     # -- what is said ------------------------------------------------------------------------------
 
     def _complain(self, now: float) -> None:
-        waiting = {name: move.waits for name, move in self._moves.items() if move.waits}
+        waiting = [move for move in self._moves.values() if move.waits]
         if not waiting or now - self._complained_at < _COMPLAINT_SECONDS:
             return
         self._complained_at = now
-        for name, waits in waiting.items():
+        for move in waiting:
+            name = move.subscription.name
             logger.warning(
-                "the new partition layout of handler %s %s; its other partitions wait, and other handlers go on",
+                "the new partition layout of handler %s %s; %s",
                 name,
-                waits,
+                move.waits,
+                "until then its old partitions serve"
+                if move.phase is _Phase.WAITING
+                else "its other partitions wait, and other handlers go on",
                 extra={"event": "layout_waits", "subscription": name},
             )
 
@@ -429,6 +437,18 @@ class Relayouts:
             "preparing a new layout failed, trying again: %s", brief(error), extra={"event": "layout_failed"}
         )
         self._ready_at = time.monotonic() + _PAUSE_SECONDS
+
+
+def _waits(move: _Move) -> str:
+    """Why a subscription stays under its old layout for now; empty where nothing keeps it there."""
+    subscription = move.subscription
+    if subscription.lost:
+        return _Phase.WAITING.value
+    if move.layout.key == subscription.plan.layout.key:
+        return ""
+    if any(tracker.image.parked_keys for tracker in subscription.trackers.values()):
+        return "waits until no key is parked: `changes dead-letters replay` or `discard` releases them"
+    return ""
 
 
 def _is_free(tracker: Tracker) -> bool:

@@ -4,7 +4,7 @@ Which dead letters are to be replayed next: of each partition one at a time, bet
 They come in the order of the stream, so that letters of one key are replayed in their order. One that waits for its
 retry, or for infrastructure, holds back those of its key, and no others. Where one has failed for good, what waits
 behind it of its key is withdrawn, and those letters stay: replayed all the same, they would come before it. So is what
-was asked for under an older layout.
+was asked for under an older layout; but a parked key, whose replays follow one another, goes on where it is now.
 
 What was withdrawn is recorded before the failure is forgotten: a listener that ends in between leaves both to the next.
 """
@@ -72,9 +72,15 @@ class Replaying:
 
     def _chosen(self, subscription: Subscription, waiting: Sequence[ReplayRequest]) -> dict[int, ReplayRequest]:
         """The next ones of a subscription, by partition."""
-        generation = subscription.plan.layout.generation
-        current = [each for each in waiting if each.generation == generation]
-        self._withdraw([each for each in waiting if each.generation < generation], "its partition layout has changed")
+        layout = subscription.plan.layout
+        current = [each for each in waiting if each.generation == layout.generation]
+        older = [each for each in waiting if each.generation < layout.generation]
+        for each in older:
+            if each.parked and not each.failed:
+                self._replays.place(each, layout)
+        moved = "its partition layout has changed"
+        self._withdraw([each for each in older if not each.parked and not each.failed], moved, is_over=True)
+        self._replays.withdraw([each for each in older if each.failed])
         failed = [each for each in current if each.failed]
         behind = [each for each in current if not each.failed and any(_is_behind(each, first) for first in failed)]
         self._withdraw(behind, "an earlier one of its key has failed")
@@ -94,9 +100,9 @@ class Replaying:
                 chosen[replay.partition] = replay
         return chosen
 
-    def _withdraw(self, replays: Sequence[ReplayRequest], reason: str) -> None:
+    def _withdraw(self, replays: Sequence[ReplayRequest], reason: str, *, is_over: bool = False) -> None:
         if replays:
-            self._replays.withdraw(replays)
+            self._replays.withdraw(replays, is_over=is_over)
         for each in replays:
             logger.warning(
                 "the dead letter of %s is not replayed: %s. It stays; look at it with `changes dead-letters list`, and "

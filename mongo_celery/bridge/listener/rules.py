@@ -52,5 +52,6 @@ def _is_stored(takeover: Takeover, name: str) -> bool:
         and image.claim is None
         and image.handled is None
         and (image.spilled is not None or (image.state == "flowing" and not is_counted(image)))
+        and not image.parked_keys
         for image in takeover.images[name]
     )

@@ -321,6 +321,7 @@ class Subscription:
             refusal=changes[0].refusal,
             token=changes[0].token,
             hash=changes[0].hash,
+            hashes=tuple(change.hash for change in changes) if tracker.image.parked_keys else (),
         )
         buffered = [change for change in changes if isinstance(change, PendingChange)]
         label, queue = _label(changes, first), self.queue_of(run.index)
@@ -339,6 +340,7 @@ class Subscription:
             first,
             letter=replay.letter,
             starts=replay.starts,
+            hashes=(replay.hash,) if replay.parked and replay.hash is not None else (),
         )
         label = f"({replay.key} replayed)"
         return Dispatch(run, self.plan.handler.task_name, tracker.attempt, label, self.queue_of(index))

@@ -36,6 +36,7 @@ _IMAGES = ("whenAvailable", "required")
 _FIND = ("find",)
 _UPDATE = ("find", "update")
 _UPSERT = ("find", "insert", "update")
+_FIND_UPDATE_REMOVE = ("find", "update", "remove")
 _ALL = ("find", "insert", "update", "remove")
 
 
@@ -101,7 +102,7 @@ def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
         Right(state, "subscriptions", _UPSERT, "positions and layouts of the handlers"),
         Right(state, "partitions", _ALL, "what is done, partition by partition; those of older layouts go"),
         Right(state, "spill", _ALL, "changes that stand, or are too large for a message"),
-        Right(state, "replays", ("find", "remove"), "dispatching replays of dead letters; those that failed go"),
+        Right(state, "replays", _FIND_UPDATE_REMOVE, "dispatching replays of dead letters; a new layout moves them"),
         _watching(scope, "the change stream, and the look-up of full documents"),
         _oplog_of_listener(wiring),
         Right(
@@ -131,7 +132,14 @@ def _of_worker(state: str) -> list[Right]:
         Right(state, "partitions", _UPDATE, "claims, outcomes and commits"),
         Right(state, "spill", _UPSERT, "changes that travel by reference; the one at which a partition halts"),
         Right(state, "dead_letters", _ALL, "changes that are set aside; those that are replayed go"),
-        Right(state, "replays", ("find", "update", "remove"), "starts of replays, and what became of them"),
+        Right(
+            state,
+            "dead_letters",
+            ("createIndex",),
+            "finding what waits for a parked key",
+            "replays of a parked key read all dead letters, and a warning says so",
+        ),
+        Right(state, "replays", ("find", "insert", "update", "remove"), "starts of replays, and what became of them"),
     ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from bson import ObjectId, json_util
@@ -23,7 +23,7 @@ from mongo_celery.bridge.change import event_of
 from mongo_celery.bridge.operations.commands import UNSERVED
 from mongo_celery.bridge.operations.heads import event_as_json
 from mongo_celery.bridge.partitioning import document_hash
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Letter, Selection
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Letter, ParkedKey, Selection
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.replays import REQUESTS_MAX, ReplayRequest
 from mongo_celery.bridge.state.subscriptions import Layout
@@ -45,6 +45,10 @@ _RUNS = (
     "is being replayed at this moment: repeat the command when that has ended; where no listener leads any more, after "
     "claim_ttl"
 )
+_MOVES = "waits for its key in a partition that is on its way to a new layout: repeat the command in some seconds"
+_MOVED_ON = "waits for a key that was just released: repeat the command"
+_ASKED = "is being replayed already"
+_KEPT_BY = {"running": _RUNS, "moving": _MOVES}
 _JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
 
 
@@ -57,6 +61,7 @@ class LetterResult:
         id: of the letter.
         result: `requested` (its replay), `discarded`, `unchanged` where that was so already, `refused`.
         reason: why it was not done; empty where it was.
+        follow: how many letters that wait for the same parked key, and were not chosen, are replayed behind it.
     """
 
     id: str
@@ -64,6 +69,7 @@ class LetterResult:
     key: str
     result: Literal["requested", "discarded", "unchanged", "refused"]
     reason: str = ""
+    follow: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +82,18 @@ class Found:
         letters: the first of them.
         replays: of those among them whose replay is asked for, by `_id`.
         leads: whether a listener leads; without one nothing is replayed.
+        parked: the keys for which some of them wait, by subscription and hash.
     """
 
     count: int
     letters: Sequence[Letter]
     replays: Mapping[str, ReplayRequest]
     leads: bool
+    parked: Mapping[tuple[str, int], ParkedKey] = field(default_factory=dict)
+
+    def key_of(self, letter: Letter) -> ParkedKey | None:
+        """The parked key for which a letter waits; None where it waits for none."""
+        return None if letter.parked is None else self.parked.get((letter.subscription, letter.parked))
 
 
 def keys_of(text: str) -> list[Any]:
@@ -116,56 +128,115 @@ def find(wiring: Wiring, selection: Selection, limit: int) -> Found:
         count = store.dead_letters.count_of(selection, names)
         replays = {each.letter: each for each in store.replays.read()}
         leads = bool((store.leases.read() or {}).get("live"))
-    return Found(count, letters, replays, leads)
+        parked = store.dead_letters.parked(letters)
+    return Found(count, letters, replays, leads, parked)
 
 
 def replay(wiring: Wiring, letters: Sequence[Letter], *, over_newer: bool, dry_run: bool) -> list[LetterResult]:
     """
     Ask for the replay of dead letters; those that cannot be replayed are refused, and the others are not kept by it.
 
+    One that waits for a parked key is replayed with all that wait for that, from the first of them on.
+
     Args:
         over_newer: let them write over what newer changes have written.
         dry_run: only say what would be done.
     """
     with _reached(wiring):
-        store = wiring.store
-        asked = store.replays.read()
-        room = dict.fromkeys({each.subscription for each in letters}, REQUESTS_MAX)
-        for each in asked:
-            room[each.subscription] = room.get(each.subscription, REQUESTS_MAX) - 1
-        waiting = {each.letter for each in asked if not each.failed}
-        layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
-        handlers = {handler.name: handler for handler in wiring.handlers}
+        asking = _Asking(wiring, over_newer=over_newer, dry_run=dry_run)
+        keys = wiring.store.dead_letters.parked(letters)
+        firsts: dict[str, LetterResult] = {}
         results = []
         for letter in letters:
-            found: _Request | str | None = None
-            if letter.document_id not in waiting:
-                layout = layouts.get(letter.subscription)
-                found = _request(wiring, letter, handlers.get(letter.subscription), layout, over_newer)
-            if room[letter.subscription] <= 0 and isinstance(found, _Request):
-                found = (
-                    f"has to wait: {REQUESTS_MAX} dead letters of its handler are being replayed; repeat the command "
-                    "when `dead-letters list` shows fewer"
-                )
-            result = _ask(wiring, letter, found, over_newer=over_newer, dry_run=dry_run)
-            room[letter.subscription] -= result.result == "requested"
-            results.append(result)
+            key = None if letter.parked is None else keys.get((letter.subscription, letter.parked))
+            if key is None:
+                results.append(asking.ask(letter))
+                continue
+            if key.first not in firsts:
+                first = letter if key.first == letter.document_id else wiring.store.dead_letters.header(key.first)
+                if first is None:
+                    results.append(_result(letter, "refused", _MOVED_ON))
+                    continue
+                chosen = sum((each.subscription, each.parked) == (key.subscription, key.hash) for each in letters)
+                others = key.count - chosen - (first is not letter and first not in letters)
+                done = firsts[key.first] = replace(asking.ask(first), follow=max(others, 0))
+                if first is letter or first not in letters:
+                    results.append(done)
+            if key.first != letter.document_id:
+                results.append(_behind(letter, firsts[key.first]))
     return results
+
+
+def _behind(letter: Letter, first: LetterResult) -> LetterResult:
+    """What becomes of a letter behind the first one that waits for its key."""
+    if first.result != "refused":
+        return _result(letter, first.result, "" if first.result == "requested" else _ASKED)
+    return _result(letter, "refused", f"waits for its key behind {first.id}, which cannot be replayed")
+
+
+class _Asking:
+    """The requests of one command."""
+
+    def __init__(self, wiring: Wiring, *, over_newer: bool, dry_run: bool) -> None:
+        store = wiring.store
+        asked = store.replays.read()
+        self._wiring = wiring
+        self._over_newer = over_newer
+        self._dry_run = dry_run
+        self._room: dict[str, int] = {}
+        for each in asked:
+            self._room[each.subscription] = self._room.get(each.subscription, REQUESTS_MAX) - 1
+        self._waiting = {each.letter for each in asked if not each.failed}
+        self._layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
+        self._handlers = {handler.name: handler for handler in wiring.handlers}
+
+    def ask(self, letter: Letter) -> LetterResult:
+        """Ask for the replay of one letter."""
+        name, over_newer = letter.subscription, self._over_newer
+        found: _Request | str | None = None
+        if letter.document_id not in self._waiting:
+            found = _request(self._wiring, letter, self._handlers.get(name), self._layouts.get(name), over_newer)
+        room = self._room.get(name, REQUESTS_MAX)
+        if room <= 0 and isinstance(found, _Request):
+            found = (
+                f"has to wait: {REQUESTS_MAX} dead letters of its handler are being replayed; repeat the command "
+                "when `dead-letters list` shows fewer"
+            )
+        result = _ask(self._wiring, letter, found, over_newer=over_newer, dry_run=self._dry_run)
+        self._room[name] = room - (result.result == "requested")
+        return result
 
 
 def discard(wiring: Wiring, letters: Sequence[Letter], *, dry_run: bool) -> list[LetterResult]:
-    """Throw dead letters away, also damaged ones; not while they are being replayed."""
+    """
+    Throw dead letters away, also damaged ones; not while they are being replayed.
+
+    Where the first letter that waits for a parked key goes, and not all of them, the others are replayed. So the last
+    one of a key goes first: none of those that are to go may be replayed in between.
+    """
     with _reached(wiring):
-        results = []
-        for letter in letters:
-            outcome = "done" if dry_run else wiring.store.replays.discard(letter.document_id)
-            if outcome == "running":
-                results.append(_result(letter, "refused", _RUNS))
-            elif outcome == "gone":
-                results.append(_result(letter, "unchanged", "is gone already"))
-            else:
-                results.append(_result(letter, "discarded"))
-    return results
+        store = wiring.store
+        keys = store.dead_letters.parked(letters)
+        layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
+        results: dict[str, LetterResult] = {}
+        gone: dict[tuple[str, int], int] = {}
+        for letter in sorted(letters, key=lambda each: each.document_id, reverse=True):
+            layout = layouts.get(letter.subscription)
+            outcome = "done" if dry_run else store.replays.discard(letter.document_id, layout)
+            result = _discarded(letter, outcome)
+            key = None if letter.parked is None else keys.get((letter.subscription, letter.parked))
+            if key is not None and result.result == "discarded":
+                count = gone[key.subscription, key.hash] = gone.get((key.subscription, key.hash), 0) + 1
+                if key.first == letter.document_id and layout is not None:
+                    result = replace(result, follow=key.count - count)
+            results[letter.document_id] = result
+    return [results[each.document_id] for each in letters]
+
+
+def _discarded(letter: Letter, outcome: str) -> LetterResult:
+    if outcome in _KEPT_BY:
+        return _result(letter, "refused", _KEPT_BY[outcome])
+    return _result(letter, "unchanged", "is gone already") if outcome == "gone" else _result(letter, "discarded")
 
 
 def change_of(wiring: Wiring, letter: Letter) -> dict[str, Any]:
@@ -177,9 +248,18 @@ def change_of(wiring: Wiring, letter: Letter) -> dict[str, Any]:
     return {"event": event, "raw": base64.b64encode(raw).decode() if raw is not None and event is None else None}
 
 
-def plain(letter: Letter, asked: ReplayRequest | None) -> dict[str, Any]:
-    """A letter as JSON has it, without its change."""
+def plain(letter: Letter, asked: ReplayRequest | None, key: ParkedKey | None = None) -> dict[str, Any]:
+    """
+    A letter as JSON has it, without its change.
+
+    Where it waits for a parked key, `behind` is the id of the first one that does; that one has how many are `waiting`
+    behind it.
+
+    Args:
+        key: for which it waits; None where it waits for none.
+    """
     place = letter.place
+    is_first = key is not None and key.first == letter.document_id
     return {
         "id": letter.id,
         "subscription": letter.subscription,
@@ -194,6 +274,9 @@ def plain(letter: Letter, asked: ReplayRequest | None) -> dict[str, Any]:
         "kept": letter.kept,
         "replay": _state(asked),
         "replay_error": asked.error if asked is not None else None,
+        "parked": letter.parked is not None,
+        "behind": key.first.split("/", 2)[-1] if key is not None and not is_first else None,
+        "waiting": key.count - 1 if key is not None and is_first else 0,
     }
 
 
@@ -219,7 +302,7 @@ def _ask(
     wiring: Wiring, letter: Letter, found: _Request | str | None, *, over_newer: bool, dry_run: bool
 ) -> LetterResult:
     if found is None:
-        return _result(letter, "unchanged", "is being replayed already")
+        return _result(letter, "unchanged", _ASKED)
     if isinstance(found, str):
         return _result(letter, "refused", found)
     outcome = "done"
@@ -233,7 +316,7 @@ def _ask(
         )
     if outcome == "done":
         return _result(letter, "requested")
-    return _result(letter, "unchanged", "is gone already" if outcome == "gone" else "is being replayed already")
+    return _result(letter, "unchanged", "is gone already" if outcome == "gone" else _ASKED)
 
 
 def _request(
@@ -253,6 +336,8 @@ def _request(
         return reason or UNSERVED
     if place is not None and place.generation == layout.generation:
         return _Request(layout.generation, place.partition, place.hash)
+    if letter.parked is not None:
+        return _Request(layout.generation, letter.parked % layout.partitions, letter.parked)
     return _placed_anew(wiring, letter, handler, layout)
 
 

@@ -298,9 +298,17 @@ def _dead_letters(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reas
         yield degraded(
             "dead_letters",
             f"{number(count, 'change', 'changes')}{of} {'was' if count == 1 else 'were'} set aside: nobody "
-            "handles them any more. Look at them, then replay or discard them.",
+            f"handles them any more. {_parked_keys(status)}Look at them, then replay or discard them.",
             line.changes("dead-letters", "list"),
         )
+
+
+def _parked_keys(status: Mapping[str, Any]) -> str:
+    keys = sum(each["parked_keys"] for each in status["subscriptions"])
+    if not keys:
+        return ""
+    parked = number(keys, "key is parked: later changes of it join", "keys are parked: later changes of theirs join")
+    return f"{parked} them. "
 
 
 def _unregistered(status: Mapping[str, Any]) -> Iterator[Reason]:

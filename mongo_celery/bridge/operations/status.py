@@ -117,6 +117,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       largest), `since` when, `age_seconds`, for what `reason`, `to`, the token of the last one, and whether it is
       `missing`, as the listener finds; None where nothing is. A subscription's has how many `partitions` are so, and
       their sums.
+    - `parked_keys`: how many keys are parked, in a partition and in all of a subscription: changes of theirs are set
+      aside until a person releases them.
     - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `moving`,
       `flowing`), or `new` (registered, but no listener has led with it yet), or `unregistered`; `history_lost` where
       the oplog no longer holds its place: then `lost` says since when and where, and what was `decided`.
@@ -297,6 +299,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
                 "oplog_share": _share(facts, place_in(document)),
                 "spilled": facts.stored.sum((name, image.index) for image in images if image.spilled),
                 "dead_letters": facts.dead_letters.get(name, 0),
+                "parked_keys": sum(image.parked_keys for image in images),
                 "lost": _lost(lost) if lost else None,
                 "gaps": [_gap(gap) for gap in document.get("gaps", ())],
             },
@@ -366,6 +369,7 @@ def _partition(image: Image, facts: Facts) -> dict[str, Any]:
         "waiting": _waiting(image),
         "head": _head(image) or facts.heads.get((image.subscription, image.index)),
         "spilled": _spilled(image, facts),
+        "parked_keys": image.parked_keys,
     }
 
 

@@ -23,6 +23,9 @@ The partition's document is the authority on who may run what::
    that proves to be alive, by asking, withdraws what was charged in its name, once.
    One that was told to leave marks its claim before, and its lapse is charged to nobody. Runs are one change
    each after any lapse, charged or not.
+6. `parkedKeys` has the hashes of keys whose changes wait for a person. It grows by the outcome of a claim alone, so
+   what a claim has read of it holds, or is released, until the claim ends: a change of such a key is set aside
+   unstarted, whoever has sent it (`replays` says how a key is released).
 
 | failure | what happens |
 |---|---|
@@ -52,11 +55,14 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store, unsigned
 from mongo_celery.mongo.expressions import after, literal, millis, next_number
 from mongo_celery.mongo.table import ACKNOWLEDGED, Table, call_timeout
 
 TRANSACTION_SECONDS = 5.0
+PARKED_MAX = 1000
+"""How many keys of one partition may be parked at a time: they are read with each of its claims."""
+
 _LAPSED_MAX = 16
 _REPLACED: dict[str, Any] = {"$gt": ["$claim", None]}
 # The mark is the owner itself: an older version keeps unknown keys of the claim that it replaces.
@@ -98,6 +104,7 @@ class Claim:
         crashes: attempts of the run that ended without an outcome.
         waits: how often in a row its first change has waited for infrastructure.
         doubts: how often in a row, at the end of these, in doubt: it may have been the handler's own doing.
+        parked: hashes of the keys that were parked in its partition, from 0 to 2^64 - 1.
         taken: when it was answered for, on the monotonic clock.
     """
 
@@ -110,6 +117,7 @@ class Claim:
     crashes: int
     waits: int = 0
     doubts: int = 0
+    parked: frozenset[int] = frozenset()
     taken: float = field(default_factory=time.monotonic, compare=False, repr=False)
 
 
@@ -195,7 +203,7 @@ class Claims:
                 },
             },
             [{"$set": {"fence": next_number("fence"), "claim": claim, "retry": retry, "single": single}}],
-            {"fence": 1, "retry": 1},
+            {"fence": 1, "retry": 1, "parkedKeys": 1},
         )
         if document is None:
             return None
@@ -211,6 +219,7 @@ class Claims:
             counts["crashes"],
             waits=waiting.get("count", 0),
             doubts=waiting.get("timeOuts", 0),
+            parked=parked_in(document),
         )
 
     def take_for_replay(
@@ -432,18 +441,28 @@ class Claims:
         """Pass over the claim's first change: the execution writes the position itself, and nothing is kept."""
         return self._write(claim, {"$set": _passed(claim, token)})
 
-    def set_aside(self, claim: Claim, token: Mapping[str, Any], dead_letter: Mapping[str, Any]) -> bool:
+    def set_aside(
+        self, claim: Claim, token: Mapping[str, Any], dead_letter: Mapping[str, Any], *, parks: bool = False
+    ) -> bool:
         """
         Pass over the claim's first change and store its dead letter, both or neither.
 
         The dead letter replaces one with the same `_id`, so that a rewound change can be set aside again. The fencing
-        tokens behind the claim's own are left to its replays.
+        tokens behind the claim's own are left to its replays. One that waits for its key (`parked`) is refused where
+        that is not parked any more.
+
+        Args:
+            parks: whether its key is parked by this.
         """
 
         def both(session: ClientSession) -> bool:
             kept_free = {"fence": Int64(claim.fence + REPLAYS_MAX)}
-            change = {"$set": _passed(claim, token) | kept_free}
-            if self._table.collection.update_one(own(claim), change, session=session).matched_count == 0:
+            guard, change = own(claim), {"$set": _passed(claim, token) | kept_free}
+            if parks:
+                change["$addToSet"] = {"parkedKeys": dead_letter["parked"]}
+            elif dead_letter.get("parked") is not None:
+                guard["parkedKeys"] = dead_letter["parked"]
+            if self._table.collection.update_one(guard, change, session=session).matched_count == 0:
                 session.abort_transaction()
                 return False
             store(self._dead_letters, dead_letter, session)
@@ -468,6 +487,14 @@ def own(claim: Claim) -> dict[str, Any]:
         "committed": claim.first - 1,
         "handled": None,
     }
+
+
+def parked_in(document: Mapping[str, Any]) -> frozenset[int]:
+    """The keys that are parked in a partition: their hashes, from 0 to 2^64 - 1."""
+    found = document.get("parkedKeys")
+    return (
+        frozenset(unsigned(each) for each in found if isinstance(each, int)) if isinstance(found, list) else frozenset()
+    )
 
 
 _OWN_FIELDS = {"fence": 1, "claim.owner": 1, "committed": 1, "handled": 1}

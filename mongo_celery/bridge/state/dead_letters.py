@@ -12,7 +12,9 @@ was set aside (see `replays`).
 
 | field | |
 |---|---|
-| `cause` | who set it aside: `failed` (the policy `dead_letter`), `skipped` (policy or command `skip`), `set_aside` |
+| `cause` | who set it aside: `failed` (the policy `dead_letter`), `skipped` (policy or command `skip`), `set_aside`, |
+|         | `parked` (the policy `park_key`), `parked_behind` (its key was parked, and its handler never started) |
+| `parked` | hash of its key, for as long as it waits for that: later changes of the key wait behind it |
 | `kept` | what `change` is: the `event`, its `bytes` (clients cannot decode it), or its `name` (too large for both) |
 | `replays` | how often it was started again |
 """
@@ -20,7 +22,7 @@ was set aside (see `replays`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -42,14 +44,16 @@ REPLAYS_MAX = 1 << 14
 """Fencing tokens that are kept free for the replays of one dead letter."""
 
 FAILED, SKIPPED, SET_ASIDE = "failed", "skipped", "set_aside"
+PARKED, PARKED_BEHIND = "parked", "parked_behind"
 _HASHES = 1 << 64
+_INDEX = "parked"
 _LAST = chr(0x10FFFF)
 _HEX = re.compile(r"[0-9A-Fa-f]+")
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(
         (
             "subscription", "partition", "generation", "seq", "fence", "hash", "resumeToken", "key", "error",
-            "traceback", "attempts", "at", "cause", "kept", "replays",
+            "traceback", "attempts", "at", "cause", "kept", "replays", "parked",
         ),
         1,
     ),
@@ -90,6 +94,7 @@ class Letter:
         bytes: of what is kept of the change; None where there is nothing.
         kept: `event`, `bytes` or `name`.
         replays: how often it was started again.
+        parked: hash of its key, from 0 to 2^64 - 1, where it waits for that; None for all others.
     """
 
     document_id: str
@@ -106,6 +111,24 @@ class Letter:
     bytes: int | None
     token: Mapping[str, Any] | None
     place: Place | None
+    parked: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedKey:
+    """
+    A key whose changes wait for a person.
+
+    Attributes:
+        hash: of the key, from 0 to 2^64 - 1.
+        first: `_id` of the first dead letter that waits for it, in the order of the stream.
+        count: how many wait.
+    """
+
+    subscription: str
+    hash: int
+    first: str
+    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +203,56 @@ class DeadLetters:
             )
         return None if document is None or raw is None else (_letter(document), _event_in(raw.get("change"), document))
 
+    def parked(self, letters: Iterable[Letter]) -> dict[tuple[str, int], ParkedKey]:
+        """The parked keys of some letters, by subscription and hash."""
+        keys = {(each.subscription, each.parked) for each in letters if each.parked is not None}
+        if not keys:
+            return {}
+        stages: list[dict[str, Any]] = [
+            {
+                "$match": {
+                    "parked": {"$in": [Int64(signed(hash_)) for _, hash_ in keys]},
+                    "_id": _range(f"{self._bridge}/"),
+                }
+            },
+            {
+                "$group": {
+                    "_id": {"subscription": "$subscription", "parked": "$parked"},
+                    "first": {"$min": "$_id"},
+                    "count": {"$sum": 1},
+                }
+            },
+        ]
+        found = {}
+        for row in self._table.aggregate(stages):
+            key = row["_id"]["subscription"], unsigned(row["_id"]["parked"])
+            found[key] = ParkedKey(*key, row["first"], row["count"])
+        return {key: each for key, each in found.items() if key in keys}
+
+    def first_waiting(self, subscription: str, hash_: int, session: ClientSession | None = None) -> Letter | None:
+        """The first letter that waits for a parked key, in the order of the stream; None where none does."""
+        query = {"parked": Int64(signed(hash_)), "_id": _range(f"{self._bridge}/{subscription}/")}
+        with self._table.limit():
+            found = self._table.collection.find_one(query, _FIELDS, sort=[("_id", 1)], session=session)
+        return None if found is None else _letter(found)
+
+    def header(self, document_id: str, session: ClientSession | None = None) -> Letter | None:
+        """One dead letter, without its change; None where there is none."""
+        with self._table.limit():
+            found = self._table.collection.find_one({"_id": document_id}, _FIELDS, session=session)
+        return None if found is None else _letter(found)
+
+    def index_parked(self) -> None:
+        """
+        See to it that the letters of a parked key are found at once, however many others there are.
+
+        Without the index they are found all the same.
+        """
+        with self._table.limit():
+            self._table.collection.create_index(
+                [("parked", 1), ("_id", 1)], name=_INDEX, partialFilterExpression={"parked": {"$exists": True}}
+            )
+
     def _query(self, selection: Selection, subscriptions: Sequence[str]) -> dict[str, Any]:
         names = [selection.subscription] if selection.subscription is not None else subscriptions
         every = f"{self._bridge}/" if selection.subscription is None else f"{self._bridge}/{selection.subscription}/"
@@ -222,7 +295,18 @@ def _letter(document: Mapping[str, Any]) -> Letter:
         bytes=document.get("bytes"),
         token=token if has_token else None,
         place=_place(document),
+        parked=unsigned(document["parked"]) if isinstance(document.get("parked"), int) else None,
     )
+
+
+def signed(hash_: int) -> int:
+    """A hash from 0 to 2^64 - 1 as MongoDB keeps it."""
+    return hash_ - _HASHES if hash_ >= _HASHES // 2 else hash_
+
+
+def unsigned(hash_: int) -> int:
+    """The hash that MongoDB keeps so, from 0 to 2^64 - 1."""
+    return hash_ % _HASHES
 
 
 def _number(value: object) -> int:
@@ -261,8 +345,13 @@ def dead_letter(
     cause: str,
     kept: str,
 ) -> dict[str, Any]:
-    """The document of a dead letter; `at`, the server's time, is added when it is written."""
-    hash_ = place.hash
+    """
+    The document of a dead letter; `at`, the server's time, is added when it is written.
+
+    One with the cause `parked` or `parked_behind` waits for its key.
+    """
+    hash_ = None if place.hash is None else Int64(signed(place.hash))
+    waits = {"parked": hash_} if cause in (PARKED, PARKED_BEHIND) else {}
     return {
         "_id": f"{bridge}/{subscription}/{token['_data']}",
         "bridge": bridge,
@@ -271,7 +360,7 @@ def dead_letter(
         "generation": Int64(place.generation),
         "seq": Int64(place.seq),
         "fence": Int64(place.fence),
-        "hash": None if hash_ is None else Int64(hash_ - _HASHES if hash_ >= _HASHES // 2 else hash_),
+        "hash": hash_,
         "resumeToken": dict(token),
         "key": key,
         "change": change,
@@ -281,6 +370,7 @@ def dead_letter(
         "cause": cause,
         "kept": kept,
         "replays": Int64(0),
+        **waits,
     }
 
 

@@ -28,8 +28,8 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.state.claims import CHARGE, COMMIT, TRANSACTION_SECONDS
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store
+from mongo_celery.bridge.state.claims import CHARGE, COMMIT, TRANSACTION_SECONDS, parked_in
+from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import literal, next_number, remaining
 from mongo_celery.mongo.locked import is_lock, update_around_locks, update_one_around_lock, update_unlocked
@@ -66,6 +66,7 @@ _PROJECTION: dict[str, Any] = {
     "due": remaining("retry.notBefore"),
     "ahead": {"$subtract": [{"$subtract": ["$claim.until", "$$NOW"]}, "$claim.ttl"]},
     "readAt": "$$NOW",
+    "parkedCount": {"$cond": [{"$isArray": "$parkedKeys"}, {"$size": "$parkedKeys"}, 0]},
 }
 
 
@@ -89,6 +90,7 @@ class Image:
         ran: of the last run that was committed, its `last` change, when it was `claimed` and committed (`at`), and the
             milliseconds that its handler `took`; None before the first.
         read_at: when it was read, by the server's clock.
+        parked_keys: how many keys are parked: changes of theirs are set aside until a person releases them.
     """
 
     subscription: str
@@ -116,6 +118,7 @@ class Image:
     was: str | None = None
     ran: Mapping[str, Any] | None = None
     read_at: datetime | None = field(default=None, compare=False)
+    parked_keys: int = 0
 
     @property
     def parked(self) -> bool:
@@ -341,6 +344,12 @@ class Partitions:
             others = [_but(f"{self._bridge}/{name}/", number) for name, number in generations.items()]
             self._table.delete_all({"$or": others, "epoch": {"$lte": version}})
 
+    def parked_keys(self, subscription: str, generation: int, session: ClientSession) -> frozenset[int]:
+        """The keys that are parked in the partitions of a layout: their hashes, from 0 to 2^64 - 1."""
+        scope = {**self._scope({subscription: generation}), "parkedKeys": {"$ne": None}}
+        found = self._table.find(scope, {"parkedKeys": 1}, session=session)
+        return frozenset().union(*map(parked_in, found))
+
     def largest_epoch(self) -> int:
         """The largest epoch of any partition of the bridge, in whatever generation; 0 where there is none."""
         found = self._table.find_one(_under(f"{self._bridge}/"), {"epoch": 1}, sort=[("epoch", -1)])
@@ -382,7 +391,8 @@ class Partitions:
         """
         Pass over the change at which a partition halted and store its dead letter, both or neither.
 
-        The fencing tokens behind the one that was seen are left to its replays.
+        The fencing tokens behind the one that was seen are left to its replays. A change of a parked key waits behind
+        the others of that.
 
         Args:
             letters: where it is stored.
@@ -391,11 +401,14 @@ class Partitions:
         change["fence"] = {"$max": [Int64(image.fence + REPLAYS_MAX), next_number("fence")]}
 
         def both(session: ClientSession) -> bool:
-            passed = self._table.collection.update_one(guard, [{"$set": change}], session=session)
-            if passed.matched_count == 0:
+            keys = {"parkedKeys": 1}
+            passed = self._table.collection.find_one_and_update(guard, [{"$set": change}], keys, session=session)
+            if passed is None:
                 session.abort_transaction()
                 return False
-            store(letters, dead_letter, session)
+            hash_ = dead_letter["hash"]
+            waits = hash_ is not None and hash_ in (passed.get("parkedKeys") or ())
+            store(letters, {**dead_letter, "parked": hash_, "cause": PARKED_BEHIND} if waits else dead_letter, session)
             return True
 
         with (
@@ -465,6 +478,7 @@ def image_of(document: Mapping[str, Any]) -> Image:
         was=document.get("was"),
         ran=document.get("ran"),
         read_at=document.get("readAt"),
+        parked_keys=document.get("parkedCount") or 0,
     )
 
 

@@ -22,6 +22,19 @@ second. It is there from the command until the letter is gone or has failed agai
    (`over_newer`).
 4. `starts` is in the message: of two messages of one attempt only the first is taken. The record of a start is written
    before the handler begins, and its number is never used again, also where the process ends right behind it.
+
+A parked key is released by a chain of replays. Its letters (those with its hash in `parked`) are replayed from the
+first one on, in the order of the stream:
+
+5. A start finds that its letter is the first that waits for its key; else the first one is asked for in its place. It
+   is looked for under the claim: nobody can set a change aside meanwhile.
+6. What removes a letter, a replay or a discarding, asks for the next one in the same transaction. What comes in
+   meanwhile is set aside behind, so it is next at some time.
+7. Where none is next, the same transaction takes the hash out of `parkedKeys`. Whoever sets a change aside behind
+   writes that document too, on the condition that the hash is there: so either the change is found as the next one,
+   or it is not set aside, and runs.
+8. Each transaction that removes a letter of a parked key writes that document (`removed`). Two that remove the last two
+   letters at once would each leave the hash to the other.
 """
 
 from __future__ import annotations
@@ -29,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pymongo
 from bson.int64 import Int64
@@ -38,9 +51,13 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.state.claims import TRANSACTION_SECONDS, Claim, own
-from mongo_celery.bridge.state.dead_letters import Letter
+from mongo_celery.bridge.state.dead_letters import PARKED, PARKED_BEHIND, DeadLetters, Letter, signed
+from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.mongo.expressions import after, literal, next_number, remaining
 from mongo_celery.mongo.table import Table, call_timeout
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.state.subscriptions import Layout
 
 T = TypeVar("T")
 
@@ -52,7 +69,7 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(
         (
             "subscription", "generation", "partition", "hash", "key", "overNewer", "starts", "crashes", "fence",
-            "retries", "waits", "doubts", "error", "failed", "at",
+            "retries", "waits", "doubts", "error", "failed", "at", "parked",
         ),
         1,
     ),
@@ -89,6 +106,7 @@ class ReplayRequest:
         waits: how often in a row it has waited for infrastructure, `doubts` of these in doubt.
         due_in: seconds until it may run again; 0 or less when it may.
         failed: whether it has failed for good, and the listener has yet to take notice.
+        parked: whether its letter waits for a parked key: those behind it follow.
     """
 
     letter: str
@@ -108,6 +126,7 @@ class ReplayRequest:
     due_in: float
     failed: bool
     at: datetime | None
+    parked: bool = False
 
 
 class Replays:
@@ -124,6 +143,7 @@ class Replays:
         self._table = Table(requests, call_timeout(ttl))
         self._partitions = partitions
         self._dead_letters = dead_letters
+        self._letters = DeadLetters(dead_letters, bridge, ttl)
         self._bridge = bridge
 
     def read(self) -> list[ReplayRequest]:
@@ -152,23 +172,7 @@ class Replays:
             `requested` where somebody else has done so before, `gone` where there is no letter any more.
         """
         document_id = letter.document_id
-        document = {
-            "subscription": letter.subscription,
-            "generation": Int64(generation),
-            "partition": partition,
-            "hash": None if hash_ is None else Int64(hash_ - _HASHES if hash_ >= _HASHES // 2 else hash_),
-            "key": letter.key,
-            "overNewer": over_newer,
-            "starts": Int64(letter.replays),
-            "crashes": 0,
-            "fence": None,
-            "retries": 0,
-            "waits": 0,
-            "doubts": 0,
-            "notBefore": None,
-            "error": None,
-            "failed": False,
-        }
+        document = _request_of(letter, generation, partition, hash_, over_newer=over_newer)
 
         def ask(session: ClientSession) -> Literal["done", "requested", "gone"]:
             # The letter is written too: who discards it at the same time is in conflict with this.
@@ -185,17 +189,32 @@ class Replays:
 
         return self._together(ask)
 
-    def discard(self, letter: str) -> Literal["done", "running", "gone"]:
-        """Remove a letter, and the request for its replay; not while that is running."""
+    def discard(self, letter: str, layout: Layout | None = None) -> Literal["done", "running", "moving", "gone"]:
+        """
+        Remove a letter, and the request for its replay; not while that is running.
 
-        def remove(session: ClientSession) -> Literal["done", "running", "gone"]:
+        Where it is the first that waits for a parked key, those behind it are replayed; where it is the only one, the
+        key is released.
+
+        Args:
+            layout: of its subscription, in force; without it what waits behind goes on waiting.
+
+        Returns:
+            `moving` where its key is parked, and its partition is closed for a new layout.
+        """
+
+        def remove(session: ClientSession) -> Literal["done", "running", "moving", "gone"]:
             found = _replay(self._table.collection.find_one({"_id": letter}, _FIELDS, session=session))
             if found is not None and self._is_running(found, session):
                 session.abort_transaction()
                 return "running"
-            self._table.collection.delete_one({"_id": letter}, session=session)
-            gone = self._dead_letters.delete_one({"_id": letter}, session=session)
-            return "done" if gone.deleted_count else "gone"
+            gone, first = self._removed(letter, session)
+            if gone is None:
+                return "gone"
+            if gone.parked is not None and not self._go_on_without(gone, first, layout, session):
+                session.abort_transaction()
+                return "moving"
+            return "done"
 
         return self._together(remove)
 
@@ -249,8 +268,10 @@ class Replays:
         """
 
         def remove(session: ClientSession) -> None:
-            self._table.collection.delete_one({"_id": letter}, session=session)
-            self._dead_letters.delete_one({"_id": letter}, session=session)
+            done = _replay(self._table.collection.find_one({"_id": letter}, _FIELDS, session=session))
+            gone, _ = self._removed(letter, session)
+            if gone is not None and gone.parked is not None:
+                self._go_on_behind(gone, claim, done, session)
 
         if session is not None:
             return self._end(claim, remove, session)
@@ -274,6 +295,8 @@ class Replays:
                 "$currentDate": {"replayedAt": True},
             }
             self._dead_letters.update_one({"_id": replay.letter}, change, session=session)
+            behind = {"_id": replay.letter, "cause": PARKED_BEHIND}  # it waits because of itself now
+            self._dead_letters.update_one(behind, {"$set": {"cause": PARKED}}, session=session)
             done = {"$set": {"failed": True, "fence": None, "error": error}}
             self._table.collection.update_one({"_id": replay.letter}, done, session=session)
 
@@ -296,6 +319,15 @@ class Replays:
         """End a start that is nobody's fault: it may be started again at once."""
         return self._postpone(claim, letter, {})
 
+    def redirect(self, claim: Claim, replay: ReplayRequest, first: Letter) -> bool:
+        """End a start in front of whose letter another one waits for the same key: that one is asked for instead."""
+
+        def ask(session: ClientSession) -> None:
+            self._table.collection.delete_one({"_id": replay.letter}, session=session)
+            self._ask_next(first, replay.generation, replay.partition, session, over_newer=replay.over_newer)
+
+        return self._settle(claim, ask)
+
     def _postpone(self, claim: Claim, letter: str, change: Mapping[str, Any]) -> bool:
         def note(session: ClientSession) -> None:
             self._table.collection.update_one({"_id": letter}, [{"$set": {**change, "fence": None}}], session=session)
@@ -311,12 +343,90 @@ class Replays:
             write(session)
         return bool(ended.matched_count)
 
+    # -- parked keys -------------------------------------------------------------------------------
+
+    def _removed(self, letter: str, session: ClientSession) -> tuple[Letter | None, bool]:
+        """Remove a letter and its request; the letter as it was, and whether it was the first of its parked key."""
+        self._table.collection.delete_one({"_id": letter}, session=session)
+        found = self._letters.header(letter, session)
+        if found is None:
+            return None, False
+        first = None
+        if found.parked is not None:
+            first = self._letters.first_waiting(found.subscription, found.parked, session)
+        self._dead_letters.delete_one({"_id": letter}, session=session)
+        return found, first is not None and first.document_id == letter
+
+    def _go_on_behind(self, gone: Letter, claim: Claim, done: ReplayRequest | None, session: ClientSession) -> None:
+        """Behind a letter of a parked key that was replayed: the next one, or the key is released."""
+        assert gone.parked is not None, "it waited for its key"
+        following = self._letters.first_waiting(gone.subscription, gone.parked, session)
+        self._count_removed(gone, session, is_last=following is None)
+        if following is None:
+            return
+        generation, partition = map(int, claim.partition_id.split("/")[-2:])
+        self._ask_next(following, generation, partition, session, over_newer=done is not None and done.over_newer)
+
+    def _go_on_without(self, gone: Letter, first: bool, layout: Layout | None, session: ClientSession) -> bool:
+        """As `_go_on_behind`, of one that was discarded; False where its partition is closed for a new layout."""
+        assert gone.parked is not None, "it waited for its key"
+        holding = self._holding(gone)
+        if any(each["state"] == MOVING for each in self._partitions.find(holding, {"state": 1}, session=session)):
+            return False
+        following = self._letters.first_waiting(gone.subscription, gone.parked, session)
+        self._count_removed(gone, session, is_last=following is None)
+        if following is None:
+            return True
+        if first and layout is not None:
+            self._ask_next(following, layout.generation, gone.parked % layout.partitions, session, over_newer=False)
+        return True
+
+    def _holding(self, letter: Letter) -> dict[str, Any]:
+        """The partition in which the key of a letter is parked; two, while a new layout is being prepared."""
+        assert letter.parked is not None, "it waits for its key"
+        prefix = f"{self._bridge}/{letter.subscription}"
+        return {"_id": {"$gt": f"{prefix}/", "$lt": f"{prefix}0"}, "parkedKeys": Int64(signed(letter.parked))}
+
+    def _count_removed(self, gone: Letter, session: ClientSession, *, is_last: bool) -> None:
+        """Write where the key of a letter is parked; behind its last letter it is released."""
+        holding = self._holding(gone)
+        change: dict[str, Any] = {"$inc": {"removed": Int64(1)}}
+        if is_last:
+            change["$pull"] = {"parkedKeys": holding["parkedKeys"]}
+        self._partitions.update_many(holding, change, session=session)
+
+    def _ask_next(
+        self, letter: Letter, generation: int, partition: int, session: ClientSession, *, over_newer: bool
+    ) -> None:
+        """Ask for the replay of a letter, unless that was done."""
+        there = _replay(self._table.collection.find_one({"_id": letter.document_id}, _FIELDS, session=session))
+        if there is not None and not there.failed:
+            return
+        document = _request_of(letter, generation, partition, letter.parked, over_newer=over_newer)
+        key = {"_id": letter.document_id}
+        self._table.collection.replace_one(key, document, upsert=True, session=session)
+        self._table.collection.update_one(key, {"$currentDate": {"at": True}}, session=session)
+
     # -- what the listener does --------------------------------------------------------------------
 
-    def withdraw(self, replays: Sequence[ReplayRequest]) -> None:
-        """Forget requests as they were seen, unless they have been started meanwhile; their letters stay."""
+    def place(self, replay: ReplayRequest, layout: Layout) -> None:
+        """Send a request for a parked key to where that belongs in a later layout, whose key is as it was."""
+        assert replay.hash is not None, "a parked key has a hash"
+        where = {"generation": Int64(layout.generation), "partition": replay.hash % layout.partitions}
+        with self._table.limit():
+            guard = {"_id": replay.letter, "generation": replay.generation}
+            self._table.collection.update_one(guard, {"$set": where})
+
+    def withdraw(self, replays: Sequence[ReplayRequest], *, is_over: bool = False) -> None:
+        """
+        Forget requests as they were seen, unless they have been started meanwhile; their letters stay.
+
+        Args:
+            is_over: whether no execution of theirs can have an outcome any more, also of those that were started.
+        """
         for each in replays:
-            guard = {"_id": each.letter, "starts": each.starts, "failed": each.failed, "fence": None}
+            fence = each.fence if is_over else None
+            guard = {"_id": each.letter, "starts": each.starts, "failed": each.failed, "fence": fence}
             with self._table.limit():
                 self._table.collection.delete_one(guard)
 
@@ -336,6 +446,30 @@ class Replays:
 def _aborted(session: ClientSession) -> bool:
     session.abort_transaction()
     return False
+
+
+def _request_of(
+    letter: Letter, generation: int, partition: int, hash_: int | None, *, over_newer: bool
+) -> dict[str, Any]:
+    """The document that asks for the replay of a letter, without its `_id`."""
+    return {
+        "subscription": letter.subscription,
+        "generation": Int64(generation),
+        "partition": partition,
+        "hash": None if hash_ is None else Int64(signed(hash_)),
+        "key": letter.key,
+        "overNewer": over_newer,
+        "starts": Int64(letter.replays),
+        "crashes": 0,
+        "fence": None,
+        "retries": 0,
+        "waits": 0,
+        "doubts": 0,
+        "notBefore": None,
+        "error": None,
+        "failed": False,
+        "parked": letter.parked is not None,
+    }
 
 
 def _replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
@@ -361,4 +495,5 @@ def _replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
         due_in=(document.get("due") or 0) / 1000,
         failed=document["failed"],
         at=document.get("at"),
+        parked=document.get("parked") is True and isinstance(hash_, int),
     )

@@ -20,6 +20,9 @@ Who can only write to the broker can neither invent changes nor commits; who rep
 meets the claim in MongoDB, which drops it. What a worker honours of the message around an envelope, its id
 and the link behind it, is signed with it (`Carrier`); `worker/request.py` sees to the rest.
 
+While keys of a partition are parked, its runs carry the hash of each change's key, in a fifth format: a worker stops in
+front of one that is parked. A worker of an older version, which knows of no such keys, drops it.
+
 The id of the installation can be read before the signature is checked, so that a message of another
 installation is told from a forgery.
 """
@@ -49,8 +52,10 @@ _FORMAT = 1
 _REFUSED_FORMAT = 2
 _REFERRING_FORMAT = 3
 _REPLAY_FORMAT = 4
-_FORMATS = {_FORMAT, _REFUSED_FORMAT, _REFERRING_FORMAT, _REPLAY_FORMAT}
+_PARKED_FORMAT = 5
+_FORMATS = {_FORMAT, _REFUSED_FORMAT, _REFERRING_FORMAT, _REPLAY_FORMAT, _PARKED_FORMAT}
 _HASHES = 1 << 64
+_HASH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,7 @@ class Run:
         reference: to changes that are stored; None for those that travel in the message.
         letter: `_id` of the dead letter that is replayed; None for a run of changes.
         starts: how often that letter was started before.
+        hashes: of the partition keys of all its changes; empty where none of the partition's keys was parked.
     """
 
     bridge: str
@@ -133,6 +139,7 @@ class Run:
     reference: Reference | None = None
     letter: str | None = None
     starts: int = 0
+    hashes: tuple[int, ...] = ()
 
     @property
     def partition_id(self) -> str:
@@ -145,6 +152,12 @@ class Run:
         if self.reference is not None:
             return self.reference.tokens[0]
         return token_data(self.token_of(self.changes[0]))
+
+    def hash_at(self, offset: int) -> int | None:
+        """Hash of the partition key of one of the changes; None where it is not known."""
+        if offset == 0:
+            return self.hash
+        return self.hashes[offset] if offset < len(self.hashes) else None
 
     def token_of(self, change: bytes) -> Mapping[str, Any]:
         """The resume token of one of the changes: from its bytes, since a handler could change what it was given."""
@@ -187,6 +200,9 @@ def seal(kind: str, run: Run, key: bytes, installation: str = "") -> str:
     if run.letter is not None:
         assert not run.changes, "the change of a dead letter does not travel"
         document |= {"f": _REPLAY_FORMAT, "e": run.letter, "m": Int64(run.starts)}
+    if run.hashes:
+        hashes = b"".join(each.to_bytes(_HASH_BYTES, "big") for each in run.hashes)
+        document |= {"f": _PARKED_FORMAT, "w": Binary(hashes)}
     body = bson.encode(document)
     return base64.b64encode(_sign(key, body) + body).decode("ascii")
 
@@ -233,7 +249,7 @@ def unseal(kind: str, envelope: object, key: bytes) -> Run:
         document["v"],
         first,
         last,
-        (bytes(document["c"]),) if document["f"] == _REFUSED_FORMAT else tuple(_split(document["c"])),
+        (bytes(document["c"]),) if is_refused and "x" not in document else tuple(_split(document["c"])),
         Carrier(document["t"], document["l"]) if "t" in document else None,
         Refusal(document["r"], document["h"]) if is_refused else None,
         document["p"] if is_refused else None,
@@ -241,7 +257,12 @@ def unseal(kind: str, envelope: object, key: bytes) -> Run:
         Reference(tuple(document["d"]), tuple(document["z"]), bytes(document["x"])) if "x" in document else None,
         document.get("e"),
         document.get("m", 0),
+        tuple(_hashes(bytes(document.get("w", b"")))),
     )
+
+
+def _hashes(data: bytes) -> Iterator[int]:
+    return (int.from_bytes(data[at : at + _HASH_BYTES], "big") for at in range(0, len(data), _HASH_BYTES))
 
 
 def _digest(changes: Iterable[bytes]) -> bytes:

@@ -4,8 +4,9 @@ One execution of a run in a worker: claim, handlers, outcome.
 ::
 
     envelope -> claim -> handler, change by change -> handled -> (Celery publishes the commit link)
-                  |              |
-                  |              +- Retry: parked        +- failure: the failure policy, under this fence
+                  |  |           |
+                  |  |           +- Retry: parked        +- failure: the failure policy, under this fence
+                  |  +- its key is parked: set aside behind it
                   +- no match: dropped                   +- infrastructure was away: parked, not counted
                                                          +- process ends: a crash is counted
 
@@ -147,6 +148,9 @@ class Execution:
         token = current.set(self)
         try:
             self._load(outcomes)
+            is_broken = self._run.refusal is not None and self._run.refusal.halts  # it halts, whatever its key
+            if self._is_parked(0) and not is_broken:
+                outcomes.wait_behind(self._run.changes[0])
             if self._run.refusal is not None:
                 outcomes.fail(RefusedChangeError(self._run.refusal.reason), self._run.changes[0])
             if claim.crashes > self._wiring.options.max_crashes:
@@ -307,7 +311,7 @@ class Execution:
         until = time.monotonic() + self._wiring.options.run_seconds
         for offset, raw in enumerate(self._run.changes):
             # Sent before the listener could know of a crash: its changes run one by one from now on.
-            if offset and (claim.crashes or is_lost() or time.monotonic() > until):
+            if offset and (claim.crashes or is_lost() or time.monotonic() > until or self._is_parked(offset)):
                 break
             outcome = self._run_one(claim, outcomes, raw, offset, done, call)
             if outcome is None:
@@ -315,6 +319,14 @@ class Execution:
             done = outcome
         if done is not None and not self._handled_in_transaction:
             outcomes.handled(done.seq, self._bytes_of(done))
+
+    def _is_parked(self, offset: int) -> bool:
+        """Whether the key of a change is parked, or may be: then it becomes the head of a run of its own."""
+        assert self.claim is not None, "a run is looked at under a claim"
+        if not self.claim.parked:
+            return False
+        hash_ = self._run.hash_at(offset)
+        return hash_ in self.claim.parked if hash_ is not None else True
 
     def _run_one(
         self,

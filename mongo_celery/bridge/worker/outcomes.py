@@ -21,7 +21,17 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.error_text import error_text, storable, traceback_text
-from mongo_celery.bridge.state.dead_letters import FAILED, SKIPPED, KeptChange, Place, dead_letter, forms_of
+from mongo_celery.bridge.state.claims import PARKED_MAX
+from mongo_celery.bridge.state.dead_letters import (
+    FAILED,
+    PARKED,
+    PARKED_BEHIND,
+    SKIPPED,
+    KeptChange,
+    Place,
+    dead_letter,
+    forms_of,
+)
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.departure import is_leaving
@@ -51,7 +61,13 @@ _PAUSES = Pauses(first=0.05, longest=1.0)
 WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
 """Between two attempts of a change that waits for infrastructure."""
 
-_KEEPING = {"dead_letter": FAILED, "skip": SKIPPED}
+_KEEPING = {"dead_letter": FAILED, "skip": SKIPPED, "park_key": PARKED}
+_BEHIND = "Its key is parked: it waits behind an earlier change, and its handler was not started."
+_FULL = (
+    "{count} keys of this partition are parked, and there can be no more. Look at them with `changes dead-letters list "
+    "{name}`, replay or discard some, then `changes retry {name}`. The handler's error: {error}"
+)
+_NO_HASH = "the listener is of an earlier version, which does not say which key a change has; let a newer one lead"
 
 
 def persisted(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECONDS) -> bool:
@@ -166,6 +182,8 @@ class Outcomes:
         if self._run.refusal is not None and self._run.refusal.halts:
             policy = "halt"
         claim, claims, text, ways = self._claim, self._claims, error_text(error), dict[str, Callable[[], bool]]()
+        if policy == "park_key" and (objection := self._unparkable(text)):
+            policy, text = "halt", objection
         if policy == "discard":
             ways["discard"] = lambda: claims.discard(claim, token)
         elif policy in _KEEPING:
@@ -184,6 +202,41 @@ class Outcomes:
             extra={"event": "change_failed", "policy": applied.split()[0], "partition": claim.partition_id},
         )
         raise error
+
+    def _unparkable(self, error: str) -> str | None:
+        """Why no key can be parked by this change; None where it can."""
+        if self._run.hash is None:
+            return f"Its key cannot be parked: {_NO_HASH}. The handler's error: {error}"
+        if len(self._claim.parked) >= PARKED_MAX:
+            return _FULL.format(count=len(self._claim.parked), name=self._run.subscription, error=error)
+        return None
+
+    def wait_behind(self, raw: bytes) -> NoReturn:
+        """Set the first change aside, unstarted, behind those of its key, which is parked; always raises."""
+        if self._run.hash is None:
+            self.wait(Waiting(_NO_HASH), describe(raw), LookupError(_NO_HASH))
+        token = self._run.token_of(raw)
+        ways: dict[str, Callable[[], bool]] = {
+            f"behind, form {number + 1}": partial(self._behind, token, raw, form)
+            for number, form in enumerate(forms_of(raw, token))
+        }
+        ways["halt"] = lambda: self._halt(raw, token, describe(raw), _BEHIND)
+        ways["halt without text"] = self._plain_halt(raw, "what it waits for")
+        applied = self._settle(ways).split(",")[0]
+        logger.info(
+            "%s waits for its key, which is parked (%s)",
+            describe(raw),
+            applied,
+            extra={"event": "change_behind", "partition": self._claim.partition_id},
+        )
+        raise Ignore
+
+    def _behind(self, token: Mapping[str, Any], raw: bytes, form: Callable[[], KeptChange]) -> bool:
+        """False also where the key was released meanwhile: then the change is sent again, and runs."""
+        if self._set_aside(token, raw, form, None, PARKED_BEHIND):
+            return True
+        self._claims.relinquish(self._claim.partition_id, self._claim.owner)
+        return False
 
     def handled(self, last: int, raw: bytes) -> None:
         """Everything up to this change is done."""
@@ -245,8 +298,9 @@ class Outcomes:
         self._is_stored = True
 
     def _set_aside(
-        self, token: Mapping[str, Any], raw: bytes, form: Callable[[], KeptChange], error: Exception, cause: str
+        self, token: Mapping[str, Any], raw: bytes, form: Callable[[], KeptChange], error: Exception | None, cause: str
     ) -> bool:
+        """Without an error the change was not tried."""
         claim, run, found = self._claim, self._run, form()
         letter = dead_letter(
             bridge=run.bridge,
@@ -254,14 +308,31 @@ class Outcomes:
             token=token,
             key=describe(raw),
             change=found.change,
-            error=error_text(error),
-            traceback=traceback_text(error),
-            attempts=attempts_in(claim, error),
+            error=error_text(error) if error is not None else _BEHIND,
+            traceback=traceback_text(error) if error is not None else "",
+            attempts=attempts_in(claim, error) if error is not None else 0,
             place=Place(run.generation, run.index, claim.first, claim.fence, run.hash),
             cause=cause,
             kept=found.kind,
         )
-        return self._claims.set_aside(claim, token, letter)
+        if cause == PARKED:
+            self._index_parked()
+        return self._claims.set_aside(claim, token, letter, parks=cause == PARKED)
+
+    def _index_parked(self) -> None:
+        """Once a process, best effort: what waits for a key is found without it, too."""
+        runtime = self._wiring.of_process(WorkerRuntime)
+        if runtime.has_indexed:
+            return
+        runtime.has_indexed = True
+        try:
+            self._wiring.store.dead_letters.index_parked()
+        except PyMongoError as error:
+            logger.warning(
+                "the collection dead_letters gets no index for parked keys, so replays of theirs read all of it: %s",
+                error_text(error),
+                extra={"event": "index_missing"},
+            )
 
     def _settle(self, ways: Mapping[str, Callable[[], bool]]) -> str:
         """

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
 
     from mongo_celery.bridge.state.claims import Claim
+    from mongo_celery.bridge.state.dead_letters import Letter
     from mongo_celery.bridge.state.replays import ReplayRequest
 
 logger = logging.getLogger("mongo_celery.worker")
@@ -101,6 +102,18 @@ class ReplayOutcomes(Outcomes):
         )
         self._say_failed(text)
         raise error
+
+    def give_way(self, first: Letter) -> NoReturn:
+        """Let the letter that waits in front of this one for the same key come first; always raises."""
+        claim, replays = self._claim, self._wiring.store.replays
+        self._settle({"first of its key": lambda: replays.redirect(claim, self.replay, first)})
+        logger.info(
+            "the dead letter of %s waits behind that of %s for its key, which is replayed first",
+            self.replay.key,
+            first.key,
+            extra={"event": "replay_redirected", "partition": claim.partition_id},
+        )
+        raise Ignore
 
     def _say_failed(self, text: str) -> None:
         logger.error(
@@ -204,6 +217,8 @@ class ReplayExecution(Execution):
             self._relinquish(claim.owner)
             raise Ignore
         letter, raw = found
+        if letter.parked is not None:
+            self._give_way(letter, letter.parked, outcomes)
         place = self._place = letter.place
         if raw is None or letter.token is None or (place is None and not replay.over_newer):
             outcomes.fail(CommandRefusedError("This dead letter is damaged: it can only be discarded."), b"")
@@ -212,6 +227,16 @@ class ReplayExecution(Execution):
             outcomes.fail(CommandRefusedError(f"This dead letter has been started {REPLAYS_MAX} times."), raw)
         self._token = claim.fence if replay.over_newer or place is None else place.fence + number
         self._run = replace(self._run, changes=(raw,), token=letter.token)
+
+    def _give_way(self, letter: Letter, hash_: int, outcomes: ReplayOutcomes) -> None:
+        """End here where another letter waits for the same parked key in front of this one: that one comes first."""
+        assert self._replay is not None, "its start was recorded"
+        try:
+            first = self._store.dead_letters.first_waiting(letter.subscription, hash_)
+        except (PyMongoError, SoftTimeLimitExceeded) as error:
+            outcomes.wait(Waiting(cause_text(error)), self._replay.key, error)
+        if first is not None and first.document_id != letter.document_id:
+            outcomes.give_way(first)
 
     def _bytes_of(self, _change: Change) -> bytes:
         return self._run.changes[0]

@@ -30,10 +30,14 @@ class WorkerRuntime:
 
     Args:
         wiring: of the bridge.
+
+    Attributes:
+        has_indexed: whether it has asked for the index of what waits for parked keys.
     """
 
     def __init__(self, wiring: Wiring) -> None:
         self.heartbeats = Heartbeats(wiring.store.claims, wiring.options.claim_ttl)
+        self.has_indexed = False
         self._wiring = wiring
         self._signing = wiring.store.signing
         self._dropper = Dropper(wiring.name, wiring.store.drops)

@@ -52,3 +52,4 @@ _handler("copied", failure_policy="dead_letter", autoretry_for=(ConnectionError,
 _handler("retried", failure_policy="dead_letter", autoretry_for=(WantedError,), retry_kwargs={"countdown": 0.1})
 _handler("halted", failure_policy="halt")
 _handler("copied_once", failure_policy="dead_letter", transactional=True)
+_handler("parked", failure_policy="park_key")

@@ -339,3 +339,39 @@ def test_letters_of_an_older_layout_are_replayed_where_their_keys_are_now(make_c
     assert _copy_of(chain, "copied", "key") == 1
     assert _copy_of(chain, "copied", "newer") == 2
     assert chain.letters("copied")[0]["error"] == f"StaleFencingTokenError: {OUTDATED}"
+
+
+def test_a_parked_key_waits_in_order_while_others_flow_until_it_is_released(make_chain: MakeChain) -> None:
+    """P2, P12: in runs of several changes, and with changes of the key that come in while it is released."""
+    chain = make_chain("parked", run_size=50)
+    chain.both()
+    bad = chain.write("parked", "bad", 1, act="raise", times=1)
+    wait_for(lambda: len(chain.letters("parked")) == 1)
+    others = []
+    for n in range(2, 8):
+        chain.write("parked", "bad", n, late_gate="hold" if n == 3 else None)
+        others.append(chain.write("parked", f"good{n}", n))
+    wait_for(lambda: len(chain.letters("parked")) == 7, message=lambda: str(chain.letters("parked")))
+    wait_for(lambda: _copy_of(chain, "parked", "good7") == 7)
+    assert [len(chain.starts(item)) for item in others] == [1] * 6
+    assert _copy_of(chain, "parked", "bad") is None
+    assert [each["cause"] for each in chain.letters("parked")] == ["parked", *["parked_behind"] * 6]
+    listed = _letters(chain, "list")["letters"]
+    assert (listed[0]["waiting"], {each["behind"] for each in listed[1:]}) == (6, {listed[0]["id"]})
+    verdict = chain.changes("status")
+    assert sum(each["parked_keys"] for each in verdict["partitions"]) == 1
+    assert "1 key is parked" in json.dumps(verdict["reasons"])
+
+    asked = _letters(chain, "replay", "parked", "--id", listed[4]["id"], "--yes")
+    assert (asked["requested"], sum(each["follow"] for each in asked["letters"])) == (2, 5)
+    wait_for(lambda: ("bad", 2) in _replayed(chain))
+    for n in range(8, 11):
+        chain.write("parked", "bad", n)
+    chain.open_gate("hold")
+    _wait_gone(chain, "parked")
+    chain.write("parked", "bad", 11)
+    wait_for(lambda: _copy_of(chain, "parked", "bad") == 11)
+    ends = [each["n"] for each in chain.facts["end"].find({"key": "bad"}).sort("at")]
+    assert ends == list(range(1, 12))
+    assert len(chain.starts(bad)) == 2
+    assert all(not each.get("parkedKeys") for each in chain.state["partitions"].find())

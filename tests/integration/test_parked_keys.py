@@ -1,0 +1,398 @@
+"""Parked keys on a real replica set: what waits behind what, how it is released, and who may come in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from bson import Int64
+from celery.exceptions import Ignore
+from pymongo import MongoClient
+
+from mongo_celery import Change
+from mongo_celery.bridge.state.claims import PARKED_MAX, Claims
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, signed
+from mongo_celery.bridge.state.partitions import MOVING
+from mongo_celery.bridge.state.replays import Replays
+from mongo_celery.bridge.state.subscriptions import Layout
+from tests.integration.layout_rig import NAME, Shop, region
+from tests.integration.parking_rig import Parking, WantedError, hash_of, parking_on
+from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, token
+from tests.integration.term_rig import around
+
+
+@pytest.fixture
+def parking(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[Parking]:
+    """Give a partition with nothing done, and a worker whose handler parks keys."""
+    with parking_on(mongo_client, mongo_url, state_database) as made:
+        yield made
+
+
+@pytest.fixture
+def shop(mongo_client: MongoClient[Document], state_database: str) -> Shop:
+    """Give a bridge with a stream of hand-made events."""
+    return Shop(mongo_client, state_database)
+
+
+def waiting(parking: Parking, *keys: str) -> None:
+    """Changes of key `bad`, the first of which has failed, and of some others."""
+    parking.bad = {"bad"}
+    parking.flow(*(keys or ("bad", "good", "bad", "other", "bad")))
+    parking.bad = set()
+
+
+# -- what waits --------------------------------------------------------------------------------------
+
+
+def test_changes_of_a_parked_key_wait_behind_it_and_others_flow(parking: Parking) -> None:
+    """P2, P12: unstarted, whatever run has them; the rest of a run goes on."""
+    waiting(parking)
+    assert parking.letters == [("bad", 1, "parked"), ("bad", 3, "parked_behind"), ("bad", 5, "parked_behind")]
+    assert parking.got == [("good", 2), ("other", 4)]
+    assert [each[:2] for each in parking.started] == [("bad", 1), ("good", 2), ("other", 4)]
+    assert parking.keys == {hash_of("bad")}
+    assert (parking.rig.image.committed, parking.rig.image.parked_keys) == (5, 1)
+    behind = parking.find(3).letters[0]
+    assert (behind.attempts, behind.traceback, behind.parked) == (0, "", hash_of("bad"))
+
+
+def test_only_the_state_decides_whether_a_key_is_parked(parking: Parking) -> None:
+    """P2: a run of an old listener, without hashes, stops behind its first change, and waits itself where it must."""
+    waiting(parking, "bad")
+    with pytest.raises(Ignore):
+        parking.run(2, "bad", hashes=False)
+    assert parking.letters[-1] == ("bad", 2, "parked_behind")
+    parking.run(3, "good", "bad", "good", hashes=False)
+    assert parking.got == [("good", 3)]
+    parking.rig.claims.commit(parking.rig.where)
+    assert parking.rig.image.committed == 3
+    with pytest.raises(Ignore):
+        parking.run(4, "bad", hashes=False, hash=None)
+    assert parking.rig.image.waiting is not None, "nobody knows whose change it is: it waits, and nothing is charged"
+    assert "earlier version" in parking.rig.image.waiting["cause"]
+
+
+def test_a_partition_that_is_full_of_parked_keys_halts_and_says_what_to_do(parking: Parking) -> None:
+    """P9: loud, and nothing is passed over; what is released makes room."""
+    parking.rig.spoil(parkedKeys=[Int64(number) for number in range(PARKED_MAX)])
+    parking.bad = {"bad"}
+    with pytest.raises(WantedError):
+        parking.run(1, "bad")
+    image = parking.rig.image
+    assert (image.state, image.committed, parking.letters) == ("halted", 0, [])
+    assert image.error is not None
+    assert f"{PARKED_MAX} keys of this partition are parked" in image.error
+    assert f"`changes dead-letters list {SUBSCRIPTION}`" in image.error
+    assert f"`changes retry {SUBSCRIPTION}`" in image.error
+    assert "WantedError: as asked" in image.error
+    parking.rig.spoil(parkedKeys=[Int64(number) for number in range(PARKED_MAX - 1)])
+    assert parking.rig.partitions.retry(image, 0)
+    parking.flow("bad")
+    assert parking.letters == [("bad", 1, "parked")]
+
+
+def test_a_change_at_which_a_partition_halted_waits_behind_its_key_when_it_is_set_aside(parking: Parking) -> None:
+    """P2: also where a person moves it to the dead letters."""
+    waiting(parking, "bad")
+    claim = parking.rig.claim(2)
+    assert parking.rig.claims.halt(claim, token(2), "key", "cannot be stored")
+    letter = {**parking.rig.letters.find_one({}, {"at": 0}), "_id": f"{BRIDGE}/{SUBSCRIPTION}/{token(2)['_data']}"}  # type: ignore[dict-item]
+    letter = {**letter, "cause": "set_aside", "resumeToken": token(2)}
+    del letter["parked"]
+    assert parking.rig.partitions.set_aside(parking.rig.image, 0, letter, parking.rig.store.dead_letters.collection)
+    assert [cause for _, _, cause in parking.letters] == ["parked", "parked_behind"]
+    assert parking.find().parked[SUBSCRIPTION, hash_of("bad")].count == 2
+
+
+# -- release -----------------------------------------------------------------------------------------
+
+
+def test_a_replay_of_any_letter_replays_all_that_wait_for_its_key_in_order(parking: Parking) -> None:
+    """P2: from the first on; the last one releases the key, and later changes run."""
+    waiting(parking)
+    dry = parking.ask(5, dry_run=True)
+    assert parking.requests == []
+    asked = parking.ask(5)
+    assert dry == asked
+    first, last = asked
+    assert (first.result, first.follow, last.result) == ("requested", 1, "requested")
+    assert [each.letter.endswith(token(1)["_data"]) for each in parking.requests] == [True]
+    assert [each.result for each in parking.ask(3)] == ["unchanged", "unchanged"]
+    parking.drain()
+    assert parking.got[2:] == [("bad", 1), ("bad", 3), ("bad", 5)]
+    assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
+    parking.flow("bad")
+    assert parking.got[-1] == ("bad", 6)
+
+
+def test_tokens_of_a_key_grow_from_its_first_try_over_its_replays_to_what_comes_after(parking: Parking) -> None:
+    """P3: so that no target refuses any of them, and each refuses those before."""
+    waiting(parking)
+    parking.ask()
+    parking.drain()
+    parking.flow("bad")
+    fences = [fence for key, _, fence in parking.started if key == "bad"]
+    assert fences == sorted(set(fences))
+    assert fences[-1] - fences[-2] >= REPLAYS_MAX - 1
+
+
+def test_a_change_that_comes_in_while_a_key_is_released_joins_it(parking: Parking) -> None:
+    """P2: it neither overtakes, nor is it left behind."""
+    waiting(parking, "bad", "bad")
+    parking.ask()
+    with pytest.raises(Ignore):
+        parking.run(3, "bad")
+    parking.replay()
+    with pytest.raises(Ignore):
+        parking.run(4, "bad")
+    assert parking.letters == [("bad", number, "parked_behind") for number in (2, 3, 4)]
+    parking.drain()
+    assert parking.got == [("bad", number) for number in (1, 2, 3, 4)]
+    assert (parking.letters, parking.keys) == ([], frozenset())
+
+
+def test_a_failure_stops_the_release_and_what_is_behind_it_waits_on(parking: Parking) -> None:
+    """P2: the key stays parked, with the change that failed now as its first."""
+    waiting(parking)
+
+    def fail_at_three(change: Change) -> None:
+        if change["fullDocument"]["n"] == 3:
+            raise WantedError("still")
+
+    parking.during = fail_at_three
+    parking.ask()
+    parking.drain()
+    assert parking.letters == [("bad", 3, "parked"), ("bad", 5, "parked_behind")]
+    assert parking.find(3).letters[0].error == "WantedError: still"
+    parking.flow("bad")
+    assert parking.letters[-1] == ("bad", 6, "parked_behind")
+    parking.during = bool
+    parking.ask(6)
+    parking.drain()
+    assert [each for each in parking.got if each[0] == "bad"] == [("bad", number) for number in (1, 3, 5, 6)]
+    assert (parking.letters, parking.keys) == ([], frozenset())
+
+
+def test_a_later_letter_is_never_replayed_before_an_earlier_one(parking: Parking) -> None:
+    """P2: whoever asks for it; the start finds the first one, which is asked for in its place."""
+    waiting(parking)
+    letter = parking.find(5).letters[0]
+    replays = parking.rig.store.replays
+    assert replays.request(letter, generation=0, partition=0, hash_=letter.parked, over_newer=False) == "done"
+    with pytest.raises(Ignore):
+        parking.replay()
+    assert [each[1] for each in parking.started if each[0] == "bad"] == [1]
+    assert [each.letter[-8:] for each in parking.requests] == [token(1)["_data"]]
+    assert parking.rig.image.claim is None
+    parking.drain()
+    assert [each for each in parking.got if each[0] == "bad"] == [("bad", number) for number in (1, 3, 5)]
+
+
+def test_a_first_letter_that_cannot_be_replayed_holds_its_key_until_it_is_discarded(parking: Parking) -> None:
+    """P9: in one sentence, for all that wait behind it."""
+    waiting(parking)
+    parking.rig.letters.update_one({"cause": "parked"}, {"$set": {"kept": "name"}})
+    results = parking.ask()
+    assert [each.result for each in results] == ["refused"] * 3
+    assert "too large to be kept" in results[0].reason
+    assert f"behind {token(1)['_data']}, which cannot be replayed" in results[1].reason
+    assert parking.requests == []
+    (discarded,) = parking.discard(1)
+    assert (discarded.result, discarded.follow) == ("discarded", 2)
+    parking.drain()
+    assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5)]
+
+
+# -- discarding --------------------------------------------------------------------------------------
+
+
+def test_discarding_the_first_lets_those_behind_it_run_in_order(parking: Parking) -> None:
+    """P2: and what comes in meanwhile follows them."""
+    waiting(parking)
+    assert [each.follow for each in parking.discard(1, dry_run=True)] == [2]
+    assert (len(parking.letters), parking.requests) == (3, [])
+    assert [each.follow for each in parking.discard(1)] == [2]
+    parking.flow("bad")
+    parking.drain()
+    assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5), ("bad", 6)]
+    assert (parking.letters, parking.keys) == ([], frozenset())
+
+
+def test_discarding_a_later_one_leaves_the_others_waiting(parking: Parking) -> None:
+    """The first one has failed, and still stands in front."""
+    waiting(parking)
+    assert [each.follow for each in parking.discard(3)] == [0]
+    assert (parking.requests, parking.keys) == ([], frozenset({hash_of("bad")}))
+    assert parking.letters == [("bad", 1, "parked"), ("bad", 5, "parked_behind")]
+
+
+def test_discarding_all_releases_the_key_and_replays_nothing(parking: Parking) -> None:
+    """In whatever order they are given: none is asked for in between."""
+    waiting(parking)
+    assert [each.result for each in parking.discard()] == ["discarded"] * 3
+    assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
+    parking.flow("bad")
+    assert parking.got[-1] == ("bad", 6)
+
+
+def test_nothing_is_discarded_of_a_parked_key_while_its_partition_moves(parking: Parking) -> None:
+    """P1: the new layout has it parked already, and would wait for letters that are gone."""
+    waiting(parking)
+    parking.rig.spoil(state=MOVING)
+    (refused,) = parking.discard(3)
+    assert refused.result == "refused"
+    assert "on its way to a new layout" in refused.reason
+    assert len(parking.letters) == 3
+    parking.rig.spoil(state="flowing", parkedKeys=[])
+    assert [each.result for each in parking.discard()] == ["discarded"] * 3, "whatever somebody did to the state"
+
+
+# -- races -------------------------------------------------------------------------------------------
+
+
+def test_the_last_replay_and_the_next_change_do_not_pass_each_other(
+    parking: Parking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P2: a change that was claimed before, and would wait behind, while an operator discards the last letter."""
+    waiting(parking, "bad")
+
+    def discard() -> None:
+        assert parking.rig.store.replays.discard(parking.find(1).letters[0].document_id) == "done"
+
+    around(monkeypatch, (Claims, "set_aside"), discard)
+    with pytest.raises(Ignore):
+        parking.run(2, "bad")
+    assert (parking.letters, parking.keys) == ([], frozenset()), "it is not set aside behind nothing"
+    image = parking.rig.image
+    assert (image.committed, image.claim, image.crashes) == (1, None, 0)
+    parking.flow("bad")
+    assert parking.got == [("bad", 2)]
+
+
+def test_two_that_remove_the_last_letters_at_once_leave_no_key_parked(
+    parking: Parking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P1: each would see the other's letter, and leave the key to it."""
+    waiting(parking, "bad", "bad")
+    first, last = (each.document_id for each in parking.find().letters)
+    replays, layout = parking.rig.store.replays, Layout(0, 1, "")
+
+    def discard_the_other() -> None:
+        assert replays.discard(last, layout) == "done"
+
+    around(monkeypatch, (Replays, "_count_removed"), discard_the_other)
+    assert replays.discard(first, layout) == "done"
+    assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
+
+
+def test_a_replay_that_was_replaced_releases_nothing(parking: Parking) -> None:
+    """P3: a worker that wakes up late neither removes its letter, nor asks for the next."""
+    waiting(parking, "bad", "bad")
+    parking.ask()
+
+    def be_replaced(_change: Change) -> None:
+        parking.during = bool
+        parking.rig.lapse()
+        parking.replay()
+
+    parking.during = be_replaced
+    with pytest.raises(Ignore):
+        parking.replay()
+    assert parking.got == [("bad", 1), ("bad", 1)]
+    assert parking.letters == [("bad", 2, "parked_behind")]
+    parking.drain()
+    assert (parking.got[-1], parking.keys) == (("bad", 2), frozenset())
+
+
+def test_a_change_that_a_rewind_brings_again_waits_in_its_place(parking: Parking) -> None:
+    """P2: before those that came after it, once, and with a release under way."""
+    waiting(parking, "good", "bad", "bad")
+    parking.ask()
+    parking.rig.spoil(committed=Int64(0), resumeToken=None)
+    parking.flow("bad", "bad", "bad")  # of another key than before: as if it had been done in time
+    assert parking.letters == [("bad", number, "parked_behind") for number in (1, 2, 3)]
+    parking.drain()
+    assert [each for each in parking.got if each[0] == "bad"] == [("bad", number) for number in (1, 2, 3)]
+    assert (parking.letters, parking.keys) == ([], frozenset())
+
+
+def test_a_transactional_handler_parks_and_is_released(
+    mongo_client: MongoClient[Document], mongo_url: str, state_database: str
+) -> None:
+    """P2: its outcomes are those of any other."""
+    with parking_on(mongo_client, mongo_url, state_database, transactional=True) as parking:
+        waiting(parking, "bad", "bad", "good")
+        assert parking.letters == [("bad", 1, "parked"), ("bad", 2, "parked_behind")]
+        parking.ask()
+        (request,) = parking.requests
+        claim = parking.rig.claims.take_for_replay(parking.rig.where, request.letter, owner="me", version=VERSION)
+        assert claim is not None
+        assert parking.rig.store.replays.start(claim, request.letter, request.starts) is not None
+        with mongo_client.start_session() as session, session.start_transaction():
+            assert parking.rig.store.replays.succeed(claim, request.letter, session)
+        assert [each.letter[-8:] for each in parking.requests] == [token(2)["_data"]]
+        parking.drain()
+        assert (parking.letters, parking.keys) == ([], frozenset())
+
+
+# -- layouts -----------------------------------------------------------------------------------------
+
+
+def parked_in_layout(term: Any) -> dict[int, set[int]]:
+    """The hashes of parked keys in force, by partition."""
+    generation = term.rig.generation(NAME)
+    found = term.rig.partitions.find({"_id": {"$regex": f"/{NAME}/{generation}/"}})
+    return {
+        int(each["_id"].rsplit("/", 1)[1]): {hash_ % (1 << 64) for hash_ in each["parkedKeys"]}
+        for each in found
+        if each.get("parkedKeys")
+    }
+
+
+def park_all(term: Any) -> set[int]:
+    """Park the keys of the first changes of all partitions; their hashes."""
+    trackers = term.led[NAME].trackers
+    base = (1 << 63) // len(trackers) * len(trackers)  # as large as a hash may be: it is kept as a signed number
+    for index, tracker in trackers.items():
+        key = {"parkedKeys": [Int64(signed(base + index))]}
+        term.rig.partitions.update_one({"_id": tracker.partition_id}, {"$set": key})
+    return {base + index for index in trackers}
+
+
+def test_a_new_layout_has_parked_keys_where_they_belong(shop: Shop) -> None:
+    """P2: in partitions that have nothing stored, too."""
+    shop.write(*range(1, 5))
+    old = shop.begin(3)
+    hashes = park_all(old)
+    term = shop.begin(5)
+    term.finish()
+    found = parked_in_layout(term)
+    assert set().union(*found.values()) == hashes
+    assert all(hash_ % 5 == index for index, each in found.items() for hash_ in each)
+    assert sum(image.parked_keys for image in shop.images(term).values()) == len(hashes)
+
+
+def test_a_layout_by_another_key_waits_until_no_key_is_parked(shop: Shop) -> None:
+    """P2: also where one is parked while its partitions are being closed; meanwhile the old ones serve."""
+    shop.write(*range(1, 9))
+    old = shop.begin(2)
+    park_all(old)
+    term = shop.begin(2, partition_by=region)
+    for _ in range(4):
+        term.turn()
+    assert term.waits == ["waits until no key is parked: `changes dead-letters replay` or `discard` releases them"]
+    assert {image.state for image in shop.images(term).values()} == {"flowing"}
+    assert not term.led[NAME].is_moving
+    claim = shop.claim(term, 0, 1)
+    term.rig.partitions.update_many({}, {"$set": {"parkedKeys": []}})
+    term.turn()
+    term.turn()
+    assert {image.state for image in shop.images(term).values()} == {"flowing", "moving"}, "it waits for the claim"
+    park_all(term)
+    term.turn()
+    assert {image.state for image in shop.images(term).values()} == {"flowing"}, "opened again"
+    assert term.rig.store.claims.relinquish(claim.partition_id, claim.owner)
+    term.rig.partitions.update_many({}, {"$set": {"parkedKeys": []}})
+    term.finish()
+    assert shop.in_force(term)[0].key.endswith("region")
