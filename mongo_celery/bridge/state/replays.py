@@ -152,23 +152,7 @@ class Replays:
             `requested` where somebody else has done so before, `gone` where there is no letter any more.
         """
         document_id = letter.document_id
-        document = {
-            "subscription": letter.subscription,
-            "generation": Int64(generation),
-            "partition": partition,
-            "hash": None if hash_ is None else Int64(hash_ - _HASHES if hash_ >= _HASHES // 2 else hash_),
-            "key": letter.key,
-            "overNewer": over_newer,
-            "starts": Int64(letter.replays),
-            "crashes": 0,
-            "fence": None,
-            "retries": 0,
-            "waits": 0,
-            "doubts": 0,
-            "notBefore": None,
-            "error": None,
-            "failed": False,
-        }
+        document = _request_of(letter, generation, partition, hash_, over_newer=over_newer)
 
         def ask(session: ClientSession) -> Literal["done", "requested", "gone"]:
             # The letter is written too: who discards it at the same time is in conflict with this.
@@ -182,6 +166,37 @@ class Replays:
             self._table.collection.replace_one({"_id": document_id}, document, upsert=True, session=session)
             self._table.collection.update_one({"_id": document_id}, {"$currentDate": {"at": True}}, session=session)
             return "done"
+
+        return self._together(ask)
+
+    def request_all(self, letters: Sequence[Letter], generation: int, *, over_newer: bool) -> bool:
+        """
+        Ask for the replay of letters that were never started, all of them or none.
+
+        Args:
+            letters: each with its place, whose partition is that of the layout in force.
+            generation: of that layout.
+
+        Returns:
+            False where one of them is gone, or is to be replayed already.
+        """
+        ids = [letter.document_id for letter in letters]
+        requests = []
+        for letter in letters:
+            assert letter.place is not None, "what was selected has a place"
+            place = letter.place
+            request = _request_of(letter, generation, place.partition, place.hash, over_newer=over_newer)
+            requests.append({"_id": letter.document_id, **request})
+
+        def ask(session: ClientSession) -> bool:
+            theirs = {"_id": {"$in": ids}}
+            asked = {"$currentDate": {"replayAskedAt": True}}
+            found = self._dead_letters.update_many(theirs, asked, session=session).matched_count
+            if found != len(ids) or self._table.collection.count_documents(theirs, session=session):
+                return _aborted(session)
+            self._table.collection.insert_many(requests, session=session)
+            self._table.collection.update_many(theirs, {"$currentDate": {"at": True}}, session=session)
+            return True
 
         return self._together(ask)
 
@@ -331,6 +346,29 @@ class Replays:
             self._dead_letters.database.client.start_session() as session,
         ):
             return session.with_transaction(body, write_concern=WriteConcern("majority"))
+
+
+def _request_of(
+    letter: Letter, generation: int, partition: int, hash_: int | None, *, over_newer: bool
+) -> dict[str, Any]:
+    """The document that asks for the replay of a letter, without its `_id`."""
+    return {
+        "subscription": letter.subscription,
+        "generation": Int64(generation),
+        "partition": partition,
+        "hash": None if hash_ is None else Int64(hash_ - _HASHES if hash_ >= _HASHES // 2 else hash_),
+        "key": letter.key,
+        "overNewer": over_newer,
+        "starts": Int64(letter.replays),
+        "crashes": 0,
+        "fence": None,
+        "retries": 0,
+        "waits": 0,
+        "doubts": 0,
+        "notBefore": None,
+        "error": None,
+        "failed": False,
+    }
 
 
 def _aborted(session: ClientSession) -> bool:
