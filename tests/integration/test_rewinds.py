@@ -312,3 +312,21 @@ def test_unknown_handlers_and_lost_ones_are_refused(stage: Stage) -> None:
     stage.store.subscriptions.mark_lost(HANDLER, stage.version, stage.events[-1]["clusterTime"], None, "it is gone")
     with pytest.raises(CommandRefusedError, match="changes go-on summarise"):
         stage.plan("oldest")
+
+
+def test_what_stands_where_nothing_was_committed_in_this_layout_is_over_too(stage: Stage) -> None:
+    """P1: what was done in an older layout the watermark alone says: a head that is left would pass it."""
+    for index in (0, 1):
+        stage.state["partitions"].update_one({"_id": stage.partition_id(index)}, {"$set": {"resumeToken": None}})
+    halting, running = stage.of(0)[-1], stage.claims_at(stage.of(1)[-1])
+    assert stage.store.claims.halt(stage.claims_at(halting), halting["_id"], "orders insert 1", "no")
+    stage.release()
+    plan = stage.rewind(data_of(stage.events[1]["_id"]))
+    assert [(each.standing, each.running) for each in plan.partitions] == [("halted", False), ("flowing", True)]
+    assert not stage.store.claims.handle(running, running.last, stage.of(1)[-1]["_id"])
+    for index in (0, 1):
+        document = stage.partition(index)
+        kept = [document[name] for name in ("resumeToken", "state", "head", "claim")]
+        assert kept == [None, "flowing", None, None], "it is sent nowhere: what is owed to it lies before the place"
+    stage.lead()
+    assert all(stage.handle(event) for event in stage.events[2:])

@@ -76,7 +76,7 @@ class RewindPlan:
     Attributes:
         to: the place.
         at: where the subscription stands, as a time.
-        partitions: those that would be sent there.
+        partitions: those that would be sent there, or in which something ends.
         staying: how many stay where they are.
         dead_letters: how many of its dead letters are of changes that would run again; they stay.
         replays: how many replays of these that were asked for would be withdrawn.
@@ -144,6 +144,11 @@ def plan_rewind(
         ]
         if not moved and not _moves_watermark(documents[subscription], to, forward=forward, only=chosen is not None):
             raise CommandRefusedError(_nothing_to_do(subscription, documents[subscription], to, forward=forward))
+        moved += [
+            _partition_move(store, image, layout, to, forward=forward)
+            for image in images
+            if not forward and not image.data and image.handled is None and _stands(image)
+        ]
         letters, replays = (0, 0) if forward else _behind(store, wiring.name, subscription, to, moved)
         return RewindPlan(
             subscription=subscription,
@@ -321,6 +326,11 @@ def _moves(image: Image, to: StreamPlace, *, forward: bool) -> bool:
     own = str(token["_data"]) if token else image.data
     place = str(to.token["_data"])
     return own < place if forward else own > place
+
+
+def _stands(image: Image) -> bool:
+    """Whether anything runs or stands in a partition, which ends where nothing was committed there."""
+    return image.claim is not None or image.head is not None or image.retry is not None
 
 
 def _moves_watermark(document: Mapping[str, Any], to: StreamPlace, *, forward: bool, only: bool) -> bool:

@@ -511,6 +511,9 @@ def moved_stages(
     What stood there is over, and whoever runs is refused. A pause is kept. A mark that was reached goes: what it stood
     for may be removed, and nobody stores it again.
 
+    On the way back this is over, too, where nothing was committed in this layout: what was done before it the watermark
+    alone says, which goes back, and whoever runs or stands there would pass it.
+
     Args:
         version: of the move.
         token: of the place.
@@ -522,15 +525,18 @@ def moved_stages(
     if only is not None:
         moves = {"$and": [{"$eq": ["$_id", literal(only)]}, moves]}
     reached = {"$lte": ["$spilled.to", data if forward else own]}  # also where there is no mark
-    change = {
-        "resumeToken": literal(dict(token)),
-        "spilled": {"$cond": [reached, None, "$spilled"]},
+    ends = moves if forward else {"$or": [moves, {"$eq": [own, ""]}]}
+    place = {
+        "resumeToken": {"$cond": [moves, literal(dict(token)), "$resumeToken"]},
+        "spilled": {"$cond": [{"$and": [moves, reached]}, None, "$spilled"]},
+    }
+    over = {
         "state": {"$cond": [{"$eq": ["$state", "paused"]}, "paused", "flowing"]},
         "fence": next_number("fence"),
         **dict.fromkeys(("claim", "retry", "head")),
     }
-    back = {"$set": {name: {"$cond": [moves, value, f"${name}"]} for name, value in change.items()}}
-    return [*_winning(version), back]
+    over = {name: {"$cond": [ends, value, f"${name}"]} for name, value in over.items()}
+    return [*_winning(version), {"$set": {**place, **over}}]
 
 
 def closed_stages(version: int, *, fenced_as: str) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ A rewind is one transaction, so it is killed at no point between. Its rules were
 1. Backwards, a position becomes the smaller of place and own position, of the partitions and of the watermark; what
    lies before the place stays where it is. Two writes instead of one transaction lose changes, in whichever order.
 2. What stood behind the place is over in the partitions that go back: halted head, waiting retry, claim, replay. With
-   its head left, `skip` would pass over everything between.
+   its head left, `skip` would pass over everything between. So it is where nothing was committed in the present layout:
+   what was done in the one before, the watermark alone says, which goes back.
 3. Stored changes stay, and so does a mark that lies ahead: what is read again is stored again, under the new term. A
    mark that was reached goes, since what it stood for may be removed.
 4. The number of the last change is kept, so that numbers of changes never repeat.
@@ -126,14 +127,14 @@ class Positions:
         chosen = None if to.partition is None else f"{prefix}/{to.partition}"
         data = str(to.token["_data"])
         partitions = self._database["partitions"]
-        moving = [
-            each
-            for each in partitions.find(scope, {"resumeToken": 1, "handled": 1, "claim.replay": 1}, session=session)
-            if chosen in (None, each["_id"]) and _is_moved(each, data, forward=to.forward)
-        ]
+        found = list(partitions.find(scope, {"resumeToken": 1, "handled": 1, "claim.replay": 1}, session=session))
+        moving = [each for each in found if chosen in (None, each["_id"]) and _is_moved(each, data, forward=to.forward)]
         partitions.update_many(scope, moved_stages(version, to.token, forward=to.forward, only=chosen), session=session)
         indexes = sorted(int(each["_id"].rpartition("/")[2]) for each in moving)
-        interrupted = [each["claim"]["replay"] for each in moving if (each.get("claim") or {}).get("replay")]
+        claims = [
+            each.get("claim") or {} for each in found if each in moving or not (to.forward or each["resumeToken"])
+        ]
+        interrupted = [claim["replay"] for claim in claims if claim.get("replay")]
         replays = self._database["replays"]
         behind = {
             "_id": {"$gt": f"{self._bridge}/{to.subscription}/{data}", "$lt": f"{self._bridge}/{to.subscription}0"}
