@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.bin.base import handle_preload_options
 
-from mongo_celery.cli import dead_letters
+from mongo_celery.cli import dead_letters, names, positions
 from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors
 from mongo_celery.cli.grants import grants
 from mongo_celery.cli.health import BRIDGE, bridges_of, health, line_of
@@ -38,10 +38,16 @@ def changes(ctx: click.Context, **_: Any) -> None:
     del ctx
 
 
+changes.add_command(names.adopt)
 changes.add_command(dead_letters.dead_letters)
 changes.add_command(dead_letters.set_aside)
 changes.add_command(grants)
 changes.add_command(health)
+changes.add_command(names.forget)
+changes.add_command(names.rename)
+changes.add_command(positions.history)
+changes.add_command(positions.replay)
+changes.add_command(positions.rewind)
 changes.add_command(status)
 changes.add_command(top)
 
@@ -325,28 +331,6 @@ def rotate_key(ctx: click.Context, overlap: float, bridge: str | None, as_json: 
         f"{chosen.name}: a new key is announced; the listener signs with it from {at:%H:%M:%S} UTC on. The old one is "
         f"accepted for {overlap:.0f} s after that."
     )
-
-
-@changes.command()
-@BRIDGE
-@JSON
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@click.pass_context
-def adopt(ctx: click.Context, bridge: str | None, as_json: bool, yes: bool) -> None:
-    """
-    Let this app lead a bridge that has served another app.
-
-    For an app that got another name, or entirely new handlers: its listeners are refused, as another app's
-    are. Stop all listeners of the bridge first.
-    """
-    from mongo_celery.bridge.operations import lease_commands
-
-    chosen = _one_bridge(ctx, bridge)
-    if not yes:
-        click.confirm(f"Let this app lead bridge {chosen.name} from its present positions?", abort=True, err=True)
-    with one_sentence_errors():
-        lease_commands.adopt(chosen)
-    click.echo(json.dumps({"bridge": chosen.name, "adopted": True}) if as_json else f"{chosen.name}: adopted.")
 
 
 # -- go-on -----------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from bson import Int64
 
-from mongo_celery.bridge.operations import commands, going_on, heads, lease_commands, letter_commands
+from mongo_celery.bridge.operations import commands, going_on, heads, lease_commands, letter_commands, renaming
 from mongo_celery.bridge.operations.grants import Right, rights_of
+from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.preflight import check
+from mongo_celery.bridge.operations.rewinding import plan_rewind, reached, read_history, rewind
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import Letter, Selection
 from mongo_celery.bridge.wiring import Wiring
@@ -27,6 +29,7 @@ Said = Callable[[], str]
 
 _BIG = 5000
 _SPILLED = 3
+_GENERATION = 1
 _RIGHTS = [
     pytest.param(role, action, right, id=f"{role}-{right.words.partition(' on ')[2]}-{action}")
     for role in ("listener", "worker", "operator")
@@ -184,6 +187,10 @@ def operate(wiring: Wiring) -> str:
         lambda: lease_commands.rotate_key(wiring, 0),
         lambda: lease_commands.adopt(wiring),
         lambda: going_on.go_on(wiring, going_on.read_lost(wiring, "record"), "oldest"),
+        lambda: rewind(wiring, plan_rewind(wiring, "letters", parse_place("oldest")), asked="oldest", reason=None),
+        lambda: _rename(wiring, "gone", "fresh"),
+        lambda: _forget(wiring, "former"),
+        lambda: read_history(wiring),
     )
     text = ""
     for step in steps:
@@ -192,6 +199,18 @@ def operate(wiring: Wiring) -> str:
         except MongoCeleryError as error:
             text += f"{error}\n"
     return text
+
+
+def _rename(wiring: Wiring, old: str, new: str) -> None:
+    """Without the plan, which demands a handler of that name."""
+    with reached(wiring) as store:
+        version = int((store.leases.read() or {})["version"])
+        holdings = store.names.holdings(old)
+    renaming.rename(wiring, renaming.NamePlan(old, new, holdings, None, _GENERATION, version), None)
+
+
+def _forget(wiring: Wiring, name: str) -> None:
+    renaming.forget(wiring, renaming.plan_forget(wiring, name, letters=True), letters=True, reason=None)
 
 
 @pytest.fixture
@@ -210,7 +229,23 @@ def standing(setting: Setting, clean: Setting, said: Said) -> Setting:
     place = max(document["startAtOperationTime"], document["clusterTime"] or document["startAtOperationTime"])
     lost = {"since": None, "at": place, "oldest": None, "error": "it is gone", "goOn": None}
     setting.state["subscriptions"].update_one({"_id": f"{NAME}/record"}, {"$set": {"lost": lost}})
+    for name in ("gone", "former", "fresh"):  # the last has leftovers of an attempt that was interrupted
+        _hold(setting, name, is_in_force=name != "fresh")
     return setting
+
+
+def _hold(setting: Setting, name: str, *, is_in_force: bool) -> None:
+    """Something of everything, of a handler that is not in the app."""
+    prefix = f"{NAME}/{name}"
+    model = setting.state["subscriptions"].find_one({"_id": f"{NAME}/letters"}) or {}
+    if is_in_force:
+        layout = {"generation": _GENERATION, "partitions": 1, "key": model["layout"]["key"]}
+        setting.state["subscriptions"].insert_one({**model, "_id": prefix, "layout": layout})
+    partition = setting.state["partitions"].find_one({"_id": {"$regex": f"^{NAME}/letters/"}}) or {}
+    setting.state["partitions"].insert_one({**partition, "_id": f"{prefix}/{_GENERATION}/0", "claim": None})
+    setting.state["spill"].insert_one({"_id": f"{prefix}/{_GENERATION}/0/82", "term": 1})
+    for collection in ("dead_letters", "replays", "snapshots"):
+        setting.state[collection].insert_one({"_id": f"{prefix}/82", "subscription": name})
 
 
 # -- each role is enough ---------------------------------------------------------------------------
@@ -241,8 +276,9 @@ def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:
     assert text == ""
     after = stored(standing.state)
     changed = {name for name, documents in after.items() if documents != before.get(name)}
-    assert changed == {"dead_letters", "leases", "partitions", "replays", "subscriptions"}, "the commands did something"
-    assert (len(after["dead_letters"]), len(after["replays"])) == (1, 1), "two set aside, one of them discarded"
+    assert changed == set(before), "the commands did something"
+    assert (len(after["dead_letters"]), len(after["replays"])) == (3, 2), "two set aside, one renamed; one withdrawn"
+    assert {each["_id"].split("/")[1] for each in after["snapshots"]} == {"fresh"}
     findings = {finding.name: finding for finding in check(wiring)}
     wiring.client.close()
     judged = {name: findings[name].level for name in ("state_rights", "change_stream", "oplog_rights")}

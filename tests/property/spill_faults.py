@@ -24,7 +24,7 @@ from tests.property.spill_model import (
     with_listener,
     with_partition,
 )
-from tests.property.spill_rules import committed, in_office, is_lost, moved
+from tests.property.spill_rules import committed, in_office, is_lost, moved, reopened
 from tests.property.spill_writes import landed
 
 
@@ -195,13 +195,16 @@ def rewind(world: World, state: State) -> Steps:
     """An operator sends the subscription back, in one transaction, which is a term of its own.
 
     Not below what the oplog has, and nothing forward: a partition or a watermark that lies before stays there. The
-    mark and the documents stay too; what was halted or claimed behind the place is over. Refused while a partition is
-    closed, like every command.
+    mark and the documents stay too (that a mark which was reached may go is in the model of snapshots). It begins as
+    every take-over: what is handled is committed, what was closed is open, and who runs in a partition that stays goes
+    on. What was halted or claimed in one that goes back is over; and in one that has committed nothing in this layout:
+    what it has done before it the watermark alone says, which goes back.
     """
     if world.rewind is None or state.rewound or not any(token > world.rewind for token in state.done):
         return
-    if any(each.mode is Mode.MOVING for each in state.partitions):
-        return
+    for index in range(len(state.partitions)):
+        state = committed(world, state, index)
+        state = with_partition(state, index, reopened(state.partitions[index]))
     place = max(world.rewind, state.oldest - 1)
     if world.broken is Broken.REWIND_BELOW_OPLOG:
         place = world.rewind
@@ -221,11 +224,12 @@ def sent_back(world: World, partition: Partition, place: int) -> Partition:
     """Return a partition at a place, if that is a way back."""
     if world.broken is Broken.REWIND_MOVES_FORWARD:
         return partition._replace(token=place, claim=None)
-    if partition.token <= place:
-        return partition._replace(claim=None)
-    if world.broken is Broken.REWIND_KEEPS_HEAD:
-        return partition._replace(token=place, claim=None)
-    return partition._replace(token=place, claim=None, mode=Mode.FLOWING, head=None)
+    if 0 < partition.token <= place:
+        return partition
+    if partition.token == 0 and world.broken is Broken.REWIND_TRUSTS_UNMOVED:
+        return partition
+    back = partition._replace(token=min(partition.token, place), claim=None)
+    return back if world.broken is Broken.REWIND_KEEPS_HEAD else back._replace(mode=Mode.FLOWING, head=None)
 
 
 def leader(state: State) -> Listener | None:

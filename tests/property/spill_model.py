@@ -53,6 +53,7 @@ class Broken(StrEnum):
     DECISION_KEEPS_MARK = "a decision on lost history leaves a mark under which nothing is stored"
     REWIND_BELOW_OPLOG = "a rewind goes to where the oplog no longer reaches"
     REWIND_MOVES_FORWARD = "a rewind sets the place, not the smaller of place and own position"
+    REWIND_TRUSTS_UNMOVED = "a rewind leaves what runs or stands where nothing was committed in this layout"
     REWIND_KEEPS_HEAD = "a rewind leaves the halted head of a partition that it sends back"
     CLOSED_STAYS_CLOSED = "a take-over under the old layout does not reopen what is closed"
     NEVER_CLOSED = "the old layout is copied without being closed"

@@ -42,6 +42,7 @@ FULL_HALT = World(
 MERGED = World("two partitions become one", (0, 1), terms=2, partitions=(2, 2, 1))
 SPLIT = World("one partition becomes two", (0, 1), terms=2, partitions=(1, 1, 2))
 TURNED_BACK = World("a later term wants the old layout", (0, 1), terms=2, partitions=(2, 1, 2))
+MERGED_BACK = MERGED._replace(name="two partitions become one, a rewind", rewind=0)
 MERGED_HALT = MERGED._replace(name="two partitions, one of them halted, become one", faults=HALT, budget=1)
 MERGED_RETRY = MERGED_HALT._replace(name="a halted partition becomes another, and is retried", keys=(0,), operator=True)
 MOVED_TWICE = MERGED_RETRY._replace(name="a halted partition becomes others twice", terms=3, partitions=(2, 2, 1, 2))
@@ -97,7 +98,7 @@ SOUND = (
     Sound(BACK_REFERENCE, 1_500),
     Sound(MERGED, 5_000),
     Sound(SPLIT, 2_500),
-    Sound(MERGED._replace(name="two partitions become one, a rewind", rewind=0), 8_000),
+    Sound(MERGED_BACK, 8_000),
     Sound(MERGED_LOST._replace(name="two partitions become one, lost history", decision=Decision.OLDEST), 10_000),
     Sound(
         SPLIT._replace(
@@ -119,6 +120,7 @@ SLOW = (
     Sound(MERGED._replace(name="three changes, two partitions become one", keys=(0, 1, 0)), 40_000),
     Sound(MERGED_LOST._replace(name="three changes, two partitions become one, lost history", keys=(0, 1, 0)), 90_000),
     Sound(MERGED_HALT._replace(name="a halt, a rewind, two partitions become one", rewind=1, operator=True), 50_000),
+    Sound(MERGED_HALT._replace(name="a halt, a rewind behind two that became one", rewind=0, operator=True), 50_000),
     Sound(
         MERGED._replace(
             name="two partitions become one, any fault",
@@ -174,6 +176,7 @@ CAUGHT = (
     caught(Broken.REWIND_BELOW_OPLOG, ROLLED_BACK, "P4"),
     caught(Broken.REWIND_MOVES_FORWARD, ROLLED_BACK_TWO, "P4"),
     caught(Broken.REWIND_KEEPS_HEAD, HALT_BACK, "P1"),
+    caught(Broken.REWIND_TRUSTS_UNMOVED, MERGED_BACK, "P1"),
     caught(Broken.CLOSED_STAYS_CLOSED, TURNED_BACK, "P12"),
     caught(Broken.NEVER_CLOSED, MERGED, "P6"),
     caught(Broken.COPY_WHILE_STORING, MERGED, "P5"),

@@ -119,8 +119,11 @@ def test_what_a_user_lacks_is_named_by_role() -> None:
     assert roles_of(wiring, Allowed([readwrite])) == [], "a listener that lacks something is no worker"
     commanding = [{**readwrite, "actions": ["find", "update"]}, _OPLOG]
     assert roles_of(wiring, Allowed(commanding)) == [], "an operator replays and discards dead letters, too"
-    letters = [{**readwrite, "resource": {"db": "own", "collection": each}} for each in ("dead_letters", "replays")]
-    assert roles_of(wiring, Allowed([*commanding, *letters])) == ["operator"]
+    moved = ("dead_letters", "partitions", "replays", "snapshots", "spill", "subscriptions")
+    moving = [{**readwrite, "resource": {"db": "own", "collection": each}} for each in moved]
+    assert roles_of(wiring, Allowed([*commanding, *moving])) == ["worker", "operator"], "who moves positions may claim"
+    del moving[0]
+    assert roles_of(wiring, Allowed([*commanding, *moving])) == []
     assert not any(lacking(wiring, Allowed(None)).values())
     assert not any(lacking(wiring, Allowed([{"resource": {"anyResource": True}, "actions": _all(wiring)}])).values())
 

@@ -145,17 +145,18 @@ def _of_worker(state: str) -> list[Right]:
 
 def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
     state = options.database
-    stream = "`changes check` cannot try the change stream, and says so; it can as the listener's user"
+    stream = "`changes check` cannot try the change stream, and says so; `replay` and tokens for `rewind` are refused"
     found = [
-        Right(state, "leases", _UPDATE, "status; `rotate-key` and `adopt` write it"),
-        Right(state, "subscriptions", _UPDATE, "status; `go-on` writes it"),
-        Right(state, "partitions", _UPDATE, "status; `pause`, `resume`, `retry`, `skip` and `set-aside` write it"),
-        Right(state, "spill", _FIND, "`head` shows what stands, `skip` and `set-aside` keep it; status counts it"),
+        Right(state, "leases", _UPDATE, "status; `rotate-key`, `adopt` and whatever moves positions write it"),
+        Right(state, "subscriptions", _ALL, "status; `go-on` and `rewind` write it, `rename` and `forget` remove some"),
+        Right(state, "partitions", _ALL, "status; commands write it, `rename` and `forget` remove some"),
+        Right(state, "spill", _ALL, "`head` shows what stands, `set-aside` keeps it; `rename` and `forget` move it"),
         Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
-        Right(state, "replays", _ALL, "`dead-letters replay` asks for them; `list` shows it, `discard` takes it back"),
-        Right("local", "oplog.rs", _FIND, "how far it reaches back; `go-on --from oldest`"),
+        Right(state, "replays", _ALL, "`replay` asks for them; `list` shows it, `discard` takes it back"),
+        Right(state, "snapshots", _ALL, "`rename` and `forget` move snapshots, too"),
+        Right("local", "oplog.rs", _FIND, "how far it reaches back; `go-on --from oldest`, `rewind`, `replay`"),
         Right("local", "oplog.rs", ("collStats",), "whether it is full", "`changes check` warns of a young oplog, too"),
-        _watching(scope, "`changes check` opens the change stream", stream),
+        _watching(scope, "`changes check` and `changes replay` open the change stream", stream),
     ]
     if any(image in _IMAGES for image in (options.full_document, options.full_document_before_change)):
         blind = "`changes check` cannot see which collections keep images, and says so"

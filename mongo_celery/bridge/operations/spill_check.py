@@ -114,7 +114,7 @@ def _unserved(status: Mapping[str, Any]) -> Iterator[Finding]:
                 "spill_unserved",
                 f"{'Changes' if count is None else number(count, 'change', 'changes')} of {each['name']} "
                 f"{'is' if count == 1 else 'are'} stored, which has no handler in this app: what is stored waits until "
-                "it is back, and takes room under spill_bytes meanwhile.",
+                "it is back, or until `changes forget` removes it, and takes room under spill_bytes meanwhile.",
             )
 
 

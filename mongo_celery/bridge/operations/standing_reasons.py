@@ -319,6 +319,6 @@ def _unregistered(status: Mapping[str, Any]) -> Iterator[Reason]:
         yield degraded(
             "unregistered",
             f"{listed(sorted(gone))} {'is' if len(gone) == 1 else 'are'} stored{stand}, but without a handler in this "
-            "app: nobody handles these changes. Import the module with the @bridge.on_change function, or leave it if "
-            "it was removed on purpose.",
+            "app: nobody handles these changes. Import the module with the @bridge.on_change function; or, if it was "
+            "removed for good, `changes forget` removes what is stored of it.",
         )

@@ -104,6 +104,7 @@ class Claim:
         crashes: attempts of the run that ended without an outcome.
         waits: how often in a row its first change has waited for infrastructure.
         doubts: how often in a row, at the end of these, in doubt: it may have been the handler's own doing.
+        fenced_as: the subscription's first name, by which targets know it; None where it never had another one.
         parked: hashes of the keys that were parked in its partition, from 0 to 2^64 - 1.
         taken: when it was answered for, on the monotonic clock.
     """
@@ -117,6 +118,7 @@ class Claim:
     crashes: int
     waits: int = 0
     doubts: int = 0
+    fenced_as: str | None = None
     parked: frozenset[int] = frozenset()
     taken: float = field(default_factory=time.monotonic, compare=False, repr=False)
 
@@ -203,7 +205,7 @@ class Claims:
                 },
             },
             [{"$set": {"fence": next_number("fence"), "claim": claim, "retry": retry, "single": single}}],
-            {"fence": 1, "retry": 1, "parkedKeys": 1},
+            {"fence": 1, "retry": 1, "parkedKeys": 1, "fencedAs": 1},
         )
         if document is None:
             return None
@@ -220,6 +222,7 @@ class Claims:
             waits=waiting.get("count", 0),
             doubts=waiting.get("timeOuts", 0),
             parked=parked_in(document),
+            fenced_as=document.get("fencedAs"),
         )
 
     def take_for_replay(
@@ -264,11 +267,12 @@ class Claims:
             "state": "flowing",
             "$expr": {"$lte": ["$claim.until", "$$NOW"]},
         }
-        document = self._table.find_and_update_unretried(guard, [{"$set": change}], {"fence": 1, "committed": 1})
+        document = self._table.find_and_update_unretried(guard, [{"$set": change}], _REPLAY_FIELDS)
         if document is None:
             return None
         committed = document["committed"]
-        return Claim(partition_id, owner, committed + 1, committed, document["fence"], 0, 0)
+        known_as = document.get("fencedAs")
+        return Claim(partition_id, owner, committed + 1, committed, document["fence"], 0, 0, fenced_as=known_as)
 
     def end_transaction(self, partition_id: str) -> bool:
         """
@@ -497,6 +501,7 @@ def parked_in(document: Mapping[str, Any]) -> frozenset[int]:
     )
 
 
+_REPLAY_FIELDS = {"fence": 1, "committed": 1, "fencedAs": 1}
 _OWN_FIELDS = {"fence": 1, "claim.owner": 1, "committed": 1, "handled": 1}
 
 

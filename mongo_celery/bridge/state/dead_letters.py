@@ -31,6 +31,7 @@ import bson
 from bson.binary import Binary
 from bson.int64 import Int64
 from bson.raw_bson import RawBSONDocument
+from pymongo import ReplaceOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
@@ -47,6 +48,7 @@ FAILED, SKIPPED, SET_ASIDE = "failed", "skipped", "set_aside"
 PARKED, PARKED_BEHIND = "parked", "parked_behind"
 _HASHES = 1 << 64
 _INDEX = "parked"
+_AT_ONCE = 50  # a call of many large ones might take longer than it may
 _LAST = chr(0x10FFFF)
 _HEX = re.compile(r"[0-9A-Fa-f]+")
 _FIELDS: dict[str, Any] = {
@@ -252,6 +254,25 @@ class DeadLetters:
             self._table.collection.create_index(
                 [("parked", 1), ("_id", 1)], name=_INDEX, partialFilterExpression={"parked": {"$exists": True}}
             )
+
+    def keep(self, letters: Sequence[Mapping[str, Any]]) -> None:
+        """
+        Store dead letters, each for itself, in the place of those with the same cause.
+
+        One that is there for another cause is left as it is.
+
+        Raises:
+            PyMongoError: any of them may be missing. Repeating it is harmless.
+        """
+        requests = [
+            ReplaceOne({"_id": letter["_id"], "cause": letter["cause"]}, dict(letter), upsert=True)
+            for letter in letters
+        ]
+        for start in range(0, len(requests), _AT_ONCE):
+            self._table.write_all(requests[start : start + _AT_ONCE])
+        ids = [letter["_id"] for letter in letters]
+        with self._table.limit():
+            self._table.collection.update_many({"_id": {"$in": ids}, "at": None}, {"$currentDate": {"at": True}})
 
     def _query(self, selection: Selection, subscriptions: Sequence[str]) -> dict[str, Any]:
         names = [selection.subscription] if selection.subscription is not None else subscriptions

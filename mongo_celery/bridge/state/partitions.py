@@ -163,22 +163,32 @@ class Partitions:
             for name, token in positions.items()
             for index in range(layouts[name].partitions)
         }
+        missing = {partition_id: token for partition_id, token in wanted.items() if partition_id not in present}
+        names = self._fenced_as() if missing else {}
         self._table.write_all(
             [
                 InsertOne(
                     {
                         "_id": partition_id,
                         **_DEFAULTS,
+                        **names.get(partition_id.split("/")[1], {}),
                         "epoch": Int64(version),
                         "fence": Int64(version),
                         "resumeToken": dict(token) if token else None,
                         **(inherited or {}).get(partition_id, {}),
                     }
                 )
-                for partition_id, token in wanted.items()
-                if partition_id not in present
+                for partition_id, token in missing.items()
             ]
         )
+
+    def _fenced_as(self) -> dict[str, dict[str, str]]:
+        """By subscription, the name that it had when targets got to know it, as a field; empty for most."""
+        renamed = {**_under(f"{self._bridge}/"), "fencedAs": {"$gt": ""}}
+        return {
+            document["_id"].split("/")[1]: {"fencedAs": document["fencedAs"]}
+            for document in self._table.find(renamed, {"fencedAs": 1})
+        }
 
     def take_over(self, generations: Mapping[str, int], version: int) -> list[Image]:
         """
@@ -514,6 +524,62 @@ def _winning(version: int) -> list[dict[str, Any]]:
     for name, value in COMMIT.items():
         change[name] = {"$cond": [handled, value, f"${name}"]}
     return [{"$set": change}]
+
+
+def moved_stages(
+    version: int, token: Mapping[str, Any], *, forward: bool, only: str | None = None
+) -> list[dict[str, Any]]:
+    """
+    The update by which a person sends partitions to a place: a take-over, and then, behind the place, the way back.
+
+    What stood there is over, and whoever runs is refused. A pause is kept. A mark that was reached goes: what it stood
+    for may be removed, and nobody stores it again.
+
+    On the way back this is over, too, where nothing was committed in this layout: what was done before it the watermark
+    alone says, which goes back, and whoever runs or stands there would pass it.
+
+    Args:
+        version: of the move.
+        token: of the place.
+        forward: whether those are moved that stand before the place, not behind it.
+        only: `_id` of the only one that is moved; None for all.
+    """
+    own, data = {"$ifNull": ["$resumeToken._data", ""]}, literal(token["_data"])
+    moves: dict[str, Any] = {"$lt" if forward else "$gt": [own, data]}
+    if only is not None:
+        moves = {"$and": [{"$eq": ["$_id", literal(only)]}, moves]}
+    reached = {"$lte": ["$spilled.to", data if forward else own]}  # also where there is no mark
+    ends = moves if forward else {"$or": [moves, {"$eq": [own, ""]}]}
+    place = {
+        "resumeToken": {"$cond": [moves, literal(dict(token)), "$resumeToken"]},
+        "spilled": {"$cond": [{"$and": [moves, reached]}, None, "$spilled"]},
+    }
+    over = {
+        "state": {"$cond": [{"$eq": ["$state", "paused"]}, "paused", "flowing"]},
+        "fence": next_number("fence"),
+        **dict.fromkeys(("claim", "retry", "head")),
+    }
+    over = {name: {"$cond": [ends, value, f"${name}"]} for name, value in over.items()}
+    return [*_winning(version), {"$set": {**place, **over}}]
+
+
+def closed_stages(version: int, *, fenced_as: str) -> list[dict[str, Any]]:
+    """
+    The update by which nobody of before has anything to say in a partition any more: what lapsed is ended, and charged.
+
+    Args:
+        version: of the term that does it.
+        fenced_as: the name by which targets know the subscription, unless it has one already.
+    """
+    has_claim = {"$gt": ["$claim", None]}
+    change = {
+        "fence": next_number("fence"),
+        "claim": None,
+        "retry": {"$cond": [has_claim, {"$mergeObjects": ["$retry", CHARGE]}, "$retry"]},
+        "single": {"$cond": [has_claim, {"$max": ["$single", "$claim.last"]}, "$single"]},
+        "fencedAs": {"$ifNull": ["$fencedAs", literal(fenced_as)]},
+    }
+    return [*_winning(version), {"$set": change}]
 
 
 def _but(prefix: str, generation: int) -> dict[str, Any]:

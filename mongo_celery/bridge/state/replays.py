@@ -189,6 +189,37 @@ class Replays:
 
         return self._together(ask)
 
+    def request_all(self, letters: Sequence[Letter], generation: int, *, over_newer: bool) -> bool:
+        """
+        Ask for the replay of letters that were never started, all of them or none.
+
+        Args:
+            letters: each with its place, whose partition is that of the layout in force.
+            generation: of that layout.
+
+        Returns:
+            False where one of them is gone, or is to be replayed already.
+        """
+        ids = [letter.document_id for letter in letters]
+        requests = []
+        for letter in letters:
+            assert letter.place is not None, "what was selected has a place"
+            place = letter.place
+            request = _request_of(letter, generation, place.partition, place.hash, over_newer=over_newer)
+            requests.append({"_id": letter.document_id, **request})
+
+        def ask(session: ClientSession) -> bool:
+            theirs = {"_id": {"$in": ids}}
+            asked = {"$currentDate": {"replayAskedAt": True}}
+            found = self._dead_letters.update_many(theirs, asked, session=session).matched_count
+            if found != len(ids) or self._table.collection.count_documents(theirs, session=session):
+                return _aborted(session)
+            self._table.collection.insert_many(requests, session=session)
+            self._table.collection.update_many(theirs, {"$currentDate": {"at": True}}, session=session)
+            return True
+
+        return self._together(ask)
+
     def discard(self, letter: str, layout: Layout | None = None) -> Literal["done", "running", "moving", "gone"]:
         """
         Remove a letter, and the request for its replay; not while that is running.
@@ -443,11 +474,6 @@ class Replays:
             return session.with_transaction(body, write_concern=WriteConcern("majority"))
 
 
-def _aborted(session: ClientSession) -> bool:
-    session.abort_transaction()
-    return False
-
-
 def _request_of(
     letter: Letter, generation: int, partition: int, hash_: int | None, *, over_newer: bool
 ) -> dict[str, Any]:
@@ -470,6 +496,11 @@ def _request_of(
         "failed": False,
         "parked": letter.parked is not None,
     }
+
+
+def _aborted(session: ClientSession) -> bool:
+    session.abort_transaction()
+    return False
 
 
 def _replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:

@@ -13,7 +13,9 @@ from mongo_celery.bridge.state.claims import Claims
 from mongo_celery.bridge.state.dead_letters import DeadLetters
 from mongo_celery.bridge.state.drops import Drops
 from mongo_celery.bridge.state.leases import Leases
+from mongo_celery.bridge.state.names import Names
 from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.signing import SigningKeys
 from mongo_celery.bridge.state.spill import Spill
@@ -50,6 +52,8 @@ class Store:
             database["replays"], database["partitions"], database["dead_letters"], bridge, options.claim_ttl
         )
         self.dead_letters = DeadLetters(database["dead_letters"], bridge, options.lease_ttl)
+        self.positions = Positions(database, bridge)
+        self.names = Names(database, bridge, self.positions)
 
     def start_session(self) -> ClientSession:
         """A causally consistent session: what it reads is never older than what it has read or written before."""

@@ -438,11 +438,15 @@ class Execution:
             _fencer=self._fenced,
         )
 
+    def _fence_key(self) -> str:
+        """By which targets know the subscription: its first name."""
+        known_as = self.claim.fenced_as if self.claim is not None else None
+        return f"{self._run.bridge}/{known_as or self._run.subscription}"
+
     def _fenced(self, change: Change, collection: Any) -> FencedCollection:
         if isinstance(collection, str):
             collection = self._wiring.collection(collection)
-        key = f"{self._run.bridge}/{self._run.subscription}"
-        fence = Fence(key, self._run.generation, self._run.index, change.fencing_token)
+        fence = Fence(self._fence_key(), self._run.generation, self._run.index, change.fencing_token)
         return FencedCollection(collection, fence)
 
     def _crashed(self, claim: Claim) -> HandlerCrashedError:

@@ -255,7 +255,7 @@ class ReplayExecution(Execution):
     def _fenced(self, change: Change, collection: Any) -> FencedCollection:
         if isinstance(collection, str):
             collection = self._wiring.collection(collection)
-        key, run, place = f"{self._run.bridge}/{self._run.subscription}", self._run, self._place
+        key, run, place = self._fence_key(), self._run, self._place
         where = (run.generation, run.index)
         if place is not None and self._replay is not None and not self._replay.over_newer:
             where = (place.generation, place.partition)

@@ -1,0 +1,213 @@
+"""Handlers that were renamed in the code, and handlers that are gone from it for good: what is stored of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pymongo.errors import PyMongoError
+
+from mongo_celery.arguments import nearest
+from mongo_celery.bridge.operations.rewinding import (
+    LOCKED,
+    intervention,
+    leader_in,
+    reached,
+    refuse_led,
+    refuse_unknown,
+)
+from mongo_celery.bridge.state.leases import layouts_in_force
+from mongo_celery.bridge.state.names import RENAMED, Holdings
+from mongo_celery.bridge.state.positions import is_locked
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import name_in
+from mongo_celery.errors import CommandRefusedError
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
+
+Progress = Callable[[int], object]
+"""Is told how many documents were copied or removed so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamePlan:
+    """
+    What would be done with a name, as it was seen.
+
+    Attributes:
+        name: the one that goes.
+        to: the one that comes; None where it is forgotten.
+        holdings: what is stored under it.
+        leader: who leads; None where nobody does.
+        generation: of its layout in force; None where only leftovers are there.
+        version: of the lease.
+    """
+
+    name: str
+    to: str | None
+    holdings: Holdings
+    leader: str | None
+    generation: int | None
+    version: int
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"subscription": self.name, "to": self.to, "leader": self.leader, **asdict(self.holdings)}
+
+
+# -- rename ----------------------------------------------------------------------------------------
+
+
+def plan_rename(wiring: Wiring, old: str, new: str) -> NamePlan:
+    """
+    Look at what giving a subscription another name would do. Changes nothing.
+
+    Raises:
+        CommandRefusedError: the names do not fit what is stored, or what this app has.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    handlers = sorted(handler.name for handler in wiring.handlers)
+    if old == new:
+        raise CommandRefusedError(f"{old} is the name that it has.")
+    if new not in handlers:
+        raise CommandRefusedError(
+            f"This app has no handler {new!r}{nearest(new, handlers)}; it has {', '.join(handlers) or 'none'}. Deploy "
+            "the code with the new name, or name the app that has it with -A.",
+        )
+    if old in handlers:
+        raise CommandRefusedError(f"{old} is a handler of this app itself: only one that is gone from it is renamed.")
+    with reached(wiring) as store:
+        lease = store.leases.read() or {}
+        documents = {name_in(document): document for document in store.subscriptions.read_all()}
+        holdings = store.names.holdings(old)
+        if old not in documents:
+            if documents.get(new, {}).get(RENAMED) != old:
+                raise refuse_unknown(wiring, old, sorted(documents))
+            generation = None  # it has its new name: what is left of the old one goes
+        else:
+            layout = layouts_in_force(lease, documents.values()).get(old)
+            if layout is None or documents[old].get("layout") is None:
+                raise CommandRefusedError(f"Subscription {old} was last led by an earlier version: start a listener.")
+            generation = layout.generation
+            if new in documents and store.partitions.are_touched(new):
+                raise CommandRefusedError(
+                    f"{new} has handled changes of its own, since a listener has led with it: its positions would be "
+                    f"lost. Forget {old}, and rewind {new} to where that stood.",
+                )
+        return NamePlan(old, new, holdings, leader_in(lease), generation, int(lease.get("version", 0)))
+
+
+def rename(wiring: Wiring, plan: NamePlan, reason: str | None, progress: Progress = lambda _: None) -> None:
+    """
+    Give a subscription its new name: positions, layout, what is stored, dead letters and replays go over.
+
+    Killed at any point it can be repeated. Afterwards the next listener goes on with the new name.
+
+    Raises:
+        CommandRefusedError: a listener leads, or began meanwhile; a handler runs; or a partition is locked. Then the
+            old name is in force.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    assert plan.to is not None, "it has a new name"
+    with reached(wiring) as store:
+        done = 0
+        if plan.generation is not None:
+            refuse_led(wiring, store)
+            version = _begin(wiring, store, plan)
+            for count in store.names.copy(plan.name, plan.to, plan.generation):
+                progress(done := done + count)
+            note = intervention("rename", plan.name, reason, {"to": plan.to})
+            if not store.names.put_in_force(plan.name, plan.to, version, note):
+                refuse_led(wiring, store)
+                raise CommandRefusedError(_begun(wiring, plan.name))
+        version = int((store.leases.read() or {}).get("version", 0))
+        for count in store.names.remove(plan.name, version, letters=True):
+            progress(done := done + count)
+
+
+def _begin(wiring: Wiring, store: Store, plan: NamePlan) -> int:
+    try:
+        begun = store.names.begin(plan.name, plan.version)
+    except PyMongoError as error:
+        if is_locked(error):
+            raise CommandRefusedError(LOCKED) from error
+        raise
+    if begun == "running":
+        raise CommandRefusedError(
+            f"A handler of {plan.name} runs at this moment, and would write under the old name: nothing is changed. "
+            "Wait until `status` shows nothing outstanding, or stop its workers; then repeat the command.",
+        )
+    if begun == "led":
+        refuse_led(wiring, store)
+        raise CommandRefusedError(_begun(wiring, plan.name))
+    return int(begun)
+
+
+def _begun(wiring: Wiring, name: str) -> str:
+    return (
+        f"A listener of bridge {wiring.name} has begun meanwhile: {name} has its name and its positions. Stop all "
+        "listeners, then repeat the command."
+    )
+
+
+# -- forget ----------------------------------------------------------------------------------------
+
+
+def plan_forget(wiring: Wiring, name: str, *, letters: bool) -> NamePlan:
+    """
+    Look at what forgetting a handler would remove. Changes nothing.
+
+    Args:
+        letters: whether its dead letters may go, too.
+
+    Raises:
+        CommandRefusedError: the handler is in this app, nothing of it is stored, or dead letters are left.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    if name in {handler.name for handler in wiring.handlers}:
+        raise CommandRefusedError(f"{name} is a handler of this app: only one that is gone from it is forgotten.")
+    with reached(wiring) as store:
+        lease = store.leases.read() or {}
+        documents = {name_in(document): document for document in store.subscriptions.read_all()}
+        holdings = store.names.holdings(name)
+        if name not in documents and not holdings.any:
+            raise refuse_unknown(wiring, name, sorted(documents))
+        if holdings.letters and not letters:
+            raise CommandRefusedError(
+                f"{holdings.letters} dead letters of {name} are left: look at `dead-letters list {name}`, discard "
+                "them, or repeat the command with --dead-letters.",
+            )
+        return NamePlan(name, None, holdings, leader_in(lease), None, int(lease.get("version", 0)))
+
+
+def forget(
+    wiring: Wiring, plan: NamePlan, *, letters: bool, reason: str | None, progress: Progress = lambda _: None
+) -> None:
+    """
+    Remove everything of a handler. Killed at any point it can be repeated.
+
+    Afterwards one of that name is new, and begins as its `start_from` says.
+
+    Raises:
+        CommandRefusedError: the listener that leads serves it, or does not say whom it serves; nothing is changed.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    details = {"count": plan.holdings.stored + plan.holdings.letters}
+    with reached(wiring) as store:
+        try:
+            version = store.names.forget(plan.name, intervention("forget", plan.name, reason, details))
+        except PyMongoError as error:
+            if is_locked(error):
+                raise CommandRefusedError(LOCKED) from error
+            raise
+        if version is None:
+            raise CommandRefusedError(
+                f"The listener that leads ({plan.leader or 'it has just begun'}) serves {plan.name}, or does not say "
+                "whom it serves: nothing is changed. Deploy the code without the handler there, then repeat the "
+                "command.",
+            )
+        done = 0
+        for count in store.names.remove(plan.name, version, letters=letters):
+            progress(done := done + count)

@@ -1,0 +1,380 @@
+"""
+Sending a handler back to a place in the stream, or forward to now.
+
+What would be done is read first, for the person who decides; then it is done in one transaction, if nobody leads and
+nobody has led since. See `state/positions.py` for what makes it safe.
+
+Backwards: everything behind the place is read and handled again, in order. Fenced targets take it, under fences that
+are newer than all before: a target goes through its older states once more, up to the present one, and what was
+running before cannot write over it. Forward: what lies between is passed over, and noted as a gap.
+"""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pymongo
+from bson import Timestamp
+from pymongo.errors import PyMongoError
+
+from mongo_celery.arguments import nearest
+from mongo_celery.bridge.error_text import storable
+from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
+from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace, iso, place_of
+from mongo_celery.bridge.state.leases import layouts_in_force
+from mongo_celery.bridge.state.partitions import Image, state_of
+from mongo_celery.bridge.state.positions import Move, Moved, is_locked
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.state.subscriptions import Layout, lost_in, name_in
+from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.opening import translated
+from mongo_celery.mongo.oplog import time_of_token
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
+
+_READ_SECONDS = 10.0
+_REASON_CHARS = 500
+LOCKED = (
+    "A partition is locked by an open transaction, most often of a worker that died: nothing is changed; repeat the "
+    "command when the server has ended it, which takes a minute at most."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionMove:
+    """
+    One partition that is sent to the place.
+
+    Attributes:
+        standing: its state, as `status` says it.
+        at: time of the last change that it has handled; None where there is none.
+        key: of the change at which it has halted.
+        running: whether a handler runs there at this moment.
+        stored: how many of its changes are stored and not handled, at most; 0 where they stay.
+    """
+
+    index: int
+    standing: str
+    at: str | None
+    key: str | None
+    running: bool
+    stored: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RewindPlan:
+    """
+    What would be done, as it was seen.
+
+    Attributes:
+        to: the place.
+        at: where the subscription stands, as a time.
+        partitions: those that would be sent there, or in which something ends.
+        staying: how many stay where they are.
+        dead_letters: how many of its dead letters are of changes that would run again; they stay.
+        replays: how many replays of these that were asked for would be withdrawn.
+        key: whose partition it is, for people; None for all.
+        leader: who leads, which keeps it from being done; None where nobody does.
+    """
+
+    subscription: str
+    to: StreamPlace
+    at: str | None
+    forward: bool
+    partitions: Sequence[PartitionMove]
+    staying: int
+    dead_letters: int
+    replays: int
+    key: str | None
+    leader: str | None
+    move: Move
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "subscription": self.subscription,
+            "to": self.to.iso,
+            "token": self.to.token["_data"],
+            "from": self.at,
+            "forward": self.forward,
+            "partitions": [asdict(each) for each in self.partitions],
+            "staying": self.staying,
+            "dead_letters": self.dead_letters,
+            "replays": self.replays,
+            "key": self.key,
+            "leader": self.leader,
+        }
+
+
+def plan_rewind(
+    wiring: Wiring, subscription: str, asked: Asked, *, key: str | None = None, source: str | None = None
+) -> RewindPlan:
+    """
+    Look at what sending a subscription to a place would do. Changes nothing.
+
+    Args:
+        asked: the place.
+        key: only the partition in which its changes lie; as it was typed.
+        source: the collection of that key, where the handler has several.
+
+    Raises:
+        CommandRefusedError: there is no such subscription or place, or nothing to do.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    with reached(wiring) as store:
+        documents = {name_in(document): document for document in store.subscriptions.read_all()}
+        lease = store.leases.read() or {}
+        layout = _layout(wiring, lease, documents, subscription)
+        _refuse_lost(subscription, documents[subscription])
+        chosen = None if key is None else partition_of_key(wiring, subscription, layout, key_of(key), source)
+        to = place_of(wiring, asked, Reach.of(wiring.client), "--to")
+        forward = asked.word == NOW
+        images = store.partitions.of({subscription: layout.generation})
+        moved = [
+            _partition_move(store, image, layout, to, forward=forward)
+            for image in images
+            if chosen in (None, image.index) and _moves(image, to, forward=forward)
+        ]
+        if not moved and not _moves_watermark(documents[subscription], to, forward=forward, only=chosen is not None):
+            raise CommandRefusedError(_nothing_to_do(subscription, documents[subscription], to, forward=forward))
+        moved += [
+            _partition_move(store, image, layout, to, forward=forward)
+            for image in images
+            if not forward and not image.data and image.handled is None and _stands(image)
+        ]
+        letters, replays = (0, 0) if forward else _behind(store, wiring.name, subscription, to, moved)
+        return RewindPlan(
+            subscription=subscription,
+            to=to,
+            at=iso(place_in(documents[subscription])),
+            forward=forward,
+            partitions=sorted(moved, key=lambda each: each.index),
+            staying=len(images) - len(moved),
+            dead_letters=letters,
+            replays=replays,
+            key=None if key is None else shown(key_of(key)),
+            leader=leader_in(lease),
+            move=Move(
+                subscription, to.token, to.time, forward, layout.generation, int(lease.get("version", 0)), chosen
+            ),
+        )
+
+
+def rewind(wiring: Wiring, plan: RewindPlan, *, asked: str, reason: str | None) -> Moved:
+    """
+    Do what was planned, all of it or nothing.
+
+    Afterwards the next listener reads from there. Who did it and why is kept, and shown by `changes history`.
+
+    Args:
+        asked: the place as it was given, for the record.
+        reason: why, for people.
+
+    Raises:
+        CommandRefusedError: a listener leads, or has led since; or a partition is locked. Nothing is changed.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    details = {
+        "to": plan.to.iso,
+        "token": plan.to.token["_data"],
+        "asked": asked,
+        "from": plan.at,
+        "partitions": [each.index for each in plan.partitions],
+        "key": plan.key,
+    }
+    with reached(wiring) as store:
+        refuse_led(wiring, store)
+        note = intervention("forward" if plan.forward else "rewind", plan.subscription, reason, details)
+        try:
+            moved = store.positions.move(plan.move, note)
+        except PyMongoError as error:
+            if is_locked(error):
+                raise CommandRefusedError(LOCKED) from error
+            raise
+        if moved is None:
+            refuse_led(wiring, store)
+            raise CommandRefusedError(
+                f"Subscription {plan.subscription} has changed since it was looked at: nothing is changed; repeat the "
+                "command.",
+            )
+        return moved
+
+
+def read_history(wiring: Wiring, subscription: str | None = None) -> list[dict[str, Any]]:
+    """
+    What people did with the positions of a bridge, the latest last, as JSON has it.
+
+    Args:
+        subscription: what was done with this one only.
+    """
+    with reached(wiring) as store:
+        found = store.positions.interventions()
+    return [
+        {**each, "at": _when(each.get("at"))}
+        for each in found
+        if subscription in (None, each.get("subscription"), each.get("to"))
+    ]
+
+
+def _when(at: object) -> str | None:
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).isoformat() if isinstance(at, datetime) else None
+
+
+# -- what commands on positions share --------------------------------------------------------------
+
+
+def intervention(act: str, subscription: str, reason: str | None, details: Mapping[str, Any]) -> dict[str, Any]:
+    """What is noted of an act: who, what, and why."""
+    return {
+        "act": act,
+        "subscription": subscription,
+        "by": _who(),
+        "reason": None if reason is None else storable(reason)[:_REASON_CHARS],
+        **details,
+    }
+
+
+def _who() -> str:
+    """The user of this process, and its machine."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # of a user without a name
+        user = "unknown"
+    return storable(f"{user}@{socket.gethostname()}")
+
+
+def leader_in(lease: Mapping[str, Any]) -> str | None:
+    """Who leads, for people; None where nobody does."""
+    return f"process {lease.get('pid')} on {lease.get('host')}" if lease.get("live") else None
+
+
+def refuse_led(wiring: Wiring, store: Store) -> None:
+    """
+    Positions are moved while nobody leads.
+
+    Raises:
+        CommandRefusedError: somebody does.
+    """
+    leader = leader_in(store.leases.read() or {})
+    if leader is not None:
+        raise CommandRefusedError(
+            f"Bridge {wiring.name} is led by {leader}: nothing is changed. Stop all its listeners (workers may stay), "
+            "repeat the command, and start them again.",
+        )
+
+
+@contextmanager
+def reached(wiring: Wiring) -> Iterator[Store]:
+    """The store, after the primary has answered once; errors name what the state needs."""
+    try:
+        wiring.reach()
+        yield wiring.store
+    except PyMongoError as error:
+        raise translated(error, wiring.state_concern) from error
+
+
+def refuse_unknown(wiring: Wiring, subscription: str, known: Sequence[str]) -> CommandRefusedError:
+    """The refusal of a subscription that is not stored."""
+    if not known:
+        return CommandRefusedError(f"Bridge {wiring.name} has never been led: it has no positions yet.")
+    return CommandRefusedError(
+        f"Bridge {wiring.name} has no subscription {subscription!r}{nearest(subscription, known)}; it has "
+        f"{', '.join(known)}.",
+    )
+
+
+def place_in(document: Mapping[str, Any]) -> Timestamp | None:
+    """The cluster time at which a stored subscription stands."""
+    times = [time for time in (document.get("startAtOperationTime"), document.get("clusterTime")) if time is not None]
+    return max(times, default=None)
+
+
+# -- inside ----------------------------------------------------------------------------------------
+
+
+def _layout(
+    wiring: Wiring, lease: Mapping[str, Any], documents: Mapping[str, Mapping[str, Any]], subscription: str
+) -> Layout:
+    layouts = layouts_in_force(lease, documents.values())
+    if subscription not in layouts:
+        raise refuse_unknown(wiring, subscription, sorted(layouts))
+    if documents[subscription].get("layout") is None:
+        raise CommandRefusedError(
+            f"Subscription {subscription} was last led by an earlier version: start a listener of this one once.",
+        )
+    return layouts[subscription]
+
+
+def _refuse_lost(subscription: str, document: Mapping[str, Any]) -> None:
+    if lost_in(document):
+        raise CommandRefusedError(
+            f"Subscription {subscription} has lost its history, so it cannot be sent anywhere: decide with `changes "
+            f"go-on {subscription}` first.",
+        )
+
+
+def _moves(image: Image, to: StreamPlace, *, forward: bool) -> bool:
+    """Whether a partition is sent there; what is handled counts as committed."""
+    token = (image.handled or {}).get("resumeToken")
+    own = str(token["_data"]) if token else image.data
+    place = str(to.token["_data"])
+    return own < place if forward else own > place
+
+
+def _stands(image: Image) -> bool:
+    """Whether anything runs or stands in a partition, which ends where nothing was committed there."""
+    return image.claim is not None or image.head is not None or image.retry is not None
+
+
+def _moves_watermark(document: Mapping[str, Any], to: StreamPlace, *, forward: bool, only: bool) -> bool:
+    token, own = document.get("resumeToken"), place_in(document)
+    if forward:
+        return not only and (own is None or own < to.time)
+    if token:
+        return str(token["_data"]) > str(to.token["_data"])
+    return own is not None and own > to.time
+
+
+def _nothing_to_do(subscription: str, document: Mapping[str, Any], to: StreamPlace, *, forward: bool) -> str:
+    where = f"Subscription {subscription} stands at {iso(place_in(document))}"
+    if forward:
+        return f"{where}, which is now: there is nothing to pass over."
+    return f"{where}, and has handled nothing behind {to.iso}: there is nothing to send back (`--to now` goes forward)."
+
+
+def _partition_move(store: Store, image: Image, layout: Layout, to: StreamPlace, *, forward: bool) -> PartitionMove:
+    stored = 0
+    if forward and image.spilled is not None:
+        partition_id = store.partitions.partition_id(image.subscription, layout.generation, image.index)
+        with pymongo.timeout(_READ_SECONDS):
+            all_of_it = store.spill.count(partition_id, str(to.token["_data"]))
+            stored = max(all_of_it - (store.spill.count(partition_id, image.data) if image.data else 0), 0)
+    return PartitionMove(
+        index=image.index,
+        standing=state_of(image),
+        at=iso(time_of_token(image.token, None)) if image.token else None,
+        key=str(image.head["key"]) if image.state == "halted" and image.head is not None else None,
+        running=image.live,
+        stored=stored,
+    )
+
+
+def _behind(
+    store: Store, bridge: str, subscription: str, to: StreamPlace, moved: Sequence[PartitionMove]
+) -> tuple[int, int]:
+    """How many dead letters lie behind a place, in partitions that go back, and how many are to be replayed."""
+    prefix = f"{bridge}/{subscription}"
+    behind = {"_id": {"$gt": f"{prefix}/{to.token['_data']}", "$lt": f"{prefix}0"}}
+    theirs = {**behind, "partition": {"$in": [each.index for each in moved]}}
+    with pymongo.timeout(_READ_SECONDS):
+        letters = store.dead_letters.collection.count_documents(theirs)
+    indexes = {each.index for each in moved}
+    asked = [each for each in store.replays.read() if each.subscription == subscription and each.partition in indexes]
+    return letters, sum(each.letter > behind["_id"]["$gt"] for each in asked)

@@ -1,0 +1,249 @@
+"""
+Positions that a person moves: a subscription is sent back or forward, gets another name, or is forgotten.
+
+Each move is a term of its own: it takes the lease's next version while nobody leads, and writes that version into what
+it moves. So no listener of before moves anything back, no message of before is claimed, and an execution of before is
+refused by its fence. What moved, who did it and why is noted in the lease, the last `INTERVENTIONS_KEPT` times.
+
+A rewind is one transaction, so it is killed at no point between. Its rules were found by a search of schedules
+(`tests/property/spill_faults.py`, `snapshot_faults.py`), which has each of them as a broken variant:
+
+1. Backwards, a position becomes the smaller of place and own position, of the partitions and of the watermark; what
+   lies before the place stays where it is. Two writes instead of one transaction lose changes, in whichever order.
+2. What stood behind the place is over in the partitions that go back: halted head, waiting retry, claim, replay. With
+   its head left, `skip` would pass over everything between. So it is where nothing was committed in the present layout:
+   what was done in the one before, the watermark alone says, which goes back.
+3. Stored changes stay, and so does a mark that lies ahead: what is read again is stored again, under the new term. A
+   mark that was reached goes, since what it stood for may be removed.
+4. The number of the last change is kept, so that numbers of changes never repeat.
+5. The watermark names no token that opens a stream: it is opened at the place's time, and what is not behind it is left
+   out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pymongo
+from bson import Timestamp
+from bson.int64 import Int64
+from pymongo import ReturnDocument, WriteConcern
+from pymongo.client_session import ClientSession
+from pymongo.database import Database
+from pymongo.errors import PyMongoError
+
+from mongo_celery.bridge.state.partitions import moved_stages
+from mongo_celery.bridge.state.stored import ids_under
+from mongo_celery.mongo.expressions import literal, next_number
+from mongo_celery.mongo.locked import is_lock
+
+T = TypeVar("T")
+
+INTERVENTIONS_KEPT = 50
+_SECONDS = 15.0
+_GAPS_KEPT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """
+    Where a subscription is sent.
+
+    Attributes:
+        token: the place; it compares, and opens no stream.
+        time: its cluster time.
+        forward: whether partitions that stand before the place are sent there; else those that stand behind it.
+        generation: of the layout, as it was seen.
+        version: of the lease, as it was seen.
+        partition: only this one; None for all.
+    """
+
+    subscription: str
+    token: Mapping[str, Any]
+    time: Timestamp
+    forward: bool
+    generation: int
+    version: int
+    partition: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """
+    What a move has done.
+
+    Attributes:
+        partitions: indexes of those that were sent somewhere.
+        withdrawn: how many replays that were asked for are so no longer.
+    """
+
+    partitions: Sequence[int] = field(default=())
+    withdrawn: int = 0
+
+
+class Positions:
+    """
+    The moves of one bridge's positions.
+
+    Args:
+        database: the state database, with majority writes and majority reads.
+        bridge: its name.
+    """
+
+    def __init__(self, database: Database[dict[str, Any]], bridge: str) -> None:
+        self._database = database
+        self._bridge = bridge
+
+    def move(self, to: Move, intervention: Mapping[str, Any]) -> Moved | None:
+        """
+        Send a subscription somewhere, all of it or nothing.
+
+        Args:
+            intervention: what is noted of it.
+
+        Returns:
+            None where somebody leads, or has led since it was seen, or the layout is another one: nothing is changed.
+
+        Raises:
+            PyMongoError: as of a transaction; where a partition is locked, it satisfies `is_lock`.
+        """
+        subscription = f"{self._bridge}/{to.subscription}"
+
+        def write(session: ClientSession) -> Moved | None:
+            version = self.take_version(session, intervention, seen=to.version)
+            guard = {"_id": subscription, "layout.generation": to.generation}
+            stages = _subscription_moved(to, Int64(version or 0))
+            if version is None or not self._update("subscriptions", guard, stages, session):
+                session.abort_transaction()
+                return None
+            return self._move_partitions(f"{subscription}/{to.generation}", to, version, session)
+
+        return self.together(write)
+
+    def _move_partitions(self, prefix: str, to: Move, version: int, session: ClientSession) -> Moved:
+        scope = {"_id": ids_under(prefix)}
+        chosen = None if to.partition is None else f"{prefix}/{to.partition}"
+        data = str(to.token["_data"])
+        partitions = self._database["partitions"]
+        found = list(partitions.find(scope, {"resumeToken": 1, "handled": 1, "claim.replay": 1}, session=session))
+        moving = [each for each in found if chosen in (None, each["_id"]) and _is_moved(each, data, forward=to.forward)]
+        partitions.update_many(scope, moved_stages(version, to.token, forward=to.forward, only=chosen), session=session)
+        indexes = sorted(int(each["_id"].rpartition("/")[2]) for each in moving)
+        claims = [
+            each.get("claim") or {} for each in found if each in moving or not (to.forward or each["resumeToken"])
+        ]
+        interrupted = [claim["replay"] for claim in claims if claim.get("replay")]
+        replays = self._database["replays"]
+        behind = {
+            "_id": {"$gt": f"{self._bridge}/{to.subscription}/{data}", "$lt": f"{self._bridge}/{to.subscription}0"}
+        }
+        withdrawn = 0
+        if not to.forward and indexes:
+            theirs = {**behind, "generation": to.generation, "partition": {"$in": indexes}}
+            withdrawn = replays.delete_many(theirs, session=session).deleted_count
+        # What was interrupted has not crashed.
+        replays.update_many({"_id": {"$in": interrupted}}, {"$set": {"fence": None}}, session=session)
+        return Moved(indexes, withdrawn)
+
+    # -- the lease ---------------------------------------------------------------------------------
+
+    def take_version(self, session: ClientSession, intervention: Mapping[str, Any] | None, *, seen: int) -> int | None:
+        """
+        Take the lease's next version, which is above every epoch, for the transaction of this session; note why.
+
+        Who leads, or begins to lead meanwhile, is in conflict with it.
+
+        Args:
+            intervention: what is noted; None for nothing yet.
+            seen: the version that the lease must have.
+
+        Returns:
+            None where somebody leads, or has led since.
+        """
+        above = self._largest_epoch(session)
+        guard = {"_id": self._bridge, "version": seen, "$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
+        change: dict[str, Any] = {
+            "version": {"$max": [next_number("version"), Int64(above + 1)]},
+            "listenerId": None,
+            "expiresAt": None,
+        }
+        if intervention is not None:
+            change["interventions"] = noted(intervention)
+        found = self._database["leases"].find_one_and_update(
+            guard, [{"$set": change}], {"version": 1}, return_document=ReturnDocument.AFTER, session=session
+        )
+        return None if found is None else int(found["version"])
+
+    def note(self, intervention: Mapping[str, Any]) -> None:
+        """Note what moves no position of its own."""
+        with pymongo.timeout(_SECONDS):
+            change = [{"$set": {"interventions": noted(intervention)}}]
+            self._database["leases"].update_one({"_id": self._bridge}, change)
+
+    def interventions(self) -> list[dict[str, Any]]:
+        """What people did with positions, the oldest first, each with its time `at`."""
+        with pymongo.timeout(_SECONDS):
+            found = self._database["leases"].find_one({"_id": self._bridge}, {"interventions": 1})
+        return list((found or {}).get("interventions") or ())
+
+    def _largest_epoch(self, session: ClientSession) -> int:
+        epochs = [0]
+        for name in ("partitions", "subscriptions"):
+            found = self._database[name].find_one(
+                {"_id": ids_under(self._bridge)}, {"epoch": 1}, sort=[("epoch", -1)], session=session
+            )
+            epochs.append(int(found["epoch"]) if found else 0)
+        return max(epochs)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _update(self, name: str, guard: Mapping[str, Any], change: Any, session: ClientSession) -> bool:
+        return bool(self._database[name].update_one(guard, change, session=session).matched_count)
+
+    def together(self, body: Callable[[ClientSession], T]) -> T:
+        """A transaction of the state, repeated for a bounded time."""
+        with pymongo.timeout(_SECONDS), self._database.client.start_session() as session:
+            return session.with_transaction(body, write_concern=WriteConcern("majority"))
+
+
+def is_locked(error: PyMongoError) -> bool:
+    """Whether a move met a partition that an open transaction has written: then nothing is changed."""
+    return is_lock(error)
+
+
+def noted(intervention: Mapping[str, Any]) -> dict[str, Any]:
+    """The interventions that are kept, and this one, as an expression on the lease."""
+    known = {"$ifNull": ["$interventions", []]}
+    one = {"$mergeObjects": [literal(dict(intervention)), {"at": "$$NOW"}]}
+    return {"$slice": [{"$concatArrays": [known, [one]]}, -INTERVENTIONS_KEPT]}
+
+
+def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool:
+    """Whether a move sends a partition somewhere; what is handled counts as committed."""
+    token = (partition.get("handled") or {}).get("resumeToken") or partition["resumeToken"]
+    own = str(token["_data"]) if token else ""
+    return own < data if forward else own > data
+
+
+def _subscription_moved(to: Move, version: Int64) -> list[dict[str, Any]]:
+    """The stages that move a subscription's watermark, and, where it goes back, its pinned start."""
+    # Without a token it stands at a time: what is read from there on has that time or a later one.
+    own = {"$max": ["$startAtOperationTime", "$clusterTime"]}
+    has_token = {"$gt": ["$resumeToken", None]}
+    data = literal(to.token["_data"])
+    comparison = "$lt" if to.forward else "$gt"
+    moves: Any = {
+        "$cond": [has_token, {comparison: ["$resumeToken._data", data]}, {comparison: [own, to.time]}],
+    }
+    if to.forward and to.partition is not None:
+        moves = False  # the others have not done what this one passes over
+    place: dict[str, Any] = {"resumeToken": literal(dict(to.token)), "clusterTime": to.time, "fingerprint": None}
+    if to.forward:
+        gap = {"from": own, "until": to.time, "policy": "now", "at": "$$NOW"}
+        place["gaps"] = {"$slice": [{"$concatArrays": [{"$ifNull": ["$gaps", []]}, [gap]]}, -_GAPS_KEPT]}
+    else:
+        place["startAtOperationTime"] = {"$min": ["$startAtOperationTime", to.time]}
+    change = {name: {"$cond": ["$_moves", value, f"${name}"]} for name, value in place.items()}
+    return [{"$set": {"_moves": moves}}, {"$set": {**change, "epoch": version}}, {"$unset": "_moves"}]

@@ -1,0 +1,160 @@
+"""What is said of positions that a person moves, in lines of 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mongo_celery.quantities import moment, number
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.lease_commands import Adoption
+    from mongo_celery.bridge.operations.renaming import NamePlan
+    from mongo_celery.bridge.operations.rewinding import RewindPlan
+    from mongo_celery.bridge.operations.selected_replays import ReplayPlan
+    from mongo_celery.bridge.state.positions import Moved
+
+_COLUMNS = 80
+_NAMED = 10
+
+
+def wrapped(text: str, indent: str = "  ") -> Iterator[str]:
+    """A text over as many lines as it takes, those behind the first indented."""
+    yield from textwrap.wrap(text, _COLUMNS, subsequent_indent=indent, break_long_words=False) or [""]
+
+
+def plan_lines(plan: RewindPlan) -> Iterator[str]:
+    """What a rewind would do."""
+    way = "goes forward" if plan.forward else "goes back"
+    yield from wrapped(f"{plan.subscription} {way} to {moment(plan.to.iso)}, from {moment(plan.at)}")
+    moved = [each.index for each in plan.partitions]
+    stay = f"; {plan.staying} stay where they are" if plan.staying else ""
+    yield from wrapped(f"  {number(len(moved), 'partition', 'partitions')}: {_indexes(moved)}{stay}", "    ")
+    for text in (*_ended(plan), *_left_out(plan)):
+        yield from wrapped(f"  {text}", "    ")
+
+
+def _ended(plan: RewindPlan) -> Iterator[str]:
+    """What stands or runs in the partitions that move."""
+    ends = "it is passed over" if plan.forward else "it runs again"
+    for each in plan.partitions:
+        if each.key is not None:
+            yield f"partition {each.index} has halted at {each.key}: that ends, {ends}"
+    waiting = [each.index for each in plan.partitions if each.standing in ("parked", "waiting")]
+    if waiting:
+        yield f"what waits for its next try in {_indexes(waiting)} does so no longer"
+    paused = [each.index for each in plan.partitions if each.standing == "paused"]
+    if paused:
+        yield f"paused stays paused: {_indexes(paused)}"
+    running = [each.index for each in plan.partitions if each.running]
+    if running:
+        yield f"handlers run in {_indexes(running)} at this moment: their outcome will be refused"
+
+
+def _left_out(plan: RewindPlan) -> Iterator[str]:
+    """What else a person should know before."""
+    if plan.key is not None:
+        yield f"all keys that share a partition with {plan.key} come along"
+    if plan.forward:
+        stored = sum(each.stored for each in plan.partitions)
+        if stored:
+            yield f"{number(stored, 'stored change', 'stored changes')} at most will never be handled"
+        yield "whatever came since then and is not handled yet will not be; `changes replay` can run it later"
+    if plan.dead_letters:
+        letters = number(plan.dead_letters, "dead letter", "dead letters")
+        yield f"{letters} of changes that run again stay: discard them when these have succeeded"
+    if plan.replays:
+        yield f"{number(plan.replays, 'replay', 'replays')} of these will not be made"
+    if plan.leader is not None:
+        yield f"a listener leads ({plan.leader}): stop all of them first"
+
+
+def rewound_lines(plan: RewindPlan, moved: Moved) -> Iterator[str]:
+    """What a rewind has done."""
+    count = number(len(moved.partitions), "partition", "partitions")
+    way = "passed over what came before" if plan.forward else "back at"
+    yield from wrapped(f"{plan.subscription}: {way} {moment(plan.to.iso)} ({count}); start a listener to go on")
+    if plan.forward and plan.at is not None:
+        yield "To run what was passed over later, within the oplog's window:"
+        yield f"  changes replay {plan.subscription} --from {plan.at} --until {plan.to.token['_data']}"
+
+
+def progress_line(at: str, count: int, wanted: int) -> str:
+    """How far a range was read."""
+    return f"read {number(count, 'change', 'changes')} up to {moment(at)}, {wanted} of them are wanted"
+
+
+def replay_lines(plan: ReplayPlan) -> Iterator[str]:
+    """What a selected replay would ask for."""
+    count = number(len(plan.letters), "change", "changes")
+    key = f" with key {plan.key}" if plan.key is not None else ""
+    between = f"{moment(plan.start.iso)} and {moment(plan.plain()['until'])}"
+    yield from wrapped(f"{plan.subscription}: {count}{key} between {between}, of {plan.read} in the stream")
+    for each in plan.letters[:_NAMED]:
+        yield f"  {each['key']}"
+    if len(plan.letters) > _NAMED:
+        yield f"  and {len(plan.letters) - _NAMED} more"
+    if plan.pending:
+        left = number(plan.pending, "change is", "changes are")
+        yield from wrapped(f"  {left} left out: the handler is yet to get there, and gets them anyway", "    ")
+    if plan.refused:
+        left = number(plan.refused, "change is", "changes are")
+        yield from wrapped(f"  {left} left out: refused before the handler, or too large to be kept", "    ")
+
+
+def replayed_lines(plan: ReplayPlan) -> Iterator[str]:
+    """What a selected replay has asked for."""
+    count = number(len(plan.letters), "change is", "changes are")
+    waits = "" if plan.leader is not None else "; no listener leads: they run as soon as one does"
+    text = f"{plan.subscription}: {count} to be run again{waits}. `dead-letters list` shows what is left of them"
+    yield from wrapped(text)
+
+
+def adoption_lines(bridge: str, adoption: Adoption) -> Iterator[str]:
+    """What adopting a bridge would mean."""
+    yield from wrapped(f"{bridge} serves app {adoption.owner or 'without a name'}, and would serve this one")
+    for names, what in (
+        (adoption.going_on, "go on where they stand"),
+        (adoption.new, "are new, and begin as their start_from says"),
+        (adoption.left, "are not in this app: `changes rename` or `changes forget` them"),
+    ):
+        if names:
+            yield from wrapped(f"  {', '.join(names)}: {what}", "    ")
+
+
+def name_lines(plan: NamePlan) -> Iterator[str]:
+    """What a name has, before it goes."""
+    holdings = plan.holdings
+    found = [
+        number(holdings.partitions, "partition", "partitions"),
+        number(holdings.stored, "document of stored changes", "documents of stored changes"),
+        number(holdings.letters, "dead letter", "dead letters"),
+        number(holdings.replays, "replay", "replays"),
+    ]
+    yield from wrapped(f"{plan.name} has {', '.join(found)}")
+    if plan.to is not None and plan.leader is not None:
+        yield from wrapped(f"  a listener leads ({plan.leader}): stop all of them first", "    ")
+
+
+def history_lines(bridge: str, interventions: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Who has moved what, when and why."""
+    if not interventions:
+        yield f"{bridge}: nobody has moved a position"
+    for each in interventions:
+        yield from wrapped(f"{moment(each['at'])}  {each['act']} {each['subscription']}{_detail(each)}  {each['by']}")
+        if each.get("reason"):
+            yield from wrapped(f"  {each['reason']}")
+
+
+def _detail(each: Mapping[str, Any]) -> str:
+    if each["act"] in ("rewind", "forward"):
+        key = f" --key {each['key']}" if each.get("key") else ""
+        return f" to {moment(each['to'])}{key}, from {moment(each.get('from'))}"
+    return "".join(f" {name} {each[name]}" for name in ("to", "from", "until", "key", "count") if each.get(name))
+
+
+def _indexes(found: Iterable[int]) -> str:
+    indexes = sorted(found)
+    more = f" and {len(indexes) - _NAMED} more" if len(indexes) > _NAMED else ""
+    return (", ".join(map(str, indexes[:_NAMED])) or "none") + more

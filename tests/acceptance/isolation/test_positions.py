@@ -1,0 +1,119 @@
+"""Positions that a person moves, with real processes: everything again, in order, and never the older data last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from tests.acceptance.chain_rig import Chain
+from tests.fixtures.process import PATIENCE_SECONDS, wait_for
+
+Document = dict[str, Any]
+MakeChain = Callable[..., Chain]
+
+HANDLERS = "tests.acceptance.isolation.dead_letter_handlers"
+
+
+@pytest.fixture
+def make_chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[MakeChain]:
+    """Give a function that makes a bridge with some of the handlers."""
+    with ExitStack() as stack:
+
+        def make(*handlers: str, **options: Any) -> Chain:
+            made = Chain(
+                mongo_client,
+                mongo_url,
+                tmp_path,
+                handlers=handlers,
+                options={"partitions": 2, **options},
+                conf={"include": [HANDLERS]},
+            )
+            return stack.enter_context(made)
+
+        yield make
+
+
+def _copies(chain: Chain) -> dict[str, int]:
+    return {each["_id"].partition("/")[2]: each["n"] for each in chain.data["copies"].find()}
+
+
+def _again(chain: Chain, key: str, fence: int) -> list[Document]:
+    """What has ended well of a key since then, in its order."""
+    return list(chain.facts["end"].find({"key": key, "fence": {"$gt": fence}}).sort("at"))
+
+
+def _wait_ended(chain: Chain, count: int) -> None:
+    wait_for(lambda: chain.facts["end"].count_documents({}) >= count, PATIENCE_SECONDS, lambda: str(chain.logs))
+
+
+def test_everything_behind_a_place_runs_again_in_order_and_what_ran_before_is_refused(make_chain: MakeChain) -> None:
+    """P1, P2, P3: a handler that was running when its position went back writes nothing over what follows."""
+    chain = make_chain("copied")
+    listener, worker = chain.both()
+    keys = [next(chain.keys("copied", index)) for index in (0, 1)]
+    for number in (1, 2, 3):
+        for key in keys:
+            chain.write("copied", key, number)
+    chain.wait_done()
+    late = chain.write("copied", keys[0], 4, gate="late")
+    before = chain.wait_started(late)
+    listener.terminate()
+    listener.wait()
+
+    token = chain.partition("copied", 0)["resumeToken"]["_data"]
+    moved = chain.changes("rewind", "copied", "--to", "oldest", "--reason", "a wrong sum", "--yes")
+    assert (moved["moved"], [each["running"] for each in moved["partitions"]]) == ([0, 1], [True, False])
+    assert chain.partition("copied", 0)["resumeToken"]["_data"] < token
+    chain.listener("again")
+    chain.wait_started(late, 2)
+    chain.open_gate("late")
+    wait_for(
+        lambda: [len(_again(chain, key, before.fence)) for key in keys] == [4, 3],
+        PATIENCE_SECONDS,
+        lambda: str(chain.logs),
+    )
+    wait_for(lambda: "was taken over while its handler runs" in worker.text, PATIENCE_SECONDS, lambda: worker.text)
+    for key, numbers in zip(keys, ([1, 2, 3, 4], [1, 2, 3]), strict=True):
+        second = _again(chain, key, before.fence)
+        assert [each["n"] for each in second] == numbers
+        assert all(earlier["fence"] < later["fence"] for earlier, later in pairwise(second))
+    assert _copies(chain) == {keys[0]: 4, keys[1]: 3}
+    (act,) = chain.changes("history")["interventions"]
+    assert (act["act"], act["reason"]) == ("rewind", "a wrong sum")
+
+
+def test_what_was_passed_over_is_replayed_later_and_never_over_newer_data(make_chain: MakeChain) -> None:
+    """P3: forward to now, then a selected replay while the stream goes on; a newer document stays as it is."""
+    chain = make_chain("copied")
+    listener, _ = chain.both()
+    chain.write("copied", "first", 1)
+    chain.wait_done()
+    listener.terminate()
+    listener.wait()
+    start = chain.state["subscriptions"].find_one({})["clusterTime"].as_datetime().isoformat()  # type: ignore[index]
+    for key in ("missed", "newer"):
+        chain.write("copied", key, 1)
+    passed = chain.changes("rewind", "copied", "--to", "now", "--yes")
+    assert passed["forward"]
+    chain.listener("again")
+    chain.write("copied", "newer", 2)
+    _wait_ended(chain, 2)
+    assert _copies(chain) == {"first": 1, "newer": 2}
+
+    for key, expected in (("missed", "replayed"), ("newer", "outdated")):
+        asked = chain.changes("replay", "copied", "--from", start, "--until", passed["token"], "--key", key, "--yes")
+        assert (asked["count"], asked["leads"]) == (1, True), (asked, expected)
+    wait_for(
+        lambda: not chain.state["replays"].count_documents({}) and len(chain.letters("copied")) == 1,
+        PATIENCE_SECONDS,
+        lambda: f"{chain.letters('copied')} {list(chain.state['replays'].find())}",
+    )
+    assert _copies(chain) == {"first": 1, "missed": 1, "newer": 2}
+    (letter,) = chain.letters("copied")
+    assert "have written where this dead letter would put older data" in letter["error"]

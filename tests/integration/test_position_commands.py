@@ -1,0 +1,118 @@
+"""The commands on positions as people and scripts use them: what they say, what they ask, how they end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from pymongo.database import Database
+
+from mongo_celery import Bridge
+from mongo_celery.cli.names import adopt, forget, rename
+from mongo_celery.cli.positions import history, replay, rewind
+from tests.integration.positions_rig import HANDLER, Stage, bridge_on, data_of, staged
+
+Document = dict[str, Any]
+Run = Callable[..., Result]
+
+COLUMNS = 80
+
+
+def run(bridge: Bridge, command: click.Command, *arguments: str, answer: str = "") -> Result:
+    """Run a command of the app of this bridge."""
+    app = SimpleNamespace(app=bridge.wiring.app, no_color=True)
+    found = CliRunner().invoke(command, list(arguments), obj=app, input=answer)
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+    assert "Traceback" not in found.output
+    if "--json" not in arguments:
+        assert max(map(len, found.stdout.splitlines()), default=0) <= COLUMNS or "  changes replay" in found.stdout
+    return found
+
+
+def plain(bridge: Bridge, command: click.Command, *arguments: str) -> Document:
+    """What it says as JSON, on one line."""
+    found: Document = json.loads(run(bridge, command, *arguments, "--json").stdout)
+    return found
+
+
+@pytest.fixture
+def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[Stage]:
+    """Give a stage that is led."""
+    with staged(mongo_url, database, state_database) as made:
+        yield made
+
+
+def test_a_rewind_shows_what_it_does_asks_and_is_remembered(stage: Stage) -> None:
+    """`--dry-run` changes nothing, nor does a no; while a listener leads nothing is asked."""
+    bridge, place = stage.bridge, data_of(stage.events[0]["_id"])
+    led = run(bridge, rewind, HANDLER, "--to", place)
+    assert (led.exit_code, "Stop all its listeners" in led.stderr, "[y/N]" in led.output) == (1, True, False)
+    stage.release()
+    before = stage.everything()
+    dry = run(bridge, rewind, HANDLER, "--to", place, "--dry-run")
+    assert (dry.exit_code, "2 partitions: 0, 1" in dry.stdout) == (0, True)
+    assert "goes back to" in dry.stdout
+    assert plain(bridge, rewind, HANDLER, "--to", place, "--dry-run")["dry_run"]
+    no = run(bridge, rewind, HANDLER, "--to", place, answer="n\n")
+    assert (no.exit_code, "Handle all of that again?" in no.output) == (1, True)
+    assert stage.everything() == before
+    yes = run(bridge, rewind, HANDLER, "--to", place, "--reason", "a wrong sum", answer="y\n")
+    assert (yes.exit_code, yes.stdout.startswith(f"{HANDLER}: back at")) == (0, True)
+    again = run(bridge, rewind, HANDLER, "--to", place, "--yes")
+    assert (again.exit_code, "nothing to send back" in again.stderr) == (1, True)
+    forward = plain(bridge, rewind, HANDLER, "--to", "now", "--yes")
+    assert (forward["forward"], forward["moved"], forward["withdrawn"], forward["leader"]) == (True, [0, 1], 0, None)
+    shown = run(bridge, history)
+    assert [word in shown.stdout for word in ("rewind summarise to", "a wrong sum", "forward summarise to")] == [
+        True
+    ] * 3
+    assert [each["act"] for each in plain(bridge, history, HANDLER)["interventions"]] == ["rewind", "forward"]
+
+
+def test_bad_input_is_one_sentence(stage: Stage) -> None:
+    """P9: and a status that is not 0."""
+    for arguments in (
+        ("sumarise", "--to", "oldest"),
+        (HANDLER, "--to", "yesterday"),
+        (HANDLER, "--to", "2001-01-01"),
+        (HANDLER, "--to", "oldest", "--key", "k", "--source", "orders"),
+    ):
+        found = run(stage.bridge, rewind, *arguments, "--yes")
+        assert (found.exit_code, found.stderr.startswith("Error: "), found.stdout) == (1, True, "")
+        assert found.stderr.count("\n") == 1
+
+
+def test_a_replay_shows_what_it_asks_for(stage: Stage) -> None:
+    """Status 1 where nothing is to be run."""
+    key = str(stage.events[0]["documentKey"]["_id"])
+    dry = run(stage.bridge, replay, HANDLER, "--from", "oldest", "--dry-run")
+    assert f"{len(stage.events)} changes between" in " ".join(dry.stdout.split())
+    assert not stage.store.replays.read()
+    asked = run(stage.bridge, replay, HANDLER, "--from", "oldest", "--key", key, answer="y\n")
+    assert (asked.exit_code, "1 change is to be run again" in asked.stdout) == (0, True)
+    none = plain(stage.bridge, replay, HANDLER, "--from", "oldest", "--key", "nothing", "--yes")
+    assert (none["count"], none["changes"], none["leads"]) == (0, [], True)
+    assert run(stage.bridge, replay, HANDLER, "--from", "oldest", "--key", "nothing").exit_code == 1
+    assert "replay summarise" in run(stage.bridge, history).stdout
+
+
+def test_names_are_changed_forgotten_and_adopted(stage: Stage) -> None:
+    """Each shows what it is about, asks, and says what it did."""
+    stage.release()
+    url, state = stage.bridge.wiring.url, stage.bridge.options.database
+    renamed, emptied = (bridge_on(url, stage.data, state, name) for name in ("totals", "others"))
+    assert "2 partitions" in run(renamed, rename, HANDLER, "totals", "--dry-run").stdout
+    assert run(renamed, rename, HANDLER, "totals", answer="n\n").exit_code == 1
+    assert "totals now" in run(renamed, rename, HANDLER, "totals", answer="y\n").stdout
+    assert "totals: are not in this app" in " ".join(run(emptied, adopt, "--dry-run").stdout.split())
+    assert plain(emptied, adopt, "--yes")["left"] == ["totals"]
+    assert plain(emptied, forget, "totals", "--dry-run")["partitions"] == 2
+    assert run(emptied, forget, "totals", answer="y\n").stdout == "totals: forgotten\n"
+    assert [each["act"] for each in plain(emptied, history)["interventions"]] == ["rename", "adopt", "forget"]
+    for bridge in (renamed, emptied):
+        bridge.client.close()

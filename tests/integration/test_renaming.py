@@ -1,0 +1,242 @@
+"""Names of handlers, on a real replica set: everything goes over or goes, killed between any two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pymongo.database import Database
+
+from mongo_celery import Bridge, CommandRefusedError
+from mongo_celery.bridge.operations import renaming
+from mongo_celery.bridge.operations.lease_commands import adopt, plan_adoption
+from mongo_celery.bridge.operations.rewinding import read_history
+from mongo_celery.bridge.state.names import Names
+from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.state.subscriptions import Layout
+from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, data_of, staged
+from tests.integration.test_replays import letter_of
+
+Document = dict[str, Any]
+
+NEW = "totals"
+OTHER = "others"
+
+
+@pytest.fixture
+def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[Stage]:
+    """Give a stage that nobody leads, with something of everything: stored, halted, set aside, to be replayed."""
+    with staged(mongo_url, database, state_database) as made:
+        to = f"{data_of(made.events[-1]['_id'])}0"
+        made.store.spill.insert(made.partition_id(0), [StoredChange(to, b"x" * 50)], made.version)
+        assert made.store.partitions.mark_spilled(made.partition_id(0), made.version, to, "halted")
+        token = data_of(made.of(1)[-1]["_id"])
+        letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{token}", "subscription": HANDLER}
+        made.state["dead_letters"].insert_one(letter)
+        counts = dict.fromkeys(("starts", "crashes", "retries", "waits", "doubts"), 0)
+        request = {"subscription": HANDLER, "generation": made.generation, "partition": 1, "key": "k", "fence": None}
+        made.state["replays"].insert_one(
+            {"_id": letter["_id"], **request, **counts, "overNewer": False, "failed": False}
+        )
+        made.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/random", "epoch": 1})
+        made.release()
+        yield made
+
+
+@pytest.fixture
+def renamed(stage: Stage) -> Iterator[Bridge]:
+    """Give the bridge of the code with the new name."""
+    bridge = bridge_on(stage.bridge.wiring.url, stage.data, stage.bridge.options.database, NEW)
+    yield bridge
+    bridge.client.close()
+
+
+@pytest.fixture
+def emptied(stage: Stage) -> Iterator[Bridge]:
+    """Give the bridge of the code without the handler."""
+    bridge = bridge_on(stage.bridge.wiring.url, stage.data, stage.bridge.options.database, OTHER)
+    yield bridge
+    bridge.client.close()
+
+
+def rename(bridge: Bridge, old: str = HANDLER, new: str = NEW) -> renaming.NamePlan:
+    plan = renaming.plan_rename(bridge.wiring, old, new)
+    renaming.rename(bridge.wiring, plan, "it says what it does")
+    return plan
+
+
+def ids(stage: Stage, name: str) -> dict[str, set[str]]:
+    """What lies under a name, without it."""
+    prefix = f"{NAME}/{name}"
+    found: dict[str, set[str]] = {}
+    for collection in ("subscriptions", "partitions", "spill", "dead_letters", "replays", "snapshots"):
+        for each in stage.state[collection].find({"_id": {"$regex": f"^{prefix}(/|$)"}}):
+            found.setdefault(collection, set()).add(each["_id"].removeprefix(prefix))
+    return found
+
+
+def test_everything_goes_over_to_the_new_name(stage: Stage, renamed: Bridge) -> None:
+    """Positions, layout, stored changes, dead letters, replays, snapshots; the old name has nothing."""
+    before, partition = ids(stage, HANDLER), stage.partition(0)
+    plan = rename(renamed)
+    assert (plan.holdings.stored, plan.holdings.letters, plan.holdings.replays) == (1, 1, 1)
+    assert ids(stage, NEW) == before
+    assert not ids(stage, HANDLER)
+    after = stage.state["partitions"].find_one({"_id": partition["_id"].replace(HANDLER, NEW)}) or {}
+    kept = ("committed", "resumeToken", "spilled", "state", "head", "retry")
+    assert {name: after[name] for name in kept} == {name: partition[name] for name in kept}
+    assert after["epoch"] > partition["epoch"]
+    assert after["fence"] > partition["fence"]
+    assert (stage.state["dead_letters"].find_one() or {})["subscription"] == NEW
+    assert [each.subscription for each in stage.store.replays.read()] == [NEW]
+    (act,) = read_history(renamed.wiring)
+    assert (act["act"], act["subscription"], act["to"]) == ("rename", HANDLER, NEW)
+
+
+def test_targets_know_it_by_its_first_name(stage: Stage, renamed: Bridge) -> None:
+    """P3: else a late execution of the old name could write over the new one; a later layout inherits it."""
+    rename(renamed)
+    made = Stage(renamed, stage.data, NEW)
+    claim = made.store.claims.take_for_replay(made.partition_id(0), "letter", owner="me", version=made.version)
+    assert claim is not None
+    assert claim.fenced_as == HANDLER
+    layout = Layout(made.version, 1, "blake2b-64:_id")
+    made.store.partitions.prepare({NEW: None}, {NEW: layout}, made.version)
+    document = made.state["partitions"].find_one({"_id": f"{NAME}/{NEW}/{made.version}/0"}) or {}
+    assert document["fencedAs"] == HANDLER
+
+
+@pytest.mark.parametrize("step", ["copy", "put_in_force", "remove"])
+def test_killed_between_steps_it_is_repeated(
+    stage: Stage, renamed: Bridge, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One name is in force at each moment; nothing is there twice in the end."""
+    before = ids(stage, HANDLER)
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Names, step, dies)
+        with pytest.raises(KeyboardInterrupt):
+            rename(renamed)
+    in_force = NEW if step == "remove" else HANDLER
+    assert [each["_id"] for each in stage.state["subscriptions"].find()] == [f"{NAME}/{in_force}"]
+    rename(renamed)
+    assert ids(stage, NEW) == before
+    assert not ids(stage, HANDLER)
+
+
+def test_a_listener_that_begins_meanwhile_keeps_the_old_name_in_force(
+    stage: Stage, renamed: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has led since then is not lost."""
+    original = Names.put_in_force
+
+    def late(self: Names, *arguments: Any) -> bool:
+        stage.lead()
+        stage.release()
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Names, "put_in_force", late)
+    with pytest.raises(CommandRefusedError, match="A listener of bridge shop has begun meanwhile"):
+        rename(renamed)
+    assert f"{NAME}/{HANDLER}" in {each["_id"] for each in stage.state["subscriptions"].find()}
+
+
+def test_what_does_not_fit_is_refused_with_a_sentence_and_nothing_changes(
+    stage: Stage, renamed: Bridge, emptied: Bridge
+) -> None:
+    """P9: names that are not there, that are in the code, that have handled changes; who leads, and who runs."""
+    stage.lead()
+    assert stage.handle({**stage.of(1)[-1], "_id": {"_data": f"{data_of(stage.events[-1]['_id'])}1"}})
+    running = stage.claims_at({**stage.of(1)[-1], "_id": {"_data": f"{data_of(stage.events[-1]['_id'])}2"}})
+    before = {name: found for name, found in stage.everything().items() if name != "leases"}
+    for bridge, old, new, said in (
+        (renamed, HANDLER, "total", r"has no handler 'total' \(did you mean 'totals'\?\)"),
+        (stage.bridge, HANDLER, HANDLER, "is the name that it has"),
+        (bridge_on(renamed.wiring.url, stage.data, renamed.options.database, HANDLER, NEW), HANDLER, NEW, "itself"),
+        (renamed, "sumarise", NEW, r"\(did you mean 'summarise'\?\)"),
+        (renamed, HANDLER, NEW, "is led by process"),
+    ):
+        with pytest.raises(CommandRefusedError, match=said):
+            rename(bridge, old, new)
+    with pytest.raises(CommandRefusedError, match="summarise is a handler of this app"):
+        renaming.plan_forget(stage.bridge.wiring, HANDLER, letters=False)
+    with pytest.raises(CommandRefusedError, match="1 dead letters of summarise are left"):
+        renaming.plan_forget(emptied.wiring, HANDLER, letters=False)
+    stage.release()
+    with pytest.raises(CommandRefusedError, match="A handler of summarise runs at this moment"):
+        rename(renamed)
+    assert {name: found for name, found in stage.everything().items() if name != "leases"} == before
+    assert stage.store.claims.relinquish(running.partition_id, running.owner)
+    touched = Stage(renamed, stage.data, NEW)
+    touched.write(1)
+    touched.release()
+    with pytest.raises(CommandRefusedError, match="totals has handled changes of its own"):
+        rename(renamed)
+
+
+def test_a_name_that_has_handled_nothing_gives_way(stage: Stage, renamed: Bridge) -> None:
+    """A listener of the new code may have begun before the command was thought of."""
+    Stage(renamed, stage.data, NEW).release()
+    before = ids(stage, HANDLER)
+    rename(renamed)
+    assert ids(stage, NEW) == before
+
+
+def test_a_handler_that_is_gone_is_forgotten(stage: Stage, emptied: Bridge) -> None:
+    """All of it, and nothing of others; also where it was killed in the middle."""
+    Stage(emptied, stage.data, OTHER).release()
+    others = ids(stage, OTHER)
+    plan = renaming.plan_forget(emptied.wiring, HANDLER, letters=True)
+    renaming.forget(emptied.wiring, plan, letters=True, reason=None)
+    assert not ids(stage, HANDLER)
+    assert ids(stage, OTHER) == others
+    assert [act["act"] for act in read_history(emptied.wiring, HANDLER)] == ["forget"]
+    with pytest.raises(CommandRefusedError, match="has no subscription"):
+        renaming.plan_forget(emptied.wiring, HANDLER, letters=True)
+
+
+def test_forgetting_goes_on_where_it_was_killed(stage: Stage, emptied: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The subscription goes first: what is left is in force for nobody, and is found."""
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Names, "remove", dies)
+        plan = renaming.plan_forget(emptied.wiring, HANDLER, letters=True)
+        with pytest.raises(KeyboardInterrupt):
+            renaming.forget(emptied.wiring, plan, letters=True, reason=None)
+    assert ids(stage, HANDLER).keys() == {"spill", "dead_letters", "snapshots"}
+    renaming.forget(
+        emptied.wiring, renaming.plan_forget(emptied.wiring, HANDLER, letters=True), letters=True, reason=None
+    )
+    assert not ids(stage, HANDLER)
+
+
+def test_a_listener_that_serves_it_keeps_it(stage: Stage, emptied: Bridge) -> None:
+    """This app may be another one than that which leads."""
+    stage.lead()
+    plan = renaming.plan_forget(emptied.wiring, HANDLER, letters=True)
+    with pytest.raises(CommandRefusedError, match="serves summarise, or does not say"):
+        renaming.forget(emptied.wiring, plan, letters=True, reason=None)
+    stage.state["leases"].update_one({}, [{"$set": {"servedBy": "$listenerId", "definitions": {HANDLER: "1"}}}])
+    with pytest.raises(CommandRefusedError, match="serves summarise, or does not say"):
+        renaming.forget(emptied.wiring, plan, letters=True, reason=None)
+    stage.state["leases"].update_one({}, {"$set": {"definitions": {OTHER: "1"}}})
+    renaming.forget(emptied.wiring, plan, letters=True, reason=None)
+    assert not ids(stage, HANDLER)
+
+
+@pytest.mark.usefixtures("stage")
+def test_adopting_says_what_goes_on_what_is_new_and_what_is_left(renamed: Bridge) -> None:
+    """And who did it is known."""
+    found = plan_adoption(renamed.wiring)
+    assert (found.going_on, found.new, found.left) == ([], [NEW], [HANDLER])
+    adopt(renamed.wiring, "the app has another name")
+    assert [(act["act"], act["reason"]) for act in read_history(renamed.wiring)] == [
+        ("adopt", "the app has another name")
+    ]

@@ -1,0 +1,332 @@
+"""Positions that a person moves, on a real replica set: what goes back, what ends, what is refused, and who did it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from bson import Timestamp
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import CommandRefusedError
+from mongo_celery.bridge.listener.starts import open_position, read_starts
+from mongo_celery.bridge.operations import commands
+from mongo_celery.bridge.operations.places import parse_place
+from mongo_celery.bridge.operations.rewinding import plan_rewind, read_history, rewind
+from mongo_celery.bridge.state.positions import Positions
+from mongo_celery.bridge.state.replays import ReplayRequest
+from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.state.store import Store
+from mongo_celery.mongo.oplog import token_before
+from tests.fixtures.samples import DEFINITIONS
+from tests.integration.positions_rig import HANDLER, NAME, Stage, data_of, staged
+from tests.integration.test_replays import letter_of
+
+Document = dict[str, Any]
+
+
+@pytest.fixture
+def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[Stage]:
+    """Give a stage that is led."""
+    with staged(mongo_url, database, state_database) as made:
+        yield made
+
+
+def test_behind_a_token_everything_runs_again_and_nothing_before_it(stage: Stage) -> None:
+    """P4: positions and watermark become the smaller of place and own; versions and fences grow, numbers stay."""
+    stage.release()
+    before = {index: stage.partition(index) for index in (0, 1)}
+    place = stage.events[3]["_id"]
+    plan = stage.rewind(data_of(place), reason="the summary was wrong")
+    for index, old in before.items():
+        new = stage.partition(index)
+        assert data_of(new["resumeToken"]) == min(data_of(old["resumeToken"]), data_of(place))
+        assert new["committed"] == old["committed"]
+        assert new["epoch"] > old["epoch"]
+    assert [each.index for each in plan.partitions] == [
+        index for index in (0, 1) if data_of(before[index]["resumeToken"]) > data_of(place)
+    ]
+    document = stage.subscription
+    assert (data_of(document["resumeToken"]), document["fingerprint"]) == (data_of(place), None)
+    assert document["clusterTime"] == stage.events[3]["clusterTime"]
+    stage.lead()
+    starts = read_starts(stage.store, [HANDLER], stage.version)
+    assert open_position(starts, "f").token is None, "a place opens no stream"
+    assert [stage.handle(event) for event in stage.events] == [False] * 4 + [True] * (len(stage.events) - 4)
+    (act,) = read_history(stage.bridge.wiring)
+    assert (act["act"], act["reason"], act["subscription"]) == ("rewind", "the summary was wrong", HANDLER)
+    assert "@" in act["by"]
+    assert act["at"]
+
+
+def test_a_time_is_the_place_in_front_of_its_changes(stage: Stage) -> None:
+    """All of that second, also changes that share their cluster time with nothing before."""
+    stage.release()
+    first = stage.events[0]["clusterTime"]
+    stage.rewind(first.as_datetime().isoformat())
+    for index in (0, 1):
+        assert data_of(stage.partition(index)["resumeToken"]) == data_of(token_before(Timestamp(first.time, 0)))
+    stage.lead()
+    assert all(stage.handle(event) for event in stage.events)
+
+
+def test_the_pinned_start_goes_back_too(stage: Stage) -> None:
+    """Else what lies between would not be owed."""
+    stage.release()
+    assert stage.subscription["startAtOperationTime"] == stage.events[0]["clusterTime"]
+    plan = stage.rewind("oldest")
+    assert stage.subscription["startAtOperationTime"] == plan.to.time < stage.events[0]["clusterTime"]
+    with pytest.raises(CommandRefusedError, match="has handled nothing behind"):
+        stage.rewind("oldest")
+
+
+def test_what_stood_behind_the_place_is_over(stage: Stage) -> None:
+    """P1: a head that is left would let `skip` pass over everything between; a paused partition stays paused."""
+    halting, parking = stage.of(0)[-1], stage.of(1)[-1]
+    stage.release()
+    stage.rewind(data_of(stage.events[0]["_id"]))
+    stage.lead()
+    assert all(stage.handle(event) for event in stage.events[1:] if event not in (halting, parking))
+    halted, parked = stage.claims_at(halting), stage.claims_at(parking)
+    assert stage.store.claims.halt(halted, halting["_id"], "orders insert 1", "ValueError: no")
+    assert stage.store.claims.park(parked, delay=3600, not_before=None, error="later")
+    stage.release()
+    plan = stage.rewind("oldest")
+    assert [(each.standing, each.key) for each in plan.partitions] == [("halted", "orders insert 1"), ("parked", None)]
+    for index in (0, 1):
+        document = stage.partition(index)
+        assert (document["state"], document["head"], document["retry"]) == ("flowing", None, None)
+    with pytest.raises(CommandRefusedError, match="not halted"):
+        commands.skip(stage.bridge.wiring, HANDLER, 0, token=halting["_id"]["_data"])
+    commands.pause(stage.bridge.wiring, HANDLER, 1)
+    stage.lead()
+    assert stage.handle(stage.of(0)[0])
+    assert not stage.handle(stage.of(1)[0]), "paused"
+
+
+def test_an_execution_of_before_is_refused(stage: Stage) -> None:
+    """P3: whoever runs while the position goes back can neither record an outcome nor go on."""
+    stage.release()
+    stage.rewind(data_of(stage.of(0)[0]["_id"]))
+    stage.lead()
+    event = stage.of(0)[1]
+    claim = stage.claims_at(event)
+    stage.release()
+    plan = stage.rewind("oldest")
+    assert not any(each.running for each in plan.partitions if each.index != stage.index(event))
+    assert not stage.store.claims.handle(claim, claim.last, event["_id"])
+    assert stage.store.claims.extend([claim]) == [claim]
+    assert stage.claim(event) is None, "a message of before is not claimed"
+    stage.lead()
+    assert stage.claims_at(stage.of(0)[0]).fence > claim.fence
+
+
+def test_what_was_handled_counts_before_it_goes_back(stage: Stage) -> None:
+    """A mark that nobody has committed yet lies behind the place, too."""
+    stage.write(1)
+    last = stage.events[-1]
+    stage.release()
+    stage.rewind(data_of(stage.events[-2]["_id"]))
+    stage.lead()
+    claim = stage.claims_at(last)
+    assert stage.store.claims.handle(claim, claim.last, last["_id"])
+    stage.release()
+    stage.rewind(data_of(stage.events[-2]["_id"]))
+    stage.lead()
+    assert stage.handle(last)
+
+
+def test_a_mark_that_was_reached_goes_and_one_that_lies_ahead_stays(stage: Stage) -> None:
+    """P13: nobody stores again what the first stood for; the second still promises what is stored."""
+    spill, partitions = stage.store.spill, stage.store.partitions
+    ahead = f"{data_of(stage.events[-1]['_id'])[:8]}FFFFFFFF"
+    for index, to in ((0, data_of(stage.of(0)[0]["_id"])), (1, ahead)):
+        spill.insert(stage.partition_id(index), [StoredChange(to, b"x")], stage.version)
+        assert partitions.mark_spilled(stage.partition_id(index), stage.version, to, "halted")
+    stage.release()
+    stage.rewind("oldest")
+    assert stage.partition(0)["spilled"] is None
+    assert stage.partition(1)["spilled"]["to"] == ahead
+    assert stage.state["spill"].count_documents({}) == 2, "what is stored stays"
+
+
+def test_a_key_takes_its_partition_along_and_no_other(stage: Stage) -> None:
+    """The watermark goes back for all; what the others have handled counts as done."""
+    stage.release()
+    key = stage.of(0)[0]["documentKey"]["_id"]
+    plan = stage.rewind("oldest", key=str(key))
+    assert ([each.index for each in plan.partitions], plan.key) == ([0], repr(key))
+    stage.lead()
+    assert [stage.handle(event) for event in stage.events] == [stage.index(event) == 0 for event in stage.events]
+
+
+def test_forward_passes_over_what_lies_between_and_notes_the_gap(stage: Stage) -> None:
+    """Nothing else goes forward; what is stored is counted, and never run."""
+    stage.store.spill.insert(stage.partition_id(0), [StoredChange(f"{data_of(stage.events[-1]['_id'])}0", b"x")], 1)
+    marked = f"{data_of(stage.events[-1]['_id'])}0"
+    assert stage.store.partitions.mark_spilled(stage.partition_id(0), stage.version, marked, "halted")
+    stage.data["orders"].insert_one({"_id": "unseen"})
+    stage.release()
+    plan = stage.rewind("now")
+    assert (plan.forward, [each.stored for each in plan.partitions]) == (True, [1, 0])
+    for index in (0, 1):
+        document = stage.partition(index)
+        assert (data_of(document["resumeToken"]), document["spilled"]) == (data_of(plan.to.token), None)
+    (gap,) = stage.subscription["gaps"]
+    assert (gap["from"], gap["until"], gap["policy"]) == (stage.events[-1]["clusterTime"], plan.to.time, "now")
+    assert read_history(stage.bridge.wiring)[0]["act"] == "forward"
+
+
+def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: Stage) -> None:
+    """A change that runs again is not replayed besides; one that is replayed at this moment is refused."""
+    event = stage.of(0)[-1]
+    letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{event['_id']['_data']}", "subscription": HANDLER}
+    stage.state["dead_letters"].insert_one(letter)
+    request = {"subscription": HANDLER, "generation": stage.generation, "partition": 0, "key": "k", "overNewer": False}
+    counts = dict.fromkeys(("starts", "crashes", "retries", "waits", "doubts"), 0)
+    stage.state["replays"].insert_one({"_id": letter["_id"], **request, **counts, "failed": False, "fence": None})
+    assert isinstance(stage.store.replays.find(letter["_id"]), ReplayRequest)
+    claim = stage.store.claims.take_for_replay(stage.partition_id(0), letter["_id"], owner="me", version=stage.version)
+    assert claim is not None
+    assert stage.store.replays.start(claim, letter["_id"], 0)
+    stage.release()
+    plan = stage.rewind("oldest")
+    assert (plan.dead_letters, plan.replays) == (1, 1)
+    assert not stage.store.replays.succeed(claim, letter["_id"])
+    assert (stage.store.replays.read(), stage.state["dead_letters"].count_documents({})) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("to", "said"),
+    [
+        ("yesterday", "is no place in a stream"),
+        ("{}", "no hexadecimal"),
+        ("8100000000000000010000", "is no resume token"),
+        ("2001-01-01", "lies before the oldest entry"),
+        ("2099-01-01T00:00Z", "lies in the future"),
+        ("82FFFFFFFE000000012B022C", "another cluster"),
+        ("3026-01-01", "no change can have"),
+    ],
+)
+def test_what_is_no_place_is_refused_with_a_sentence_and_nothing_changes(stage: Stage, to: str, said: str) -> None:
+    """P9: bad input, one sentence."""
+    stage.release()
+    before = stage.everything()
+    with pytest.raises(CommandRefusedError, match=said) as refused:
+        stage.rewind(to)
+    assert str(refused.value).count("\n") == 0
+    assert stage.everything() == before
+
+
+def test_a_token_of_another_stream_is_refused_and_its_time_is_named(stage: Stage) -> None:
+    """A token of a neighbour compares like our own, and would be taken for some place."""
+    with stage.data["others"].watch() as stream:
+        stage.data["others"].insert_one({})
+        foreign = stream.next()
+    stage.release()
+    before = stage.everything()
+    with pytest.raises(CommandRefusedError, match="no token of the stream of bridge shop") as refused:
+        stage.rewind(data_of(foreign["_id"]))
+    assert foreign["clusterTime"].as_datetime().isoformat() in str(refused.value)
+    assert stage.everything() == before
+
+
+def test_high_watermark_tokens_and_those_of_a_rewind_mean_their_time(stage: Stage) -> None:
+    """What `status` shows as a position can be given back, whoever wrote it."""
+    with stage.data["orders"].watch(start_at_operation_time=stage.events[0]["clusterTime"]) as stream:
+        while stream.try_next() is not None:
+            pass
+        high = stream.resume_token
+    assert high is not None
+    stage.write(1)
+    stage.release()
+    assert stage.plan(data_of(high)).to.token == high
+    first = stage.rewind("oldest")
+    stage.lead()
+    for event in stage.events:
+        stage.handle(event)
+    stage.release()
+    assert stage.plan(data_of(first.to.token)).to.time == first.to.time
+
+
+def test_nobody_is_sent_anywhere_while_a_listener_leads_or_has_led_since(stage: Stage) -> None:
+    """P9: refused, with who leads; what is begun in between is in conflict, and nothing changes."""
+    plan = stage.plan("oldest")
+    assert plan.leader is not None
+    with pytest.raises(CommandRefusedError, match=r"is led by process .* Stop all its listeners"):
+        rewind(stage.bridge.wiring, plan, asked="oldest", reason=None)
+    stage.release()
+    seen = stage.plan("oldest")
+    stage.lead()
+    stage.release()
+    before = stage.everything()
+    with pytest.raises(CommandRefusedError, match="has changed since it was looked at"):
+        rewind(stage.bridge.wiring, seen, asked="oldest", reason=None)
+    assert stage.everything() == before
+
+
+def test_a_listener_that_begins_within_a_rewind_waits_for_it_or_stops_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both write the lease: one of them is first, and the other sees what it did."""
+    stage.release()
+    plan = stage.plan("oldest")
+    original = Positions._move_partitions
+    begun: list[object] = []
+
+    def slow(self: Positions, *arguments: Any) -> Any:
+        with MongoClient[Document](stage.bridge.wiring.url, timeoutMS=1000) as other:
+            try:
+                begun.append(Store(other, stage.bridge.options).leases.acquire(DEFINITIONS))
+            except Exception as error:  # noqa: BLE001 - it waits for the lock until its time is over
+                begun.append(error)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Positions, "_move_partitions", slow)
+    rewind(stage.bridge.wiring, plan, asked="oldest", reason=None)
+    assert isinstance(begun[0], Exception)
+    stage.lead()
+    assert stage.handle(stage.events[0])
+
+
+def test_killed_in_the_middle_nothing_is_changed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One transaction: all of it, or nothing."""
+    stage.release()
+    before = stage.everything()
+
+    def dies(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Positions, "_move_partitions", dies)
+    with pytest.raises(KeyboardInterrupt):
+        stage.rewind("oldest")
+    assert stage.everything() == before
+
+
+def test_unknown_handlers_and_lost_ones_are_refused(stage: Stage) -> None:
+    """P9: a misspelt name is answered with the nearest one; lost history is decided elsewhere."""
+    with pytest.raises(CommandRefusedError, match=r"no subscription 'sumarise' \(did you mean 'summarise'\?\)"):
+        plan_rewind(stage.bridge.wiring, "sumarise", parse_place("oldest"))
+    stage.store.subscriptions.mark_lost(HANDLER, stage.version, stage.events[-1]["clusterTime"], None, "it is gone")
+    with pytest.raises(CommandRefusedError, match="changes go-on summarise"):
+        stage.plan("oldest")
+
+
+def test_what_stands_where_nothing_was_committed_in_this_layout_is_over_too(stage: Stage) -> None:
+    """P1: what was done in an older layout the watermark alone says: a head that is left would pass it."""
+    for index in (0, 1):
+        stage.state["partitions"].update_one({"_id": stage.partition_id(index)}, {"$set": {"resumeToken": None}})
+    halting, running = stage.of(0)[-1], stage.claims_at(stage.of(1)[-1])
+    assert stage.store.claims.halt(stage.claims_at(halting), halting["_id"], "orders insert 1", "no")
+    stage.release()
+    plan = stage.rewind(data_of(stage.events[1]["_id"]))
+    assert [(each.standing, each.running) for each in plan.partitions] == [("halted", False), ("flowing", True)]
+    assert not stage.store.claims.handle(running, running.last, stage.of(1)[-1]["_id"])
+    for index in (0, 1):
+        document = stage.partition(index)
+        kept = [document[name] for name in ("resumeToken", "state", "head", "claim")]
+        assert kept == [None, "flowing", None, None], "it is sent nowhere: what is owed to it lies before the place"
+    stage.lead()
+    assert all(stage.handle(event) for event in stage.events[2:])
