@@ -27,7 +27,7 @@ from typing import Any
 from celery import Celery
 from celery.signals import after_task_publish, before_task_publish
 from pymongo import InsertOne, MongoClient, UpdateOne, monitoring
-from pymongo.errors import PyMongoError
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Outbox, transactional
 from mongo_celery.outbox.sweep import SWEEP_TASK
@@ -42,6 +42,7 @@ OPTIONS: Document = json.loads(os.environ.get("OUTBOX_OPTIONS", "{}"))
 EFFECT = "effect"
 EFFECTS, SWEEPS = "effects", "sweeps"
 _COMMANDS = {"insert", "update", "findAndModify", "commitTransaction"}
+_INTERRUPTED = 11601
 _SOAK_NUMBERS = 10_000
 _LIFE_SECONDS_MAX = 5.0
 
@@ -82,8 +83,21 @@ def effect(self: Any, key: str, n: object) -> None:
     """Have an effect once per task id; the numbers stay in the order of their first effect."""
     effects = client()[NAME]["effects"]
     # In two steps: an upsert with the second condition could not tell "has this id" from "was just created".
-    effects.update_one({"_id": key}, {"$setOnInsert": {"ids": [], "ns": []}}, upsert=True)
-    effects.update_one({"_id": key, "ids": {"$ne": self.request.id}}, {"$push": {"ids": self.request.id, "ns": n}})
+    _insist(lambda: effects.update_one({"_id": key}, {"$setOnInsert": {"ids": [], "ns": []}}, upsert=True))
+    mine = {"_id": key, "ids": {"$ne": self.request.id}}
+    _insist(lambda: effects.update_one(mine, {"$push": {"ids": self.request.id, "ns": n}}))
+
+
+def _insist(write: Callable[[], object]) -> None:
+    """A test that ends the sessions of processes that were killed ends those of a worker, too."""
+    while True:
+        try:
+            write()
+        except OperationFailure as error:
+            if error.code != _INTERRUPTED:
+                raise
+        else:
+            return
 
 
 def say(line: str) -> None:
