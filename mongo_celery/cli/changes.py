@@ -13,6 +13,7 @@ from mongo_celery.cli import dead_letters
 from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors
 from mongo_celery.cli.grants import grants
 from mongo_celery.cli.health import BRIDGE, bridges_of, health, line_of
+from mongo_celery.cli.snapshot import snapshot
 from mongo_celery.cli.status import status
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ changes.add_command(dead_letters.dead_letters)
 changes.add_command(dead_letters.set_aside)
 changes.add_command(grants)
 changes.add_command(health)
+changes.add_command(snapshot)
 changes.add_command(status)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.rights import Allowed
 
@@ -102,7 +103,9 @@ def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
         Right(state, "partitions", _ALL, "what is done, partition by partition; those of older layouts go"),
         Right(state, "spill", _ALL, "changes that stand, or are too large for a message"),
         Right(state, "replays", ("find", "remove"), "dispatching replays of dead letters; those that failed go"),
+        Right(state, "snapshots", _ALL, "how far snapshots are; those that have ended go"),
         _watching(scope, "the change stream, and the look-up of full documents"),
+        _collections_of_listener(wiring, scope),
         _oplog_of_listener(wiring),
         Right(
             "local",
@@ -112,6 +115,14 @@ def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
             "one that is young and has room counts as one that removes its oldest entries",
         ),
     ]
+
+
+def _collections_of_listener(wiring: Wiring, scope: Scope) -> Right:
+    """Which collection of its name it is; a snapshot of one that was dropped reads as if it were empty."""
+    starts = [handler.start(wiring.options) for handler in wiring.handlers]
+    without = None if SNAPSHOT in starts else "`changes snapshot` fails, and says so"
+    purpose = "snapshots: which collection it is that they read"
+    return Right(scope.database or "", "", ("listCollections",), purpose, without)
 
 
 def _oplog_of_listener(wiring: Wiring) -> Right:
@@ -145,6 +156,7 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
         Right(state, "spill", _FIND, "`head` shows what stands, `skip` and `set-aside` keep it; status counts it"),
         Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
         Right(state, "replays", _ALL, "`dead-letters replay` asks for them; `list` shows it, `discard` takes it back"),
+        Right(state, "snapshots", _UPSERT, "status; `snapshot` asks for them, stops and resumes them"),
         Right("local", "oplog.rs", _FIND, "how far it reaches back; `go-on --from oldest`"),
         Right("local", "oplog.rs", ("collStats",), "whether it is full", "`changes check` warns of a young oplog, too"),
         _watching(scope, "`changes check` opens the change stream", stream),
@@ -152,6 +164,9 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
     if any(image in _IMAGES for image in (options.full_document, options.full_document_before_change)):
         blind = "`changes check` cannot see which collections keep images, and says so"
         found.append(Right(scope.database or "", "", ("listCollections",), "which collections keep images", blind))
+    else:
+        late = "`snapshot` is refused by the listener instead of at once where a collection is none that can have one"
+        found.append(Right(scope.database or "", "", ("listCollections",), "what `snapshot` is to read", late))
     unseen = "`changes check` does not see test commands"
     return [*found, Right(None, "", ("getParameter",), "whether mongod runs with test commands", unseen)]
 

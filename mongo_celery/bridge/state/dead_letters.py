@@ -3,7 +3,8 @@ Dead letters: changes that were set aside with their error, for a person to look
 
 A dead letter is written together with the position that passes over its change (see `claims.set_aside`, and
 `partitions.set_aside` for a command); it is never lost and never there twice, since its `_id` is made of bridge,
-subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token names a letter.
+subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token names a letter. That
+of an existing document has its key there in the place of its token, and stands before all others: see `letter_name`.
 
 It keeps the place of its change: layout, partition, number, and `fence`, the last one under which the change was tried.
 Whoever sets a change aside leaves `REPLAYS_MAX` fencing tokens free behind that one. They are for its replays, each of
@@ -260,11 +261,17 @@ def dead_letter(
     place: Place,
     cause: str,
     kept: str,
+    name: str | None = None,
 ) -> dict[str, Any]:
-    """The document of a dead letter; `at`, the server's time, is added when it is written."""
+    """
+    The document of a dead letter; `at`, the server's time, is added when it is written.
+
+    Args:
+        name: of `letter_name`; the token by default.
+    """
     hash_ = place.hash
     return {
-        "_id": f"{bridge}/{subscription}/{token['_data']}",
+        "_id": f"{bridge}/{subscription}/{name or token['_data']}",
         "bridge": bridge,
         "subscription": subscription,
         "partition": place.partition,

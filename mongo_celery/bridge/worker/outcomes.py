@@ -21,6 +21,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.error_text import error_text, storable, traceback_text
+from mongo_celery.bridge.existing import letter_name
 from mongo_celery.bridge.state.dead_letters import FAILED, SKIPPED, KeptChange, Place, dead_letter, forms_of
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.worker.deferred import DeferredWrites
@@ -260,6 +261,7 @@ class Outcomes:
             place=Place(run.generation, run.index, claim.first, claim.fence, run.hash),
             cause=cause,
             kept=found.kind,
+            name=letter_name(token_data(token), raw),
         )
         return self._claims.set_aside(claim, token, letter)
 
