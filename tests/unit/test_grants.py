@@ -71,11 +71,20 @@ def test_the_oplog_is_needed_where_a_start_is_its_oldest_entry() -> None:
 
 
 def test_images_ask_for_a_look_at_the_collections() -> None:
-    """Only where an option wants them, and only for `check`."""
-    assert not any("listCollections" in each.actions for each in rights_of(wiring_on("a.b"), "operator"))
-    wanting = wiring_on("a.b", full_document_before_change="whenAvailable")
-    (found,) = [each for each in rights_of(wanting, "operator") if "listCollections" in each.actions]
-    assert (found.resource, found.without is None) == ({"db": "a", "collection": ""}, False)
+    """For `check` where an option wants them, and for `snapshot`; optional both times."""
+    for options in ({}, {"full_document_before_change": "whenAvailable"}):
+        wanting = wiring_on("a.b", **options)
+        (found,) = [each for each in rights_of(wanting, "operator") if "listCollections" in each.actions]
+        assert (found.resource, found.without is None) == ({"db": "a", "collection": ""}, False)
+        assert ("check" in (found.without or "")) == bool(options)
+
+
+def test_a_start_with_a_snapshot_asks_for_a_look_at_the_collections() -> None:
+    """Else it is optional: only `changes snapshot` fails without."""
+    for start, is_optional in (("snapshot", False), ("oldest", True)):
+        wiring = wiring_on("a.b", start_from=start)
+        (found,) = [each for each in rights_of(wiring, "listener") if "listCollections" in each.actions]
+        assert (found.without is not None) == is_optional
 
 
 def test_the_state_is_the_bridges_own_database() -> None:
@@ -119,7 +128,8 @@ def test_what_a_user_lacks_is_named_by_role() -> None:
     assert roles_of(wiring, Allowed([readwrite])) == [], "a listener that lacks something is no worker"
     commanding = [{**readwrite, "actions": ["find", "update"]}, _OPLOG]
     assert roles_of(wiring, Allowed(commanding)) == [], "an operator replays and discards dead letters, too"
-    letters = [{**readwrite, "resource": {"db": "own", "collection": each}} for each in ("dead_letters", "replays")]
+    names = ("dead_letters", "replays", "snapshots")
+    letters = [{**readwrite, "resource": {"db": "own", "collection": each}} for each in names]
     assert roles_of(wiring, Allowed([*commanding, *letters])) == ["operator"]
     assert not any(lacking(wiring, Allowed(None)).values())
     assert not any(lacking(wiring, Allowed([{"resource": {"anyResource": True}, "actions": _all(wiring)}])).values())

@@ -195,8 +195,6 @@ def test_a_choice_of_another_type_is_refused_in_the_same_way(value: object) -> N
     ("name", "value", "sentence"),
     [
         ("failure_policy", "park_key", "choose 'halt', 'dead_letter', 'skip' or 'discard'"),
-        ("start_from", "snapshot", "choose 'oldest' or 'now'"),
-        ("on_history_lost", "snapshot", "choose 'oldest' or 'now'"),
     ],
 )
 def test_a_choice_that_is_not_available_says_so(name: str, value: str, sentence: str) -> None:

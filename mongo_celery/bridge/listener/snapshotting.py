@@ -92,7 +92,7 @@ _FLOWING_SHARE = 2  # of its partitions, one in so many has to flow
 class _Pace:
     """How one snapshot is getting on in this term."""
 
-    size: int = FIRST_SIZE
+    size: int
     ready_at: float = 0.0
     failures: int = 0
     errors: int = 0
@@ -355,7 +355,7 @@ class Snapshotting:
         return all(tracker.won for tracker in trackers) and flowing * _FLOWING_SHARE >= len(trackers)
 
     def _pace(self, snapshot_id: str) -> _Pace:
-        return self._paces.setdefault(snapshot_id, _Pace())
+        return self._paces.setdefault(snapshot_id, _Pace(FIRST_SIZE))
 
     # -- errands -----------------------------------------------------------------------------------
 

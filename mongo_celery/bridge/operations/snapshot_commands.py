@@ -222,8 +222,8 @@ def _refuse_running(wiring: Wiring, handler: Handler, found: Mapping[str, object
     for each in wiring.store.snapshots.read(running=True):
         if each.subscription == handler.name and each.source in found:
             raise CommandRefusedError(
-                f"A snapshot of {each.source} for {handler.name} runs already ({each.id}): wait for it, or stop it with "
-                f"--stop {each.id}."
+                f"A snapshot of {each.source} for {handler.name} runs already: wait for it, or stop it with "
+                f"--stop {_end(each)}."
             )
 
 

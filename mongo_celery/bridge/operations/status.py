@@ -119,10 +119,10 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - a subscription's `generation` and `partitions` are those of its layout in force; None where it is `new`.
     - a subscription's `new_layout`: while one is being prepared, how many `partitions` it will have, since when, and
       what it `waits` for.
-    - `snapshots`: those that run, that have failed, and that have ended within the last hour: `id`, `handler`, `source`,
-      `state` (`running`, `done`, `source gone`, `stopped`, `failed`), documents `done` of those `estimated` at the start
-      (None where nobody could say), `rate` in documents a second, `remaining_seconds` (None where that is not known or
-      over), `since` when, and `sentence`: why it has failed, or what keeps it; else None.
+    - `snapshots`: those that run, that have failed, and that have ended within the last hour: `id`, `handler`,
+      `source`, `state` (`running`, `done`, `source gone`, `stopped`, `failed`), documents `done` of those `estimated`
+      at the start (None where nobody could say), `rate` in documents a second, `remaining_seconds` (None where that is
+      not known, or over), `since` when, `by` whom, and `sentence`: why it has failed, or what keeps it; else None.
     - a subscription's `oplog_share`: which share of the oplog's window lies behind it; None while the oplog removes
       nothing, or cannot be read. From 1 on, what was not read is lost.
 
