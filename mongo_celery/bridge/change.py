@@ -78,7 +78,10 @@ class Change:
 
     @property
     def operation_type(self) -> str:
-        """`insert`, `update`, `replace`, `delete`, `drop`, `rename`, `dropDatabase`, `invalidate` ..."""
+        """
+        `insert`, `update`, `replace`, `delete`, `drop`, `rename`, `dropDatabase`, `invalidate` ...; `snapshot` of a
+        document that exists, which a snapshot gives.
+        """
         return str(self.raw["operationType"])
 
     @property
@@ -131,7 +134,7 @@ class Change:
 
     @property
     def cluster_time(self) -> Timestamp | None:
-        """Time of the oplog entry; several changes of one transaction share it."""
+        """Time of the oplog entry, which changes of one transaction share; of an existing document when it was so."""
         return self.raw.get("clusterTime")
 
     @property
@@ -141,7 +144,7 @@ class Change:
 
     @property
     def resume_token(self) -> Mapping[str, Any]:
-        """MongoDB's bookmark of this change."""
+        """MongoDB's bookmark of this change; of an existing document the bridge's own, where no stream can be opened."""
         token: Mapping[str, Any] = self.raw["_id"]
         return token
 

@@ -21,7 +21,10 @@ from pymongo.errors import AutoReconnect
 
 from mongo_celery.bridge.existing import DocumentId
 from mongo_celery.bridge.listener import snapshotting
+from mongo_celery.bridge.operations import snapshot_commands as commands
+from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.errors import CommandRefusedError
 from tests.integration.snapshot_rig import HANDLER, World, keys_of, worlds
 
 Document = dict[str, Any]
@@ -260,12 +263,18 @@ def _halted(term: Any) -> str:
     return found
 
 
+def make_anew(world: World) -> None:
+    """Another collection of the same name."""
+    world.orders.drop()
+    world.orders.insert_many([{"_id": number, "v": 3} for number in range(30)])
+
+
 def test_a_source_that_is_dropped_renamed_or_made_anew_is_gone_loudly(world: World) -> None:
     """F6: else nothing would be left, and all be done."""
     for move in (
         world.orders.drop,
         lambda: world.orders.rename("elsewhere", dropTarget=True),
-        lambda: (world.orders.drop(), world.orders.insert_many([{"_id": number, "v": 3} for number in range(30)])),
+        lambda: make_anew(world),
         lambda: (
             world.orders.rename("away", dropTarget=True),
             world.client[world.data]["away"].rename(world.name, dropTarget=True),
@@ -277,7 +286,7 @@ def test_a_source_that_is_dropped_renamed_or_made_anew_is_gone_loudly(world: Wor
         term = world.term(start_from="now", sources=(world.source, f"{world.data}.other")).begin()
         ask(world, term)
         term.until(lambda: world.record["done"] >= 3)
-        move()  # type: ignore[no-untyped-call]
+        move()
         term.until(lambda: world.record["state"] != "running")
         assert world.record["state"] == "source gone"
         assert "dropped or renamed" in world.record["sentence"]
@@ -332,3 +341,55 @@ def test_a_rate_is_kept(world: World) -> None:
     term.finish()
     record = world.record
     assert (record["movedAt"] - record["since"]).total_seconds() >= 0.7
+
+
+# -- commands ------------------------------------------------------------------------------------------
+
+
+def test_the_command_refuses_what_cannot_be_in_one_sentence_and_stores_nothing(world: World) -> None:
+    """Bad input: nothing changed; so does a dry run."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
+    data = world.client[world.data]
+    data.create_collection("capped", capped=True, size=10_000)
+    wiring = world.term(start_from="now", sources=(world.source, f"{world.data}.capped")).begin().wiring
+    for given, words in (
+        ({"sources": [f"{world.data}.capped"]}, "it is capped"),
+        ({"sources": [f"{world.data}.ordrs"]}, "does not watch"),
+        ({"match": '{"v": 1}'}, "is no condition"),
+        ({"match": '{"$foo": 1}', "sources": [world.source]}, "cannot judge"),
+        ({}, "it is capped"),
+    ):
+        with pytest.raises(CommandRefusedError, match=words):
+            commands.start(wiring, HANDLER, **given)  # type: ignore[arg-type]
+    with pytest.raises(CommandRefusedError, match="did you mean"):
+        commands.start(wiring, "copi")
+    (planned,) = commands.start(wiring, None, sources=[world.source], dry_run=True)
+    assert (planned.source, planned.estimated, planned.id) == (world.source, 3, None)
+    assert world.records == []
+    missing = world.term(start_from="now", sources=(f"{world.data}.missing",)).wiring
+    with pytest.raises(CommandRefusedError, match="There is no collection"):
+        commands.start(missing, HANDLER)
+
+
+def test_the_command_begins_stops_and_resumes_one(world: World) -> None:
+    """It says what it has done, and the same collection is not read twice at once."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(12)])
+    term = world.term(start_from="now").begin()
+    (asked,) = commands.start(term.wiring, HANDLER, match='{"$gte": ["$fullDocument.v", 1]}')
+    assert asked.id is not None
+    with pytest.raises(CommandRefusedError, match="runs already"):
+        commands.start(term.wiring, HANDLER)
+    term.until(lambda: world.record["done"] >= 3)
+    name = asked.id.rpartition("/")[2]
+    assert commands.stop(term.wiring, name)["state"] == "stopped"
+    with pytest.raises(CommandRefusedError, match="nothing to stop"):
+        commands.stop(term.wiring, asked.id)
+    assert commands.resume(term.wiring, name)["state"] == "running"
+    term.finish()
+    (shown,) = commands.listed(term.wiring, HANDLER)
+    assert (shown["state"], shown["done"], shown["estimated"]) == ("done", 12, 12)
+    assert shown in read_status(term.wiring)["snapshots"]
+    with pytest.raises(CommandRefusedError, match="has no snapshot"):
+        commands.stop(term.wiring, "nothing")
+    with pytest.raises(CommandRefusedError, match="cannot be resumed"):
+        commands.resume(term.wiring, name)
