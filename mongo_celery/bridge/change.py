@@ -134,7 +134,7 @@ class Change:
 
     @property
     def cluster_time(self) -> Timestamp | None:
-        """Time of the oplog entry, which changes of one transaction share; of an existing document when it was so."""
+        """Time of the oplog entry, which changes of one transaction share; T of an existing document."""
         return self.raw.get("clusterTime")
 
     @property
@@ -144,7 +144,7 @@ class Change:
 
     @property
     def resume_token(self) -> Mapping[str, Any]:
-        """MongoDB's bookmark of this change; of an existing document the bridge's own, where no stream can be opened."""
+        """MongoDB's bookmark of this change; of an existing document the bridge's own, which opens no stream."""
         token: Mapping[str, Any] = self.raw["_id"]
         return token
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mongo_celery.bridge.operations import commands, going_on, heads, lease_commands, letter_commands
+from mongo_celery.bridge.operations import commands, going_on, heads, lease_commands, letter_commands, snapshot_commands
 from mongo_celery.bridge.operations.grants import Right, rights_of
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.status import read_status
@@ -71,7 +71,7 @@ def listen(setting: Setting, said: Said) -> str:
     """Lead, store what stands, change the layout, remove what is left, withdraw a replay; what was said."""
     orders = setting.bridge.wiring
     with Listening(setting.bridge_of("listener").wiring, said) as listener:
-        if not listener.wait(lambda: "reading from" in said()):
+        if not listener.wait(lambda: setting.state["snapshots"].count_documents({"state": "done"})):
             return said() + listener.text
         assert commands.pause(orders)
         for number in range(_SPILLED):
@@ -167,6 +167,8 @@ def operate(wiring: Wiring) -> str:
         lambda: commands.retry(wiring, "record"),
         lambda: commands.pause(wiring, "letters"),
         lambda: commands.resume(wiring, "letters"),
+        lambda: snapshot_commands.start(wiring, "record"),
+        lambda: snapshot_commands.stop(wiring, snapshot_commands.listed(wiring, "record")[0]["id"]),
         lambda: lease_commands.rotate_key(wiring, 0),
         lambda: lease_commands.adopt(wiring),
         lambda: going_on.go_on(wiring, going_on.read_lost(wiring, "record"), "oldest"),
@@ -203,7 +205,7 @@ def standing(setting: Setting, clean: Setting, said: Said) -> Setting:
 
 
 def test_the_role_of_a_listener_is_enough(clean: Setting, said: Said) -> None:
-    """Leading, renewing, the oplog's ends, spilling, a new layout, leftovers, replays: without what is optional."""
+    """Leading, the oplog's ends, spilling, a new layout, leftovers, replays, snapshots: without what is optional."""
     clean.only("listener")
     text = listen(clean, said)
     assert not lacks(text), text
@@ -227,7 +229,9 @@ def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:
     assert text == ""
     after = stored(standing.state)
     changed = {name for name, documents in after.items() if documents != before.get(name)}
-    assert changed == {"dead_letters", "leases", "partitions", "replays", "subscriptions"}, "the commands did something"
+    assert changed == {"dead_letters", "leases", "partitions", "replays", "snapshots", "subscriptions"}, (
+        "the commands did something"
+    )
     assert (len(after["dead_letters"]), len(after["replays"])) == (1, 1), "two set aside, one of them discarded"
     findings = {finding.name: finding for finding in check(wiring)}
     wiring.client.close()

@@ -360,7 +360,7 @@ def test_the_command_refuses_what_cannot_be_in_one_sentence_and_stores_nothing(w
         ({}, "it is capped"),
     ):
         with pytest.raises(CommandRefusedError, match=words):
-            commands.start(wiring, HANDLER, **given)  # type: ignore[arg-type]
+            commands.start(wiring, HANDLER, **given)
     with pytest.raises(CommandRefusedError, match="did you mean"):
         commands.start(wiring, "copi")
     (planned,) = commands.start(wiring, None, sources=[world.source], dry_run=True)

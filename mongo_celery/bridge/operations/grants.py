@@ -156,7 +156,7 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
         Right(state, "spill", _FIND, "`head` shows what stands, `skip` and `set-aside` keep it; status counts it"),
         Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
         Right(state, "replays", _ALL, "`dead-letters replay` asks for them; `list` shows it, `discard` takes it back"),
-        Right(state, "snapshots", _ALL, "status; `snapshot` asks for them, stops and resumes them; old ones go"),
+        Right(state, "snapshots", _UPSERT, "status; `snapshot` asks for them, stops and resumes them"),
         Right("local", "oplog.rs", _FIND, "how far it reaches back; `go-on --from oldest`"),
         Right("local", "oplog.rs", ("collStats",), "whether it is full", "`changes check` warns of a young oplog, too"),
         _watching(scope, "`changes check` opens the change stream", stream),

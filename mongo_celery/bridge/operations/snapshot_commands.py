@@ -92,8 +92,6 @@ def start(
             asked.append(planned)
             if not dry_run:
                 store.insert([_record(planned, facts, condition, rate)])
-        if not dry_run:
-            store.forget_ended()
     return asked
 
 

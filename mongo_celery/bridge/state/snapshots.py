@@ -56,7 +56,6 @@ _LASTING = [RUNNING, STOPPED, FAILED]
 """What may go on: a term that is over must not move it, even if it is stopped when another one takes over."""
 
 _ID_BYTES = 6
-_KEPT = 100
 _FIELDS = dict.fromkeys((
     "epoch", "source", "uuid", "at", "match", "rate", "begun", "moved", "done", "estimated", "state", "sentence",
     "since", "startedAt", "movedAt", "by",
@@ -131,15 +130,6 @@ class Snapshots:
         """Let one that was stopped, or has failed, go on where it is; False where it is neither."""
         guard = {"_id": snapshot_id, "state": {"$in": [STOPPED, FAILED]}}
         return self._table.update(guard, {"$set": {"state": RUNNING}, "$unset": {"sentence": ""}})
-
-    def forget_ended(self) -> None:
-        """Keep the last ones that have ended, and no more."""
-        over = {**self._mine(), "state": {"$in": [DONE, GONE, STOPPED]}}
-        with self._table.limit():
-            found = self._table.collection.find(over, {"_id": 1}).sort("since", -1).skip(_KEPT).limit(_KEPT)
-            old = [each["_id"] for each in found]
-        if old:
-            self._table.delete_all({"_id": {"$in": old}, "state": {"$in": [DONE, GONE, STOPPED]}})
 
     # -- what a term does --------------------------------------------------------------------------
 
