@@ -18,7 +18,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery.bridge.existing import DocumentId
-from mongo_celery.bridge.listener import snapshotting
+from mongo_celery.bridge.listener import pace, snapshotting
 from mongo_celery.bridge.listener.chunks import ChunkReader
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.state.snapshots import Snapshots
@@ -57,8 +57,8 @@ def world(
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of them, of few documents."""
-    monkeypatch.setattr(snapshotting, "FIRST_SIZE", 4)
-    monkeypatch.setattr(snapshotting, "LARGEST_SIZE", 4)
+    monkeypatch.setattr(pace, "FIRST_SIZE", 4)
+    monkeypatch.setattr(pace, "LARGEST_SIZE", 4)
 
 
 def fill(world: World) -> None:

@@ -20,7 +20,7 @@ from pymongo.database import Database
 from pymongo.errors import AutoReconnect
 
 from mongo_celery.bridge.existing import DocumentId
-from mongo_celery.bridge.listener import snapshotting
+from mongo_celery.bridge.listener import pace
 from mongo_celery.bridge.operations import snapshot_commands as commands
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.partitions import Partitions
@@ -45,8 +45,8 @@ def world(
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many of them, of few documents."""
-    monkeypatch.setattr(snapshotting, "FIRST_SIZE", 3)
-    monkeypatch.setattr(snapshotting, "LARGEST_SIZE", 5)
+    monkeypatch.setattr(pace, "FIRST_SIZE", 3)
+    monkeypatch.setattr(pace, "LARGEST_SIZE", 5)
 
 
 def ask(world: World, term: Any, **given: Any) -> str:
@@ -326,7 +326,7 @@ def test_what_is_stopped_is_resumed_where_it_is_and_no_term_that_is_over_moves_i
     later.until(lambda: len(world.seen) >= before["done"])
     end = DocumentId.of(bson.encode({"_id": 99}))
     assert end is not None
-    assert not store.move(before["_id"], term.leader._snapshots._version, before["begun"], end, 5)
+    assert not store.move(before["_id"], term.leader._snapshots.work._version, before["begun"], end, 5)
     assert world.record["lastId"] == before["lastId"]
     assert store.resume(before["_id"])
     later.finish()

@@ -34,32 +34,25 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.change import event_of
 from mongo_celery.bridge.error_text import error_text
-from mongo_celery.bridge.existing import TOKEN_TYPE, place_at, place_behind
-from mongo_celery.bridge.listener.chunks import (
-    Chunk,
-    ChunkReader,
-    ConditionFailedError,
-    ShortChunkError,
-    estimate,
-    facts_of,
-    is_passing,
-)
+from mongo_celery.bridge.existing import TOKEN_TYPE, place_behind
+from mongo_celery.bridge.listener import pace as paces
+from mongo_celery.bridge.listener.chunk_work import ChunkWork, RefusedChunkError
+from mongo_celery.bridge.listener.chunks import Chunk, ConditionFailedError, ShortChunkError, is_passing
 from mongo_celery.bridge.listener.errand import Errand, Errands
-from mongo_celery.bridge.listener.owed import OwedSnapshots
+from mongo_celery.bridge.listener.pace import PAUSES, Pace
 from mongo_celery.bridge.state.partitions import state_of
-from mongo_celery.bridge.state.snapshots import DONE, GONE, RUNNING
+from mongo_celery.bridge.state.snapshots import GONE
 from mongo_celery.bridge.stream.operation_types import MOVES
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import Concern, explained, is_outage, is_unanswered
+from mongo_celery.mongo.verdicts import Concern, explained
 
 if TYPE_CHECKING:
+    from mongo_celery.bridge.listener.owed import OwedSnapshots
     from mongo_celery.bridge.listener.subscription import Subscription
     from mongo_celery.bridge.state.snapshots import Snapshot
     from mongo_celery.bridge.stream.reader import ChangeEvent
@@ -68,39 +61,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.listener")
 
-FIRST_SIZE, LARGEST_SIZE = 200, 5000
-"""Documents of a chunk: as many as workers handle in a second or so, so that changes behind them do not wait long."""
-
-ATTEMPTS_MAX = 20
-"""Chunks that fail one after the other although all servers answer; then the snapshot has failed."""
-
-_QUICK_SECONDS, _SLOW_SECONDS = 1.5, 6.0
-_SMALL_SIZE = 100  # below it, what a chunk costs by itself counts most
 _CHUNK_BYTES = 8 << 20
 _ROOM_SHARE = 8  # of the buffer, for a chunk
 _LOOK_SECONDS = 1.0
 _STAND_SECONDS = 12.0
 _PASS_SECONDS = 0.5
-_PAUSES = Pauses(first=0.5, longest=30.0, jitter=0.2)
 _TICK_SECONDS = 0.05
-_STANDING_SHARE = 10  # for one second in so many the stream stands for chunks: all handlers wait for it then
-_LONG_STAND_SECONDS = 0.5
 _FLOWING_SHARE = 2  # of its partitions, one in so many has to flow
-
-
-@dataclass(slots=True)
-class _Pace:
-    """How one snapshot is getting on in this term."""
-
-    size: int
-    ready_at: float = 0.0
-    failures: int = 0
-    errors: int = 0
-    error: str | None = None
-
-
-class RefusedChunkError(Exception):
-    """A write on the record was refused: it is another term's, or somebody has stopped it."""
 
 
 class Snapshotting:
@@ -120,24 +87,21 @@ class Snapshotting:
         self.progress = Event()
         self.is_standing = False
         self._wiring = wiring
-        self._store = wiring.store.snapshots
         self._wake = wake
         self._room = min(_CHUNK_BYTES, wiring.options.buffer_bytes // _ROOM_SHARE)
         self._looks_up = wiring.options.full_document == "updateLookup"
         self._errands = Errands("mongo_celery-snapshot", self._noticed)
         self._errand: Errand | None = None
         self._waiting: deque[Errand] = deque()
-        self._version = 0
-        self._reader: ChunkReader | None = None
-        self._owed: OwedSnapshots | None = None
+        self._work: ChunkWork | None = None
         self._led: Mapping[str, Subscription] = {}
         self._records: dict[str, Snapshot] = {}
-        self._paces: dict[str, _Pace] = {}
+        self._paces: dict[str, Pace] = {}
         self._reading: Chunk | None = None
         self._appended: dict[str, Chunk] = {}
         self._gone: set[str] = set()
         self._reached = ""
-        self._look_at = 0.0
+        self._look_at = self._ready_at = 0.0
         self._last_begun = ""
 
     def begin(self, led: Mapping[str, Subscription], version: int, owed: OwedSnapshots) -> None:
@@ -147,8 +111,8 @@ class Snapshotting:
         Args:
             owed: snapshots with which subscriptions begin, and which were not asked for yet.
         """
-        self._led, self._version, self._owed = led, version, owed
-        self._reader = ChunkReader(self._wiring.client, self._wiring.options.pipeline, version)
+        self._led = led
+        self._work = ChunkWork(self._wiring, version, owed, self._noticed)
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -164,7 +128,7 @@ class Snapshotting:
         if self._errand is not None:
             return math.inf  # whose end wakes
         if not self._records:
-            return self._look_at
+            return max(self._look_at, self._ready_at)
         return time.monotonic() + _TICK_SECONDS
 
     def report(self) -> list[dict[str, Any]]:
@@ -197,7 +161,7 @@ class Snapshotting:
     def took_in(self, item: ChangeEvent | Mark) -> None:
         """The stream has been taken in up to this, by all subscriptions."""
         self._reached = _data_of(item)
-        if not self._records or not hasattr(item, "document"):
+        if not (self._records or self._appended) or not hasattr(item, "document"):
             return
         event: Any = item
         try:
@@ -241,7 +205,8 @@ class Snapshotting:
     def _note_move(self, operation: str, event: ChangeEvent) -> None:
         ns, to = event.document.get("ns") or {}, event.document.get("to") or {}
         places = {f"{each.get('db')}.{each.get('coll')}" for each in (ns, to) if each}
-        for record in self._records.values():
+        under_way = {chunk.snapshot.id: chunk.snapshot for chunk in self._under_way()}
+        for record in (self._records | under_way).values():
             database = record.source.partition(".")[0]
             concerned = (
                 operation == "invalidate"
@@ -278,8 +243,11 @@ class Snapshotting:
         self.is_standing = chunk is not None and not chunk.is_read
 
     def _next(self, now: float, *, may_begin: bool) -> None:
+        if now < self._ready_at:
+            return
         for snapshot_id in list(self._gone):
             self._gone.discard(snapshot_id)
+            self._drop_of(snapshot_id)
             if snapshot_id in self._records:
                 self._end_gone(self._records[snapshot_id])
                 return
@@ -338,7 +306,9 @@ class Snapshotting:
 
     def _due(self, now: float) -> Snapshot | None:
         """The next one that may begin a chunk: each in its turn."""
-        waiting = [each for each in self._records.values() if self._may_begin(each, now)]
+        waiting = sorted(
+            (each for each in self._records.values() if self._may_begin(each, now)), key=lambda each: each.id
+        )
         after = next((each for each in waiting if each.id > self._last_begun), None)
         return after or next(iter(waiting), None)
 
@@ -354,8 +324,14 @@ class Snapshotting:
         flowing = sum(state_of(tracker.image) == "flowing" for tracker in trackers)
         return all(tracker.won for tracker in trackers) and flowing * _FLOWING_SHARE >= len(trackers)
 
-    def _pace(self, snapshot_id: str) -> _Pace:
-        return self._paces.setdefault(snapshot_id, _Pace(FIRST_SIZE))
+    def _pace(self, snapshot_id: str) -> Pace:
+        return self._paces.setdefault(snapshot_id, Pace(paces.FIRST_SIZE))
+
+    @property
+    def work(self) -> ChunkWork:
+        """What is done in the other thread, in this term."""
+        assert self._work is not None, "a term has begun"
+        return self._work
 
     # -- errands -----------------------------------------------------------------------------------
 
@@ -367,20 +343,9 @@ class Snapshotting:
         self._wake()
 
     def _look(self, now: float) -> None:
-        """Find what was asked for, stopped, or left by a term before; take over what is nobody's yet."""
+        """Find what was asked for, stopped, or left by a term before."""
         self._look_at = now + _LOOK_SECONDS
-        assert self._owed is not None, "a term has begun"
-        owed = self._owed
-
-        def look() -> list[Snapshot]:
-            owed.ask()
-            found = self._store.read(running=True)
-            if any(each.epoch < self._version for each in found):
-                self._store.take_over(self._version)
-                found = self._store.read(running=True)
-            return [each for each in found if each.epoch == self._version]
-
-        self._send(look, self._looked)
+        self._send(self.work.look, self._looked)
 
     def _looked(self, errand: Errand) -> None:
         if errand.error is not None:
@@ -392,30 +357,7 @@ class Snapshotting:
     def _prepare(self, record: Snapshot) -> None:
         """Read the record as it is now; the stream goes on meanwhile."""
         self._last_begun = record.id
-        self._send(lambda: self._prepared(record), lambda errand: self._begin(record, errand))
-
-    def _prepared(self, record: Snapshot) -> Snapshot | None:
-        """
-        The record as it is now, and which collection it is; in the other thread.
-
-        None where it is not mine, or ends here: the collection is not there, or can have no snapshot.
-        """
-        found = self._store.read_one(record.id)
-        if found is None or found.epoch != self._version or found.state != RUNNING:
-            return None
-        if found.uuid is not None:
-            return found
-        facts = facts_of(self._wiring.client, found.source)
-        if facts is None:  # all that will be in it is in the stream
-            if self._store.finish(found.id, self._version, found.begun, DONE):
-                self._say_done(found)
-        elif facts.objection is not None or facts.uuid is None:
-            self._failed(found, f"there can be none of {found.source}: {facts.objection}")
-        else:
-            count = estimate(self._wiring.client, found.source)
-            if self._store.prepare(found, self._version, uuid=facts.uuid, at=facts.at, estimated=count):
-                return self._store.read_one(found.id)
-        return None
+        self._send(lambda: self.work.prepare(record), lambda errand: self._begin(record, errand))
 
     def _begin(self, record: Snapshot, errand: Errand) -> None:
         """From here on the stream stands, until T is known."""
@@ -431,54 +373,23 @@ class Snapshotting:
         if not self._may_begin(found, now):
             return
         self._records[found.id] = found
-        size = self._pace(found.id).size
-        if found.rate is not None:
-            size = max(1, min(size, int(found.rate)))
+        size = self._pace(found.id).size_for(found.rate)
         chunk = self._reading = Chunk(found, self._led[found.subscription], size, sent_at=now)
         self.is_standing = True
-        self._send(lambda: self._work(chunk), lambda errand: self._worked(chunk, errand))
-
-    def _work(self, chunk: Chunk) -> None:
-        """Begin a chunk and read it, in the other thread."""
-        assert self._reader is not None, "a term has begun"
-        record = chunk.snapshot
-        time_ = self._store.begin(record, self._version)
-        if time_ is None:
-            raise RefusedChunkError
-        chunk.begun, chunk.time = record.begun + 1, time_
-        chunk.place = place_behind(time_)
-        self._noticed()  # the stream may be taken in up to there
-        self._reader.read(chunk)
-        if chunk.end is None:
-            facts = facts_of(self._wiring.client, record.source)
-            chunk.is_there = facts is not None and facts.uuid == record.uuid
-        chunk.read_at = time.monotonic()
-        chunk.is_read = True
-        self._noticed()
-        self._passed(chunk)
+        self._send(lambda: self.work.read(chunk), lambda errand: self._worked(chunk, errand))
 
     def _worked(self, chunk: Chunk, errand: Errand) -> None:
         error = errand.error
         if chunk not in self._under_way():  # it was given up meanwhile
             return
         if error is None or chunk.is_read:  # what has failed behind that is done again
-            self._read(chunk)
+            self._pace(chunk.snapshot.id).was_read(chunk, self._room)
         elif isinstance(error, RefusedChunkError):
             self._forget(chunk)
             self._records.pop(chunk.snapshot.id, None)
         else:
             self._give_up(chunk)
             self._put_off(chunk.snapshot, error, chunk.size, stood=time.monotonic() - chunk.sent_at)
-
-    def _read(self, chunk: Chunk) -> None:
-        pace = self._pace(chunk.snapshot.id)
-        pace.failures, pace.errors, pace.error = 0, 0, None
-        stood = chunk.read_at - chunk.sent_at
-        pace.ready_at = chunk.sent_at + _STANDING_SHARE * stood
-        if chunk.weight > self._room:
-            pace.size = max(1, chunk.size * self._room // chunk.weight)
-        elif stood > _LONG_STAND_SECONDS:
-            pace.size = max(1, chunk.size // 2)
 
     def _is_to_be_passed(self, chunk: Chunk, now: float) -> bool:
         """Whether something more has to be written, since the stream has not come past the chunk."""
@@ -488,15 +399,7 @@ class Snapshotting:
 
     def _pass(self, chunk: Chunk, now: float) -> None:
         chunk.passed_at = now
-        self._send(lambda: self._passed(chunk), lambda errand: self._passed_on(chunk, errand))
-
-    def _passed(self, chunk: Chunk) -> None:
-        """Write something behind T; the stream has to come by the first such write that came after the reading."""
-        chunk.passed_at = time.monotonic()
-        time_ = self._store.pass_on(chunk.snapshot.id, self._version, chunk.begun)
-        if time_ is None:
-            raise RefusedChunkError
-        chunk.behind = chunk.behind or place_at(time_)
+        self._send(lambda: self.work.pass_on(chunk), lambda errand: self._passed_on(chunk, errand))
 
     def _passed_on(self, chunk: Chunk, errand: Errand) -> None:
         if isinstance(errand.error, RefusedChunkError):
@@ -507,20 +410,13 @@ class Snapshotting:
     def _move(self, chunk: Chunk) -> None:
         """The chunk is done: the record moves on, or ends."""
         record = chunk.snapshot
-        end = chunk.end
-        if end is None:
-            if not chunk.is_there:
-                self._end_gone(record)
-                return
-            self._send(
-                lambda: self._store.finish(record.id, self._version, chunk.begun, DONE),
-                lambda errand: self._finished(chunk, errand),
-            )
-            return
-        self._send(
-            lambda: self._store.move(record.id, self._version, chunk.begun, end, chunk.count),
-            lambda errand: self._moved(chunk, errand),
-        )
+        if chunk.end is not None:
+            self._send(lambda: self.work.move(chunk), lambda errand: self._moved(chunk, errand))
+        elif chunk.is_there:
+            self._send(lambda: self.work.finish(record, chunk.begun), lambda errand: self._finished(chunk, errand))
+        else:
+            self._drop_of(record.id)
+            self._end_gone(record)
 
     def _moved(self, chunk: Chunk, errand: Errand) -> None:
         record = chunk.snapshot
@@ -530,15 +426,7 @@ class Snapshotting:
         self._appended.pop(record.id, None)
         if not errand.result:  # recorded already, or not mine: the next begin finds out which
             self._look_at = 0.0
-        now = time.monotonic()
-        seconds = now - (chunk.first_at or now)  # what was buffered in front of it is not its own
-        pace = self._pace(record.id)
-        if seconds < _QUICK_SECONDS and chunk.size == pace.size:
-            pace.size = min(2 * pace.size, LARGEST_SIZE)
-        elif seconds > _SLOW_SECONDS:
-            pace.size = max(pace.size // 2, min(pace.size, _SMALL_SIZE))
-        if record.rate:
-            pace.ready_at = max(pace.ready_at, chunk.sent_at + chunk.count / record.rate)
+        self._pace(record.id).was_handled(chunk, time.monotonic())
 
     def _finished(self, chunk: Chunk, errand: Errand) -> None:
         if errand.error is not None:
@@ -548,7 +436,6 @@ class Snapshotting:
         self._forget(chunk)
         if errand.result:
             self._records.pop(record.id, None)
-            self._say_done(record)
 
     def _end_gone(self, record: Snapshot) -> None:
         """The collection was dropped or renamed: what is left of it cannot be read, and that was not all."""
@@ -556,10 +443,6 @@ class Snapshotting:
             f"{record.source} was dropped or renamed while it was read; what was not read by then is not delivered. "
             "Start another snapshot of what has taken its place"
         )
-        self._drop_of(record.id)
-
-        def end() -> bool:
-            return self._store.fail(record.id, self._version, sentence, GONE)
 
         def ended(errand: Errand) -> None:
             if errand.error is not None:
@@ -567,9 +450,8 @@ class Snapshotting:
                 self._unread(errand.error)
             elif errand.result:
                 self._records.pop(record.id, None)
-                self._say_ended(record, sentence)
 
-        self._send(end, ended)
+        self._send(lambda: self.work.end(record, sentence, GONE), ended)
 
     def _drop_of(self, snapshot_id: str) -> None:
         self._appended.pop(snapshot_id, None)
@@ -597,15 +479,10 @@ class Snapshotting:
             if final is not None or not (is_passing(why) or isinstance(why, ShortChunkError)):
                 self._fail(record, str(final or text))
                 return
-        pace.failures += 1
-        pace.errors += isinstance(why, str) or not (is_unanswered(why) or is_outage(why))
-        pace.error = text
-        if pace.errors >= ATTEMPTS_MAX:
+        pause = pace.has_failed(why, text, size, stood, time.monotonic())
+        if pace.is_hopeless:
             self._fail(record, f"{pace.errors} chunks one after the other could not be read, the last one: {text}")
             return
-        pace.size = max(size // 2, 1)
-        pause = max(_PAUSES.nth(pace.failures - 1), _STANDING_SHARE * stood)
-        pace.ready_at = time.monotonic() + pause
         logger.warning(
             "a chunk of the snapshot of %s for handler %s could not be read, next try in %.1f s: %s",
             record.source,
@@ -618,46 +495,20 @@ class Snapshotting:
     def _fail(self, record: Snapshot, sentence: str) -> None:
         self._drop_of(record.id)
         self._records.pop(record.id, None)
-        self._pace(record.id).ready_at = time.monotonic() + _PAUSES.longest
+        self._pace(record.id).ready_at = time.monotonic() + PAUSES.longest
 
         def settle(errand: Errand) -> None:
             if errand.error is not None:
                 self._unread(errand.error)
 
-        self._send(lambda: self._failed(record, sentence), settle)
-
-    def _failed(self, record: Snapshot, sentence: str) -> None:
-        """Record that it cannot go on, in the other thread."""
-        if self._store.fail(record.id, self._version, sentence):
-            self._say_ended(record, sentence)
+        self._send(lambda: self.work.end(record, sentence), settle)
 
     def _concern(self, record: Snapshot) -> Concern:
         grant = f"find and listCollections there, and find and update on snapshots in {self._wiring.options.database}"
         return Concern(f"the snapshot of {record.source}", grant)
 
-    def _say_done(self, record: Snapshot) -> None:
-        logger.info(
-            "the snapshot of %s for handler %s is done",
-            record.source,
-            record.subscription,
-            extra={"event": "snapshot_done", "snapshot": record.id},
-        )
-
-    def _say_ended(self, record: Snapshot, sentence: str) -> None:
-        logger.error(
-            "the snapshot of %s for handler %s has ended after %d documents: %s. Other handlers, and the changes of "
-            "this one, go on",
-            record.source,
-            record.subscription,
-            record.done,
-            sentence,
-            extra={"event": "snapshot_failed", "snapshot": record.id},
-        )
-
     def _unread(self, error: Exception) -> None:
-        self._look_at = max(self._look_at, time.monotonic() + _LOOK_SECONDS)
-        for pace in self._paces.values():
-            pace.ready_at = max(pace.ready_at, self._look_at)
+        self._ready_at = time.monotonic() + _LOOK_SECONDS
         logger.warning(
             "reading or writing the records of snapshots failed, trying again: %s",
             explained(error, self._wiring.state_concern) or error_text(error),
