@@ -221,7 +221,7 @@ class ChunkReader:
         Raises:
             PyMongoError: nothing of it may be used.
             ShortChunkError: as before.
-        ConditionFailedError: as before, and it is the snapshot's own fault.
+            ConditionFailedError: as before, and it is the snapshot's own fault.
         """
         assert chunk.time is not None, "a chunk is read when its time is known"
         match = chunk.subscription.plan.handler.filter.match
