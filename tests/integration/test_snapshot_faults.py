@@ -21,7 +21,7 @@ from mongo_celery.bridge.existing import DocumentId
 from mongo_celery.bridge.listener import pace, snapshotting
 from mongo_celery.bridge.listener.chunks import ChunkReader
 from mongo_celery.bridge.state.dead_letters import Selection
-from mongo_celery.bridge.state.snapshots import Snapshots
+from mongo_celery.bridge.state.snapshots import FAILED, GONE, Snapshots
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.bridge.window import PendingChange
 from mongo_celery.errors import LeaseLostError
@@ -244,6 +244,13 @@ def test_a_write_of_a_chunk_that_is_not_mine_does_nothing(world: World) -> None:
     assert first is not None
     assert second is not None
     assert first < second, "each is an entry of its own"
-    wait_for(lambda: store.fail(snapshot_id, 5, "no") and store.take_over(6) == 6)
-    assert store.resume(snapshot_id)
-    assert not store.resume(snapshot_id)
+    for version, state in ((5, FAILED), (6, GONE)):
+        assert store.fail(snapshot_id, version, "no", state)
+        assert store.take_over(version + 1) == version + 1, "it may go on"
+        assert store.read_one(snapshot_id).epoch == version + 1  # type: ignore[union-attr]
+        assert store.stop(snapshot_id)
+        assert store.resume(snapshot_id)
+        assert not store.resume(snapshot_id)
+    assert store.stop(snapshot_id)
+    assert store.take_over(9) == 9
+    assert store.take_over(4) == 9, "a later term has it"

@@ -7,7 +7,9 @@ P1 to P13 are the design's invariants, F1 to F14 the findings of `tests/property
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from pymongo.errors import AutoReconnect
 
 from mongo_celery.bridge.existing import DocumentId
 from mongo_celery.bridge.listener import pace
+from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.operations import snapshot_commands as commands
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.partitions import Partitions
@@ -112,14 +115,25 @@ def test_the_bridges_pipeline_shapes_existing_documents_too(world: World) -> Non
     assert sorted((each.key, each.value) for each in world.seen) == [(1, None), (2, None), (3, None)]
 
 
-def test_a_condition_that_nobody_can_judge_fails_the_snapshot_and_no_partition(world: World) -> None:
-    """P12: a slip in it is no document's fault, and no handler's."""
-    world.orders.insert_many([{"_id": number, "v": 1} for number in range(4)])
+@pytest.mark.parametrize(
+    ("match", "words"),
+    [
+        ('{"$foo": 1}', "Unrecognized expression"),
+        ('{"$divide": [1, {"$subtract": ["$fullDocument.v", 1]}]}', "its match"),
+        ("{", "JSONDecodeError"),
+    ],
+    ids=["unknown", "of some documents", "no JSON"],
+)
+def test_a_condition_that_nobody_can_judge_fails_the_snapshot_and_no_partition(
+    world: World, match: str, words: str
+) -> None:
+    """P12: a slip in it is no document's fault, and no handler's; also where only some documents show it."""
+    world.orders.insert_many([{"_id": number, "v": 2 - number // 2} for number in range(4)])
     term = world.term(start_from="now").begin()
-    ask(world, term, match='{"$toInt": "$fullDocument._id.x.$y"}')
+    ask(world, term, match=match)
     term.until(lambda: world.record["state"] == "failed")
-    assert "its match" in world.record["sentence"]
-    world.write(1, 2)
+    assert words in world.record["sentence"]
+    world.write(1, 9)
     term.until(lambda: world.seen)
     assert {image.state for image in term.images()} == {"flowing"}
 
@@ -213,6 +227,33 @@ def test_two_snapshots_at_once_share_partitions(world: World) -> None:
     assert len({each.token for each in world.seen}) == len(world.seen)
 
 
+def test_streams_stand_for_a_share_of_the_time_however_many_snapshots_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a chunk is read all handlers wait; a server that is slow must not stop them."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(6)])
+    term = world.term(start_from="now").begin()
+    for _ in range(3):
+        ask(world, term)
+    snapshots, read, chunks = term.leader._snapshots, ChunkReader.read, []
+    append = snapshots._append
+
+    def slow(self: ChunkReader, chunk: Chunk) -> None:
+        threading.Event().wait(0.03)
+        read(self, chunk)
+
+    def appended(chunk: Chunk) -> None:
+        chunks.append(chunk)
+        append(chunk)
+
+    monkeypatch.setattr(ChunkReader, "read", slow)
+    monkeypatch.setattr(snapshots, "_append", appended)
+    term.finish()
+    assert len(chunks) >= 9
+    for one, other in itertools.pairwise(chunks):
+        assert other.sent_at >= one.sent_at + pace.STANDING_SHARE * (one.read_at - one.sent_at)
+
+
 # -- what stands --------------------------------------------------------------------------------------
 
 
@@ -291,6 +332,22 @@ def test_a_source_that_is_dropped_renamed_or_made_anew_is_gone_loudly(world: Wor
         assert world.record["state"] == "source gone"
         assert "dropped or renamed" in world.record["sentence"]
         term.close()
+
+
+def test_one_whose_source_is_gone_gives_nothing_of_another_when_it_is_resumed(world: World) -> None:
+    """F6: stopped, it is acknowledged; what has taken the place of its source is another snapshot's."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(30)])
+    term = world.term(start_from="now").begin()
+    snapshot_id = ask(world, term)
+    term.until(lambda: world.record["done"] >= 3)
+    make_anew(world)
+    term.until(lambda: world.record["state"] == "source gone")
+    store = term.wiring.store.snapshots
+    assert store.stop(snapshot_id)
+    assert store.resume(snapshot_id)
+    term.until(lambda: world.record["state"] == "source gone")
+    assert "dropped or renamed" in world.record["sentence"]
+    assert {each.value for each in world.seen if each.operation == "snapshot"} == {1}
 
 
 def test_a_collection_that_can_have_none_fails_alone(world: World) -> None:

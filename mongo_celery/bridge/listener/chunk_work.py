@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mongo_celery.bridge.existing import place_at, place_behind
 from mongo_celery.bridge.listener.chunks import ChunkReader, estimate, facts_of
-from mongo_celery.bridge.state.snapshots import DONE, FAILED, RUNNING
+from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.chunks import Chunk
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
+
+
+def gone(source: str) -> str:
+    """Why a snapshot of a collection that was dropped or renamed has ended."""
+    return (
+        f"{source} was dropped or renamed while it was read; what was not read by then is not delivered. "
+        "Start another snapshot of what has taken its place"
+    )
 
 
 class RefusedChunkError(Exception):
@@ -65,10 +73,12 @@ class ChunkWork:
         found = self._store.read_one(record.id)
         if found is None or found.epoch != self._version or found.state != RUNNING:
             return None
-        if found.uuid is not None:
-            return found
         facts = facts_of(self._client, found.source)
-        if facts is None:  # all that will be in it is in the stream
+        if found.uuid is not None:  # it may have been dropped while nobody has looked
+            if facts is not None and facts.uuid == found.uuid:
+                return found
+            self.end(found, gone(found.source), GONE)
+        elif facts is None:  # all that will be in it is in the stream
             self.finish(found, found.begun)
         elif facts.objection is not None or facts.uuid is None:
             self.end(found, f"there can be none of {found.source}: {facts.objection}")

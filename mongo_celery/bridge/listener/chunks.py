@@ -64,7 +64,8 @@ class Chunk:
         size: how many documents are asked for.
         sent_at: when it was begun, on the monotonic clock.
         read_at: when it was read; 0 until then.
-        first_at: when the first of its documents was seen to be handled; None until then.
+        first_at: of each partition, when its first document was seen to be handled.
+        seconds: the longest time that any partition has taken from there to its last.
         begun: its number; 0 until it is begun.
         time: T; None until it is known, and while it is not the stream stands.
         place: what lies behind T in the stream.
@@ -87,7 +88,8 @@ class Chunk:
     size: int
     sent_at: float
     read_at: float = 0.0
-    first_at: float | None = None
+    first_at: dict[int, float] = field(default_factory=dict)
+    seconds: float = 0.0
     begun: int = 0
     time: Timestamp | None = None
     place: str = ""

@@ -2,8 +2,8 @@
 The pace of a snapshot: how many documents its next chunk has, and when that may begin.
 
 As many as workers handle in a second or two, so that changes behind them do not wait for long; judged by the chunk's
-own part, whatever was buffered in front of it. While a chunk is begun and read the stream stands for all handlers: so
-it may for a share of the time only, and for less of it where reading fails.
+own part of each partition, whatever was buffered in front of it. While a chunk is begun and read the stream stands for
+all handlers: so it may for a share of the time only, of all snapshots together, and for less where reading fails.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ ATTEMPTS_MAX = 20
 PAUSES = Pauses(first=0.5, longest=30.0, jitter=0.2)
 """Between two attempts that fail."""
 
+STANDING_SHARE = 4
+"""Of the time the stream may stand one second in so many; where reading fails, one in ten for this snapshot."""
+
 _SMALL_SIZE = 100  # below it, what a chunk costs by itself counts most
 _QUICK_SECONDS, _SLOW_SECONDS = 1.5, 6.0
 _LONG_STAND_SECONDS = 0.5
-_STANDING_SHARE, _FAILING_SHARE = 4, 10  # one second of standing in so many
+_FAILING_SHARE = 10
 
 
 @dataclass(slots=True)
@@ -63,19 +66,16 @@ class Pace:
     def was_read(self, chunk: Chunk, room: int) -> None:
         """A chunk was read; `room` is how many bytes it should have at most."""
         self.failures, self.errors, self.error = 0, 0, None
-        stood = chunk.read_at - chunk.sent_at
-        self.ready_at = chunk.sent_at + _STANDING_SHARE * stood
         if chunk.weight > room:
             self.size = max(1, chunk.size * room // chunk.weight)
-        elif stood > _LONG_STAND_SECONDS:
+        elif chunk.read_at - chunk.sent_at > _LONG_STAND_SECONDS:
             self.size = max(1, chunk.size // 2)
 
-    def was_handled(self, chunk: Chunk, now: float) -> None:
+    def was_handled(self, chunk: Chunk) -> None:
         """All of a chunk is done."""
-        seconds = now - (chunk.first_at or now)
-        if seconds < _QUICK_SECONDS and chunk.size == self.size:
+        if chunk.seconds < _QUICK_SECONDS and chunk.size == self.size:
             self.size = min(2 * self.size, LARGEST_SIZE)
-        elif seconds > _SLOW_SECONDS:
+        elif chunk.seconds > _SLOW_SECONDS:
             self.size = max(self.size // 2, min(self.size, _SMALL_SIZE))
         if chunk.snapshot.rate:
             self.ready_at = max(self.ready_at, chunk.sent_at + chunk.count / chunk.snapshot.rate)

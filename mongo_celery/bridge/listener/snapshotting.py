@@ -41,7 +41,7 @@ from mongo_celery.bridge.change import event_of
 from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.existing import TOKEN_TYPE, place_behind
 from mongo_celery.bridge.listener import pace as paces
-from mongo_celery.bridge.listener.chunk_work import ChunkWork, RefusedChunkError
+from mongo_celery.bridge.listener.chunk_work import ChunkWork, RefusedChunkError, gone
 from mongo_celery.bridge.listener.chunks import Chunk, ConditionFailedError, ShortChunkError, is_passing
 from mongo_celery.bridge.listener.errand import Errand, Errands
 from mongo_celery.bridge.listener.pace import PAUSES, Pace
@@ -101,7 +101,7 @@ class Snapshotting:
         self._appended: dict[str, Chunk] = {}
         self._gone: set[str] = set()
         self._reached = ""
-        self._look_at = self._ready_at = 0.0
+        self._look_at = self._ready_at = self._rested_at = 0.0
         self._last_begun = ""
 
     def begin(self, led: Mapping[str, Subscription], version: int, owed: OwedSnapshots) -> None:
@@ -189,7 +189,7 @@ class Snapshotting:
             self._give_up(self._reading)
 
     def _append(self, chunk: Chunk) -> None:
-        self._reading, self.is_standing = None, False
+        self._go_on(chunk)
         if chunk.subscription.lost or chunk.subscription.is_moving:
             return
         items = chunk.items
@@ -262,7 +262,7 @@ class Snapshotting:
         if now >= self._look_at:
             self._look(now)
             return
-        record = self._due(now) if may_begin and self._reading is None else None
+        record = self._due(now) if may_begin and self._reading is None and now >= self._rested_at else None
         if record is not None:
             self._prepare(record)
 
@@ -294,11 +294,12 @@ class Snapshotting:
         awaited: dict[str, set[int]] = {}
         for chunk in self._appended.values():
             subscription = chunk.subscription
-            if chunk.first_at is None and any(
-                subscription.trackers[index].image.data > chunk.place for index in chunk.ends
-            ):
-                chunk.first_at = now
-            chunk.ends = {index: data for index, data in chunk.ends.items() if not subscription.is_secured(index, data)}
+            for index, data in list(chunk.ends.items()):
+                if subscription.trackers[index].image.data > chunk.place:
+                    chunk.first_at.setdefault(index, now)
+                if subscription.is_secured(index, data):
+                    chunk.seconds = max(chunk.seconds, now - chunk.first_at.get(index, now))
+                    del chunk.ends[index]
             awaited.setdefault(subscription.name, set()).update(chunk.ends)
         for name, subscription in self._led.items():
             if subscription.awaited or name in awaited:
@@ -426,7 +427,7 @@ class Snapshotting:
         self._appended.pop(record.id, None)
         if not errand.result:  # recorded already, or not mine: the next begin finds out which
             self._look_at = 0.0
-        self._pace(record.id).was_handled(chunk, time.monotonic())
+        self._pace(record.id).was_handled(chunk)
 
     def _finished(self, chunk: Chunk, errand: Errand) -> None:
         if errand.error is not None:
@@ -439,10 +440,6 @@ class Snapshotting:
 
     def _end_gone(self, record: Snapshot) -> None:
         """The collection was dropped or renamed: what is left of it cannot be read, and that was not all."""
-        sentence = (
-            f"{record.source} was dropped or renamed while it was read; what was not read by then is not delivered. "
-            "Start another snapshot of what has taken its place"
-        )
 
         def ended(errand: Errand) -> None:
             if errand.error is not None:
@@ -451,7 +448,7 @@ class Snapshotting:
             elif errand.result:
                 self._records.pop(record.id, None)
 
-        self._send(lambda: self.work.end(record, sentence, GONE), ended)
+        self._send(lambda: self.work.end(record, gone(record.source), GONE), ended)
 
     def _drop_of(self, snapshot_id: str) -> None:
         self._appended.pop(snapshot_id, None)
@@ -463,7 +460,13 @@ class Snapshotting:
     def _give_up(self, chunk: Chunk) -> None:
         """Its T is forgotten; whatever is read of it later is nobody's."""
         if self._reading is chunk:
-            self._reading, self.is_standing = None, False
+            self._go_on(chunk)
+
+    def _go_on(self, chunk: Chunk) -> None:
+        """The stream stands no more; nor does it for any other snapshot, until it has flowed for its share of time."""
+        self._reading, self.is_standing = None, False
+        stood = (chunk.read_at or time.monotonic()) - chunk.sent_at
+        self._rested_at = chunk.sent_at + paces.STANDING_SHARE * stood
 
     def _forget(self, chunk: Chunk) -> None:
         self._give_up(chunk)

@@ -52,7 +52,7 @@ _RAW: CodecOptions[RawBSONDocument] = CodecOptions(document_class=RawBSONDocumen
 RUNNING, DONE, GONE, STOPPED, FAILED = "running", "done", "source gone", "stopped", "failed"
 """States of a snapshot."""
 
-_LASTING = [RUNNING, STOPPED, FAILED]
+_LASTING = [RUNNING, STOPPED, FAILED, GONE]
 """What may go on: a term that is over must not move it, even if it is stopped when another one takes over."""
 
 _ID_BYTES = 6
