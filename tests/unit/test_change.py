@@ -170,7 +170,7 @@ def test_a_built_change_writes_nothing_fenced(given: dict[str, Any], unreachable
     """P3: its fence compares with that of no live change, so a backfill by hand could write over what is newer."""
     change = Change.build("insert", ns="shop.orders", client=unreachable, **given)
     for target in ("shop.summaries", unreachable["shop"]["summaries"]):
-        with pytest.raises(HandlerUsageError, match="no fence that compares .* changes snapshot HANDLER"):
+        with pytest.raises(HandlerUsageError, match=r"no fence that compares .* changes snapshot HANDLER"):
             change.fenced(target)
 
 
