@@ -103,9 +103,13 @@ class Writer:
         """Begin to write."""
         self._thread.start()
 
+    def rest(self) -> None:
+        """Write no more, from the next batch on."""
+        self._stopping.set()
+
     def stop(self) -> None:
         """Write no more; fails the test if writing has failed."""
-        self._stopping.set()
+        self.rest()
         if self._thread.ident is not None:
             self._thread.join()
         if self.failure is not None:
@@ -162,6 +166,11 @@ class CopiesRig:
         processes: starts and ends the processes.
         documents: of the largest collection.
         seed: for everything that is left to chance.
+
+    Attributes:
+        kills: how many processes were killed.
+        counts: how many documents each collection has at first.
+        writers: of each collection.
     """
 
     def __init__(
@@ -179,7 +188,7 @@ class CopiesRig:
         self.data, self.copies = client[f"{names}_data"], client[f"{names}_copies"]
         self.kills = 0
         self._client = client
-        self._chance = random.Random(seed)
+        self.chance = random.Random(seed)
         self._processes = processes
         self._roles: dict[str, ProjectProcess] = {}
         self._environment = {
@@ -234,7 +243,7 @@ class CopiesRig:
 
     def kill_worker(self) -> None:
         """Kill a worker with all its processes, and start another."""
-        self._kill(self._chance.choice([name for name in self._roles if name.startswith("worker")]))
+        self._kill(self.chance.choice([name for name in self._roles if name.startswith("worker")]))
 
     def _kill(self, name: str) -> None:
         self.kills += 1
@@ -245,7 +254,7 @@ class CopiesRig:
 
     def kill_any(self) -> None:
         """Kill one or the other."""
-        self._chance.choice([self.kill_leader, self.kill_worker])()
+        self.chance.choice([self.kill_leader, self.kill_worker])()
 
     def changes(self, *arguments: str) -> Any:
         """Run `celery -A APP changes ... --json` to its end, and return what it says."""
@@ -268,18 +277,21 @@ class CopiesRig:
         found = self.snapshots
         return all(found.get(name, {}).get("state") == "done" for name in SHARES)
 
-    @property
-    def progress(self) -> int:
-        """How many documents the snapshots have delivered."""
-        return sum(found.get("done", 0) for found in self.snapshots.values())
+    def progress(self, *names: str) -> int:
+        """How many documents the snapshots of these handlers, or of all, have delivered."""
+        return sum(found.get("done", 0) for name, found in self.snapshots.items() if not names or name in names)
 
-    def wait_progress(self) -> None:
-        """Wait until the snapshots have gone on, or are done."""
-        before = self.progress
-        wait_for(
-            lambda: self.all_done or self.progress > before,
-            message=lambda: f"the snapshots go on: {self.snapshots}",
-        )
+    def wait_progress(self, *names: str) -> None:
+        """Wait until such snapshots have gone on, or all are done; what has its own is not written any more."""
+        before = self.progress(*names)
+
+        def gone_on() -> bool:
+            for name, found in self.snapshots.items():
+                if found["state"] == "done":
+                    self.writers[name].rest()
+            return self.all_done or self.progress(*names) > before
+
+        wait_for(gone_on, message=lambda: f"the snapshots go on: {self.snapshots}")
 
     def settle(self) -> None:
         """Stop writing, and wait until everything that was written is done."""

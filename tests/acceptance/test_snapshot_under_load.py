@@ -24,7 +24,7 @@ Make = Callable[..., CopiesRig]
 
 DOCUMENTS_VARIABLE = "MONGO_CELERY_SNAPSHOT_DOCUMENTS"
 DOCUMENTS = 1_000_000
-FEW_DOCUMENTS = 3000
+FEW_DOCUMENTS = 400
 KILLS_MAX = 500
 _LOCK_SECONDS = 3
 """How long the server keeps the transaction of a worker that was killed."""
@@ -45,13 +45,13 @@ def make(make_replica_set: MakeReplicaSet, redis_url: str, processes: Processes)
 
 
 def test_a_snapshot_is_exact_beside_writes_and_a_kill_of_each_kind(make: Make) -> None:
-    """P1-P3, P6: some thousand documents; a listener and a worker die in the middle."""
+    """P1-P3, P6: some hundred documents; a listener and a worker die in the middle."""
     rig = make(FEW_DOCUMENTS)
     rig.start()
     for writer in rig.writers.values():
         writer.start()
     rig.changes("snapshot", TRANSACTIONAL)
-    rig.wait_progress()
+    rig.wait_progress(PLAIN)  # at once: what the record calls delivered must not be on its way
     rig.kill_leader()
     rig.wait_progress()
     rig.kill_worker()
@@ -60,14 +60,15 @@ def test_a_snapshot_is_exact_beside_writes_and_a_kill_of_each_kind(make: Make) -
 
 @pytest.mark.slow
 def test_a_snapshot_of_a_million_documents_is_exact_while_everything_is_killed(make: Make) -> None:
-    """P1-P3, P6: whenever the snapshots have gone on, somebody dies."""
+    """P1-P3, P6: now and then, when the snapshots have gone on, somebody dies."""
     rig = make(int(os.environ.get(DOCUMENTS_VARIABLE, DOCUMENTS)))
     rig.start(listeners=2, workers=2)
     for writer in rig.writers.values():
         writer.start()
     rig.changes("snapshot", TRANSACTIONAL)
     while not rig.all_done and rig.kills < KILLS_MAX:
-        rig.wait_progress()
+        for _ in range(rig.chance.randint(1, 4)):
+            rig.wait_progress()
         rig.kill_any()
     assert rig.kills > 1
     finish(rig)

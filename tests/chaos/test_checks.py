@@ -187,16 +187,16 @@ def test_a_document_of_a_snapshot_is_charged_itself_and_not_what_lies_behind_it(
 
 def test_a_document_of_a_snapshot_starts_once_more_and_takes_nothing_back() -> None:
     """P2, P6: as often as there were snapshots, and at its place: never behind what is newer."""
-    again = [
+    again: list[Fact] = [
         Started(handler="quick", key=KEY, n=2, fence=7, partition=INDEX, seq=4, at=11),
         Effect(handler="quick", key=KEY, n=2, fence=7, partition=INDEX, seq=4, at=11),
     ]
-    history = [fact for n in (1, 2) for fact in (wrote(n, n), started(n, n), effect(n, n))]
+    history: list[Fact] = [fact for n in (1, 2) for fact in (wrote(n, n), started(n, n), effect(n, n))]
     ordered = Fault("snapshot", 10, 12)
     assert checks.repeated([*history, *again], [ordered]) == (1, [])
     assert checks.repeated([*history, *again], [])[1]
     assert judge(Evidence([*history, *again], [], [ordered])).wrong["out of order"] == []
-    behind = [wrote(3, 10.5), started(3, 10.5), effect(3, 10.5)]
+    behind: list[Fact] = [wrote(3, 10.5), started(3, 10.5), effect(3, 10.5)]
     assert judge(Evidence([*history, *behind, *again], [], [ordered])).wrong["out of order"]
 
 
