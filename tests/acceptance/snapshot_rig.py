@@ -301,6 +301,11 @@ class CopiesRig:
             return [found["_id"] for found in self.state["subscriptions"].find(behind, {"_id": 1})]
 
         wait_for(lambda: not left(), message=lambda: f"behind: {left()}")
+        stored, marked = self.state["spill"], {"spilled": {"$ne": None}}  # which the watermark has passed
+        wait_for(
+            lambda: not stored.count_documents({}) and not self.state["partitions"].count_documents(marked),
+            message=lambda: f"{stored.count_documents({})} stored",
+        )
 
     # -- judging -----------------------------------------------------------------------------------
 
