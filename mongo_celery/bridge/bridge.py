@@ -161,7 +161,8 @@ class Bridge:
             group: of workers: the runs go to the queues `BRIDGE.GROUP.INDEX`, so that they can have workers of their
                 own, see `celery -A app changes queues --group`. Letters, digits, `_`, `-`, and not digits alone.
             start_from: where the handler begins while it has no position, as the bridge's option of that name says it;
-                by default that one. It is judged once, when a listener first leads with the handler.
+                by default that one. It is judged once, when a listener first leads with the handler. With `"snapshot"`
+                it is given the documents that exist then, too, as operation type `snapshot`.
             task_options: Celery's `bind`, `autoretry_for`, `retry_backoff`, `max_retries`, `rate_limit`,
                 `time_limit`, `soft_time_limit` and the like.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import bson
@@ -19,7 +20,7 @@ from bson.raw_bson import RawBSONDocument
 
 from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.fenced import FencedCollection
-from mongo_celery.bridge.fenced.fence import Fence
+from mongo_celery.bridge.fenced.fence import HAND_MADE, HAND_MADE_TOKEN, Fence
 from mongo_celery.errors import HandlerUsageError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Change:
         partition: index of the partition that keeps this change's order.
         seq: number of this change within its partition, from 1, without gaps.
         fencing_token: grows with every claim of the partition; a resource that has seen a
-            larger one should refuse this one.
+            larger one should refuse this one; -1 in one that was built by hand.
         session: the open transaction's session in a handler with `transactional=True`, else None.
         replayed: whether this is a dead letter that is replayed: newer changes of its document may have been handled
             meanwhile. `fenced` refuses to write over what they have written; other effects have to mind it themselves.
@@ -78,7 +79,10 @@ class Change:
 
     @property
     def operation_type(self) -> str:
-        """`insert`, `update`, `replace`, `delete`, `drop`, `rename`, `dropDatabase`, `invalidate` ..."""
+        """
+        `insert`, `update`, `replace`, `delete`, `drop`, `rename`, `dropDatabase`, `invalidate` ...; `snapshot` of a
+        document that exists, which a snapshot gives.
+        """
         return str(self.raw["operationType"])
 
     @property
@@ -131,7 +135,7 @@ class Change:
 
     @property
     def cluster_time(self) -> Timestamp | None:
-        """Time of the oplog entry; several changes of one transaction share it."""
+        """Time of the oplog entry, which changes of one transaction share; T of an existing document."""
         return self.raw.get("clusterTime")
 
     @property
@@ -141,7 +145,7 @@ class Change:
 
     @property
     def resume_token(self) -> Mapping[str, Any]:
-        """MongoDB's bookmark of this change."""
+        """MongoDB's bookmark of this change; of an existing document the bridge's own, which opens no stream."""
         token: Mapping[str, Any] = self.raw["_id"]
         return token
 
@@ -161,11 +165,12 @@ class Change:
 
         Args:
             collection: a PyMongo collection, or `"db.collection"` on the bridge's cluster.
+
+        Raises:
+            HandlerUsageError: the change was built by hand, without a fence.
         """
         if self._fencer is None:
-            raise HandlerUsageError(
-                "This change was built without a bridge; pass Change.build(..., client=...) to use fenced().",
-            )
+            raise HandlerUsageError(HAND_MADE)
         return self._fencer(self, collection)
 
     def with_session(self, session: ClientSession) -> Change:
@@ -180,22 +185,33 @@ class Change:
         ns: str,
         document_key: Mapping[str, Any] | None = None,
         full_document: Mapping[str, Any] | None = None,
-        fencing_token: int = 1,
+        fencing_token: int | None = None,
+        fence: Fence | None = None,
         client: Any = None,
         **raw: Any,
     ) -> Change:
         """
         Make a change for a unit test.
 
+        It is no way to deliver documents that exist: `changes snapshot` does that. The fence of a live change comes
+        from a claim, and one that is made by hand keeps nothing from being written over newer data. So without
+        `fence` the change refuses `fenced()`.
+
         Args:
             operation_type: as in MongoDB's events.
             ns: `"db.collection"`.
             document_key: by default the `_id` of `full_document`.
             full_document: the document, if the event carries one.
-            fencing_token: what `fenced()` will carry.
-            client: a MongoClient for `fenced()`; without it `fenced()` raises.
+            fencing_token: for a handler that compares tokens itself; by default -1, which no `Fence` takes.
+            fence: what `fenced()` will carry; partition and fencing token of the change are the fence's.
+            client: a MongoClient for `fenced("db.collection")`; given a collection it needs none.
             raw: further fields of the event, such as `updateDescription=...`.
+
+        Raises:
+            HandlerUsageError: both a fence and a token.
         """
+        if fence is not None and fencing_token is not None:
+            raise HandlerUsageError("A fence has a token: leave out fencing_token, or give it without fence.")
         database, _, collection = ns.partition(".")
         if document_key is None and full_document is not None and "_id" in full_document:
             document_key = {"_id": full_document["_id"]}
@@ -210,18 +226,22 @@ class Change:
         if full_document is not None:
             event["fullDocument"] = dict(full_document)
         event.update(raw)
-        return cls(event, fencing_token=fencing_token, _fencer=_client_fencer(client) if client is not None else None)
+        if fence is not None:
+            return cls(
+                event, partition=fence.index, fencing_token=fence.token, _fencer=partial(_fenced_by_hand, fence, client)
+            )
+        return cls(event, fencing_token=HAND_MADE_TOKEN if fencing_token is None else fencing_token)
 
 
-def _client_fencer(client: Any) -> Fencer:
-    def fence(change: Change, collection: Collection[dict[str, Any]] | str) -> FencedCollection:
-        target: Any = collection
-        if isinstance(collection, str):
-            database, _, name = collection.partition(".")
-            target = client[database][name]
-        return FencedCollection(target, Fence("test/test", 0, change.partition, change.fencing_token))
-
-    return fence
+def _fenced_by_hand(
+    fence: Fence, client: Any, _change: Change, collection: Collection[dict[str, Any]] | str
+) -> FencedCollection:
+    if not isinstance(collection, str):
+        return FencedCollection(collection, fence)
+    if client is None:
+        raise HandlerUsageError(f"To write to {collection!r} by its name, pass Change.build(..., client=...) as well.")
+    database, _, name = collection.partition(".")
+    return FencedCollection(client[database][name], fence)
 
 
 def decoded(event: bytes | memoryview) -> dict[str, Any]:

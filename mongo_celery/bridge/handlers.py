@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mongo_celery.arguments import check_choice, check_name, nearest
+from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.options import (
     FAILURE_POLICIES,
     UNAVAILABLE,
@@ -105,6 +106,10 @@ class Handler:
         """Where it begins while it has no position: the handler's own start, or the bridge's."""
         return options.start_from if self.start_from is None else self.start_from
 
+    def begins_with_snapshot(self, options: BridgeOptions) -> bool:
+        """Whether it is given what exists while it has no position: where it asks for documents at all."""
+        return self.start(options) == SNAPSHOT and self.filter.takes_documents
+
     def partitioner(self, options: BridgeOptions) -> Partitioner:
         """The rule by which this subscription's changes are spread."""
         return self._partitioner(self.partition_by if self.partition_by is not None else options.partition_by, options)
@@ -178,6 +183,11 @@ def make_handler(
         group=_checked_group(arguments.get("group")),
         start_from=start_from,
     )
+    if start_from == SNAPSHOT and not handler.filter.takes_documents:
+        raise ConfigurationError(
+            f"start_from='snapshot' gives handler {name} the documents that exist, and it asks for none of insert, "
+            "update and replace; choose 'oldest' or 'now', or add them to its operations.",
+        )
     handler.partitioner(options)
     check_are_sent(handler.filter.operations, expanded=options.show_expanded_events)
     for target in targets:

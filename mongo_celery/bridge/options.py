@@ -50,7 +50,7 @@ PartitionKey = str | Callable[[Mapping[str, Any]], Any]
 StartFrom = str | Timestamp | datetime | Mapping[str, Any]
 
 UNAVAILABLE = {
-    "snapshot": "reading what exists before streaming is not part of this version; choose 'oldest' or 'now'",
+    "snapshot": "a snapshot after lost history is asked for by `changes snapshot`; choose 'oldest' or 'now'",
 }
 """Choices of a later version, and what to choose meanwhile."""
 
@@ -241,7 +241,7 @@ def check_start(start_from: object) -> None:
         ConfigurationError: what would be one.
     """
     if isinstance(start_from, str):
-        check_choice("start_from", start_from, ("oldest", "now"), UNAVAILABLE)
+        check_choice("start_from", start_from, ("oldest", "now", "snapshot"), UNAVAILABLE)
     elif isinstance(start_from, datetime):
         if start_from.tzinfo is None:
             raise ConfigurationError("start_from is a datetime without a time zone; add one, such as timezone.utc.")
@@ -254,7 +254,8 @@ def check_start(start_from: object) -> None:
             )
     elif not isinstance(start_from, Timestamp):
         raise ConfigurationError(
-            f"start_from={start_from!r} must be 'oldest', 'now', a bson Timestamp, a datetime or a resume token.",
+            f"start_from={start_from!r} must be 'oldest', 'now', 'snapshot', a bson Timestamp, a datetime or a resume "
+            "token.",
         )
 
 

@@ -31,6 +31,7 @@ from bson.codec_options import CodecOptions
 from bson.raw_bson import RawBSONDocument
 
 from mongo_celery.bridge.change import decoded
+from mongo_celery.bridge.existing import as_inserted
 from mongo_celery.bridge.options import PartitionKey
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.identity import canonical
@@ -181,8 +182,12 @@ def _refuse_volatile(rule: str, root: str, full_document: str | None, before_cha
 
 
 def _plain(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Users' functions get plain values; the listener's own events decode only what is looked at."""
-    return decoded(event.raw) if isinstance(event, RawBSONDocument) else event
+    """
+    Users' functions get plain values; the listener's own events decode only what is looked at.
+
+    An existing document looks like its insert, so that it has the key that all changes of it have.
+    """
+    return as_inserted(decoded(event.raw) if isinstance(event, RawBSONDocument) else event)
 
 
 def _callable_name(rule: Callable[..., Any]) -> str:

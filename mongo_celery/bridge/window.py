@@ -134,6 +134,20 @@ class Window:
         self._seen = change.mark.data
         self._order.append(change)
         self._buffers.setdefault(change.index, deque()).append(change)
+        self._count_in(change)
+
+    def add_existing(self, change: PendingChange) -> None:
+        """
+        Append an existing document: its token is none of the stream's, and lies behind all that was read.
+
+        It holds no watermark, which cannot be there; whoever has appended it knows by its partition when it is done.
+        """
+        buffer = self._buffers.setdefault(change.index, deque())
+        assert not buffer or buffer[-1].mark.data < change.mark.data, "what is appended comes last"
+        buffer.append(change)
+        self._count_in(change)
+
+    def _count_in(self, change: PendingChange) -> None:
         self.count += 1
         self.refused += change.refusal is not None
         self.size += change.weight

@@ -13,6 +13,7 @@ from mongo_celery.cli import dead_letters, names, positions
 from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_errors
 from mongo_celery.cli.grants import grants
 from mongo_celery.cli.health import BRIDGE, bridges_of, health, line_of
+from mongo_celery.cli.snapshot import snapshot
 from mongo_celery.cli.status import status
 from mongo_celery.cli.top import top
 
@@ -48,6 +49,7 @@ changes.add_command(names.rename)
 changes.add_command(positions.history)
 changes.add_command(positions.replay)
 changes.add_command(positions.rewind)
+changes.add_command(snapshot)
 changes.add_command(status)
 changes.add_command(top)
 

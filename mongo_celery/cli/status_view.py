@@ -16,6 +16,7 @@ from rich.text import Text
 
 from mongo_celery.bridge.operations.findings import NEAR, SERIOUS
 from mongo_celery.bridge.operations.overview import needs_attention
+from mongo_celery.cli.snapshot_view import progress_line, progress_style
 from mongo_celery.cli.verdict_view import verdict_view
 from mongo_celery.quantities import duration, moment, number, size
 
@@ -83,6 +84,7 @@ def _facts(status: Mapping[str, Any], *, everything: bool) -> Iterable[Renderabl
     yield from (_rejection("the broker rejects", each) for each in status["rejected_by_broker"])
     yield from (_rejection("MongoDB does not store", each) for each in status["not_stored"])
     yield from _stored(status)
+    yield from (_line(f"snapshot {progress_line(each)}", progress_style(each)) for each in status["snapshots"])
     yield from _handlers(status["subscriptions"], everything=everything)
     yield from (_new_layout(each) for each in status["subscriptions"] if each["new_layout"])
     yield from _partitions(status["partitions"], everything=everything)

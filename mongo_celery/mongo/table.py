@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pymongo
+from bson import Timestamp
 from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -124,6 +125,25 @@ class Table:
         """As `update`, by a plain command; the collection's own write concern does not count."""
         updates = [{"q": guard, "u": change}]
         return bool(self._run({"update": self.collection.name, "updates": updates, "writeConcern": concern})["n"])
+
+    def update_timed(self, guard: Mapping[str, Any], change: Update) -> Timestamp | None:
+        """
+        As `update_unretried`, by majority.
+
+        Returns:
+            The cluster time of the write, of its own entry in the oplog; None where nothing matched.
+
+        Raises:
+            OperationFailure: also where the server gave no time, as a set does that still makes its signing keys.
+        """
+        updates = [{"q": guard, "u": change}]
+        answer = self._run({"update": self.collection.name, "updates": updates, "writeConcern": MAJORITY})
+        if not answer["n"]:  # looked at first: what was refused is answered with another time
+            return None
+        if not isinstance(answer.get("operationTime"), Timestamp):
+            raise OperationFailure("the server has given no operationTime", Code.Location51144, dict(answer))
+        time: Timestamp = answer["operationTime"]
+        return time
 
     def update_each_unretried(self, guards: Sequence[Mapping[str, Any]], change: Update) -> int:
         """The same update for each document that a guard names, by one plain command; how many matched."""

@@ -67,6 +67,8 @@ class Code(IntEnum):
     ElectionInProgress = 216
     RetryChangeStream = 234
     CursorKilled = 237
+    SnapshotTooOld = 239
+    SnapshotUnavailable = 246
     ProducerConsumerQueueEndClosed = 248
     InvalidResumeToken = 260
     ExceededTimeLimit = 262

@@ -47,7 +47,7 @@ def bridge_on(url: str, broker: str, **options: Any) -> Bridge:
     app.conf.broker_connection_retry_on_startup = True
     bridge = Bridge(app, url, name=NAME, database=STATE, **{**OPTIONS, **options})
     bridge.on_change(f"{DATA}.orders", name="record")(record)
-    bridge.on_change(f"{DATA}.letters", name="letters", failure_policy="dead_letter")(letters)
+    bridge.on_change(f"{DATA}.letters", name="letters", failure_policy="dead_letter", start_from="snapshot")(letters)
     return bridge
 
 

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from bson import Int64
 
-from mongo_celery.bridge.operations import commands, going_on, heads, lease_commands, letter_commands, renaming
+from mongo_celery.bridge.operations import (
+    commands,
+    going_on,
+    heads,
+    lease_commands,
+    letter_commands,
+    renaming,
+    snapshot_commands,
+)
 from mongo_celery.bridge.operations.grants import Right, rights_of
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.preflight import check
@@ -73,7 +81,7 @@ def listen(setting: Setting, said: Said) -> str:
     """Lead, store what stands, change the layout, remove what is left, withdraw and move replays; what was said."""
     orders = setting.bridge.wiring
     with Listening(setting.bridge_of("listener").wiring, said) as listener:
-        if not listener.wait(lambda: "reading from" in said()):
+        if not listener.wait(lambda: setting.state["snapshots"].count_documents({"state": "done"})):
             return said() + listener.text
         assert commands.pause(orders)
         for number in range(_SPILLED):
@@ -184,6 +192,8 @@ def operate(wiring: Wiring) -> str:
         lambda: commands.retry(wiring, "record"),
         lambda: commands.pause(wiring, "letters"),
         lambda: commands.resume(wiring, "letters"),
+        lambda: snapshot_commands.start(wiring, "record"),
+        lambda: snapshot_commands.stop(wiring, snapshot_commands.listed(wiring, "record")[0]["id"]),
         lambda: lease_commands.rotate_key(wiring, 0),
         lambda: lease_commands.adopt(wiring),
         lambda: going_on.go_on(wiring, going_on.read_lost(wiring, "record"), "oldest"),
@@ -252,7 +262,7 @@ def _hold(setting: Setting, name: str, *, is_in_force: bool) -> None:
 
 
 def test_the_role_of_a_listener_is_enough(clean: Setting, said: Said) -> None:
-    """Leading, renewing, the oplog's ends, spilling, a new layout, leftovers, replays: without what is optional."""
+    """Leading, the oplog's ends, spilling, a new layout, leftovers, replays, snapshots: without what is optional."""
     clean.only("listener")
     text = listen(clean, said)
     assert not lacks(text), text

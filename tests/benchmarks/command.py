@@ -17,11 +17,12 @@ from mongo_celery.errors import MongoCeleryError
 from tests.benchmarks.outbox_suite import run_outbox
 from tests.benchmarks.report import SuiteResults, as_json, show
 from tests.benchmarks.sizes import FULL, QUICK, Sizes
+from tests.benchmarks.snapshot_suite import run_snapshot
 from tests.benchmarks.spill_suite import run_spill
 from tests.benchmarks.stream_suite import run_stream
 from tests.benchmarks.transaction_suite import run_transactions
 
-SUITES = ("outbox", "transactions", "stream", "spill")
+SUITES = ("outbox", "transactions", "stream", "spill", "snapshot")
 
 _COUNT = click.IntRange(min=1)
 _ANY = click.IntRange(min=0)
@@ -33,6 +34,8 @@ _ANY = click.IntRange(min=0)
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--rounds", type=_COUNT, help="How often each figure is measured; the median counts.")
 @click.option("--documents", type=_ANY, help="Of the collection in which the sweep looks for 100; 0 leaves it out.")
+@click.option("--existing", type=click.IntRange(min=1000), help="Documents of a snapshot, and live inserts beside it.")
+@click.option("--snapshots", type=_COUNT, help="How many snapshots are measured; the median counts.")
 @click.option("--mongo-url", envvar="MONGO_CELERY_BENCH_MONGO_URL", help="A replica set; embedded if left out.")
 @click.option("--redis-url", envvar="MONGO_CELERY_BENCH_REDIS_URL", help="The broker; embedded if left out.")
 @click.option("--writes", type=_COUNT, hidden=True)
@@ -46,18 +49,20 @@ _ANY = click.IntRange(min=0)
 @click.option("--backlog", type=_COUNT, hidden=True)
 @click.option("--stored", type=_COUNT, hidden=True)
 @click.option("--spilled", type=_COUNT, hidden=True)
+@click.option("--live", type=_COUNT, hidden=True)
 @click.option("--lock-lifetime", type=_ANY, hidden=True)
 def benchmarks(
     suites: tuple[str, ...], quick: bool, wants_json: bool, mongo_url: str | None, redis_url: str | None, **given: Any
 ) -> None:
     """
-    Measure outbox, transactions, stream and spill on this machine: all, or those that are named.
+    Measure outbox, transactions, stream, spill and snapshot on this machine: all, or those that are named.
 
     \b
     outbox        writes beside plain ones, entries per second, the sweep, recovery
     transactions  two-phase commits and locked documents, and their recovery
     stream        oplog entries that the bridge's stream passes, by the number of its sources
     spill         other partitions beside one that stands, what storing its changes costs, and going on with them
+    snapshot      documents that exist, beside as many live inserts, and what live changes wait meanwhile
 
     Absolute figures depend on the machine and on what else it does; compare the ratios. Given servers
     are left as they were found.
@@ -87,5 +92,7 @@ def run_suites(stage: Stage, chosen: Sequence[str], sizes: Sizes, announce: Call
         results.stream = run_stream(stage, sizes, announce)
     if "spill" in chosen:
         results.spill = run_spill(stage, sizes, announce)
+    if "snapshot" in chosen:
+        results.snapshot = run_snapshot(stage, sizes, announce)
     results.seconds = time.monotonic() - began
     return results

@@ -14,6 +14,7 @@ from tests.benchmarks.outbox_suite import OutboxResults
 from tests.benchmarks.pending_query import PendingQuery
 from tests.benchmarks.readings import Reading
 from tests.benchmarks.sizes import Sizes
+from tests.benchmarks.snapshot_suite import SnapshotResults, Waited
 from tests.benchmarks.spill_suite import SpillResults
 from tests.benchmarks.stream_suite import StreamResults
 from tests.benchmarks.transaction_suite import TransactionResults
@@ -30,6 +31,7 @@ class SuiteResults:
     transactions: TransactionResults | None = None
     stream: StreamResults | None = None
     spill: SpillResults | None = None
+    snapshot: SnapshotResults | None = None
 
 
 def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
@@ -47,6 +49,8 @@ def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
         }
     if results.spill is not None:
         found["spill"] = {"rounds": sizes.rounds, **_spill(results.spill)}
+    if results.snapshot is not None:
+        found["snapshot"] = {"rounds": sizes.snapshots, **_snapshot(results.snapshot)}
     return found
 
 
@@ -61,6 +65,8 @@ def show(results: SuiteResults, console: Console) -> None:
         console.print(_table(title, results.stream.scanned))
     if results.spill is not None:
         _show_spill(results.spill, console)
+    if results.snapshot is not None:
+        _show_snapshot(results.snapshot, console)
     console.print(f"{results.seconds:.0f} s in all")
 
 
@@ -127,6 +133,24 @@ def _spill(results: SpillResults) -> dict[str, Any]:
     }
 
 
+def _snapshot(results: SnapshotResults) -> dict[str, Any]:
+    return {
+        "documents": results.documents,
+        "delivered": _plain(results.delivered),
+        "cpu_us": {
+            name: {process: round(us, 1) for process, us in used.items()} for name, used in results.cpu_us.items()
+        },
+        "live_ms": {
+            "alone": {name: _waits(waited) for name, waited in results.alone.items()},
+            "beside": {name: _waits(waited) for name, waited in results.beside.items()},
+        },
+    }
+
+
+def _waits(waited: Waited) -> dict[str, float]:
+    return {name: round(value, 1) for name, value in asdict(waited).items()}
+
+
 def _plain(readings: Sequence[Reading]) -> dict[str, Any]:
     return {each.name: each.plain() for each in readings}
 
@@ -178,6 +202,20 @@ def _show_spill(results: SpillResults, console: Console) -> None:
             f"with {each.stored:,} stored changes: take-over {each.take_over:.1f} s, "
             f"new layout {each.new_layout:.1f} s; listener's memory in MB: {memory}"
         )
+
+
+def _show_snapshot(results: SnapshotResults, console: Console) -> None:
+    title = f"Documents per second, {results.documents:,} of a snapshot and as many live inserts"
+    console.print(_table(title, results.delivered))
+    for name, used in results.cpu_us.items():
+        parts = ", ".join(f"{process} {us:,.0f} us" for process, us in used.items())
+        console.print(f"processor time of a document, {name}: {parts}")
+    for words, found in (("alone", results.alone), ("beside a snapshot", results.beside)):
+        for name, waited in found.items():
+            console.print(
+                f"live changes of the {name}, {words}: median {waited.p50:,.0f} ms, 99 % {waited.p99:,.0f} ms, "
+                f"longest {waited.longest:,.0f} ms ({waited.samples:,} changes)"
+            )
 
 
 def _seconds(reading: Reading) -> str:

@@ -26,6 +26,9 @@ class Sizes:
         backlog: changes that flow, and are not to be stored.
         stored: changes of 1 kB whose storing is measured; of 10 kB a third.
         spilled: changes that are stored when a listener takes over, and when the layout changes.
+        existing: documents of a snapshot, and as many live inserts beside it.
+        snapshots: how many such snapshots are measured.
+        live: live changes whose latency is measured alone; beside a snapshot it is as many as it lasts.
         lock_lifetime: seconds that the server grants a transaction whose holder is killed; 0 leaves it out.
     """
 
@@ -44,11 +47,15 @@ class Sizes:
     backlog: int = 20_000
     stored: int = 9000
     spilled: int = 100_000
+    existing: int = 1_000_000
+    snapshots: int = 1
+    live: int = 100
     lock_lifetime: int = 5
 
 
 FULL = Sizes()
 QUICK = Sizes(
     rounds=1, writes=60, entries=500, documents=50_000, kills=1, sweep_after=1.0, claim_ttl=2.0, transfers=60,
-    scanned=20_000, beside=1500, standing=3000, backlog=5000, stored=3000, spilled=10_000, lock_lifetime=2,
+    scanned=20_000, beside=1500, standing=3000, backlog=5000, stored=3000, spilled=10_000, existing=20_000, live=20,
+    lock_lifetime=2,
 )  # fmt: skip

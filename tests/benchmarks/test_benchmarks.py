@@ -1,4 +1,4 @@
-"""The benchmarks of outbox, transactions, stream and spill, with tiny sizes: their shape, never their speed."""
+"""The benchmarks with tiny sizes: their shape, never their speed."""
 
 from __future__ import annotations
 
@@ -114,12 +114,35 @@ def test_the_suite_of_what_is_stored_gives_the_others_throughput_and_costs(redis
     assert some["new_layout_seconds"] > 0
 
 
+@pytest.mark.slow
+def test_the_suite_of_snapshots_gives_rates_costs_and_what_live_changes_wait(
+    mongo_url: str, mongo_client: MongoClient[dict[str, Any]], redis_url: str, redis_client: Any
+) -> None:
+    """Documents and live inserts through one handler, and live changes of two; nothing is left on given servers."""
+    before = set(mongo_client.list_database_names())
+
+    given = ("--mongo-url", mongo_url, "--redis-url", redis_url)
+    ended = _benchmarks("snapshot", "--quick", "--json", "--existing", "3000", "--live", "2", *given)
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)["snapshot"]
+    assert found["documents"] == 3000
+    assert found["delivered"]["snapshot"]["ratio_to_live"] > 0
+    for name in ("snapshot", "live"):
+        assert {"listener", "worker"} <= set(found["cpu_us"][name])
+    for waits in found["live_ms"].values():
+        for handler in ("same handler", "other handler"):
+            assert waits[handler]["longest"] >= waits[handler]["p50"] > 0
+    assert not {name for name in mongo_client.list_database_names() if name.startswith("bench-")} - before
+    assert not list(redis_client.scan_iter("*bench-*"))
+
+
 def test_a_suite_that_does_not_exist_ends_in_one_sentence() -> None:
     """Nothing is measured that was not asked for."""
     ended = _benchmarks("bridge")
 
     assert ended.returncode == 2
-    assert "'outbox', 'transactions', 'stream', 'spill'" in ended.stderr
+    assert "'outbox', 'transactions', 'stream', 'spill', 'snapshot'" in ended.stderr
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
@@ -145,6 +168,7 @@ def test_the_index_of_a_plan_is_found_where_the_server_puts_it(plan: dict[str, A
 
 
 def test_the_full_sizes_are_those_of_the_figures() -> None:
-    """One million documents of which 100 are pending is what the project promises to show."""
-    assert FULL.documents == 1_000_000
+    """A million documents, of which 100 are pending, or that a snapshot delivers: what the project promises to show."""
+    assert FULL.documents == FULL.existing == 1_000_000
     assert QUICK.documents < FULL.documents
+    assert QUICK.existing < FULL.existing

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mongo_celery.demo.history import Due, Effect, SetAside, Started, Stored, Wrote
-from tests.chaos.facts import Acquired, Changed, Charged, Covered, Fact, Fault, Kept, Removed, Where
+from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Fact, Fault, Kept, Removed, Where
 from tests.chaos.setting import is_poison, partition_of
 
 SLACK_SECONDS = 20.0
@@ -149,22 +149,25 @@ class _Heads:
     """Which change stands where in its partition."""
 
     def __init__(self, history: Sequence[Fact]) -> None:
-        self._at: dict[Where, dict[str, Wrote]] = defaultdict(dict)
+        self._at: dict[Where, dict[str, Due]] = defaultdict(dict)
         self._times: dict[Due, float] = {}
         for fact in history:
             if isinstance(fact, Wrote) and fact.handler is not None:
-                self._at[fact.handler, partition_of(fact.handler, fact.key)][fact.place] = fact
-                self._times[Due(fact.handler, fact.key, fact.n)] = fact.at
+                due = Due(fact.handler, fact.key, fact.n)
+                self._at[fact.handler, partition_of(fact.handler, fact.key)][fact.place] = due
+                self._times[due] = fact.at
+            elif isinstance(fact, Brought):
+                self._at[fact.where][fact.place] = fact.due
 
     def at(self, where: Where, place: str) -> Due | None:
         """The change at a place."""
-        found = self._at[where].get(place)
-        return Due(where[0], found.key, found.n) if found is not None else None
+        return self._at[where].get(place)
 
     def after(self, where: Where, place: str) -> Due | None:
-        """The first change after a place."""
-        found = next((each for each in self._at[where].values() if each.place > place), None)
-        return Due(where[0], found.key, found.n) if found is not None else None
+        """The first change after a place; a document that a snapshot has brought is one."""
+        found = self._at[where]
+        first = min((each for each in found if each > place), default=None)
+        return None if first is None else found[first]
 
     def written_at(self, due: Due) -> float:
         """When a change was written."""

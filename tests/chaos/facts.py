@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mongo_celery.demo.history import Due
 from mongo_celery.demo.history import Fact as CommonFact
 from tests.chaos.kinds import KINDS, STALL, Kind
 
@@ -79,7 +80,17 @@ class Removed:
     at: float = 0.0
 
 
-Fact = CommonFact | Acquired | Charged | Changed | Kept | Covered | Removed
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """A snapshot has brought a document, as this write of it had left it."""
+
+    where: Where
+    due: Due
+    place: str
+    at: float = 0.0
+
+
+Fact = CommonFact | Acquired | Charged | Changed | Kept | Covered | Removed | Brought
 
 
 @dataclass(frozen=True, slots=True)

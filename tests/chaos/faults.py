@@ -22,6 +22,7 @@ from mongo_celery.embedded import MongoServer
 from mongo_celery.embedded.server import polls
 from tests.chaos.plan import Step
 from tests.chaos.setting import BRIDGE, LEASE_TTL, LISTENER, STATE, WORKER
+from tests.chaos.snapshots import snapshot
 from tests.chaos.world import Role, World, signal_all
 from tests.fixtures.election import Elections
 
@@ -286,5 +287,6 @@ FAULTS: Mapping[str, Do] = MappingProxyType(
         "kill primary": _kill_primary,
         "take back writes": _take_back,
         "take back a lease": _take_back_lease,
+        "snapshot": snapshot,
     }
 )

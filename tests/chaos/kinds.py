@@ -27,7 +27,7 @@ class Kind:
     One kind of fault.
 
     Attributes:
-        on: what it befalls; two faults on one thing never overlap.
+        on: what it befalls; two faults on one thing never overlap. A snapshot befalls nobody.
         bound: seconds until everything goes on: from its end, or from its beginning where there is a successor.
         lasts: least and most seconds that it lasts.
         members: of how many members the set has to be, at least.
@@ -45,8 +45,8 @@ class Kind:
 
     @property
     def has_successor(self) -> bool:
-        """Whether another takes over, however long it lasts: another process, or a primary that is elected."""
-        return self.on in {"listener", "worker"} or self.elects
+        """Whether nothing waits for its end: another process takes over, or a primary that is elected."""
+        return self.on in {"listener", "worker", "snapshot"} or self.elects
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
@@ -78,6 +78,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind("step down", "mongod", _ELECTION, elects=True),
             Kind("kill primary", "mongod", _ELECTION, (2.0, 4.0), members=3, elects=True),
             Kind("take back writes", "mongod", _HANG, members=3, elects=True),
+            Kind("snapshot", "snapshot", _SWEEP, (2.0, 6.0)),
             Kind("take back a lease", "mongod", _HANG + _TAKE_OVER, members=3, elects=True),
         )
     }

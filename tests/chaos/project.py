@@ -63,7 +63,7 @@ def _register(flow: Flow) -> None:
 
 def _handle(task: Any, flow: Flow, change: Change) -> None:
     document = change.full_document
-    assert document is not None, "inserts and replaces carry their document"
+    assert document is not None, "inserts, replaces and snapshots carry their document"
     fact = {
         "handler": flow.name,
         "key": str(document["_id"]),
@@ -73,6 +73,8 @@ def _handle(task: Any, flow: Flow, change: Change) -> None:
         "fence": change.fencing_token,
     }
     start = {**fact, "retries": task.request.retries, "pid": os.getpid()}
+    if change.operation_type == "snapshot":
+        facts.get()[FACTS]["brought"].insert_one({"fact": start, "place": change.resume_token["_data"]})
     facts.get()[FACTS]["start"].insert_one({"fact": start})
     _act(task, document)
     _take_time(flow.seconds)

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
-from tests.chaos.facts import Acquired, Changed, Charged, Covered, Fact, Kept, Removed, Where
+from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Fact, Kept, Removed, Where
 from tests.chaos.setting import BRIDGE, DATA, FACTS, FLOWS, SINK, STATE
 
 Event = Mapping[str, Any]
@@ -68,6 +68,10 @@ class Reading:
                 yield from self._wrote(event, collection, after, at)
             case {"db": database, "coll": "start"} if database == FACTS:
                 yield from self._started(after["fact"], at)
+            case {"db": database, "coll": "brought"} if database == FACTS:
+                fact = after["fact"]
+                due = Due(fact["handler"], fact["key"], fact["n"])
+                yield Brought((fact["handler"], fact["partition"]), due, after["place"], at)
             case {"db": database, "coll": collection} if database == STATE:
                 yield from self._state(collection, event, before, after, at)
 

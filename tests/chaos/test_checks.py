@@ -9,7 +9,7 @@ import pytest
 from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
 from tests.chaos import checks
 from tests.chaos.checks import Longest, Stop
-from tests.chaos.facts import Acquired, Changed, Charged, Covered, Fact, Fault, Kept, Removed
+from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Fact, Fault, Kept, Removed
 from tests.chaos.plan import healthy_partitions
 from tests.chaos.report import merged
 from tests.chaos.setting import partition_of
@@ -172,6 +172,32 @@ POISON = "poison-1"
 def test_only_poison_and_its_victims_are_charged(facts: Sequence[Fact], wrong: bool) -> None:
     """P14."""
     assert bool(checks.charged_innocents(facts, [KILL])) is wrong
+
+
+def test_a_document_of_a_snapshot_is_charged_itself_and_not_what_lies_behind_it() -> None:
+    """P14: its place is between those of the changes; the next change may have been written long after the kill."""
+    later = wrote(3, 90)
+    charge = Charged(WHERE, "8201", 0, 1, at=15.0)
+    brought = Brought(WHERE, due(1), "8201~1", 5.0)
+    assert checks.charged_innocents([wrote(1, 4), charge, later], [KILL])
+    assert checks.charged_innocents([wrote(1, 4), charge, brought, later], [KILL]) == []
+    halt = Changed(WHERE, "halted", "8201~1")
+    assert checks.charged_innocents([wrote(1, 4), brought, halt], []) == [f"{WHERE} halted at {due(1)}"]
+
+
+def test_a_document_of_a_snapshot_starts_once_more_and_takes_nothing_back() -> None:
+    """P2, P6: as often as there were snapshots, and at its place: never behind what is newer."""
+    again: list[Fact] = [
+        Started(handler="quick", key=KEY, n=2, fence=7, partition=INDEX, seq=4, at=11),
+        Effect(handler="quick", key=KEY, n=2, fence=7, partition=INDEX, seq=4, at=11),
+    ]
+    history: list[Fact] = [fact for n in (1, 2) for fact in (wrote(n, n), started(n, n), effect(n, n))]
+    ordered = Fault("snapshot", 10, 12)
+    assert checks.repeated([*history, *again], [ordered]) == (1, [])
+    assert checks.repeated([*history, *again], [])[1]
+    assert judge(Evidence([*history, *again], [], [ordered])).wrong["out of order"] == []
+    behind: list[Fact] = [wrote(3, 10.5), started(3, 10.5), effect(3, 10.5)]
+    assert judge(Evidence([*history, *behind, *again], [], [ordered])).wrong["out of order"]
 
 
 def test_a_stop_is_time_in_which_something_waits_and_nothing_goes_on() -> None:

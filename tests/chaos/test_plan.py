@@ -11,6 +11,7 @@ from tests.chaos.faults import FAULTS
 from tests.chaos.kinds import KINDS
 from tests.chaos.plan import POISONS, Plan, draw, healthy_partitions
 from tests.chaos.setting import FLOWS, HARMLESS, STANDING_PARTITIONS, is_poison, keys_of, partition_of
+from tests.chaos.snapshots import beside_faults, chosen
 
 SEEDS = range(20)
 
@@ -68,6 +69,14 @@ def test_every_kind_of_fault_can_be_done_and_every_broken_build_has_a_plan() -> 
         plan = directed(name)
         assert plan.steps == tuple(sorted(plan.steps, key=lambda step: step.at))
         assert {step.does for step in plan.faults} <= set(KINDS)
+
+
+def test_the_plan_of_snapshots_asks_for_those_of_all_subscriptions() -> None:
+    """With a rate, so that something befalls them, and without; and every fault of it is known."""
+    plan = beside_faults()
+    assert {step.does for step in plan.steps} <= set(KINDS)
+    asked = {(name, bool(rate)) for step in plan.steps if step.does == "snapshot" for name, rate in [chosen(step)]}
+    assert asked == {(name, slowly) for name in FLOWS for slowly in (False, True)}
 
 
 def test_a_plan_can_be_read() -> None:

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
-from tests.chaos.facts import Acquired, Changed, Charged, Covered, Kept, Removed
+from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Kept, Removed
 from tests.chaos.reading import Reading, updated
 from tests.chaos.setting import DATA, FACTS, SINK, STATE
 
@@ -65,9 +65,12 @@ def test_writes_starts_and_effects() -> None:
     assert events.put((FACTS, "start"), "x", {"fact": {**fact, "retries": 0, "pid": 9}}) == [
         Started(**fact, retries=0, pid=9, at=at(2))
     ]
-    assert events.put((DATA, SINK), "quick-2", {"last": fact}) == [Effect(**fact, at=at(3))]
+    assert events.put((FACTS, "brought"), "y", {"fact": fact, "place": "8201~"}) == [
+        Brought(("quick", 2), Due("quick", "k", 1), "8201~", at(3))
+    ]
+    assert events.put((DATA, SINK), "quick-2", {"last": fact}) == [Effect(**fact, at=at(4))]
     assert events.update((DATA, SINK), "quick-2", {"_fence": {}}) == []
-    assert events.update((DATA, SINK), "quick-2", {"last.fence": 6}) == [Effect(**{**fact, "fence": 6}, at=at(5))]
+    assert events.update((DATA, SINK), "quick-2", {"last.fence": 6}) == [Effect(**{**fact, "fence": 6}, at=at(6))]
 
 
 def test_a_transaction_that_is_repeated_is_one_start() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos import snapshots
 from tests.chaos.broken import BROKEN, directed
 from tests.chaos.plan import draw
 from tests.chaos.run import BROKEN_REST_SECONDS, run
@@ -19,6 +20,14 @@ def test_no_promise_is_broken_by_everything_at_once(tmp_path: Path, members: int
     assert judgement.good, judgement.wrong
     assert judgement.counts["written"] > 100
     assert judgement.times
+
+
+@pytest.mark.slow
+def test_snapshots_take_nothing_back_whatever_befalls_them(tmp_path: Path) -> None:
+    """P1-P3, P6: a dozen, with writes and faults beside them."""
+    judgement = run(snapshots.beside_faults(), tmp_path, print)
+    assert judgement.good, judgement.wrong
+    assert judgement.counts["duplicates"] > 50
 
 
 @pytest.mark.slow

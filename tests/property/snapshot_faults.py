@@ -12,6 +12,7 @@ from tests.property.snapshot_model import (
     Listener,
     Mode,
     Partition,
+    Progress,
     State,
     Step,
     Steps,
@@ -21,6 +22,7 @@ from tests.property.snapshot_model import (
     partition_of,
     with_listener,
     with_partition,
+    with_record,
 )
 from tests.property.snapshot_rules import opened, with_raised_records
 from tests.property.snapshot_writes import landed
@@ -148,6 +150,16 @@ def command(world: World, state: State, index: int) -> Steps:
     flowing = partition._replace(mode=Mode.FLOWING, head=None)
     yield Step("retry", head, fair=False), with_partition(state, index, flowing)
     yield Step("set aside", head, fair=False), set_aside(world, state, index, head)
+
+
+def stop_or_resume(world: World, state: State) -> Steps:
+    """Somebody lets a snapshot begin no chunk any more; and lets it go on, which is forgotten by nobody."""
+    for index, record in enumerate(state.records):
+        if record.state is Progress.RUNNING and can(world, state, Fault.STOP):
+            stopped = with_record(state, index, record._replace(state=Progress.STOPPED))
+            yield Step("stop", record, fair=False), stopped._replace(budget=state.budget - 1)
+        if record.state is Progress.STOPPED:
+            yield Step("resume", record), with_record(state, index, record._replace(state=Progress.RUNNING))
 
 
 def rewind(world: World, state: State) -> Steps:

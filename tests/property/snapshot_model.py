@@ -70,6 +70,7 @@ class Broken(StrEnum):
     RECORDS_LAST = "a take-over raises the records when it begins anew, not before it dispatches"
     CHUNK_SURVIVES = "a chunk is kept when the stream is opened again at the watermark"
     CHUNK_SURVIVES_LAYOUT = "a chunk is kept when a new layout comes into force"
+    STOPPED_STAYS = "a take-over raises the records of snapshots that run, and not of those that are stopped"
     REWIND_KEEPS_MARK = "a rewind leaves a mark that was reached"
     REWIND_LEAVES_RECORDS = "a rewind does not raise the records' epoch"
     REFUSED_BEGIN_COUNTS = "a begin that matched nothing gives a T"
@@ -94,6 +95,7 @@ class Fault(StrEnum):
     SHORT = "the server returns fewer documents than it could"
     ANSWERED_LATER = "the answer to a begin is given when it is asked for again, with the time of that"
     ELECTION = "a new primary lacks what is not in the majority"
+    STOP = "somebody stops a snapshot, and lets it go on at any later time"
 
 
 class Late(StrEnum):
@@ -120,6 +122,7 @@ class Progress(StrEnum):
     """The state of a snapshot."""
 
     RUNNING = "running"
+    STOPPED = "stopped"
     DONE = "done"
     GONE = "source gone"
 

@@ -38,6 +38,7 @@ from tests.property.snapshot_model import (
     with_chunk,
     with_listener,
     with_partition,
+    with_record,
 )
 from tests.property.snapshot_writes import landed, write
 
@@ -64,7 +65,8 @@ def take_over(world: World, state: State, listener: Listener) -> Steps:
         ready = listener._replace(stage=1, chunks=(None,) * world.snapshots)
         after = with_listener(state, listener, ready)
         if world.broken is not Broken.RECORDS_LAST:
-            after = with_raised_records(after, listener.term)
+            stopped = world.broken is not Broken.STOPPED_STAYS
+            after = with_raised_records(after, listener.term, stopped=stopped)
         yield Step("take records over", ready), after
         return
     partitions = tuple(
@@ -75,9 +77,21 @@ def take_over(world: World, state: State, listener: Listener) -> Steps:
     yield Step("take over", ready), with_listener(state, listener, ready)._replace(partitions=partitions)
 
 
-def with_raised_records(state: State, term: int) -> State:
-    """Return the state in which the records of all snapshots carry a term."""
-    return state._replace(records=tuple(each._replace(epoch=term) for each in state.records))
+def with_raised_records(state: State, term: int, *, stopped: bool = True) -> State:
+    """Return the state in which the records of all snapshots carry a term, those too that are ``stopped``."""
+    return state._replace(
+        records=tuple(
+            each._replace(epoch=term) if stopped or each.state is not Progress.STOPPED else each
+            for each in state.records
+        )
+    )
+
+
+def look(world: World, state: State, listener: Listener) -> Steps:
+    """The leader raises the record of a snapshot that was asked for, or is resumed, and carries an older term."""
+    for index, record in enumerate(state.records):
+        if record.state is Progress.RUNNING and record.epoch < listener.term and world.broken is Broken.STOPPED_STAYS:
+            yield Step("look", record), with_record(state, index, record._replace(epoch=listener.term))
 
 
 def opened(state: State, listener: Listener, *, forget: bool = True) -> Listener:
@@ -371,6 +385,8 @@ def move_cursor(world: World, state: State, listener: Listener, index: int) -> S
     one = Write(Late.CURSOR, listener.term, index, chunk.begun, end=chunk.end, state=progress)
     after = landed(world, state, one)
     if after is state:
+        if state.records[index].state is Progress.STOPPED:  # not to be ended now: it begins anew when it goes on
+            yield Step("forget", chunk), with_listener(state, listener, with_chunk(listener, index, None))
         return  # refused: not mine
     yield from write(world, state, [one], with_listener(after, listener, with_chunk(listener, index, None)))
 

@@ -17,6 +17,7 @@ from tests.property.snapshot_faults import (
     replicate,
     rewind,
     settled,
+    stop_or_resume,
     write_source,
 )
 from tests.property.snapshot_model import (
@@ -54,6 +55,7 @@ from tests.property.snapshot_rules import (
     flip,
     in_memory,
     insert,
+    look,
     mark,
     move_cursor,
     pass_on,
@@ -137,7 +139,7 @@ def monotone(move: Move) -> Iterator[str]:
     for old, new in zip(before.records, after.records, strict=True):
         if (new.epoch, new.begun, new.last) < (old.epoch, old.begun, old.last) or new.last < old.last:
             yield f"a snapshot has gone back from {old} to {new}"
-        if old.state is not Progress.RUNNING and new.state is not old.state:
+        if old.state in {Progress.DONE, Progress.GONE} and new.state is not old.state:
             yield "a snapshot that had ended has changed its state"
     if before.generation == after.generation and not rewound:
         for one, other in zip(before.partitions, after.partitions, strict=True):
@@ -257,6 +259,7 @@ def led(world: World, state: State, listener: Listener) -> Steps:
         return
     yield from read(world, state, listener)
     if mine:
+        yield from look(world, state, listener)
         yield from store_watermark(world, state, listener)
         yield from reopen(world, state, listener)
         yield from close(world, state, listener)
@@ -295,6 +298,7 @@ def all_steps(world: World, state: State) -> Steps:
     yield from replicate(state)
     yield from elect(world, state)
     yield from land(world, state)
+    yield from stop_or_resume(world, state)
     yield from rewind(world, state)
 
 

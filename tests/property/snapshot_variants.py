@@ -3,8 +3,9 @@
 What the search has added to the rules that it was given, each with the variant that shows it:
 
 ====  ======================================================================================  =======================
- F1   The records' epoch is raised before any partition is taken over: else who is deposed    RECORDS_LAST
-      sees "committed" where its successor's changes have passed its items.
+ F1   The records' epoch is raised before any partition is taken over, also of snapshots      RECORDS_LAST,
+      that are stopped: else who is deposed sees "committed" where its successor's changes    STOPPED_STAYS
+      have passed its items.
  F2   A snapshot begins when *all* partitions are taken over, one that was locked at the      BEGIN_BEFORE_TAKE_OVER
       take-over too: the old term still runs changes behind T there.
  F3   The reader stands still from sending the begin until T is known, not from T on.         T_UNKNOWN_READS_ON
@@ -98,6 +99,10 @@ ONE_STORED = ONE._replace(name="one key, stored, two terms", spills=True, terms=
 STORED_BACK = STORED._replace(name="nobody writes, items stored, a rewind", rewind=2)
 STORED_BACK_ONE = STORED._replace(name="one key, items stored, a rewind", keys=1, rewind=0)
 LOOKED_UP = ONE_TWO_WRITES._replace(name="one key, two writes that are looked up", lookup=True)
+STOPPED = with_faults(WRITE, "a snapshot that is stopped", Fault.STOP)
+STOPPED_TWO_TERMS = STOPPED._replace(
+    name="one is stopped, the other key is created, two terms", terms=2, absent=frozenset({1})
+)
 MERGING = World("two partitions become one", 2, partitions=(2, 1))
 MERGED = QUIET._replace(name="two partitions become one, two terms", terms=2, partitions=(2, 2, 1))
 SPLIT = QUIET._replace(name="one partition becomes two, two terms", terms=2, partitions=(1, 1, 2))
@@ -132,6 +137,9 @@ SOUND = (
     Sound(ONE_WRITE._replace(name="one key, a write that is looked up, two terms", lookup=True, terms=2), 11_000),
     Sound(ONE_WRITE._replace(name="one key, a write that is looked up, a rewind", lookup=True, rewind=0), 7_900),
     Sound(ROOM_THREE, 1_200),
+    Sound(STOPPED, 1_900),
+    Sound(with_faults(ONE, "one key, stopped, two terms", Fault.STOP)._replace(terms=2), 2_700),
+    Sound(STOPPED_TWO_TERMS, 56_000),
     Sound(MERGED, 880),
     Sound(SPLIT, 970),
 )
@@ -204,6 +212,7 @@ CAUGHT = (
     caught(Broken.CURSOR_IGNORES_EPOCH, TWO_TERMS, "P5"),
     caught(Broken.CURSOR_IGNORES_BEGUN, LATE_CURSOR, "P4"),
     caught(Broken.RECORDS_LAST, TWO_TERMS, "P5"),
+    caught(Broken.STOPPED_STAYS, STOPPED_TWO_TERMS, "P5"),
     caught(Broken.CHUNK_SURVIVES, REOPENED, "P5"),
     caught(Broken.CHUNK_SURVIVES_LAYOUT, MERGING, "P5"),
     caught(Broken.REWIND_KEEPS_MARK, STORED_BACK_ONE, "P12"),

@@ -2,7 +2,7 @@
 
 What the model does, as MongoDB's updates (v: my version; b: the chunk's number; r: the record's ``_id``)::
 
-    raise    take-over, before any partition is touched, and in a rewind's transaction
+    raise    take-over, before any partition is touched, and in a rewind's transaction; also of those that are stopped
              {_id: {$in: mine}, epoch: {$lt: v}}                   {$set: {epoch: v}}                  w majority
     begin    {_id: r, epoch: v, state: "running", begun: b - 1}    {$set: {begun: b}}                  w majority
              n = 1: T = reply.operationTime; n = 0: look again (another epoch: not mine, stop; begun: b: as if the
@@ -12,7 +12,8 @@ What the model does, as MongoDB's updates (v: my version; b: the chunk's number;
     pass     {_id: r, epoch: v, begun: b}                          {$inc: {passed: 1}}                 after the read
              again, until the reader is behind T; n = 0: not mine, stop
     cursor   {_id: r, epoch: v, begun: b, moved: {$ne: b}}         {$set: {lastId: end, moved: b}, $inc: {done: n}}
-    finish   {_id: r, epoch: v, begun: b}                          {$set: {state: "done" | "source gone"}}
+             whether it runs or was stopped meanwhile
+    finish   {_id: r, epoch: v, begun: b, state: "running"}        {$set: {state: "done" | "source gone"}}
              of an empty answer, when the reader is behind a write that came after the read
     rewind   of each partition that goes back, besides position, claim, head and fence
              spilled: {$cond: [{$lte: ["$spilled.to", "$resumeToken._data"]}, null, "$spilled"]}      (old position)
@@ -30,6 +31,7 @@ from tests.property.snapshot_model import (
     Broken,
     Document,
     Late,
+    Progress,
     State,
     Step,
     Steps,
@@ -80,12 +82,16 @@ def recorded(world: World, state: State, one: Write) -> State:
     if one.kind is Late.PASS:
         return appended(world, state, MARK)
     last = one.end if one.end >= 0 else record.last
-    return with_record(state, one.target, record._replace(last=last, state=one.state))
+    ended = one.state if one.state is not Progress.RUNNING else record.state
+    return with_record(state, one.target, record._replace(last=last, state=ended))
 
 
 def matches(world: World, state: State, one: Write) -> bool:
     """Tell whether the guard of a write on a record matches."""
     record = state.records[one.target]
+    starts_or_ends = one.kind is Late.BEGIN or (one.kind is Late.CURSOR and one.state is not Progress.RUNNING)
+    if starts_or_ends and record.state is Progress.STOPPED:
+        return False
     if one.kind is Late.CURSOR and world.broken is Broken.CURSOR_UNGUARDED:
         return True
     epoch = record.epoch == one.term or (one.kind is Late.CURSOR and world.broken is Broken.CURSOR_IGNORES_EPOCH)

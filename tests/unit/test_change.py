@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 from datetime import UTC, datetime
 from typing import Any
@@ -11,11 +12,18 @@ import pytest
 from bson import ObjectId, Timestamp
 from pymongo import MongoClient
 
-from mongo_celery import Change, FencedCollection, HandlerUsageError
+from mongo_celery import Change, ConfigurationError, Fence, FencedCollection, HandlerUsageError
 from mongo_celery.bridge.change import describe, namespace_of, token_data
 from tests.fixtures.samples import event
 
 SECRET = "not for any log"
+
+
+@pytest.fixture
+def unreachable() -> Iterator[MongoClient[dict[str, Any]]]:
+    """Give a client of no server."""
+    with MongoClient[dict[str, Any]]("mongodb://127.0.0.1:1", connect=False) as client:
+        yield client
 
 
 def full_event() -> dict[str, Any]:
@@ -157,15 +165,43 @@ def test_two_built_changes_have_different_tokens() -> None:
     assert first.resume_token != second.resume_token
 
 
-def test_a_change_without_a_bridge_says_how_to_get_a_fenced_view() -> None:
+@pytest.mark.parametrize("given", [{}, {"fencing_token": 2**62}], ids=["without a token", "with a token of its own"])
+def test_a_built_change_writes_nothing_fenced(given: dict[str, Any], unreachable: MongoClient[dict[str, Any]]) -> None:
+    """P3: its fence compares with that of no live change, so a backfill by hand could write over what is newer."""
+    change = Change.build("insert", ns="shop.orders", client=unreachable, **given)
+    for target in ("shop.summaries", unreachable["shop"]["summaries"]):
+        with pytest.raises(HandlerUsageError, match=r"no fence that compares .* changes snapshot HANDLER"):
+            change.fenced(target)
+
+
+def test_what_a_built_change_has_instead_of_a_token_makes_no_fence() -> None:
+    """P3: for other stores too; and a resource that compares tokens by itself has seen none that is smaller."""
+    change = Change.build("insert", ns="shop.orders")
+    assert change.fencing_token == -1
+    with pytest.raises(ConfigurationError, match="changes snapshot HANDLER"):
+        Fence("shop/summarise", 0, change.partition, change.fencing_token)
+
+
+def test_a_built_change_with_a_fence_gives_fenced_views(unreachable: MongoClient[dict[str, Any]]) -> None:
+    """By name or by collection, with its partition and token; nothing connects before something is written."""
+    fence = Fence("shop/summarise", 1, 3, 4)
+    change = Change.build("insert", ns="shop.orders", fence=fence, client=unreachable)
+    assert (change.partition, change.fencing_token) == (3, 4)
+    for target in ("shop.summaries.new", unreachable["shop"]["summaries.new"]):
+        view = change.fenced(target)
+        assert repr(fence) in repr(view)
+        assert "'shop.summaries.new'" in repr(view)
+
+
+def test_a_name_needs_a_client_and_a_collection_has_one(unreachable: MongoClient[dict[str, Any]]) -> None:
     """P9: in a unit test of a handler that writes."""
+    change = Change.build("insert", ns="shop.orders", fence=Fence("shop/summarise", 0, 0, 1))
+    assert isinstance(change.fenced(unreachable["shop"]["summaries"]), FencedCollection)
     with pytest.raises(HandlerUsageError, match=r"Change\.build\(\.\.\., client=\.\.\.\)"):
-        Change.build("insert", ns="shop.orders").fenced("shop.summaries")
+        change.fenced("shop.summaries")
 
 
-def test_a_built_change_with_a_client_gives_fenced_views() -> None:
-    """By name or by collection; nothing connects before something is written."""
-    with MongoClient[dict[str, Any]]("mongodb://127.0.0.1:1", connect=False) as client:
-        change = Change.build("insert", ns="shop.orders", client=client)
-        for target in ("shop.summaries.new", client["shop"]["summaries.new"]):
-            assert isinstance(change.fenced(target), FencedCollection)
+def test_a_fence_and_a_token_are_not_given_together() -> None:
+    """The fence has a token, and one of the two would be the wrong one."""
+    with pytest.raises(HandlerUsageError, match="leave out fencing_token"):
+        Change.build("insert", ns="shop.orders", fence=Fence("shop/summarise", 0, 0, 1), fencing_token=2)

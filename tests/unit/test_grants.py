@@ -71,11 +71,20 @@ def test_the_oplog_is_needed_where_a_start_is_its_oldest_entry() -> None:
 
 
 def test_images_ask_for_a_look_at_the_collections() -> None:
-    """Only where an option wants them, and only for `check`."""
-    assert not any("listCollections" in each.actions for each in rights_of(wiring_on("a.b"), "operator"))
-    wanting = wiring_on("a.b", full_document_before_change="whenAvailable")
-    (found,) = [each for each in rights_of(wanting, "operator") if "listCollections" in each.actions]
-    assert (found.resource, found.without is None) == ({"db": "a", "collection": ""}, False)
+    """For `check` where an option wants them, and for `snapshot`; optional both times."""
+    for options in ({}, {"full_document_before_change": "whenAvailable"}):
+        wanting = wiring_on("a.b", **options)
+        (found,) = [each for each in rights_of(wanting, "operator") if "listCollections" in each.actions]
+        assert (found.resource, found.without is None) == ({"db": "a", "collection": ""}, False)
+        assert ("check" in (found.without or "")) == bool(options)
+
+
+def test_a_start_with_a_snapshot_asks_for_a_look_at_the_collections() -> None:
+    """Else it is optional: only `changes snapshot` fails without."""
+    for start, is_optional in (("snapshot", False), ("oldest", True)):
+        wiring = wiring_on("a.b", start_from=start)
+        (found,) = [each for each in rights_of(wiring, "listener") if "listCollections" in each.actions]
+        assert (found.without is not None) == is_optional
 
 
 def test_the_state_is_the_bridges_own_database() -> None:

@@ -194,7 +194,6 @@ def test_a_choice_of_another_type_is_refused_in_the_same_way(value: object) -> N
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("start_from", "snapshot", "choose 'oldest' or 'now'"),
         ("on_history_lost", "snapshot", "choose 'oldest' or 'now'"),
     ],
 )

@@ -31,6 +31,7 @@ from mongo_celery.bridge.operations.reasons import (
 from mongo_celery.bridge.operations.state_check import judge_state
 from mongo_celery.bridge.operations.status import Facts, shape
 from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreadable
+from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.spill import Amount
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.oplog import Oplog
@@ -223,6 +224,42 @@ CASES: dict[str, list[Case]] = {
     "not_stored": [
         Case(
             {"lease": reporting(notStored=[{**REJECTED, "since": NOON}], notStoredCount=1)}, "failing", None, "9.0 MiB"
+        ),
+    ],
+    "snapshot_failed": [
+        Case(
+            {
+                "snapshots": [
+                    Snapshot(
+                        id="shop/summarise/a1",
+                        subscription="summarise",
+                        source="shop.orders",
+                        done=7,
+                        state="failed",
+                        sentence="the server said no",
+                    )
+                ]
+            },
+            "failing",
+            "celery -A shop changes snapshot --resume shop/summarise/a1",
+            "after 7 documents: the server said no.",
+            without={},
+        ),
+        Case(
+            {
+                "snapshots": [
+                    Snapshot(
+                        id="shop/summarise/a1",
+                        subscription="summarise",
+                        source="shop.orders",
+                        state="source gone",
+                        sentence="it was dropped",
+                    )
+                ]
+            },
+            "failing",
+            "celery -A shop changes snapshot --stop shop/summarise/a1",
+            "was dropped",
         ),
     ],
     "waiting": [

@@ -40,6 +40,15 @@ FIELD = "_fence"
 TOKEN_MAX = 2**63 - 1
 """Tokens and generations are signed 64-bit numbers in every store."""
 
+HAND_MADE_TOKEN = -1
+"""What a change that was built by hand has for a token: smaller than all there are, and no fence takes it."""
+
+HAND_MADE = (
+    "A change that was built by hand has no fence that compares with those of live changes: deliver documents that "
+    "exist by `celery -A APP changes snapshot HANDLER`; a unit test gives a fence, Change.build(..., fence=Fence(...))."
+)
+"""Why a change that was built by hand writes nothing fenced, and what to do."""
+
 _KEY = re.compile(r"[^.$\x00/][^.$\x00/]*/[^.$\x00/]+")
 
 
@@ -55,7 +64,7 @@ class Fence:
         token: the claim's fencing token, from 0 to 2^63 - 1.
 
     Raises:
-        ConfigurationError: a part is out of its range.
+        ConfigurationError: a part is out of its range, or the token is that of a change built by hand.
     """
 
     key: str
@@ -69,6 +78,8 @@ class Fence:
                 f"A fence's key reads <bridge>/<subscription> without '.' and '$', not {self.key!r}.",
                 key=self.key,
             )
+        if self.token == HAND_MADE_TOKEN:
+            raise ConfigurationError(HAND_MADE, fence=self)
         for name in ("generation", "index", "token"):
             if not 0 <= getattr(self, name) <= TOKEN_MAX:
                 raise ConfigurationError(f"A fence's {name} lies between 0 and 2^63 - 1.", fence=self)

@@ -122,6 +122,24 @@ class Admission:
             index = self._noted.get(_entry(event.mark.data), index)
         return PendingChange(event.mark, index, event.raw, refusal, hash_)
 
+    def admit_existing(self, event: ChangeEvent) -> PendingChange:
+        """
+        The change that an existing document is for the subscription, refused or not. Never raises.
+
+        It is owed: whoever has asked for the snapshot has said so, and its conditions were judged when it was read.
+        Callable from any thread.
+        """
+        refusal = Refusal.because(event.flaw.sentence) if event.flaw is not None else None
+        hash_: int | None = None
+        if refusal is None:
+            try:
+                hash_ = self._partitioner.hash(event.document)
+            except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
+                refusal = keyless(self._selector.name, error)
+        if hash_ is None:
+            hash_ = document_hash(event.document)
+        return PendingChange(event.mark, hash_ % self._layout.partitions, event.raw, refusal, hash_)
+
     def _judge(self, event: ChangeEvent) -> tuple[bool, Refusal | None]:
         """Whether the event is owed, for all that can be told, and why it is refused if it is."""
         flaw, selector = event.flaw, self._selector

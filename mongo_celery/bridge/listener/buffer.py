@@ -93,7 +93,7 @@ class Buffer:
             count,
             age=age,
             is_tail=count >= TAIL_CHANGES or size >= min(TAIL_BYTES, self._options.buffer_bytes // 8),
-            holds=holds,
+            holds=holds or (index in subscription.awaited and why != "running"),
             stands=why if has_stood else None,
             spilled=is_spilled,
             blocks=subscription.is_blocked(index),

@@ -28,11 +28,13 @@ from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.leftovers import Leftovers
 from mongo_celery.bridge.listener.noting import Noting
+from mongo_celery.bridge.listener.owed import OwedSnapshots
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
 from mongo_celery.bridge.listener.relayout import Relayouts
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.rules import rules_in_force
+from mongo_celery.bridge.listener.snapshotting import Snapshotting
 from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.starts import find_starts
 from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
@@ -122,6 +124,7 @@ class Leader:
             self._watermarks,
             self._spilling,
         )
+        self._snapshots = Snapshotting(wiring, self.wake)
         self._replaying = Replaying(self._store.replays, wiring.state_concern)
         self._at_end = False
         self._full, self._full_at = "", math.inf
@@ -153,6 +156,7 @@ class Leader:
         finally:
             self._publishing.close()
             self._evidence.close()
+            self._snapshots.close()
             self._spilling.close()
 
     def _lead(self) -> None:
@@ -199,6 +203,7 @@ class Leader:
             "moving": self._relayouts.report(),
             **self._spilling.report(),
             "atRisk": [risk.report() for risk in self._horizon.risks],
+            "snapshots": self._snapshots.report(),
             "held": [place for each in subscriptions if each.has_gap for place in each.held()],
         }
 
@@ -251,6 +256,8 @@ class Leader:
         )
         self._subscriptions = subscriptions  # at once: the renewal thread reports from it
         self._spilling.begin(subscriptions, takeover.version)
+        owed = [each.plan for each in subscriptions.values() if starts[each.name].owes_snapshot]
+        self._snapshots.begin(subscriptions, takeover.version, OwedSnapshots(self._wiring, owed))
         position = self._history.begin(subscriptions, starts, self._watermarks)
         self._relayouts.begin(subscriptions, takeover)
         self._leftovers = Leftovers(self._store, takeover.version)
@@ -264,6 +271,7 @@ class Leader:
         self._inbox = SimpleQueue()
         self._held = None
         self._at_end = False
+        self._snapshots.reopened()
         if position is not None:
             self._read_from(position)
 
@@ -302,6 +310,7 @@ class Leader:
         else:
             self._relayout(now)
         self._spilling.turn(now, at_end=self._at_end)
+        self._snapshot(now)
         self._replaying.turn(self._subscriptions, now)
         self._dispatch()
         self._watermarks.flush(self._subscriptions.values(), now, self._moved_at)
@@ -324,9 +333,15 @@ class Leader:
                 self._wait_for_room(now)
                 return
             self._full, self._full_at = "", math.inf
+            if not self._snapshots.admits(self._held):  # existing documents come before it
+                self._at_end = False
+                return
             self._at_end = not hasattr(self._held, "raw")
             for subscription in self._subscriptions.values():
-                subscription.take_in(self._held)
+                change = subscription.take_in(self._held)
+                if change is not None:
+                    self._snapshots.looked_up(subscription, self._held, change)
+            self._snapshots.took_in(self._held)
             assert self._reader is not None, "items come from a reader"
             self._reader.made_room(self._held)
             self._held = None
@@ -458,6 +473,14 @@ class Leader:
         if touched is not None:
             self._spilling.has_documents(touched)  # or none any more: it is counted anew
 
+    def _snapshot(self, now: float) -> None:
+        """Go on with existing documents, between the changes."""
+        may_begin = self._reader is not None and not self._full and not self._spilling.waits
+        room = self._options.buffer_bytes - self._spilling.size
+        self._snapshots.turn(self._subscriptions, now, room=room, may_begin=may_begin)
+        if self._reader is not None:
+            self._reader.hurry(self._snapshots.is_active)
+
     # -- dispatching -------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
@@ -496,10 +519,12 @@ class Leader:
             self._noting.due(self._subscriptions.values()),
             self._relayouts.due(),
             self._spilling.next_at(),
+            self._snapshots.next_at(),
         )
         pause = max(until - now, 0.0)
-        if self._held is not None:  # full: new items cannot be taken in
-            self._stopping.wait(min(pause, _BUSY_LOOK))
+        if self._held is not None:  # full, or a chunk is awaited: new items cannot be taken in
+            awaited = self._snapshots.progress if self._snapshots.is_standing else self._stopping
+            awaited.wait(min(pause, _BUSY_LOOK))
             return
         try:
             self._held = self._inbox.get(timeout=pause) if pause else self._inbox.get_nowait()

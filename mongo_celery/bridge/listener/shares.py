@@ -58,7 +58,7 @@ class Share:
         count: how many these are.
         age: seconds for which the first of them has been the first.
         is_tail: whether enough has collected to be stored behind what is stored.
-        holds: whether it holds its subscription's watermark.
+        holds: whether it holds its subscription's watermark, or stands with documents that a snapshot waits for.
         stands: why it stands, where it has for long enough; None for all others.
         spilled: whether it runs from stored changes.
         blocks: whether nothing that is stored can be run before what is buffered was stored again.

@@ -31,10 +31,11 @@ from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import token_data
+from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.options import BridgeOptions, StartFrom
-from mongo_celery.bridge.state.subscriptions import lost_in, name_in
+from mongo_celery.bridge.state.subscriptions import OWED, lost_in, name_in
 from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import ConfigurationError, DeploymentError, LeaseLostError
@@ -56,6 +57,7 @@ class Start:
     Attributes:
         is_first: whether it is the time that was pinned by `start_from`, and no place was ever stored.
         lost: what is recorded of its lost history, if it is lost there.
+        owes_snapshot: whether it begins with what exists, and that was not asked for yet.
     """
 
     time: Timestamp
@@ -63,6 +65,7 @@ class Start:
     fingerprint: str | None
     is_first: bool = False
     lost: Mapping[str, Any] | None = None
+    owes_snapshot: bool = False
 
     @property
     def place(self) -> tuple[Timestamp, str]:
@@ -127,7 +130,7 @@ def _start(document: Mapping[str, Any], version: int) -> Start:
         found = Start(start, None, document["fingerprint"], is_first=token is None and time_ is None)
     else:
         found = Start(start, Mark(token, token_data(token), time_), document["fingerprint"])
-    return replace(found, lost=lost_in(document))
+    return replace(found, lost=lost_in(document), owes_snapshot=document.get("snapshot") == OWED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +166,13 @@ class _Pinning:
             place = places[handler.name]
             if is_added and handler.start_from is None:
                 place = self._within_history(place)
-            self._store.subscriptions.pin(handler.name, takeover.version, place.time, place.position)
+            self._store.subscriptions.pin(
+                handler.name,
+                takeover.version,
+                place.time,
+                place.position,
+                with_snapshot=handler.begins_with_snapshot(self._options),
+            )
             if is_added or handler.start_from is not None:
                 logger.warning(
                     "handler %s is new: it begins %s, at %s",
@@ -262,7 +271,7 @@ def start_time(client: MongoClient[dict[str, Any]], start_from: StartFrom) -> Ti
         return start_from
     if isinstance(start_from, datetime):
         return Timestamp(start_from, 0)
-    if start_from == "now":
+    if start_from in ("now", SNAPSHOT):  # what exists is read behind that
         now = operation_time(client)
         return Timestamp(now.time, now.inc + 1)
     return read_oplog(client).first

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bson import Timestamp
 
 from mongo_celery.bridge.change import describe
+from mongo_celery.bridge.existing import is_existing
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.admission import MOST_REFUSED, Admission, Notes
 from mongo_celery.bridge.listener.dispatcher import Dispatch
@@ -65,6 +66,8 @@ class Subscription:
             runs, since it was read before.
         has_gap: whether its history is lost, or was given up in this term; what is buffered is older then.
         spilled: its partitions that run from stored changes, by index.
+        kept: up to where this term has stored and marked what it had in the buffer, by index of the partition.
+        awaited: partitions with existing documents that a snapshot waits for: they hold it, as others the watermark.
         replays: the next dead letter of each partition that is to be replayed, by index.
         replaying: partitions to which one was sent since these were read.
         counted: changes that were stored, and those that were refused, since somebody took these numbers.
@@ -86,6 +89,8 @@ class Subscription:
         self._run_bytes = min(options.run_bytes, options.max_message_bytes)
         self._candidates: set[int] = set()
         self.spilled: dict[int, Spilled] = {}
+        self.kept: dict[int, str] = {}
+        self.awaited: Collection[int] = ()
         self.replays: dict[int, ReplayRequest] = {}
         self.replaying: set[int] = set()
         self.counted = [0, 0]
@@ -137,25 +142,51 @@ class Subscription:
         stored = self.stored.data if self.stored is not None else ""
         return not self.lost and self.window.refused + self.admission.spilled_since(stored) >= MOST_REFUSED
 
-    def take_in(self, item: ChangeEvent | Mark) -> None:
-        """Put what the reader handed over into the window."""
+    def take_in(self, item: ChangeEvent | Mark) -> PendingChange | None:
+        """Put what the reader handed over into the window; the change that it is here, where that is yet to run."""
         mark = item if isinstance(item, Mark) else item.mark
-        if self.lost or not self.window.is_new(mark.data):
-            return
-        if self.until is not None and mark.data > self.until.data:
-            if self.left is None:  # all behind it is left for the new layout, and read again
-                self.left = mark.data
-                self.window.pass_over(self.until)
-            return
+        if self.lost or not self.window.is_new(mark.data) or self._leaves(mark):
+            return None
         change = None if isinstance(item, Mark) else self._owed(item)
         if change is None or mark.data <= self.trackers[change.index].image.data:
             self.window.pass_over(mark)
-            return
+            return None
         self.window.add(change)
+        self._added(change)
+        return change
+
+    def _added(self, change: PendingChange) -> None:
         self._candidates.add(change.index)
         if change.refusal is not None:
             self.counted[1] += 1
             self.admission.note(change)
+
+    def _leaves(self, mark: Mark) -> bool:
+        """Whether a place is left for the new layout, and read again; all behind it is too."""
+        if self.until is None or mark.data <= self.until.data:
+            return False
+        if self.left is None and self.window.seen < self.until.data and is_existing(self.until.data):
+            return (
+                False  # no stream is opened at the place of an existing document: it is read to one that is behind it
+            )
+        if self.left is None:
+            self.left = mark.data
+            self.window.pass_over(self.until)
+        return True
+
+    def append(self, documents: Sequence[PendingChange]) -> bool:
+        """
+        Put existing documents behind all that was read: the next thing that is taken in lies behind their place.
+
+        Returns:
+            False where one of them counts as done, since its partition stands behind it: then none is appended.
+        """
+        if any(each.data <= self.trackers[each.index].image.data for each in documents):
+            return False
+        for each in documents:
+            self.window.add_existing(each)
+            self._added(each)
+        return True
 
     def _owed(self, event: ChangeEvent) -> PendingChange | None:
         time_ = event.mark.cluster_time
@@ -219,6 +250,7 @@ class Subscription:
                 self.admission.spilled(change.data)
         self.counted[0] += len(changes)
         self.window.store(index, changes[-1].data)
+        self.kept[index] = changes[-1].data
         if self.trackers[index].outstanding is None:
             self._candidates.add(index)
 
@@ -246,6 +278,10 @@ class Subscription:
         """Whether stored changes are left that may be run, for all that is known. Callable from any thread."""
         spilled = self.spilled.get(index)
         return spilled is not None and (bool(spilled.ahead) or spilled.known_to < min(spilled.to, self.window.seen))
+
+    def is_secured(self, index: int, data: str) -> bool:
+        """Whether all of a partition up to a token is committed, or stored and marked by this term."""
+        return data <= max(self.trackers[index].image.data, self.kept.get(index, ""))
 
     # -- running -----------------------------------------------------------------------------------
 

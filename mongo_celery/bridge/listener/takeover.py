@@ -3,9 +3,9 @@ Taking over: the first thing a new term does, before it reads or dispatches.
 
 In this order, each step safe to repeat after a crash:
 
-1. subscriptions and partitions are raised to the new version; from then on no message of an older term
-   can claim. A larger epoch (after a rewind, or a lease that was restored from a backup) raises the
-   lease's version above it, and the step begins again. Each is one write and one read for all handlers, and of bulk
+1. subscriptions, then snapshots, then partitions are raised to the new version; from then on no message of an older
+   term can claim. A larger epoch (after a rewind, or a lease that was restored from a backup) raises the lease's
+   version above it, and the step begins again. Each is one write and one read for all handlers, and of bulk
    writes it does not matter where one was interrupted: what they made is read afterwards, by majority. A partition that
    an open transaction has locked is left out: see `LockedPartitions`.
 2. the layout of each subscription is compared with the options; where they ask for another one, this term begins
@@ -79,9 +79,12 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
         wanted = {handler.name: _wanted_layout(handler, options, version) for handler in handlers}
         documents = store.subscriptions.take_over(wanted, version)
         layouts = {name: layout_in(documents[name]) or wanted[name] for name in wanted}
+        newest = store.snapshots.take_over(version)  # before any partition: see `state/snapshots.py`
         store.partitions.prepare({name: documents[name]["resumeToken"] for name in wanted}, layouts, version)
         images = _won(store, layouts, version)
-        largest = max([store.partitions.largest_epoch()] + [document["epoch"] for document in documents.values()])
+        largest = max(
+            [newest, store.partitions.largest_epoch()] + [document["epoch"] for document in documents.values()]
+        )
         if largest <= version:
             wanted = {name: layouts[name] if layouts[name].is_like(each) else each for name, each in wanted.items()}
             return Takeover(version, layouts, wanted, documents, images)

@@ -17,6 +17,7 @@ from pymongo.errors import DocumentTooLarge, OperationFailure, PyMongoError
 
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.change import describe, token_data
+from mongo_celery.bridge.existing import letter_name
 from mongo_celery.bridge.state.dead_letters import SET_ASIDE, SKIPPED, Place, dead_letter, forms_of
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import MOVING, Image, Partitions, state_of
@@ -173,6 +174,7 @@ def _keeping(wiring: Wiring, cause: str) -> Callable[[Partitions, Image, int], b
                 place=place,
                 cause=cause,
                 kept=found.kind,
+                name=letter_name(data, change.raw),
             )
             try:
                 return partitions.set_aside(image, generation, letter, store.dead_letters.collection)

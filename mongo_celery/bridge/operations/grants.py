@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.rights import Allowed
 
@@ -103,7 +104,9 @@ def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
         Right(state, "partitions", _ALL, "what is done, partition by partition; those of older layouts go"),
         Right(state, "spill", _ALL, "changes that stand, or are too large for a message"),
         Right(state, "replays", _FIND_UPDATE_REMOVE, "dispatching replays of dead letters; a new layout moves them"),
+        Right(state, "snapshots", _UPSERT, "how far snapshots are, and those with which handlers begin"),
         _watching(scope, "the change stream, and the look-up of full documents"),
+        _collections_of_listener(wiring, scope),
         _oplog_of_listener(wiring),
         Right(
             "local",
@@ -113,6 +116,14 @@ def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
             "one that is young and has room counts as one that removes its oldest entries",
         ),
     ]
+
+
+def _collections_of_listener(wiring: Wiring, scope: Scope) -> Right:
+    """Which collection of its name it is; a snapshot of one that was dropped reads as if it were empty."""
+    starts = [handler.start(wiring.options) for handler in wiring.handlers]
+    without = None if SNAPSHOT in starts else "`changes snapshot` fails, and says so"
+    purpose = "snapshots: which collection it is that they read"
+    return Right(scope.database or "", "", ("listCollections",), purpose, without)
 
 
 def _oplog_of_listener(wiring: Wiring) -> Right:
@@ -153,7 +164,7 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
         Right(state, "spill", _ALL, "`head` shows what stands, `set-aside` keeps it; `rename` and `forget` move it"),
         Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` and `set-aside` write them; status counts them"),
         Right(state, "replays", _ALL, "`replay` asks for them; `list` shows it, `discard` takes it back"),
-        Right(state, "snapshots", _ALL, "`rename` and `forget` move snapshots, too"),
+        Right(state, "snapshots", _ALL, "status; `snapshot` asks for them; `rename` and `forget` move them, too"),
         Right("local", "oplog.rs", _FIND, "how far it reaches back; `go-on --from oldest`, `rewind`, `replay`"),
         Right("local", "oplog.rs", ("collStats",), "whether it is full", "`changes check` warns of a young oplog, too"),
         _watching(scope, "`changes check` and `changes replay` open the change stream", stream),
@@ -161,6 +172,9 @@ def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
     if any(image in _IMAGES for image in (options.full_document, options.full_document_before_change)):
         blind = "`changes check` cannot see which collections keep images, and says so"
         found.append(Right(scope.database or "", "", ("listCollections",), "which collections keep images", blind))
+    else:
+        late = "`snapshot` is refused by the listener instead of at once where a collection is none that can have one"
+        found.append(Right(scope.database or "", "", ("listCollections",), "what `snapshot` is to read", late))
     unseen = "`changes check` does not see test commands"
     return [*found, Right(None, "", ("getParameter",), "whether mongod runs with test commands", unseen)]
 

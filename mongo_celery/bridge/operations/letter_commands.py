@@ -220,7 +220,7 @@ def discard(wiring: Wiring, letters: Sequence[Letter], *, dry_run: bool) -> list
         layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
         results: dict[str, LetterResult] = {}
         gone: dict[tuple[str, int], int] = {}
-        for letter in sorted(letters, key=lambda each: each.document_id, reverse=True):
+        for letter in sorted(letters, key=lambda each: each.order, reverse=True):
             layout = layouts.get(letter.subscription)
             outcome = "done" if dry_run else store.replays.discard(letter.document_id, layout)
             result = _discarded(letter, outcome)

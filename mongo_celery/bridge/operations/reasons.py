@@ -62,6 +62,7 @@ CODES = (
     "halted",
     "broker_rejects",
     "not_stored",
+    "snapshot_failed",
     "never_started",
     "waiting",
     "lag",

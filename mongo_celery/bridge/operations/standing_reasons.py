@@ -47,10 +47,26 @@ def standing_reasons(status: Mapping[str, Any], line: CommandLine) -> Iterator[R
     yield from _late(status, concerned, line)
     yield from _layouts(status, served)
     yield from _dead_letters(status, line)
+    yield from _snapshots(status, line)
     yield from _unregistered(status)
 
 
 Concerned = Sequence[tuple[Subscription, Sequence[Partition]]]
+
+
+def _snapshots(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:
+    """Those that stand until somebody acts; the changes of their handlers flow."""
+    for each in status.get("snapshots", ()):
+        if each["state"] not in ("failed", "source gone"):
+            continue
+        can_go_on = each["state"] == "failed"
+        rest = "It goes on where it is when it is resumed." if can_go_on else "`--stop` acknowledges it."
+        yield failing(
+            "snapshot_failed",
+            f"The snapshot of {each['source']} for {each['handler']} has ended after {each['done']} documents: "
+            f"{cut(each['sentence'] or 'no reason is recorded')}. What it has not read is not delivered. {rest}",
+            line.changes("snapshot", "--resume" if can_go_on else "--stop", each["id"]),
+        )
 
 
 def _in(partitions: Sequence[Partition], state: str) -> list[Partition]:

@@ -20,11 +20,13 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.operations.amounts import Place, StoredAmounts, counted, reported
+from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.candidates import is_of_this_term
 from mongo_celery.bridge.state.claims import process_of
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import MOVING, Image, state_of
+from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout, lost_in, name_in
 from mongo_celery.mongo.opening import translated
@@ -59,6 +61,7 @@ class Facts:
         layouts: those in force, by subscription.
         groups: of the registered subscriptions, by name.
         heads: the changes at which parked and waiting partitions stand, as far as they were looked at.
+        snapshots: all that are stored.
     """
 
     options: BridgeOptions
@@ -74,6 +77,7 @@ class Facts:
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     groups: Mapping[str, str | None] = field(default_factory=dict)
     heads: Mapping[Place, Mapping[str, str]] = field(default_factory=dict)
+    snapshots: Sequence[Snapshot] = ()
 
 
 def read_status(wiring: Wiring) -> dict[str, Any]:
@@ -125,6 +129,10 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - a subscription's `generation` and `partitions` are those of its layout in force; None where it is `new`.
     - a subscription's `new_layout`: while one is being prepared, how many `partitions` it will have, since when, and
       what it `waits` for.
+    - `snapshots`: those that run, that have failed, and that have ended within the last hour: `id`, `handler`,
+      `source`, `state` (`running`, `done`, `source gone`, `stopped`, `failed`), documents `done` of those `estimated`
+      at the start (None where nobody could say), `rate` in documents a second, `remaining_seconds` (None where that is
+      not known, or over), `since` when, `by` whom, and `sentence`: why it has failed, or what keeps it; else None.
     - a subscription's `oplog_share`: which share of the oplog's window lies behind it; None while the oplog removes
       nothing, or cannot be read. From 1 on, what was not read is lost.
 
@@ -157,6 +165,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         images=images,
         layouts=layouts,
         dead_letters=store.dead_letters.count(),
+        snapshots=store.snapshots.read(),
         now=operation_time(client),
         oplog=oplog,
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
@@ -226,6 +235,7 @@ def shape(facts: Facts) -> dict[str, Any]:
         "reopenings": report.get("reopenings"),
         "spill": facts.stored.beside(report.get("spillLimit", facts.options.spill_bytes)),
         "dead_letters": sum(facts.dead_letters.values()),
+        "snapshots": snapshots_shown(facts.snapshots, facts.now, report),
         "gaps": [_gap(gap) for gap in lease.get("gaps", ())],
         "subscriptions": subscriptions,
         "partitions": [

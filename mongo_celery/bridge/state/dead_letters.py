@@ -3,7 +3,8 @@ Dead letters: changes that were set aside with their error, for a person to look
 
 A dead letter is written together with the position that passes over its change (see `claims.set_aside`, and
 `partitions.set_aside` for a command); it is never lost and never there twice, since its `_id` is made of bridge,
-subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token names a letter.
+subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token names a letter. That
+of an existing document has its key there in the place of its token, and stands before all others: see `letter_name`.
 
 It keeps the place of its change: layout, partition, number, and `fence`, the last one under which the change was tried.
 Whoever sets a change aside leaves `REPLAYS_MAX` fencing tokens free behind that one. They are for its replays, each of
@@ -50,6 +51,7 @@ _HASHES = 1 << 64
 _INDEX = "parked"
 _AT_ONCE = 50  # a call of many large ones might take longer than it may
 _LAST = chr(0x10FFFF)
+_STREAM_ORDER = [("resumeToken._data", 1), ("_id", 1)]  # the `_id` of an existing document's letter has no place
 _HEX = re.compile(r"[0-9A-Fa-f]+")
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(
@@ -114,6 +116,11 @@ class Letter:
     token: Mapping[str, Any] | None
     place: Place | None
     parked: int | None = None
+
+    @property
+    def order(self) -> tuple[str, str]:
+        """What compares as their changes do in the stream."""
+        return ("" if self.token is None else str(self.token["_data"]), self.document_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +224,11 @@ class DeadLetters:
                     "_id": _range(f"{self._bridge}/"),
                 }
             },
+            {"$sort": dict(_STREAM_ORDER)},
             {
                 "$group": {
                     "_id": {"subscription": "$subscription", "parked": "$parked"},
-                    "first": {"$min": "$_id"},
+                    "first": {"$first": "$_id"},
                     "count": {"$sum": 1},
                 }
             },
@@ -235,7 +243,7 @@ class DeadLetters:
         """The first letter that waits for a parked key, in the order of the stream; None where none does."""
         query = {"parked": Int64(signed(hash_)), "_id": _range(f"{self._bridge}/{subscription}/")}
         with self._table.limit():
-            found = self._table.collection.find_one(query, _FIELDS, sort=[("_id", 1)], session=session)
+            found = self._table.collection.find_one(query, _FIELDS, sort=_STREAM_ORDER, session=session)
         return None if found is None else _letter(found)
 
     def header(self, document_id: str, session: ClientSession | None = None) -> Letter | None:
@@ -252,7 +260,7 @@ class DeadLetters:
         """
         with self._table.limit():
             self._table.collection.create_index(
-                [("parked", 1), ("_id", 1)], name=_INDEX, partialFilterExpression={"parked": {"$exists": True}}
+                [("parked", 1), *_STREAM_ORDER], name=_INDEX, partialFilterExpression={"parked": {"$exists": True}}
             )
 
     def keep(self, letters: Sequence[Mapping[str, Any]]) -> None:
@@ -365,16 +373,20 @@ def dead_letter(
     place: Place,
     cause: str,
     kept: str,
+    name: str | None = None,
 ) -> dict[str, Any]:
     """
     The document of a dead letter; `at`, the server's time, is added when it is written.
 
     One with the cause `parked` or `parked_behind` waits for its key.
+
+    Args:
+        name: of `letter_name`; the token by default.
     """
     hash_ = None if place.hash is None else Int64(signed(place.hash))
     waits = {"parked": hash_} if cause in (PARKED, PARKED_BEHIND) else {}
     return {
-        "_id": f"{bridge}/{subscription}/{token['_data']}",
+        "_id": f"{bridge}/{subscription}/{name or token['_data']}",
         "bridge": bridge,
         "subscription": subscription,
         "partition": place.partition,

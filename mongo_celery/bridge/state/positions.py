@@ -190,7 +190,7 @@ class Positions:
 
     def _largest_epoch(self, session: ClientSession) -> int:
         epochs = [0]
-        for name in ("partitions", "subscriptions"):
+        for name in ("partitions", "subscriptions", "snapshots"):
             found = self._database[name].find_one(
                 {"_id": ids_under(self._bridge)}, {"epoch": 1}, sort=[("epoch", -1)], session=session
             )

@@ -18,6 +18,7 @@ from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.signing import SigningKeys
+from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.spill import Spill
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.mongo.opening import strict
@@ -48,6 +49,7 @@ class Store:
         self.partitions = Partitions(database["partitions"], bridge, options.lease_ttl)
         self.claims = Claims(database["partitions"], database["dead_letters"], options.claim_ttl)
         self.spill = Spill(database["spill"], bridge, options.lease_ttl)
+        self.snapshots = Snapshots(database["snapshots"], bridge, options.lease_ttl)
         self.replays = Replays(
             database["replays"], database["partitions"], database["dead_letters"], bridge, options.claim_ttl
         )

@@ -39,6 +39,9 @@ _DEFAULTS: dict[str, Any] = {
 
 _GAPS_KEPT = 20
 
+OWED = "owed"
+"""What `snapshot` says of a subscription that begins with what exists, until that is asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -139,18 +142,33 @@ class Subscriptions:
         found = self._read(list(layouts))
         return [name for name, document in found.items() if layout_in(document) == layouts[name]]
 
-    def pin(self, name: str, version: int, start: Timestamp, position: Mapping[str, Any] | None) -> bool:
+    def pin(
+        self,
+        name: str,
+        version: int,
+        start: Timestamp,
+        position: Mapping[str, Any] | None,
+        *,
+        with_snapshot: bool = False,
+    ) -> bool:
         """
         Record where a new subscription begins: at a time, or behind a resume token.
 
         Args:
             position: `resumeToken` and `clusterTime` of that token; None for a time.
+            with_snapshot: whether it is given what exists then, which is owed from this write on.
         """
         change: dict[str, Any] = {"startAtOperationTime": start}
+        if with_snapshot:
+            change["snapshot"] = OWED
         if position is not None:
             change |= {"resumeToken": position["resumeToken"], "clusterTime": position["clusterTime"]}
         guard = {"_id": self._id(name), "epoch": version, "startAtOperationTime": None}
         return self._table.update(guard, {"$set": change})
+
+    def note_snapshot(self, name: str, version: int) -> bool:
+        """The snapshots with which it begins are asked for; False when the epoch has moved on."""
+        return self._table.update({"_id": self._id(name), "epoch": version}, {"$set": {"snapshot": "asked for"}})
 
     def move_start(self, name: str, version: int, start: Timestamp, policy: str) -> bool:
         """

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 AWAIT_SECONDS = 1.0
 """How long the server waits for the next event before it answers with none."""
 
+HURRIED_SECONDS = 0.03
+"""The same while somebody waits for the stream to come past a place."""
+
 Stages = Sequence[Mapping[str, Any]]
 
 
@@ -81,6 +84,11 @@ def post_batch_token(cursor: CommandCursor[RawBSONDocument]) -> Mapping[str, Any
     # PyMongo has no public name for it; its own change stream takes it from here.
     token: Mapping[str, Any] | None = cursor._post_batch_resume_token  # noqa: SLF001
     return token
+
+
+def wait_for(cursor: CommandCursor[RawBSONDocument], seconds: float) -> None:
+    """Let the server wait so long for the next event, from the next `getMore` on."""
+    cursor._max_await_time_ms = int(seconds * 1000)  # noqa: SLF001 - as above: what it was opened with counts once
 
 
 def token_of(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
+from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.errors import ConfigurationError
 
 ALL = "*"
@@ -37,6 +38,16 @@ EXPANDED_OPERATIONS = frozenset(
 WITH_NAMESPACE = (OPERATIONS | EXPANDED_OPERATIONS) - {"invalidate"}
 """Those of which it is known that the event names a database."""
 
+MOVES = frozenset({"drop", "rename", "dropDatabase", "invalidate"})
+"""By which a collection is another one afterwards, or none."""
+
+TAKES_DOCUMENTS = frozenset({"insert", "update", "replace"})
+"""Whoever asks for one of these handles documents, so that it can be given those that exist."""
+
+_SNAPSHOT = (
+    "operation 'snapshot' is none of the stream's: existing documents come to a handler with start_from='snapshot', or "
+    "by the command `changes snapshot`, whatever operations it asks for. Leave it out."
+)
 _ALL_ALONE = "operations='*' is all of them, so give it alone, as operations='*' or operations={'*'}."
 
 
@@ -50,6 +61,8 @@ def operations_of(asked: Collection[str]) -> frozenset[str]:
     names = frozenset(asked)
     if ALL in names and len(names) > 1:
         raise ConfigurationError(_ALL_ALONE)
+    if SNAPSHOT in names:
+        raise ConfigurationError(_SNAPSHOT)
     known = {name.lower(): name for name in OPERATIONS | EXPANDED_OPERATIONS}
     for name in sorted(names - {ALL, *known.values()}):
         near = difflib.get_close_matches(name.lower(), known, n=1)

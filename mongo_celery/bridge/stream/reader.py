@@ -27,8 +27,15 @@ from pymongo import MongoClient
 from pymongo.errors import NetworkTimeout
 
 from mongo_celery.bridge.change import describe, token_data
+from mongo_celery.bridge.stream.cursor import (
+    AWAIT_SECONDS,
+    HURRIED_SECONDS,
+    open_cursor,
+    post_batch_token,
+    token_of,
+    wait_for,
+)
 from mongo_celery.bridge.stream.cursor import Position as Position  # noqa: PLC0414 - readers' makers take it from here
-from mongo_celery.bridge.stream.cursor import open_cursor, post_batch_token, token_of
 from mongo_celery.bridge.stream.narrowing import Narrowing
 from mongo_celery.bridge.stream.reactions import (
     UNKNOWN_LIMIT,
@@ -193,6 +200,7 @@ class StreamReader:
         self._timeouts = 0
         self._flaws = 0  # in a row
         self._narrows = False
+        self._is_hurried = False
         self._refused: str | None = None  # the token that the server did not find; until it is passed, times count
         self._thread = threading.Thread(target=self._run, name="mongo_celery-reader", daemon=True)
 
@@ -204,6 +212,10 @@ class StreamReader:
         """Read no more. Does not wait: a read may still be under way, and its result is dropped."""
         self._stopping.set()
         self._room.set()
+
+    def hurry(self, is_hurried: bool) -> None:
+        """Whether to tell soon how far the stream is, also where nothing comes. Callable from any thread."""
+        self._is_hurried = is_hurried
 
     def made_room(self, item: Item) -> None:
         """The listener has taken in an item."""
@@ -309,6 +321,7 @@ class StreamReader:
             cursor.batch_size(self._batch)
             left = self._batch
             while not self._stopping.is_set() and cursor.alive:
+                wait_for(cursor, HURRIED_SECONDS if self._is_hurried else AWAIT_SECONDS)
                 document = cursor.try_next()
                 self._has_read(progress)
                 if document is not None:

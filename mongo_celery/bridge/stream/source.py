@@ -25,7 +25,14 @@ from bson import json_util
 
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.fenced import TOMBSTONES
-from mongo_celery.bridge.stream.operation_types import ALL, DOCUMENT_OPERATIONS, WITH_NAMESPACE, operations_of
+from mongo_celery.bridge.stream.operation_types import (
+    ALL,
+    DOCUMENT_OPERATIONS,
+    MOVES,
+    TAKES_DOCUMENTS,
+    WITH_NAMESPACE,
+    operations_of,
+)
 from mongo_celery.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -131,6 +138,17 @@ class Filter:
     operations: frozenset[str] = DOCUMENT_OPERATIONS
     fields: frozenset[str] | None = None
     match: Any = None
+
+    @property
+    def takes_documents(self) -> bool:
+        """Whether the handler is given documents, so that it can be given those that exist."""
+        return bool(self.operations & (TAKES_DOCUMENTS | {ALL}))
+
+    @property
+    def takes_every_change(self) -> bool:
+        """Whether it is given every change of a document, whatever the document is and whatever has changed."""
+        is_open = self.operations >= DOCUMENT_OPERATIONS or ALL in self.operations
+        return is_open and self.fields is None and self.match is None
 
     def wants(self, operation: str) -> bool:
         """Whether an operation type is asked for."""
@@ -348,10 +366,11 @@ def _match(selectors: Sequence[Selector], opened: Source, state_database: str) -
     What our first stage lets pass, of a stream that is open on a source.
 
     What concerns a whole collection is rare, comes by operation alone, and is left to the selectors: its namespace may
-    be a database's, or stand under `to`. An invalidate always passes: the stream reopens after its token.
+    be a database's, or stand under `to`. What moves a collection always passes: the stream is opened again after the
+    token of an invalidate, and a snapshot of what was dropped or renamed must not end as if all had been read.
     """
     asked = frozenset().union(*(selector.filter.operations for selector in selectors))
-    others = sorted((asked | {"invalidate"}) - DOCUMENT_OPERATIONS)
+    others = sorted((asked | MOVES) - DOCUMENT_OPERATIONS)
     kinds = {"operationType": {"$nin": sorted(DOCUMENT_OPERATIONS)} if ALL in asked else {"$in": others}}
     everything = {"$or": [kinds, *_documents(selectors, opened)]}
     is_open_wide = any(source.database is None for selector in selectors for source in selector.sources)

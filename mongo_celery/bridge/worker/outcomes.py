@@ -21,6 +21,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.error_text import error_text, storable, traceback_text
+from mongo_celery.bridge.existing import letter_name
 from mongo_celery.bridge.state.claims import PARKED_MAX
 from mongo_celery.bridge.state.dead_letters import (
     FAILED,
@@ -314,6 +315,7 @@ class Outcomes:
             place=Place(run.generation, run.index, claim.first, claim.fence, run.hash),
             cause=cause,
             kept=found.kind,
+            name=letter_name(token_data(token), raw),
         )
         if cause == PARKED:
             self._index_parked()

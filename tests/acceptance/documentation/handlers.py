@@ -9,7 +9,7 @@ from typing import Any
 from celery import Celery
 from pymongo import MongoClient
 
-from mongo_celery import Bridge, Change, StaleFencingTokenError
+from mongo_celery import Bridge, Change, Fence, StaleFencingTokenError
 
 EVE = {"_id": "eve", "name": "Eve"}
 
@@ -30,6 +30,10 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         with client.start_session() as session, session.start_transaction():
             namespace["add_up"](order.with_session(session))
         assert client.shop.totals.find_one() == {"_id": "eve", "orders": 1}
+        with namespace["client"]:
+            namespace["remember_name"](namespace["change"])
+        assert client.shop.customer_names.find_one({}, {"_fence": 0}) == EVE
+        client.shop.customer_names.drop()
         _remembers(namespace["remember_name"], client)
 
 
@@ -41,7 +45,7 @@ def _remembers(remember_name: Any, client: MongoClient[dict[str, Any]]) -> None:
             ns="shop.customers",
             document_key=key,
             full_document=document,
-            fencing_token=token,
+            fence=Fence("shop/remember_name", 0, 0, token),
             client=client,
         )
 

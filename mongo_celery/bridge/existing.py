@@ -1,0 +1,128 @@
+"""
+Existing documents as events: what a snapshot gives to handlers beside what the stream does.
+
+A document that exists is read as it was at a cluster time T, and has its place in the stream behind every change up to
+T and before every later one. Its event has the operation type `snapshot`, and else what an insert of the document would
+have: `clusterTime` is T, `fullDocument` the document.
+
+Its token is made by us: ``82``, seconds and increment of T as the server writes them, ``~``, then a number that no
+other has. The tilde sorts behind every digit, so the token lies behind all tokens of events at T whatever follows their
+time, and before those of T + 1. A server refuses it: no stream is ever opened there, so positions that open one (a
+watermark, the place up to which a layout is read) are never made of it.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import bson
+from bson import Timestamp
+from bson.raw_bson import RawBSONDocument
+
+from mongo_celery.bridge.change import EVENT_TYPES, event_of
+
+SNAPSHOT = "snapshot"
+"""The operation type of an existing document."""
+
+AS = "insert"
+"""What it is like to users' expressions and functions that look at events, so that it is where its insert would be."""
+
+TOKEN_TYPE = "82"  # noqa: S105 - of a token that begins with a cluster time
+_END = "~"
+_PLACE_CHARS = 18
+_LETTER = "00"  # before every token, so that what it stands for comes before later changes
+_SIZE_BYTES = 4
+
+
+def place_at(time: Timestamp) -> str:
+    """What all tokens of events at a cluster time, and no earlier ones, are at or behind."""
+    return f"{TOKEN_TYPE}{time.time:08X}{time.inc:08X}"
+
+
+def place_behind(time: Timestamp) -> str:
+    """What lies behind all tokens of events at a cluster time, and before those of all later ones."""
+    return place_at(time) + _END
+
+
+def token_at(time: Timestamp, version: int, number: int) -> str:
+    """
+    The token's comparable part of an existing document.
+
+    Args:
+        time: as of which it was read.
+        version: of the term that has read it.
+        number: over all that this term has read.
+    """
+    return f"{place_behind(time)}{version:016X}{number:08X}"
+
+
+def is_existing(data: str) -> bool:
+    """Whether a comparable part of a token is that of an existing document, where no stream can be opened."""
+    return data[_PLACE_CHARS : _PLACE_CHARS + 1] == _END
+
+
+def letter_name(data: str, raw: bytes) -> str:
+    """
+    What names the dead letter of a change among those of its subscription: its token.
+
+    That of an existing document is named by its key: read again, it has another token, and must not become a second
+    letter.
+    """
+    if not is_existing(data):
+        return data
+    try:
+        event = event_of(raw)
+        key = b"".join(bytes(event[name].raw) for name in ("ns", "documentKey"))
+    except Exception:  # noqa: BLE001 - bytes that cannot be read are named by their place
+        return data
+    return _LETTER + hashlib.blake2b(key, digest_size=16).hexdigest().upper()
+
+
+def as_inserted(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same event, plain, as users' functions see it: an existing document is where its insert would be."""
+    return {**event, "operationType": AS} if event.get("operationType") == SNAPSHOT else event
+
+
+def joined(*documents: bytes) -> bytes:
+    """One document of the fields of some, byte for byte."""
+    body = b"".join(document[_SIZE_BYTES:-1] for document in documents)
+    return (len(body) + _SIZE_BYTES + 1).to_bytes(_SIZE_BYTES, "little") + body + b"\0"
+
+
+def event_bytes(shaped: bytes, data: str) -> bytes:
+    """The event of an existing document, from what the server has made of it, which has neither token nor type."""
+    return joined(bson.encode({"_id": {"_data": data}, "operationType": SNAPSHOT}), shaped)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentId:
+    """
+    An `_id` byte for byte: no text that is not valid, and no type that a client would change on the way, moves it.
+
+    Attributes:
+        kind: its BSON type.
+        value: its bytes.
+    """
+
+    kind: int
+    value: bytes
+
+    @classmethod
+    def of(cls, document: bytes) -> DocumentId | None:
+        """The value in a document that has one field, or none."""
+        start = _SIZE_BYTES + 1
+        end = document.find(b"\0", start)
+        if len(document) <= start:
+            return None
+        return cls(document[_SIZE_BYTES], document[end + 1 : -1])
+
+    def named(self, name: str) -> RawBSONDocument:
+        """A document of one field with this value."""
+        body = bytes([self.kind]) + name.encode() + b"\0" + self.value
+        size = (len(body) + _SIZE_BYTES + 1).to_bytes(_SIZE_BYTES, "little")
+        return RawBSONDocument(size + body + b"\0", EVENT_TYPES)

@@ -1,0 +1,358 @@
+"""
+Reading a chunk of existing documents as they were at a cluster time T, and looking at the collection that they are in.
+
+A chunk is bounded by what is scanned: first its last `_id` is found, then the range up to it is read, shaped as events,
+and what the handler's `match`, the snapshot's own, and the bridge's pipeline leave of it is returned; all at T. So one
+of which nothing is wanted has an end too, and only where nothing is left to scan the collection is at its end.
+
+The order is that of the collection's own index on `_id`, whatever types are mixed there. Comparisons are expressions
+with literals: a query's own compare within one type, and take a document for operators.
+
+What a user's condition does with a single document must not stop the others: a chunk that fails is read again with
+half as many, and the one document that fails alone is refused, and meets its handler's failure policy.
+
+Nothing here belongs to the leading thread, but for what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import bson
+import pymongo
+from bson import Timestamp, json_util
+from bson.codec_options import CodecOptions
+from bson.raw_bson import RawBSONDocument
+from pymongo import MongoClient
+from pymongo.errors import OperationFailure, PyMongoError
+
+from mongo_celery.bridge.change import EVENT_TYPES, event_of
+from mongo_celery.bridge.existing import AS, DocumentId, event_bytes, token_at
+from mongo_celery.bridge.stream.reader import ChangeEvent, Flaw
+from mongo_celery.bridge.window import Mark
+from mongo_celery.mongo.verdicts import Code, Verdict, brief, code_of, is_transient, is_unanswered, verdict_on
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.listener.subscription import Subscription
+    from mongo_celery.bridge.state.snapshots import Snapshot
+    from mongo_celery.bridge.window import PendingChange
+
+READ_SECONDS = 4.0
+"""How long the stream may stand for a chunk that is read."""
+
+_LOOK_SECONDS = 3.0
+_BOUND = "_id"
+_SPLITS = "$changeStreamSplitLargeEvent"
+_PASSING = frozenset({Code.SnapshotTooOld, Code.SnapshotUnavailable, Code.MaxTimeMSExpired})
+"""The server cannot read as of that time any more, or not yet, or not so much in that time: another T may do."""
+_OF_NO_DOCUMENT = frozenset({
+    Verdict.TRANSIENT, Verdict.LOGIN, Verdict.ACCESS, Verdict.TOPOLOGY, Verdict.HISTORY_LOST, Verdict.TOKEN_NOT_FOUND,
+})  # fmt: skip
+
+Shape = Sequence[Mapping[str, Any]]
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """
+    One chunk under way. The reading thread writes it up to `is_read`, the leading one from then on.
+
+    Attributes:
+        subscription: that the documents are for; one under another layout is another one.
+        size: how many documents are asked for.
+        sent_at: when it was begun, on the monotonic clock.
+        read_at: when it was read; 0 until then.
+        first_at: of each partition, when its first document was seen to be handled.
+        seconds: the longest time that any partition has taken from there to its last.
+        begun: its number; 0 until it is begun.
+        time: T; None until it is known, and while it is not the stream stands.
+        place: what lies behind T in the stream.
+        items: what is to be appended there, in order.
+        weight: bytes of these.
+        count: how many documents were scanned.
+        end: the last `_id` of these; None where nothing was left.
+        is_there: where nothing was left, whether the collection is still the one that it was.
+        behind: the place that the stream must have reached before the chunk is believed: a write that came after all
+            of its reading.
+        is_read: whether all of the above is known.
+        is_appended: whether the items are in the buffers.
+        ends: of each partition, the last token that is not known to be committed or stored.
+        newer: keys of documents that a look-up has shown as they may have been after T.
+        passed_at: when the last write that moves the stream was sent.
+    """
+
+    snapshot: Snapshot
+    subscription: Subscription
+    size: int
+    sent_at: float
+    read_at: float = 0.0
+    first_at: dict[int, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    begun: int = 0
+    time: Timestamp | None = None
+    place: str = ""
+    items: list[PendingChange] = field(default_factory=list)
+    weight: int = 0
+    count: int = 0
+    end: DocumentId | None = None
+    is_there: bool = True
+    behind: str = ""
+    is_read: bool = False
+    is_appended: bool = False
+    ends: dict[int, str] = field(default_factory=dict)
+    newer: set[bytes] = field(default_factory=set)
+    passed_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionFacts:
+    """
+    What a collection is at a time.
+
+    Attributes:
+        uuid: which one of its name; None of a view and of time series.
+        at: the cluster time at which that was so.
+        objection: why there can be no snapshot of it, as the rest of a sentence; None where there can.
+    """
+
+    uuid: bytes | None
+    at: Timestamp
+    objection: str | None = None
+
+
+def facts_of(client: MongoClient[Any], source: str) -> CollectionFacts | None:
+    """
+    What a collection is now; None where there is none of this name.
+
+    Raises:
+        PyMongoError: also without the right to list collections.
+    """
+    database, _, name = source.partition(".")
+    with pymongo.timeout(_LOOK_SECONDS):
+        command = {"listCollections": 1, "filter": {"name": name}}
+        types: CodecOptions[Any] = CodecOptions()  # by the client's a UUID might be another type
+        answer: Any = client[database].command(command, codec_options=types)
+    found = answer["cursor"]["firstBatch"]
+    if not found:
+        return None
+    kind, options, uuid = found[0]["type"], found[0].get("options", {}), found[0].get("info", {}).get("uuid")
+    objection = None
+    if kind == "view":
+        objection = "it is a view, whose changes are those of the collections behind it: name these"
+    elif kind == "timeseries":
+        objection = "it is a time series, of which no stream shows changes"
+    elif options.get("capped"):
+        objection = "it is capped: no server reads such a collection as it was at a time"
+    return CollectionFacts(None if uuid is None else bytes(uuid), answer["operationTime"], objection)
+
+
+def estimate(client: MongoClient[Any], source: str) -> int | None:
+    """How many documents a collection has, by its metadata; None where that is not answered."""
+    database, _, name = source.partition(".")
+    try:
+        with pymongo.timeout(_LOOK_SECONDS):
+            return int(client[database][name].estimated_document_count())
+    except PyMongoError:
+        return None
+
+
+def conditions_of(match: object, snapshot: Snapshot) -> list[Mapping[str, Any]]:
+    """The expressions that an event has to fulfil: the handler's `match`, and the snapshot's."""
+    own = json_util.loads(snapshot.match) if snapshot.match is not None else None
+    return [each for each in (match, own) if isinstance(each, Mapping)]
+
+
+def shape_of(
+    source: str, time: Timestamp, conditions: Sequence[Mapping[str, Any]], pipeline: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The stages that make events of documents; what they leave is without token and operation type."""
+    event = {"operationType": AS, **_named(source, time), "fullDocument": "$$ROOT"}
+    wanted = [{"$match": {"$expr": condition}} for condition in conditions]
+    given = [stage for stage in pipeline if _SPLITS not in stage]
+    return [{"$replaceWith": event}, *wanted, *given, {"$unset": ["_id", "operationType"]}]
+
+
+def _named(source: str, time: Timestamp) -> dict[str, Any]:
+    """What names a document in its event, as expressions."""
+    database, _, collection = source.partition(".")
+    ns = {"db": {"$literal": database}, "coll": {"$literal": collection}}
+    return {"clusterTime": time, "ns": ns, "documentKey": {_BOUND: "$_id"}}
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether another attempt, later, smaller or as of another time, may succeed."""
+    return code_of(error) in _PASSING or is_transient(error) or is_unanswered(error)
+
+
+def concerns_a_document(error: Exception) -> bool:
+    """Whether an error may be about one of the documents that were read, or about what is asked of it."""
+    is_answer = isinstance(error, OperationFailure) and not is_passing(error)
+    return is_answer and code_of(error) != Code.InvalidOptions and verdict_on(error) not in _OF_NO_DOCUMENT
+
+
+class ConditionFailedError(Exception):
+    """What the snapshot itself asks of documents cannot be judged: the server says why."""
+
+
+class ShortChunkError(Exception):
+    """The server has returned fewer documents than there are."""
+
+
+class ChunkReader:
+    """
+    Reads chunks for one term, from one thread.
+
+    Args:
+        client: of the watched data.
+        pipeline: the bridge's own stages.
+        version: of the term.
+    """
+
+    def __init__(self, client: MongoClient[Any], pipeline: Sequence[Mapping[str, Any]], version: int) -> None:
+        self._client = client
+        self._pipeline = pipeline
+        self._version = version
+        self._number = 0
+
+    def read(self, chunk: Chunk) -> None:
+        """
+        Read what follows the last one that was scanned, as of the chunk's T; its `items`, `count` and `end` are set.
+
+        Raises:
+            PyMongoError: nothing of it may be used.
+            ShortChunkError: as before.
+            ConditionFailedError: as before, and it is the snapshot's own fault.
+        """
+        assert chunk.time is not None, "a chunk is read when its time is known"
+        match = chunk.subscription.plan.handler.filter.match
+        conditions = conditions_of(match, chunk.snapshot)
+        is_whole = not conditions and not self._pipeline
+        size = chunk.size
+        with pymongo.timeout(READ_SECONDS):
+            while True:
+                chunk.end, chunk.count = self._bound(chunk, size)
+                if chunk.end is None:
+                    return
+                shape = shape_of(chunk.snapshot.source, chunk.time, conditions, self._pipeline)
+                try:
+                    found = self._range(chunk, shape, size)
+                except OperationFailure as error:
+                    if not concerns_a_document(error):
+                        raise
+                    self._blame(chunk, size, error)
+                    if size == 1:
+                        self._refuse(chunk, error)
+                        return
+                    found = None
+                if found is not None:
+                    break
+                size = max(size // 2, 1)
+        if is_whole and len(found) != chunk.count:
+            raise ShortChunkError(f"{len(found)} documents of {chunk.count} were returned")
+        chunk.items = [self._item(chunk, bytes(each.raw)) for each in found]
+        chunk.weight = sum(each.weight for each in chunk.items)
+
+    def _bound(self, chunk: Chunk, size: int) -> tuple[DocumentId | None, int]:
+        """The last `_id` of the next so many documents, and how many they are."""
+        last = self._find(chunk, {"skip": size - 1, "limit": 1})
+        if last:
+            return DocumentId.of(bytes(last[0].raw)), size
+        rest = self._find(chunk, {"limit": size})  # fewer than that are left, or than fit into an answer
+        return (DocumentId.of(bytes(rest[-1].raw)), len(rest)) if rest else (None, 0)
+
+    def _find(self, chunk: Chunk, bounds: Mapping[str, Any]) -> list[RawBSONDocument]:
+        """Some `_id`s of what is left, by the index alone."""
+        command = {
+            "find": chunk.snapshot.source.partition(".")[2],
+            "filter": _behind(chunk.snapshot.last),
+            "projection": {_BOUND: 1},
+            "sort": {_BOUND: 1},
+            "batchSize": chunk.size + 1,
+            "singleBatch": True,
+            **bounds,
+        }
+        return list(self._answer(chunk, command)["cursor"]["firstBatch"])
+
+    def _range(self, chunk: Chunk, shape: Shape, size: int) -> list[RawBSONDocument] | None:
+        """The events of a range; None where they do not fit into one answer."""
+        assert chunk.end is not None, "it is bounded"
+        command = {
+            "aggregate": chunk.snapshot.source.partition(".")[2],
+            "pipeline": [
+                {"$match": _behind(chunk.snapshot.last, chunk.end)},
+                {"$sort": {_BOUND: 1}},
+                *shape,
+            ],
+            "cursor": {"batchSize": size + 1},
+        }
+        cursor = self._answer(chunk, command)["cursor"]
+        if cursor["id"]:
+            self._close(chunk, int(cursor["id"]))
+            return None
+        return list(cursor["firstBatch"])
+
+    def _answer(self, chunk: Chunk, command: dict[str, Any]) -> Any:
+        database = chunk.snapshot.source.partition(".")[0]
+        concern = {"level": "snapshot", "atClusterTime": chunk.time}
+        whole = {**command, "hint": {_BOUND: 1}, "readConcern": concern, "maxTimeMS": int(READ_SECONDS * 1000)}
+        types: CodecOptions[Any] = EVENT_TYPES
+        answer: Any = self._client[database].command(whole, codec_options=types)
+        return answer
+
+    def _close(self, chunk: Chunk, cursor: int) -> None:
+        database, _, name = chunk.snapshot.source.partition(".")
+        self._client[database].command({"killCursors": name, "cursors": [bson.Int64(cursor)]})
+
+    def _blame(self, chunk: Chunk, size: int, error: Exception) -> None:
+        """A condition of the snapshot's own that fails is nobody's document's fault, and costs no handler anything."""
+        if chunk.snapshot.match is None or chunk.time is None:
+            return
+        match = chunk.subscription.plan.handler.filter.match
+        others = [match] if isinstance(match, Mapping) else []
+        try:
+            self._range(chunk, shape_of(chunk.snapshot.source, chunk.time, others, self._pipeline), size)
+        except OperationFailure as without:
+            if concerns_a_document(without):
+                return
+            raise
+        raise ConditionFailedError(f"its match {chunk.snapshot.match} cannot be judged: {brief(error)}") from error
+
+    def _refuse(self, chunk: Chunk, error: Exception) -> None:
+        """The one document that cannot be an event: its key, and why."""
+        assert chunk.time is not None, "it was read"
+        found = self._range(chunk, [{"$replaceWith": _named(chunk.snapshot.source, chunk.time)}], 1) or []
+        flaw = Flaw(f"the document could not be read as an event: {brief(error)}")
+        chunk.items = [self._item(chunk, bytes(each.raw), flaw) for each in found]
+
+    def _item(self, chunk: Chunk, shaped: bytes, flaw: Flaw | None = None) -> PendingChange:
+        assert chunk.time is not None, "it was read"
+        self._number += 1
+        data = token_at(chunk.time, self._version, self._number)
+        raw = event_bytes(shaped, data)
+        event = ChangeEvent(Mark({"_data": data}, data, chunk.time), event_of(raw), raw, flaw)
+        return chunk.subscription.admission.admit_existing(event)
+
+
+def _behind(last: DocumentId | None, end: DocumentId | None = None) -> dict[str, Any]:
+    """The filter of what lies behind one `_id`, up to another."""
+    bounds = []
+    if last is not None:
+        bounds.append({"$gt": ["$_id", last.named("$literal")]})
+    if end is not None:
+        bounds.append({"$lte": ["$_id", end.named("$literal")]})
+    return {"$expr": bounds[0] if len(bounds) == 1 else {"$and": bounds}} if bounds else {}
+
+
+def checked_match(text: str) -> str:
+    """
+    A condition as it is stored, from what was typed.
+
+    Raises:
+        ValueError: it is no aggregation expression in extended JSON.
+    """
+    found = json_util.loads(text)
+    if not isinstance(found, Mapping) or len(found) != 1 or not next(iter(found)).startswith("$"):
+        raise ValueError(text)
+    return json_util.dumps(found, json_options=json_util.CANONICAL_JSON_OPTIONS)

@@ -1,0 +1,269 @@
+"""
+An operator's snapshots: existing documents for a handler that is led already, asked for, stopped and resumed.
+
+What cannot be is refused in one sentence before anything is stored: a collection that is not there or can have none,
+one that the handler does not watch, a condition that the server cannot judge.
+"""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bson import json_util
+from pymongo.errors import OperationFailure, PyMongoError
+
+from mongo_celery.arguments import nearest
+from mongo_celery.bridge.listener.chunks import CollectionFacts, checked_match, estimate, facts_of
+from mongo_celery.bridge.listener.owed import collections_of
+from mongo_celery.bridge.operations.snapshot_progress import progress_of
+from mongo_celery.bridge.state.snapshots import FAILED, STOPPED, Snapshot
+from mongo_celery.bridge.stream.source import source_of
+from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.opening import translated
+from mongo_celery.mongo.verdicts import Verdict, brief, verdict_on
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.handlers import Handler
+    from mongo_celery.bridge.wiring import Wiring
+
+_NO_EXPRESSION = (
+    "--match {text} is no condition: give an aggregation expression over the event as JSON, as `match=` of a handler, "
+    'such as \'{{"$eq": ["$fullDocument.status", "open"]}}\'.'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSnapshot:
+    """
+    A snapshot that is, or would be, asked for.
+
+    Attributes:
+        id: its `_id`; None where nothing was asked for.
+        estimated: how many documents there are; None where nobody could say.
+    """
+
+    id: str | None
+    handler: str
+    source: str
+    estimated: int | None
+
+
+def start(
+    wiring: Wiring,
+    name: str | None,
+    *,
+    sources: Sequence[str] = (),
+    match: str | None = None,
+    rate: float | None = None,
+    dry_run: bool = False,
+) -> list[PlannedSnapshot]:
+    """
+    Have a handler be given the documents that exist, one snapshot a collection. They begin when a listener leads.
+
+    Args:
+        name: of the handler; None where only one can be meant.
+        sources: collections that it watches; all of them by default.
+        match: a condition on events, as extended JSON.
+        rate: documents a second at most.
+        dry_run: only say what would be asked for.
+
+    Raises:
+        CommandRefusedError: something of it cannot be; then nothing is asked for.
+        ServerUnavailableError, DeploymentError: as for the commands.
+    """
+    with _reached(wiring):
+        handler = _handler(wiring, name)
+        condition = _condition(match)
+        found = _facts(wiring, handler, sources)
+        for source in found:
+            if condition is not None:
+                _judge(wiring, source, condition)
+        _refuse_running(wiring, handler, found)
+        store, asked = wiring.store.snapshots, []
+        for source, facts in found.items():
+            planned = PlannedSnapshot(
+                None if dry_run else store.id_of(handler.name), handler.name, source, estimate(wiring.client, source)
+            )
+            asked.append(planned)
+            if not dry_run:
+                store.insert([_record(planned, facts, condition, rate)])
+    return asked
+
+
+def stop(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
+    """
+    Let a snapshot begin no chunk any more; how far it is. What is under way is delivered.
+
+    Raises:
+        CommandRefusedError: there is none of this id, or it does not run.
+    """
+    with _reached(wiring):
+        found = _one(wiring, snapshot_id)
+        if not wiring.store.snapshots.stop(found.id):
+            raise CommandRefusedError(f"Snapshot {found.id} is {found.state}: there is nothing to stop.")
+        return progress_of(_one(wiring, found.id))
+
+
+def resume(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
+    """
+    Let a snapshot that was stopped, or has failed, go on where it is; how far that is.
+
+    Raises:
+        CommandRefusedError: there is none of this id, or it is neither.
+    """
+    with _reached(wiring):
+        found = _one(wiring, snapshot_id)
+        if found.state not in (STOPPED, FAILED) or not wiring.store.snapshots.resume(found.id):
+            raise CommandRefusedError(f"Snapshot {found.id} is {found.state}: it cannot be resumed.")
+        return progress_of(_one(wiring, found.id))
+
+
+def listed(wiring: Wiring, name: str | None = None) -> list[dict[str, Any]]:
+    """How far all snapshots are that are kept, or those of one handler, as `status` shows them."""
+    with _reached(wiring):
+        report = (wiring.store.leases.read() or {}).get("report") or {}
+        waits = {each["id"]: each for each in report.get("snapshots", ())}
+        found = wiring.store.snapshots.read()
+    return [progress_of(each, waits.get(each.id)) for each in found if name in (None, each.subscription)]
+
+
+# -- inside ----------------------------------------------------------------------------------------
+
+
+def _handler(wiring: Wiring, name: str | None) -> Handler:
+    handlers = {each.name: each for each in wiring.handlers}
+    names = ", ".join(handlers)
+    if name is None:
+        taking = [each for each in handlers.values() if each.filter.takes_documents]
+        if len(taking) != 1:
+            raise CommandRefusedError(f"Name the handler: one of {names or 'none, for this app has none'}.")
+        return taking[0]
+    if name not in handlers:
+        raise CommandRefusedError(
+            f"Bridge {wiring.name} has no handler {name!r} in this app{nearest(name, list(handlers))}; it has {names}."
+        )
+    if not handlers[name].filter.takes_documents:
+        raise CommandRefusedError(
+            f"Handler {name} asks for none of insert, update and replace, so that documents are nothing to it."
+        )
+    return handlers[name]
+
+
+def _condition(text: str | None) -> str | None:
+    if text is None:
+        return None
+    try:
+        return checked_match(text)
+    except Exception:  # noqa: BLE001 - whatever a parser makes of it
+        raise CommandRefusedError(_NO_EXPRESSION.format(text=text)) from None
+
+
+def _facts(wiring: Wiring, handler: Handler, given: Sequence[str]) -> dict[str, CollectionFacts | None]:
+    """What each collection is; None where nobody may say."""
+    watched = handler.selector(wiring.default_database).sources
+    if given:
+        chosen = [source_of(each, wiring.default_database) for each in given]
+        for each in chosen:
+            if each.collection is None or not any(one.covers(each.database, each.collection) for one in watched):
+                raise CommandRefusedError(
+                    f"Handler {handler.name} does not watch {each} as a collection: it watches "
+                    f"{', '.join(map(str, watched))}."
+                )
+        sources = [str(each) for each in chosen]
+    else:
+        sources = sorted({each for source in watched for each in collections_of(wiring, source)})
+    found = {source: _fact(wiring, source) for source in dict.fromkeys(sources)}
+    if not found:
+        raise CommandRefusedError(
+            f"Nothing that handler {handler.name} watches is there: there is no document to read."
+        )
+    return found
+
+
+def _fact(wiring: Wiring, source: str) -> CollectionFacts | None:
+    try:
+        facts = facts_of(wiring.client, source)
+    except OperationFailure as error:
+        if verdict_on(error) is Verdict.ACCESS:  # the listener finds out
+            return None
+        raise
+    if facts is None:
+        raise CommandRefusedError(f"There is no collection {source}: there is no document to read.")
+    if facts.objection is not None:
+        raise CommandRefusedError(f"There can be no snapshot of {source}: {facts.objection}.")
+    return facts
+
+
+def _judge(wiring: Wiring, source: str, condition: str) -> None:
+    """The server judges a condition on one document: what it cannot read at all would fail on each of them."""
+    database, _, name = source.partition(".")
+    shaped = {"operationType": "insert", "documentKey": {"_id": "$_id"}, "fullDocument": "$$ROOT"}
+    stages: list[Mapping[str, Any]] = [
+        {"$limit": 1},
+        {"$replaceWith": shaped},
+        {"$match": {"$expr": json_util.loads(condition)}},
+    ]
+    try:
+        list(wiring.client[database][name].aggregate(stages))
+    except OperationFailure as error:
+        if verdict_on(error) is Verdict.ACCESS:
+            return
+        raise CommandRefusedError(f"The server cannot judge --match on {source}: {brief(error)}.") from error
+
+
+def _refuse_running(wiring: Wiring, handler: Handler, found: Mapping[str, object]) -> None:
+    for each in wiring.store.snapshots.read(running=True):
+        if each.subscription == handler.name and each.source in found:
+            raise CommandRefusedError(
+                f"A snapshot of {each.source} for {handler.name} runs already: wait for it, or stop it with "
+                f"--stop {_end(each)}."
+            )
+
+
+def _record(
+    planned: PlannedSnapshot, facts: CollectionFacts | None, condition: str | None, rate: float | None
+) -> dict[str, Any]:
+    known = {"uuid": facts.uuid, "at": facts.at} if facts is not None else {}
+    return {
+        "_id": planned.id,
+        "source": planned.source,
+        "match": condition,
+        "rate": rate,
+        "estimated": planned.estimated,
+        "by": _who(),
+        **known,
+    }
+
+
+def _who() -> str:
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except Exception:  # noqa: BLE001 - a user without a name, in a container
+        return f"somebody at {socket.gethostname()}"
+
+
+def _one(wiring: Wiring, snapshot_id: str) -> Snapshot:
+    """By its whole `_id`, or by its end where no other has that."""
+    found = [each for each in wiring.store.snapshots.read() if each.id == snapshot_id or _end(each) == snapshot_id]
+    if len(found) != 1:
+        raise CommandRefusedError(f"Bridge {wiring.name} has no snapshot {snapshot_id!r}; see `snapshot --list`.")
+    return found[0]
+
+
+def _end(snapshot: Snapshot) -> str:
+    return snapshot.id.rpartition("/")[2]
+
+
+@contextmanager
+def _reached(wiring: Wiring) -> Iterator[None]:
+    """Inside, the primary has answered once, and errors name what the state needs."""
+    try:
+        wiring.reach()
+        yield
+    except PyMongoError as error:
+        raise translated(error, wiring.state_concern) from error

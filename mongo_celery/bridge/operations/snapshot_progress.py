@@ -1,0 +1,68 @@
+"""
+How far snapshots are, as people and JSON see it.
+
+Pure. The rate is that of the whole way so far: documents that were scanned, over the time since the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from bson import Timestamp
+
+from mongo_celery.bridge.state.snapshots import FAILED, GONE, RUNNING, Snapshot
+
+_SHOWN_SECONDS = 3600
+
+
+def snapshots_shown(snapshots: Sequence[Snapshot], now: Timestamp, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those that somebody may ask about: that run, that have failed, and that have ended within the last hour."""
+    waits = {each["id"]: each for each in report.get("snapshots", ())}
+    shown = [each for each in snapshots if each.state in (RUNNING, FAILED, GONE) or _is_recent(each, now)]
+    return [progress_of(each, waits.get(each.id)) for each in shown]
+
+
+def progress_of(snapshot: Snapshot, waits: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """
+    How far one is; `status` says what the values mean.
+
+    Args:
+        waits: what the listener says of its last attempts, where these have failed.
+    """
+    rate = _rate(snapshot)
+    left = None if snapshot.estimated is None else max(snapshot.estimated - snapshot.done, 0)
+    sentence = snapshot.sentence
+    if sentence is None and waits is not None and snapshot.state == RUNNING:
+        sentence = f"tried {waits['attempts']} times in a row: {waits['error']}"
+    return {
+        "id": snapshot.id,
+        "handler": snapshot.subscription,
+        "source": snapshot.source,
+        "state": snapshot.state,
+        "done": snapshot.done,
+        "estimated": snapshot.estimated,
+        "rate": None if rate is None else round(rate, 1),
+        "remaining_seconds": round(left / rate) if rate and left is not None and snapshot.state == RUNNING else None,
+        "since": None if snapshot.since is None else _aware(snapshot.since).isoformat(),
+        "by": snapshot.by,
+        "sentence": sentence,
+    }
+
+
+def _rate(snapshot: Snapshot) -> float | None:
+    since, until = snapshot.started_at or snapshot.since, snapshot.moved_at
+    if since is None or until is None or not snapshot.done:
+        return None
+    seconds = (until - since).total_seconds()
+    return snapshot.done / seconds if seconds > 0 else None
+
+
+def _is_recent(snapshot: Snapshot, now: Timestamp) -> bool:
+    ended = snapshot.moved_at or snapshot.since
+    return ended is not None and now.time - _aware(ended).timestamp() < _SHOWN_SECONDS
+
+
+def _aware(moment: datetime) -> datetime:
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

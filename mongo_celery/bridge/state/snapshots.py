@@ -1,0 +1,247 @@
+"""
+Snapshots: which existing documents a handler is given, how far that is, and whose it is now.
+
+One document a snapshot, with a new `_id` for each start, so that what belongs to an earlier one means nothing to it::
+
+    start          failed <--- running ---> done | source gone
+                     |           ^  |
+                     +-- resume -+--+---> stopped --- resume
+
+1. `epoch` is the version of the term that may act on it. A take-over raises it before any partition is taken over:
+   else who is deposed sees "committed" where its successor's changes have passed its documents.
+2. `begun` numbers the chunks. A begin compares the number that was seen and sets the next one, so one that lands late
+   begins nothing that somebody else counts on. Its own place in the oplog is T, as of which the chunk is read.
+3. `lastId` is the end of what was scanned and is committed, or stored, with all before it. It is absent until the first
+   chunk: null may be somebody's `_id`. It is set once for each chunk (`moved`), and never by a term that is over.
+4. `passed` counts the writes that move the stream past T: an update that changes nothing would write no entry.
+
+| field | |
+|---|---|
+| `source` | namespace of the collection |
+| `uuid`, `at` | which collection of that name it is, and the cluster time at which it was |
+| `match` | a condition on events as extended JSON; absent for none |
+| `rate` | documents a second at most; absent for no limit |
+| `done`, `estimated` | documents that were scanned, and how many there were at the start |
+| `state`, `sentence` | as above; why it has failed |
+| `since`, `startedAt`, `movedAt` | when it was asked for, first begun, and last moved |
+| `by` | who has asked for it |
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import bson
+from bson import Timestamp
+from bson.codec_options import CodecOptions
+from bson.int64 import Int64
+from bson.raw_bson import RawBSONDocument
+from pymongo.collection import Collection
+from pymongo.errors import DuplicateKeyError
+
+from mongo_celery.bridge.existing import DocumentId, joined
+from mongo_celery.mongo.table import Table, call_timeout
+
+_RAW: CodecOptions[RawBSONDocument] = CodecOptions(document_class=RawBSONDocument)
+
+RUNNING, DONE, GONE, STOPPED, FAILED = "running", "done", "source gone", "stopped", "failed"
+"""States of a snapshot."""
+
+_LASTING = [RUNNING, STOPPED, FAILED, GONE]
+"""What may go on: a term that is over must not move it, even if it is stopped when another one takes over."""
+
+_ID_BYTES = 6
+_FIELDS = dict.fromkeys((
+    "epoch", "source", "uuid", "at", "match", "rate", "begun", "moved", "done", "estimated", "state", "sentence",
+    "since", "startedAt", "movedAt", "by",
+), 1)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """
+    One snapshot as it is stored.
+
+    Attributes:
+        id: its `_id`.
+        subscription: whose handler is given the documents.
+        last: the end of what was scanned; None before the first chunk.
+    """
+
+    id: str
+    subscription: str
+    source: str
+    epoch: int = 0
+    uuid: bytes | None = None
+    at: Timestamp | None = None
+    match: str | None = None
+    rate: float | None = None
+    begun: int = 0
+    moved: int = 0
+    done: int = 0
+    estimated: int | None = None
+    state: str = RUNNING
+    sentence: str | None = None
+    since: datetime | None = None
+    started_at: datetime | None = None
+    moved_at: datetime | None = None
+    by: str = ""
+    last: DocumentId | None = None
+
+
+class Snapshots:
+    """The snapshots of one bridge."""
+
+    def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
+        self._table = Table(collection, call_timeout(ttl))
+        self._bridge = bridge
+
+    # -- who asks for them -------------------------------------------------------------------------
+
+    def id_of(self, subscription: str, name: str | None = None) -> str:
+        """A new `_id`; by a name it is the same one each time."""
+        return f"{self._bridge}/{subscription}/{name or secrets.token_hex(_ID_BYTES)}"
+
+    def insert(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Ask for snapshots, by their `_id`s; one that is there already stays as it is. Repeating it is harmless."""
+        numbers = {name: Int64(0) for name in ("epoch", "begun", "moved", "passed", "done")}
+        for record in records:
+            given = {name: value for name, value in record.items() if value is not None and name != "_id"}
+            change = {"$setOnInsert": {**numbers, **given, "state": RUNNING}, "$currentDate": {"since": True}}
+            with suppress(DuplicateKeyError):
+                self._table.update({"_id": record["_id"], "since": {"$exists": False}}, change, upsert=True)
+
+    def stop(self, snapshot_id: str) -> bool:
+        """
+        Let no chunk begin any more; what is under way is delivered. One that has failed asks for nobody any more.
+
+        Returns:
+            False where it is done, or stopped already.
+        """
+        guard = {"_id": snapshot_id, "state": {"$in": [RUNNING, FAILED, GONE]}}
+        return self._table.update(guard, {"$set": {"state": STOPPED}})
+
+    def resume(self, snapshot_id: str) -> bool:
+        """Let one that was stopped, or has failed, go on where it is; False where it is neither."""
+        guard = {"_id": snapshot_id, "state": {"$in": [STOPPED, FAILED]}}
+        return self._table.update(guard, {"$set": {"state": RUNNING}, "$unset": {"sentence": ""}})
+
+    # -- what a term does --------------------------------------------------------------------------
+
+    def take_over(self, version: int) -> int:
+        """
+        Raise the epoch of all that run, or may be resumed, to this version.
+
+        Returns:
+            The largest epoch of any of them; one above `version` belongs to a later term.
+        """
+        lasting = {**self._mine(), "state": {"$in": _LASTING}}
+        with self._table.limit():
+            self._table.collection.update_many(
+                {**lasting, "epoch": {"$lt": Int64(version)}}, {"$set": {"epoch": Int64(version)}}
+            )
+            found = self._table.collection.find_one(lasting, {"epoch": 1}, sort=[("epoch", -1)])
+        return int(found["epoch"]) if found else 0
+
+    def prepare(self, snapshot: Snapshot, version: int, *, uuid: bytes, at: Timestamp, estimated: int | None) -> bool:
+        """Record which collection it is, before its first chunk; False where it is not this term's."""
+        change: dict[str, Any] = {"uuid": uuid, "at": at, "estimated": estimated}
+        guard = {"_id": snapshot.id, "epoch": version, "uuid": None}
+        return self._table.update(guard, {"$set": change, "$currentDate": {"startedAt": True}})
+
+    def begin(self, snapshot: Snapshot, version: int) -> Timestamp | None:
+        """
+        Begin the next chunk.
+
+        Returns:
+            T, the cluster time of this write; None where it was refused: it is another term's, does not run any more,
+            or has begun more chunks than was seen.
+        """
+        guard = {"_id": snapshot.id, "epoch": version, "state": RUNNING, "begun": snapshot.begun}
+        return self._table.update_timed(guard, {"$set": {"begun": Int64(snapshot.begun + 1)}})
+
+    def pass_on(self, snapshot_id: str, version: int, begun: int) -> Timestamp | None:
+        """Write something, so that the stream has something to pass; its cluster time, or None where it was refused."""
+        return self._table.update_timed(_chunk(snapshot_id, version, begun), {"$inc": {"passed": Int64(1)}})
+
+    def move(self, snapshot_id: str, version: int, begun: int, last: DocumentId, count: int) -> bool:
+        """
+        Record the end of a chunk of which all is committed or stored. Repeating it is harmless.
+
+        Args:
+            last: the end of what was scanned.
+            count: how many documents were.
+
+        Returns:
+            False where it is not this term's chunk, or is recorded already.
+        """
+        fields = RawBSONDocument(joined(bytes(last.named("lastId").raw), bson.encode({"moved": Int64(begun)})))
+        guard = {**_chunk(snapshot_id, version, begun), "moved": {"$ne": Int64(begun)}}
+        change = {"$set": fields, "$inc": {"done": Int64(count)}, "$currentDate": {"movedAt": True}}
+        return self._table.update_unretried(guard, change)
+
+    def finish(self, snapshot_id: str, version: int, begun: int, state: str, sentence: str | None = None) -> bool:
+        """End it, after an empty chunk; False where that is not this term's."""
+        change: dict[str, Any] = {"state": state} | ({"sentence": sentence} if sentence else {})
+        guard = {**_chunk(snapshot_id, version, begun), "state": RUNNING}
+        return self._table.update(guard, {"$set": change, "$currentDate": {"movedAt": True}})
+
+    def fail(self, snapshot_id: str, version: int, sentence: str, state: str = FAILED) -> bool:
+        """It cannot go on until somebody resumes it; False where it is not this term's, or does not run."""
+        guard = {"_id": snapshot_id, "epoch": version, "state": RUNNING}
+        return self._table.update(guard, {"$set": {"state": state, "sentence": sentence}})
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def read(self, *, running: bool = False) -> list[Snapshot]:
+        """Those that run, or all, in the order in which they were asked for; without the end of what was scanned."""
+        query = {**self._mine(), "state": RUNNING} if running else self._mine()
+        found = [_snapshot(document, None) for document in self._table.find(query, _FIELDS)]
+        return sorted(found, key=lambda each: (str(each.since), each.id))
+
+    def read_one(self, snapshot_id: str) -> Snapshot | None:
+        """One of them, as it is now, with the end of what was scanned, byte for byte."""
+        raw = self._table.collection.with_options(codec_options=_RAW)
+        with self._table.limit():
+            document = self._table.collection.find_one({"_id": snapshot_id}, _FIELDS)
+            last: Any = raw.find_one({"_id": snapshot_id}, {"_id": 0, "lastId": 1})
+        if document is None or last is None:
+            return None
+        return _snapshot(document, DocumentId.of(bytes(last.raw)))
+
+    def _mine(self) -> dict[str, Any]:
+        return {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}
+
+
+def _chunk(snapshot_id: str, version: int, begun: int) -> dict[str, Any]:
+    return {"_id": snapshot_id, "epoch": version, "begun": begun}
+
+
+def _snapshot(document: Mapping[str, Any], last: DocumentId | None) -> Snapshot:
+    estimated = document.get("estimated")
+    return Snapshot(
+        id=document["_id"],
+        subscription=document["_id"].split("/")[1],
+        source=str(document.get("source", "")),
+        epoch=int(document.get("epoch", 0)),
+        uuid=document.get("uuid"),
+        at=document.get("at"),
+        match=document.get("match"),
+        rate=document.get("rate"),
+        begun=int(document.get("begun", 0)),
+        moved=int(document.get("moved", 0)),
+        done=int(document.get("done", 0)),
+        estimated=None if estimated is None else int(estimated),
+        state=str(document.get("state", RUNNING)),
+        sentence=document.get("sentence"),
+        since=document.get("since"),
+        started_at=document.get("startedAt"),
+        moved_at=document.get("movedAt"),
+        by=str(document.get("by", "")),
+        last=last,
+    )

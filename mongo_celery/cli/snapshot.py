@@ -1,0 +1,112 @@
+"""`celery -A app changes snapshot`: give a handler the documents that exist, while the stream runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mongo_celery.cli.apps import json_option, one_of, one_sentence_errors
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.snapshot_commands import PlannedSnapshot
+    from mongo_celery.bridge.wiring import Wiring
+
+
+@click.command()
+@click.argument("handler", required=False)
+@click.option("--source", "sources", multiple=True, metavar="NS", help="This collection only; may be repeated.")
+@click.option("--match", metavar="JSON", help="Only documents whose event fulfils this expression, as `match=` does.")
+@click.option("--rate", type=click.FloatRange(min=0.01), metavar="N", help="So many documents a second at most.")
+@click.option("--list", "is_list", is_flag=True, help="Show snapshots and how far they are, and begin none.")
+@click.option("--stop", "stopped", metavar="ID", help="Let this one stop where it is.")
+@click.option("--resume", "resumed", metavar="ID", help="Let this one, stopped or failed, go on where it is.")
+@click.option("--dry-run", is_flag=True, help="Say what would be read, and change nothing.")
+@click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
+@json_option("bridge")
+@click.pass_context
+def snapshot(
+    ctx: click.Context,
+    /,
+    *,
+    handler: str | None,
+    is_list: bool,
+    stopped: str | None,
+    resumed: str | None,
+    bridge: str | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """
+    Give a handler the documents that exist, between its changes.
+
+    Each comes once, as operation type `snapshot`, exactly at its place: behind the changes that it has, before those
+    that follow. It goes on across restarts, chunk by chunk; `status --watch` shows how far it is. HANDLER may be left
+    out where only one can be meant.
+
+    The collections are those that the handler watches, or those of --source. Its own `match` counts, --match narrows it
+    further; `operations` and `fields` do not.
+    """
+    from mongo_celery.bridge.operations import snapshot_commands
+    from mongo_celery.bridge.wiring import BRIDGES
+
+    asked = [is_list, stopped is not None, resumed is not None]
+    starting = any(given[name] for name in ("sources", "match", "rate", "dry_run"))
+    if sum(asked) > 1 or (any(asked) and starting):
+        raise click.UsageError("--list, --stop and --resume stand alone: each is a command of its own.")
+    wiring = one_of(ctx, BRIDGES, bridge, "--bridge")
+    with one_sentence_errors():
+        if is_list:
+            _show_list(wiring, snapshot_commands.listed(wiring, handler), as_json)
+        elif stopped is not None or resumed is not None:
+            _change(wiring, stopped, resumed, as_json)
+        else:
+            found = snapshot_commands.start(wiring, handler, **given)
+            _show_started(wiring, found, as_json, dry_run=given["dry_run"])
+
+
+def _change(wiring: Wiring, stopped: str | None, resumed: str | None, as_json: bool) -> None:
+    from mongo_celery.bridge.operations import snapshot_commands
+    from mongo_celery.cli.snapshot_view import progress_line
+
+    act: Callable[[Wiring, str], dict[str, Any]] = snapshot_commands.stop
+    chosen, after = stopped or "", "What is under way is delivered. To let it go on: --resume"
+    if resumed is not None:
+        act, chosen, after = snapshot_commands.resume, resumed, "It goes on when a listener leads."
+    found = act(wiring, chosen)
+    if as_json:
+        click.echo(json.dumps({"bridge": wiring.name, "snapshots": [found]}))
+        return
+    click.echo(progress_line(found))
+    click.echo(after)
+
+
+def _show_list(wiring: Wiring, found: Sequence[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"bridge": wiring.name, "snapshots": list(found)}))
+        return
+    from mongo_celery.cli.snapshot_view import progress_line
+
+    for each in found:
+        click.echo(f"{each['id'].rpartition('/')[2]}  {progress_line(each)}")
+    if not found:
+        click.echo("There are no snapshots.")
+
+
+def _show_started(wiring: Wiring, found: Sequence[PlannedSnapshot], as_json: bool, *, dry_run: bool) -> None:
+    if as_json:
+        from dataclasses import asdict
+
+        answer = {"bridge": wiring.name, "dry_run": dry_run, "snapshots": [asdict(each) for each in found]}
+        click.echo(json.dumps(answer))
+        return
+    for each in found:
+        count = "an unknown number of" if each.estimated is None else f"about {each.estimated}"
+        name = f"{each.id.rpartition('/')[2]}  " if each.id is not None else ""
+        click.echo(f"{name}{each.source} for {each.handler}: {count} documents")
+    if dry_run:
+        click.echo("Nothing was changed.")
+    else:
+        click.echo("They come as soon as a listener leads; `status --watch` shows how far they are.")

@@ -1,0 +1,256 @@
+"""
+Listeners that end, or sleep and wake too late, between any two steps of a snapshot.
+
+P1, P2: every document is given, and none goes back; P3: who wakes too late moves nothing; P6: a document starts once
+more a fault.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import bson
+import pytest
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery.bridge.existing import DocumentId
+from mongo_celery.bridge.listener import pace, snapshotting
+from mongo_celery.bridge.listener.chunks import ChunkReader
+from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.bridge.state.snapshots import FAILED, GONE, Snapshots
+from mongo_celery.bridge.state.subscriptions import Subscriptions
+from mongo_celery.bridge.window import PendingChange
+from mongo_celery.errors import LeaseLostError
+from tests.fixtures.process import wait_for
+from tests.integration.snapshot_rig import HANDLER, Term, World, worlds
+from tests.integration.term_rig import KilledError, around
+
+Document = dict[str, Any]
+
+STEPS: list[tuple[type, str]] = [
+    (Snapshots, "insert"),
+    (Subscriptions, "note_snapshot"),
+    (Snapshots, "take_over"),
+    (Snapshots, "prepare"),
+    (Snapshots, "begin"),
+    (ChunkReader, "read"),
+    (Snapshots, "pass_on"),
+    (Snapshots, "move"),
+    (Snapshots, "finish"),
+]
+_NAMES = [name for _, name in STEPS]
+_DOCUMENTS = 9
+_LATER_TURNS = 40
+
+
+@pytest.fixture
+def world(
+    mongo_client: MongoClient[Document], mongo_url: str, state_database: str, database: Database[Document]
+) -> Iterator[World]:
+    yield from worlds(mongo_client, mongo_url, state_database, database.name)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of them, of few documents."""
+    monkeypatch.setattr(pace, "FIRST_SIZE", 4)
+    monkeypatch.setattr(pace, "LARGEST_SIZE", 4)
+
+
+def fill(world: World) -> None:
+    """What exists, and some changes of it before anybody leads."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(_DOCUMENTS)])
+    for number in range(3):
+        world.write(number, 2)
+
+
+def judge(world: World, faults: int) -> None:
+    """Everything is there, nothing went back, and nothing came oftener than it may."""
+    world.judge()
+    assert world.record["state"] == "done"
+    assert all(1 <= world.snapshots_of(number) <= 1 + faults for number in range(3, _DOCUMENTS - 1))
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("step", STEPS, ids=_NAMES)
+def test_a_listener_that_is_killed_at_any_step_has_lost_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
+) -> None:
+    """P1, P2, P6: the next one ends what it began."""
+    fill(world)
+    term = world.term(run_size=3)
+
+    def kill() -> None:
+        term.is_killed.set()
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        around(patch, step, kill, behind=behind)
+        with pytest.raises(KilledError):
+            term.begin().finish(lambda: world.write(_DOCUMENTS - 1, 3))
+    term.close()
+    world.term(run_size=3).begin().finish()
+    judge(world, 1)
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("step", STEPS, ids=_NAMES)
+def test_a_listener_that_wakes_at_any_step_moves_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
+) -> None:
+    """P1, P3, F1: its successor has read all of it; what it writes late is refused, or nobody's."""
+    fill(world)
+    term = world.term(run_size=3)
+    records: list[Document] = []
+
+    def succeed() -> None:
+        world.term(run_size=3).begin().finish(lambda: world.write(_DOCUMENTS - 1, 3))
+        records.append(world.record)
+
+    with monkeypatch.context() as patch:
+        around(patch, step, succeed, behind=behind)
+        with suppress(LeaseLostError):
+            term.begin().until(lambda: records)
+        wait_for(lambda: records)
+        snapshots, led = term.leader._snapshots, term.leader._subscriptions
+        for _ in range(_LATER_TURNS if led else 0):  # of one that has not looked at its partitions yet
+            snapshots.turn(led, time.monotonic(), room=1 << 20, may_begin=True)
+            snapshots.progress.wait(0.01)
+    assert world.record == records[0]
+    judge(world, 1)
+
+
+def test_what_was_looked_up_behind_t_comes_once(world: World) -> None:
+    """F9: an update in front of T that shows what came after it; the existing document would go back."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
+    term = world.term(start_from="now").begin()
+    snapshots = term.leader._snapshots
+    shown: list[int] = []
+
+    def show(chunk: Any) -> None:
+        """As if the first key had been updated before T, and been looked up after it."""
+        items: list[PendingChange] = chunk.items
+        key = bson.decode(items[0].raw)["documentKey"]["_id"]
+        shown.append(key)
+        chunk.newer.add(snapshotting._key_in(items[0].raw))
+
+    store = term.wiring.store.snapshots
+    store.insert([{"_id": store.id_of(HANDLER), "source": world.source}])
+
+    def looking() -> None:
+        chunk = snapshots._reading
+        if chunk is not None and chunk.is_read and chunk.items and not shown:
+            show(chunk)
+
+    around_append = snapshots._append
+
+    def append(chunk: Any) -> None:
+        if chunk.items and not shown:
+            show(chunk)
+        around_append(chunk)
+
+    snapshots._append = append  # type: ignore[method-assign]
+    term.until(lambda: world.record["state"] == "done", looking)
+    assert {each.key for each in world.seen} == {0, 1, 2} - {*shown}
+
+
+def test_only_looked_up_updates_of_handlers_that_take_all_changes_leave_documents_out(world: World) -> None:
+    """Where some changes are not the handler's, the existing document may have what no change of its brings."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
+    for fields, counts in ((None, True), ({"v"}, False)):
+        term: Term = world.term(start_from="now", **({"fields": fields} if fields else {})).begin()
+        snapshots = term.leader._snapshots
+        store = term.wiring.store.snapshots
+        store.insert([{"_id": store.id_of(HANDLER), "source": world.source}])
+        found: list[set[bytes]] = []
+        original = snapshots.looked_up
+
+        def looked_up(
+            subscription: Any, item: Any, change: Any, snapshots: Any = snapshots, original: Any = original,
+            found: Any = found,
+        ) -> None:  # fmt: skip
+            original(subscription, item, change)
+            if snapshots._reading is not None:
+                found.append(set(snapshots._reading.newer))
+
+        snapshots.looked_up = looked_up  # type: ignore[method-assign]
+        begin = Snapshots.begin
+
+        def begin_late(self: Any, *given: Any, begin: Any = begin) -> Any:
+            world.write(1, 5 + len(world.terms))  # in front of T
+            return begin(self, *given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Snapshots, "begin", begin_late)
+            term.until(lambda: all(each["state"] == "done" for each in world.records))
+        assert any(found) == counts
+        term.close()
+    world.copy.update({each: world.copy.get(each, 1) for each in world.copy})
+
+
+def test_an_existing_document_that_is_set_aside_twice_is_one_dead_letter(world: World) -> None:
+    """Read again it has another token; it is named by its key, and stands before all others."""
+    fill(world)
+    term = world.term(failure_policy="dead_letter", spill_after=0.2).begin()
+    term.failing = [5]
+    term.until(lambda: world.records and world.record["state"] == "done")
+    letters = []
+    for _ in range(2):
+        (halted,) = [image for image in term.images() if image.state == "halted"] or [None]  # type: ignore[list-item]
+        if halted is not None:
+            from mongo_celery.bridge.operations.commands import set_aside
+
+            assert halted.head is not None
+            set_aside(term.wiring, HANDLER, halted.index, token=halted.head["resumeToken"]["_data"])
+        letters.append(term.wiring.store.dead_letters.find(Selection(), [HANDLER], 0))
+        store = term.wiring.store.snapshots
+        if len(letters) == 1:
+            store.insert([{"_id": store.id_of(HANDLER), "source": world.source}])
+            term.until(lambda: len(world.records) == 2 and all(each["state"] == "done" for each in world.records))
+            term.until(lambda: any(image.state == "halted" for image in term.images()))
+    assert [len(each) for each in letters] == [1, 1]
+    assert letters[0][0].id == letters[1][0].id
+    assert letters[0][0].id.startswith("00")
+
+
+def test_a_write_of_a_chunk_that_is_not_mine_does_nothing(world: World) -> None:
+    """P3: each compares epoch and number, and none counts twice."""
+    store = world.term().wiring.store.snapshots
+    snapshot_id = store.id_of(HANDLER)
+    store.insert([{"_id": snapshot_id, "source": world.source}])
+    store.insert([{"_id": snapshot_id, "source": "other.place"}])
+    store.take_over(5)
+    found = store.read_one(snapshot_id)
+    assert found is not None
+    assert (found.source, found.epoch, found.last) == (world.source, 5, None)
+    assert store.begin(found, 4) is None
+    assert store.begin(found, 5) is not None
+    assert store.begin(found, 5) is None, "what was seen is over"
+    end = DocumentId.of(bson.encode({"_id": None}))
+    assert end is not None
+    assert not store.move(snapshot_id, 4, 1, end, 7)
+    assert not store.move(snapshot_id, 5, 2, end, 7)
+    assert store.move(snapshot_id, 5, 1, end, 7)
+    assert not store.move(snapshot_id, 5, 1, end, 7), "the answer was lost, and it is asked again"
+    after = store.read_one(snapshot_id)
+    assert after is not None
+    assert (after.last, after.done) == (end, 7)
+    assert store.pass_on(snapshot_id, 4, 1) is None
+    first, second = store.pass_on(snapshot_id, 5, 1), store.pass_on(snapshot_id, 5, 1)
+    assert first is not None
+    assert second is not None
+    assert first < second, "each is an entry of its own"
+    for version, state in ((5, FAILED), (6, GONE)):
+        assert store.fail(snapshot_id, version, "no", state)
+        assert store.take_over(version + 1) == version + 1, "it may go on"
+        assert store.read_one(snapshot_id).epoch == version + 1  # type: ignore[union-attr]
+        assert store.stop(snapshot_id)
+        assert store.resume(snapshot_id)
+        assert not store.resume(snapshot_id)
+    assert store.stop(snapshot_id)
+    assert store.take_over(9) == 9
+    assert store.take_over(4) == 9, "a later term has it"

@@ -1,0 +1,452 @@
+"""
+Existing documents between the changes, on a real replica set: each once, exactly at its place.
+
+P1 to P13 are the design's invariants, F1 to F14 the findings of `tests/property/snapshot_variants.py`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import bson
+import pytest
+from bson import Binary, Decimal128, Int64, MaxKey, MinKey, ObjectId, Timestamp
+from bson.raw_bson import RawBSONDocument
+from pymongo import MongoClient
+from pymongo.database import Database
+from pymongo.errors import AutoReconnect
+
+from mongo_celery.bridge.existing import DocumentId
+from mongo_celery.bridge.listener import pace
+from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
+from mongo_celery.bridge.operations import snapshot_commands as commands
+from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.errors import CommandRefusedError
+from tests.integration.snapshot_rig import HANDLER, World, keys_of, worlds
+
+Document = dict[str, Any]
+MIXED = [
+    1, 2.5, Int64(7), float("nan"), Decimal128("3.3"), "abc", "ABC", "$abc", "", ObjectId(), {"a": 1}, {"b": [1, 2]},
+    None, True, False, dt.datetime(2026, 1, 1, tzinfo=dt.UTC), Timestamp(1, 2), Binary(b"x"), Binary(b"y" * 16, 4),
+    MinKey(), MaxKey(),
+]  # fmt: skip
+
+
+@pytest.fixture
+def world(
+    mongo_client: MongoClient[Document], mongo_url: str, state_database: str, database: Database[Document]
+) -> Iterator[World]:
+    yield from worlds(mongo_client, mongo_url, state_database, database.name)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many of them, of few documents."""
+    monkeypatch.setattr(pace, "FIRST_SIZE", 3)
+    monkeypatch.setattr(pace, "LARGEST_SIZE", 5)
+
+
+def ask(world: World, term: Any, **given: Any) -> str:
+    """Ask for a snapshot, as the command does."""
+    store = term.wiring.store.snapshots
+    snapshot_id: str = store.id_of(HANDLER)
+    store.insert([{"_id": snapshot_id, "source": world.source, **given}])
+    return snapshot_id
+
+
+# -- what is read ------------------------------------------------------------------------------------
+
+
+def test_documents_of_all_types_of_ids_come_once_by_the_index(world: World) -> None:
+    """P1, P6: comparisons of one type would end at the first other type."""
+    world.orders.insert_many([{"_id": key, "v": 1} for key in MIXED])
+    broken = bson.encode({"_id": "broken"}).replace(b"broken", b"\xff\xfeoken")
+    world.orders.insert_one(RawBSONDocument(broken))
+    term = world.term().begin()
+    term.finish()
+    assert world.record["done"] == len(MIXED) + 1
+    assert all(world.snapshots_of(key) == 1 for key in MIXED)
+    assert len(world.seen) == len(MIXED) + 1
+    assert world.record["estimated"] == len(MIXED) + 1
+    assert world.record["begun"] == world.record["moved"] + 1 >= 5
+    assert all(each.token[18] == "~" for each in world.seen)
+
+
+def test_an_empty_collection_and_one_that_is_not_there_are_done_at_once(world: World) -> None:
+    """All that will be in them is in the stream."""
+    term = world.term().begin()
+    term.finish()
+    world.write(1, 1)
+    term.until(world.is_equal)
+    assert [each.operation for each in world.seen] == ["insert"]
+
+
+def test_the_end_of_what_was_scanned_is_kept_byte_for_byte() -> None:
+    """A text that is not valid must not move the next chunk."""
+    raw = bson.encode({"_id": "xy"}).replace(b"xy", b"\xff\xfe")
+    found = DocumentId.of(raw)
+    assert found is not None
+    assert found.named("_id").raw == raw
+    assert DocumentId.of(bson.encode({})) is None
+
+
+def test_only_what_matches_comes_and_chunks_of_which_nothing_does_move_on(world: World) -> None:
+    """The handler's condition and the snapshot's own, on the event that its insert would have."""
+    world.orders.insert_many([{"_id": number, "v": number, "odd": number % 2 == 1} for number in range(40)])
+    term = world.term(start_from="now", match={"$eq": ["$operationType", "insert"]}).begin()
+    ask(world, term, match='{"$and": ["$fullDocument.odd", {"$gte": ["$fullDocument.v", 35]}]}')
+    term.until(lambda: world.record["state"] == "done")
+    assert [each.value for each in world.seen] == [35, 37, 39]
+    assert world.record["done"] == 40
+
+
+def test_the_bridges_pipeline_shapes_existing_documents_too(world: World) -> None:
+    """As it does the events of their inserts."""
+    world.orders.insert_many([{"_id": number, "v": 1, "secret": "x"} for number in range(4)])
+    pipeline = [{"$match": {"operationType": "insert", "documentKey._id": {"$gt": 0}}}, {"$unset": "fullDocument.v"}]
+    term = world.term(pipeline=pipeline).begin()
+    term.until(lambda: world.records and world.record["state"] == "done")
+    assert sorted((each.key, each.value) for each in world.seen) == [(1, None), (2, None), (3, None)]
+
+
+@pytest.mark.parametrize(
+    ("match", "words"),
+    [
+        ('{"$foo": 1}', "Unrecognized expression"),
+        ('{"$divide": [1, {"$subtract": ["$fullDocument.v", 1]}]}', "its match"),
+        ("{", "JSONDecodeError"),
+    ],
+    ids=["unknown", "of some documents", "no JSON"],
+)
+def test_a_condition_that_nobody_can_judge_fails_the_snapshot_and_no_partition(
+    world: World, match: str, words: str
+) -> None:
+    """P12: a slip in it is no document's fault, and no handler's; also where only some documents show it."""
+    world.orders.insert_many([{"_id": number, "v": 2 - number // 2} for number in range(4)])
+    term = world.term(start_from="now").begin()
+    ask(world, term, match=match)
+    term.until(lambda: world.record["state"] == "failed")
+    assert words in world.record["sentence"]
+    world.write(1, 9)
+    term.until(lambda: world.seen)
+    assert {image.state for image in term.images()} == {"flowing"}
+
+
+def by_number(event: Document) -> int:
+    """A rule that looks at the operation, as one may, and fails on one document."""
+    if event["operationType"] == "insert":
+        return int(event["fullDocument"]["group"])
+    return int(event["documentKey"]["_id"]) % 3
+
+
+def test_a_document_whose_key_cannot_be_told_is_refused_alone(world: World) -> None:
+    """P12: its partition halts by the policy, and the snapshot goes on; the others are where their inserts would be."""
+    world.orders.insert_many([{"_id": number, "v": 1, "group": number % 3} for number in range(12)])
+    world.orders.update_one({"_id": 5}, {"$set": {"group": "none"}})
+    term = world.term(partition_by=by_number, spill_after=0.2, run_size=5).begin()
+    term.until(lambda: world.records and world.record["state"] == "done")
+    assert sum(image.state == "halted" for image in term.images()) == 1
+    assert 5 not in {each.key for each in world.seen}
+
+
+# -- between the changes ------------------------------------------------------------------------------
+
+
+def load(world: World, keys: int, seed: int, writes: int) -> Any:
+    """Write a little each time it is called, at random."""
+    chance, left, value = random.Random(seed), [writes], [10]
+
+    def write() -> None:
+        for _ in range(chance.randrange(3)):
+            if left[0] > 0:
+                left[0] -= 1
+                value[0] += 1
+                world.write(chance.randrange(keys), -1 if chance.random() < 0.2 else value[0])
+
+    return write
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_writes_at_random_meet_every_document_at_its_place(world: World, seed: int) -> None:
+    """P1, P2: copies are equal in the end, and no key ever goes back."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(60)])
+    term = world.term().begin()
+    term.finish(load(world, 70, seed, 150))
+    world.judge()
+    assert all(world.snapshots_of(key) <= 1 for key in range(70))
+
+
+def test_take_overs_in_the_middle_repeat_a_chunk_and_lose_nothing(world: World) -> None:
+    """P1, P2, P6: each begins anew behind what is recorded."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(50)])
+    write = load(world, 55, 3, 200)
+    takeovers = 4
+    for number in range(takeovers):
+        term = world.term(run_size=2).begin()
+        term.until(lambda number=number: world.records and world.record["done"] >= 8 * (number + 1), write)  # type: ignore[misc]
+        term.works = False
+        for _ in range(3):
+            term.step()
+        term.close()
+    world.term().begin().finish(write)
+    world.judge()
+    assert max(world.snapshots_of(key) for key in range(55)) <= takeovers + 1
+
+
+@pytest.mark.parametrize("partitions", [(3, 1), (1, 4)], ids=["narrower", "wider"])
+def test_a_new_layout_in_the_middle_loses_nothing(world: World, partitions: tuple[int, int]) -> None:
+    """F10: what is under way is dropped or copied, at its place."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(40)])
+    write = load(world, 45, 4, 150)
+    before, after = partitions
+    term = world.term(partitions=before).begin()
+    term.until(lambda: world.records and world.record["done"] >= 9, write)
+    term.works = False
+    for _ in range(4):
+        write()
+        term.step()
+    term.close()
+    world.term(partitions=after).begin().finish(write)
+    world.judge()
+    assert sorted(world.terms[-1].leader._subscriptions[HANDLER].trackers) == list(range(after))
+
+
+def test_two_snapshots_at_once_share_partitions(world: World) -> None:
+    """P2, P5: their numbers are over both."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(20)])
+    term = world.term().begin()
+    ask(world, term)
+    term.finish(load(world, 22, 5, 60))
+    world.judge()
+    assert len({each.token for each in world.seen}) == len(world.seen)
+
+
+def test_streams_stand_for_a_share_of_the_time_however_many_snapshots_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a chunk is read all handlers wait; a server that is slow must not stop them."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(6)])
+    term = world.term(start_from="now").begin()
+    for _ in range(3):
+        ask(world, term)
+    snapshots, read, chunks = term.leader._snapshots, ChunkReader.read, []
+    append = snapshots._append
+
+    def slow(self: ChunkReader, chunk: Chunk) -> None:
+        threading.Event().wait(0.03)
+        read(self, chunk)
+
+    def appended(chunk: Chunk) -> None:
+        chunks.append(chunk)
+        append(chunk)
+
+    monkeypatch.setattr(ChunkReader, "read", slow)
+    monkeypatch.setattr(snapshots, "_append", appended)
+    term.finish()
+    assert len(chunks) >= 9
+    for one, other in itertools.pairwise(chunks):
+        assert other.sent_at >= one.sent_at + pace.STANDING_SHARE * (one.read_at - one.sent_at)
+
+
+# -- what stands --------------------------------------------------------------------------------------
+
+
+def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_retried(world: World) -> None:
+    """P12, P13: they are stored at their place, and read back."""
+    first, other = keys_of(0, world, 8), keys_of(1, world, 8)
+    world.orders.insert_many([{"_id": key, "v": 1} for key in (*first, *other)])
+    term = world.term(spill_after=0.2).begin()
+    term.failing = [min(first)]
+    term.until(lambda: world.records and world.record["state"] == "done")
+    assert {each.key for each in world.seen} == {*other}
+    for key in first:
+        world.write(key, 2)
+    term.failing = []
+    (halted,) = [image for image in term.images() if image.state == "halted"]
+    generation = term.leader._subscriptions[HANDLER].plan.layout.generation
+    assert term.wiring.store.partitions.retry(halted, generation)
+    term.until(world.is_equal)
+    world.judge()
+    assert all(world.snapshots_of(key) == 1 for key in first)
+
+
+def test_the_record_waits_for_the_mark(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: what was inserted and is not marked is nobody's yet."""
+    first = keys_of(0, world, 3)
+    world.orders.insert_many([{"_id": key, "v": 1} for key in first])
+    term = world.term(spill_after=0.1).begin()
+    term.failing = [min(first)]
+
+    def refuse(*_: Any, **__: Any) -> bool:
+        raise AutoReconnect("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Partitions, "mark_spilled", refuse)
+        term.until(lambda: term.wiring.store.spill.last(_halted(term)) is not None)
+        for _ in range(5):
+            term.step()
+        assert world.record["moved"] == 0
+    term.until(lambda: world.record["moved"] == 1)
+
+
+def _halted(term: Any) -> str:
+    led = term.leader._subscriptions[HANDLER]
+    found: str = next(
+        (each.partition_id for each in led.trackers.values() if each.image.state == "halted"),
+        led.trackers[0].partition_id,
+    )
+    return found
+
+
+def make_anew(world: World) -> None:
+    """Another collection of the same name."""
+    world.orders.drop()
+    world.orders.insert_many([{"_id": number, "v": 3} for number in range(30)])
+
+
+def test_a_source_that_is_dropped_renamed_or_made_anew_is_gone_loudly(world: World) -> None:
+    """F6: else nothing would be left, and all be done."""
+    for move in (
+        world.orders.drop,
+        lambda: world.orders.rename("elsewhere", dropTarget=True),
+        lambda: make_anew(world),
+        lambda: (
+            world.orders.rename("away", dropTarget=True),
+            world.client[world.data]["away"].rename(world.name, dropTarget=True),
+        ),
+    ):
+        world.client[world.state]["snapshots"].delete_many({})
+        world.orders.drop()
+        world.orders.insert_many([{"_id": number, "v": 1} for number in range(30)])
+        term = world.term(start_from="now", sources=(world.source, f"{world.data}.other")).begin()
+        ask(world, term)
+        term.until(lambda: world.record["done"] >= 3)
+        move()
+        term.until(lambda: world.record["state"] != "running")
+        assert world.record["state"] == "source gone"
+        assert "dropped or renamed" in world.record["sentence"]
+        term.close()
+
+
+def test_one_whose_source_is_gone_gives_nothing_of_another_when_it_is_resumed(world: World) -> None:
+    """F6: stopped, it is acknowledged; what has taken the place of its source is another snapshot's."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(30)])
+    term = world.term(start_from="now").begin()
+    snapshot_id = ask(world, term)
+    term.until(lambda: world.record["done"] >= 3)
+    make_anew(world)
+    term.until(lambda: world.record["state"] == "source gone")
+    store = term.wiring.store.snapshots
+    assert store.stop(snapshot_id)
+    assert store.resume(snapshot_id)
+    term.until(lambda: world.record["state"] == "source gone")
+    assert "dropped or renamed" in world.record["sentence"]
+    assert {each.value for each in world.seen if each.operation == "snapshot"} == {1}
+
+
+def test_a_collection_that_can_have_none_fails_alone(world: World) -> None:
+    """P9: capped collections, views and time series, with a sentence; the handler's changes flow."""
+    data = world.client[world.data]
+    data.create_collection("capped", capped=True, size=10_000)
+    data.create_collection("view", viewOn="orders", pipeline=[])
+    data.create_collection("series", timeseries={"timeField": "at"})
+    term = world.term(start_from="now").begin()
+    for name in ("capped", "view", "series"):
+        ask(world, term)
+        newest = max(world.records, key=lambda each: each["since"])["_id"]
+        world.client[world.state]["snapshots"].update_one({"_id": newest}, {"$set": {"source": f"{world.data}.{name}"}})
+    term.until(lambda: all(each["state"] == "failed" for each in world.records))
+    assert all("there can be none" in each["sentence"] for each in world.records)
+    world.write(1, 1)
+    term.until(world.is_equal)
+
+
+# -- stopping and going on -----------------------------------------------------------------------------
+
+
+def test_what_is_stopped_is_resumed_where_it_is_and_no_term_that_is_over_moves_it(world: World) -> None:
+    """F1: also where it is stopped when another term takes over."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(30)])
+    term = world.term().begin()
+    term.until(lambda: world.records and world.record["done"] >= 6)
+    term.works = False
+    term.until(lambda: world.record["begun"] > world.record["moved"])
+    store, before = term.wiring.store.snapshots, world.record
+    assert store.stop(before["_id"])
+    later = world.term().begin()
+    later.until(lambda: len(world.seen) >= before["done"])
+    end = DocumentId.of(bson.encode({"_id": 99}))
+    assert end is not None
+    assert not store.move(before["_id"], term.leader._snapshots.work._version, before["begun"], end, 5)
+    assert world.record["lastId"] == before["lastId"]
+    assert store.resume(before["_id"])
+    later.finish()
+    world.judge()
+
+
+def test_a_rate_is_kept(world: World) -> None:
+    """So many documents a second at most, chunk by chunk."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(6)])
+    term = world.term(start_from="now").begin()
+    ask(world, term, rate=4.0)
+    term.finish()
+    record = world.record
+    assert (record["movedAt"] - record["since"]).total_seconds() >= 0.7
+
+
+# -- commands ------------------------------------------------------------------------------------------
+
+
+def test_the_command_refuses_what_cannot_be_in_one_sentence_and_stores_nothing(world: World) -> None:
+    """Bad input: nothing changed; so does a dry run."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
+    data = world.client[world.data]
+    data.create_collection("capped", capped=True, size=10_000)
+    wiring = world.term(start_from="now", sources=(world.source, f"{world.data}.capped")).begin().wiring
+    for given, words in (
+        ({"sources": [f"{world.data}.capped"]}, "it is capped"),
+        ({"sources": [f"{world.data}.ordrs"]}, "does not watch"),
+        ({"match": '{"v": 1}'}, "is no condition"),
+        ({"match": '{"$foo": 1}', "sources": [world.source]}, "cannot judge"),
+        ({}, "it is capped"),
+    ):
+        with pytest.raises(CommandRefusedError, match=words):
+            commands.start(wiring, HANDLER, **given)
+    with pytest.raises(CommandRefusedError, match="did you mean"):
+        commands.start(wiring, "copi")
+    (planned,) = commands.start(wiring, None, sources=[world.source], dry_run=True)
+    assert (planned.source, planned.estimated, planned.id) == (world.source, 3, None)
+    assert world.records == []
+    missing = world.term(start_from="now", sources=(f"{world.data}.missing",)).wiring
+    with pytest.raises(CommandRefusedError, match="There is no collection"):
+        commands.start(missing, HANDLER)
+
+
+def test_the_command_begins_stops_and_resumes_one(world: World) -> None:
+    """It says what it has done, and the same collection is not read twice at once."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(12)])
+    term = world.term(start_from="now").begin()
+    (asked,) = commands.start(term.wiring, HANDLER, match='{"$gte": ["$fullDocument.v", 1]}')
+    assert asked.id is not None
+    with pytest.raises(CommandRefusedError, match="runs already"):
+        commands.start(term.wiring, HANDLER)
+    term.until(lambda: world.record["done"] >= 3)
+    name = asked.id.rpartition("/")[2]
+    assert commands.stop(term.wiring, name)["state"] == "stopped"
+    with pytest.raises(CommandRefusedError, match="nothing to stop"):
+        commands.stop(term.wiring, asked.id)
+    assert commands.resume(term.wiring, name)["state"] == "running"
+    term.finish()
+    (shown,) = commands.listed(term.wiring, HANDLER)
+    assert (shown["state"], shown["done"], shown["estimated"]) == ("done", 12, 12)
+    assert shown in read_status(term.wiring)["snapshots"]
+    with pytest.raises(CommandRefusedError, match="has no snapshot"):
+        commands.stop(term.wiring, "nothing")
+    with pytest.raises(CommandRefusedError, match="cannot be resumed"):
+        commands.resume(term.wiring, name)

@@ -1,0 +1,126 @@
+"""What of `changes snapshot` needs no server: options that stand alone, conditions, progress, tokens, and its lines."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from typing import Any
+
+import bson
+import pytest
+from bson import Timestamp
+from celery import Celery
+from click.testing import CliRunner
+
+from mongo_celery import Bridge
+from mongo_celery.bridge.existing import (
+    event_bytes,
+    is_existing,
+    letter_name,
+    place_at,
+    place_behind,
+    token_at,
+)
+from mongo_celery.bridge.handlers import Handler
+from mongo_celery.bridge.listener.chunks import checked_match
+from mongo_celery.bridge.operations.snapshot_progress import progress_of, snapshots_shown
+from mongo_celery.bridge.state.snapshots import Snapshot
+from mongo_celery.cli.snapshot import snapshot
+from mongo_celery.cli.snapshot_view import progress_line
+from mongo_celery.errors import ConfigurationError
+
+T = Timestamp(0x6B04C073, 0x49)
+NOON = dt.datetime(2030, 1, 1, 12, tzinfo=dt.UTC)
+
+
+def handle(_change: Any) -> None:
+    """A handler."""
+
+
+def handler(**given: Any) -> Handler:
+    bridge = Bridge(Celery("shop", set_as_current=False), "mongodb://nowhere", name="shop", autodiscover=False)
+    bridge.on_change("shop.orders", **given)(handle)
+    return bridge.handlers[0]
+
+
+def test_a_token_lies_behind_all_events_of_its_time_and_before_all_later_ones() -> None:
+    """Whatever the server puts behind the time of a token."""
+    token = token_at(T, 7, 1)
+    for kind in ("2904", "2B022C0100296E5A1004", "2B04", "FF" * 40):
+        assert place_at(T) + kind < token < place_at(Timestamp(T.time, T.inc + 1)) + kind
+        assert place_at(T) + kind < place_behind(T) < token
+    assert token < token_at(T, 7, 2) < token_at(T, 8, 1)
+    assert is_existing(token)
+    assert not is_existing(place_at(T) + "2B04")
+
+
+def test_the_letter_of_an_existing_document_is_named_by_its_key_and_stands_first() -> None:
+    """Read again it has another token; a change has its own as its name."""
+    shaped = bson.encode({"ns": {"db": "a", "coll": "b"}, "documentKey": {"_id": 1}})
+    first, again = token_at(T, 7, 1), token_at(Timestamp(T.time + 9, 1), 9, 5)
+    assert letter_name(first, event_bytes(shaped, first)) == letter_name(again, event_bytes(shaped, again)) < first
+    assert letter_name(first, b"broken") == first
+    assert letter_name("82AA", event_bytes(shaped, "82AA")) == "82AA"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "1", '{"status": "open"}', '{"$a": 1, "$b": 2}', "{}"])
+def test_what_is_no_expression_is_refused(text: str) -> None:
+    """A query would be true of every document."""
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever a parser says
+        checked_match(text)
+
+
+def test_an_expression_is_kept_with_its_types() -> None:
+    """As extended JSON, so that names with dollars need no care."""
+    assert json.loads(checked_match('{"$gt": ["$fullDocument.n", {"$numberLong": "5"}]}')) == {
+        "$gt": ["$fullDocument.n", {"$numberLong": "5"}]
+    }
+
+
+@pytest.mark.parametrize("words", [["--list", "--stop", "a"], ["--stop", "a", "--rate", "5"], ["--list", "--dry-run"]])
+def test_commands_of_one_command_stand_alone(words: list[str]) -> None:
+    """Before any app is looked for."""
+    done = CliRunner().invoke(snapshot, words)
+    assert done.exit_code == 2
+    assert "stand alone" in done.output
+
+
+def test_progress_says_what_is_left() -> None:
+    """At the rate of the way so far; what has ended leaves nothing."""
+    since, moved = NOON, NOON + dt.timedelta(seconds=10)
+    running = Snapshot(
+        id="shop/copy/a", subscription="copy", source="a.b", done=500, estimated=2000, since=since, moved_at=moved
+    )
+    found = progress_of(running)
+    assert (found["rate"], found["remaining_seconds"], found["sentence"]) == (50.0, 30, None)
+    assert progress_line(found) == "a.b for copy: running, 500 of 2000 (25%), 50/s, 30 s left"
+    waiting = progress_of(running, {"attempts": 3, "error": "NetworkTimeout: no"})
+    assert waiting["sentence"] == "tried 3 times in a row: NetworkTimeout: no"
+    new = progress_of(Snapshot(id="shop/copy/b", subscription="copy", source="a.b"))
+    assert (new["rate"], new["remaining_seconds"], progress_line(new)) == (None, None, "a.b for copy: running, 0")
+
+
+def test_what_has_ended_is_shown_for_an_hour() -> None:
+    """What has failed stays until somebody acts."""
+    now = Timestamp(NOON + dt.timedelta(hours=2), 1)
+    old: dict[str, Any] = {
+        "id": "shop/copy/a",
+        "subscription": "copy",
+        "source": "a.b",
+        "since": NOON,
+        "moved_at": NOON,
+    }
+    states = ["running", "done", "source gone", "stopped", "failed"]
+    shown = snapshots_shown([Snapshot(**{**old, "state": state}) for state in states], now, {})
+    assert [each["state"] for each in shown] == ["running", "source gone", "failed"]
+
+
+def test_a_handler_that_asks_for_no_documents_begins_with_none() -> None:
+    """And says so where it is asked for by itself; the operation is none of the stream's."""
+    with pytest.raises(ConfigurationError, match="asks for none of insert"):
+        handler(operations={"drop"}, start_from="snapshot")
+    with pytest.raises(ConfigurationError, match="none of the stream's"):
+        handler(operations={"insert", "snapshot"})
+    assert handler(operations={"update"}, start_from="snapshot").filter.takes_documents
+    assert handler().filter.takes_every_change
+    assert not handler(fields={"a"}).filter.takes_every_change
