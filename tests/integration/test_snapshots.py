@@ -420,7 +420,8 @@ def test_the_command_refuses_what_cannot_be_in_one_sentence_and_stores_nothing(w
             commands.start(wiring, HANDLER, **given)
     with pytest.raises(CommandRefusedError, match="did you mean"):
         commands.start(wiring, "copi")
-    (planned,) = commands.start(wiring, None, sources=[world.source], dry_run=True)
+    named = '{"$gt": [{"$strLenCP": "$ns.coll"}, {"$strLenCP": {"$toString": "$documentKey._id"}}]}'
+    (planned,) = commands.start(wiring, None, sources=[world.source], match=named, dry_run=True)
     assert (planned.source, planned.estimated, planned.id) == (world.source, 3, None)
     assert world.records == []
     missing = world.term(start_from="now", sources=(f"{world.data}.missing",)).wiring
