@@ -12,11 +12,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from pymongo import WriteConcern
 from pymongo.collection import Collection
 
+from mongo_celery.bridge.change import EVENT_TYPES
+from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.listener.tracker import Tracker
 from mongo_celery.bridge.state import claims
 from mongo_celery.bridge.state.leases import Leases
@@ -138,6 +140,17 @@ def _removal_above_committed() -> None:
     Spill.remove = everything  # type: ignore[method-assign]
 
 
+def _snapshot_of_now() -> None:
+    """A chunk of a snapshot is read as it is, some time after T."""
+
+    def now(self: ChunkReader, chunk: Chunk, command: dict[str, Any]) -> Any:
+        threading.Event().wait(_LATE_SECONDS / 4)
+        database, types = self._client[chunk.snapshot.source.partition(".")[0]], cast("Any", EVENT_TYPES)
+        return database.command({**command, "hint": {"_id": 1}}, codec_options=types)
+
+    ChunkReader._answer = now  # type: ignore[method-assign]
+
+
 BROKEN: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
         "gate removed": _remove_gate,
@@ -149,6 +162,7 @@ BROKEN: Mapping[str, Callable[[], None]] = MappingProxyType(
         "client's clock": _clients_clock,
         "mark before insert": _mark_before_insert,
         "removal above committed": _removal_above_committed,
+        "snapshot of now": _snapshot_of_now,
     }
 )
 
@@ -195,6 +209,18 @@ _SHOWS: Mapping[str, tuple[float, int, tuple[Step, ...]]] = MappingProxyType(
         "client's clock": (12.0, 1, (Step(3.0, "kill listener"),)),
         "mark before insert": (22.0, 1, _SPILLS),
         "removal above committed": (22.0, 1, _SPILLS),
+        "snapshot of now": (
+            20.0,
+            1,
+            tuple(
+                step
+                for n in range(8)
+                for step in (
+                    Step(2.0 + 2 * n, "snapshot", choice=0.49),
+                    Step(2.1 + 2 * n, "person: burst", where="quick", key=HOT),
+                )
+            ),
+        ),
     }
 )
 

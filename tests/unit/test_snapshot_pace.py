@@ -8,14 +8,14 @@ import pytest
 from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.listener.chunks import Chunk
-from mongo_celery.bridge.listener.pace import ATTEMPTS_MAX, FIRST_SIZE, LARGEST_SIZE, PAUSES, Pace
+from mongo_celery.bridge.listener.pace import ATTEMPTS_MAX, FIRST_SIZE, LARGEST_SIZE, PAUSES, ChunkPace
 from mongo_celery.bridge.state.snapshots import Snapshot
 
 BUSY = OperationFailure("busy", 50)
 ROOM = 1000
 
 
-def chunk(pace: Pace, *, rate: float | None = None, **given: Any) -> Chunk:
+def chunk(pace: ChunkPace, *, rate: float | None = None, **given: Any) -> Chunk:
     """The next chunk, as it was read or handled."""
     snapshot = Snapshot(id="shop/copy/a", subscription="copy", source="a.b", rate=rate)
     return Chunk(snapshot, cast("Any", None), pace.size_for(rate), sent_at=100.0, **given)
@@ -23,7 +23,7 @@ def chunk(pace: Pace, *, rate: float | None = None, **given: Any) -> Chunk:
 
 def test_chunks_grow_while_their_own_part_is_quick_whatever_was_in_front_of_them() -> None:
     """Beside writers that keep everybody busy, a chunk waits long for its turn; that is not its own time."""
-    pace = Pace(FIRST_SIZE)
+    pace = ChunkPace(FIRST_SIZE)
     for _ in range(10):
         pace.was_handled(chunk(pace, first_at={0: 190.0, 1: 130.0}, seconds=0.4))
     assert pace.size == LARGEST_SIZE
@@ -31,7 +31,7 @@ def test_chunks_grow_while_their_own_part_is_quick_whatever_was_in_front_of_them
 
 def test_chunks_of_which_a_partition_takes_long_become_smaller() -> None:
     """What comes behind them waits for it."""
-    pace = Pace(FIRST_SIZE * 4)
+    pace = ChunkPace(FIRST_SIZE * 4)
     pace.was_handled(chunk(pace, seconds=3.0))
     assert pace.size == FIRST_SIZE * 4, "neither quick nor slow"
     pace.was_handled(chunk(pace, seconds=7.0))
@@ -41,7 +41,7 @@ def test_chunks_of_which_a_partition_takes_long_become_smaller() -> None:
 @pytest.mark.parametrize("stood", [0.0, 4.0, 12.0])
 def test_where_reading_fails_the_stream_stands_for_a_tenth_of_the_time(stood: float) -> None:
     """However long the server lets it wait; with less to read each time."""
-    pace = Pace(FIRST_SIZE)
+    pace = ChunkPace(FIRST_SIZE)
     for number in range(1, 6):
         pause = pace.has_failed(BUSY, "busy", pace.size, stood, 1000.0)
         assert pause >= max(9 * stood, PAUSES.first / 2)
@@ -51,19 +51,19 @@ def test_where_reading_fails_the_stream_stands_for_a_tenth_of_the_time(stood: fl
 
 def test_only_what_servers_answer_ends_a_snapshot() -> None:
     """An outage may last as long as it likes; a chunk that is read forgets all failures."""
-    pace, ended = Pace(FIRST_SIZE), []
+    pace, ended = ChunkPace(FIRST_SIZE), []
     reasons: list[Exception | str] = [*[AutoReconnect("no answer")] * 3 * ATTEMPTS_MAX, *["stands"] * ATTEMPTS_MAX]
     for why in reasons:
         pace.has_failed(why, "why", pace.size, 0.0, 0.0)
         ended.append(pace.is_hopeless)
     assert ended == [False] * (4 * ATTEMPTS_MAX - 1) + [True]
     pace.was_read(chunk(pace, read_at=100.1, weight=1), ROOM)
-    assert pace == Pace(1, ready_at=pace.ready_at)
+    assert pace == ChunkPace(1, ready_at=pace.ready_at)
 
 
 def test_a_chunk_has_room_and_is_read_quickly() -> None:
     """Too many bytes, or a long stand: the next one has less."""
-    pace = Pace(400)
+    pace = ChunkPace(400)
     pace.was_read(chunk(pace, read_at=100.1, weight=4 * ROOM), ROOM)
     assert pace.size == 100
     pace.was_read(chunk(pace, read_at=101.0, weight=1), ROOM)
@@ -72,7 +72,7 @@ def test_a_chunk_has_room_and_is_read_quickly() -> None:
 
 def test_a_rate_bounds_a_chunk_and_puts_the_next_one_off() -> None:
     """So many documents a second, from the begin of one to the begin of the next."""
-    pace = Pace(FIRST_SIZE)
+    pace = ChunkPace(FIRST_SIZE)
     assert (pace.size_for(None), pace.size_for(5.5), pace.size_for(0.1)) == (FIRST_SIZE, 5, 1)
     pace.was_handled(chunk(pace, rate=4.0, count=4))
     assert pace.ready_at == 101.0

@@ -36,7 +36,7 @@ _FAILING_SHARE = 10
 
 
 @dataclass(slots=True)
-class Pace:
+class ChunkPace:
     """
     How one snapshot is getting on in this term.
 

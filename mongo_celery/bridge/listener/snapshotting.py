@@ -44,7 +44,7 @@ from mongo_celery.bridge.listener import pace as paces
 from mongo_celery.bridge.listener.chunk_work import ChunkWork, RefusedChunkError, gone
 from mongo_celery.bridge.listener.chunks import Chunk, ConditionFailedError, ShortChunkError, is_passing
 from mongo_celery.bridge.listener.errand import Errand, Errands
-from mongo_celery.bridge.listener.pace import PAUSES, Pace
+from mongo_celery.bridge.listener.pace import PAUSES, ChunkPace
 from mongo_celery.bridge.state.partitions import state_of
 from mongo_celery.bridge.state.snapshots import GONE
 from mongo_celery.bridge.stream.operation_types import MOVES
@@ -96,7 +96,7 @@ class Snapshotting:
         self._work: ChunkWork | None = None
         self._led: Mapping[str, Subscription] = {}
         self._records: dict[str, Snapshot] = {}
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, ChunkPace] = {}
         self._reading: Chunk | None = None
         self._appended: dict[str, Chunk] = {}
         self._gone: set[str] = set()
@@ -325,8 +325,8 @@ class Snapshotting:
         flowing = sum(state_of(tracker.image) == "flowing" for tracker in trackers)
         return all(tracker.won for tracker in trackers) and flowing * _FLOWING_SHARE >= len(trackers)
 
-    def _pace(self, snapshot_id: str) -> Pace:
-        return self._paces.setdefault(snapshot_id, Pace(paces.FIRST_SIZE))
+    def _pace(self, snapshot_id: str) -> ChunkPace:
+        return self._paces.setdefault(snapshot_id, ChunkPace(paces.FIRST_SIZE))
 
     @property
     def work(self) -> ChunkWork:

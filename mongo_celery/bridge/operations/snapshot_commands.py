@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bson import json_util
+from bson import Timestamp, json_util
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.arguments import nearest
-from mongo_celery.bridge.listener.chunks import CollectionFacts, checked_match, estimate, facts_of
+from mongo_celery.bridge.listener.chunks import CollectionFacts, checked_match, estimate, facts_of, shape_of
 from mongo_celery.bridge.listener.owed import collections_of
 from mongo_celery.bridge.operations.snapshot_progress import progress_of
 from mongo_celery.bridge.state.snapshots import FAILED, STOPPED, Snapshot
@@ -80,9 +80,9 @@ def start(
         handler = _handler(wiring, name)
         condition = _condition(match)
         found = _facts(wiring, handler, sources)
-        for source in found:
+        for source, facts in found.items():
             if condition is not None:
-                _judge(wiring, source, condition)
+                _judge(wiring, source, condition, facts.at if facts is not None else Timestamp(1, 1))
         _refuse_running(wiring, handler, found)
         store, asked = wiring.store.snapshots, []
         for source, facts in found.items():
@@ -199,17 +199,12 @@ def _fact(wiring: Wiring, source: str) -> CollectionFacts | None:
     return facts
 
 
-def _judge(wiring: Wiring, source: str, condition: str) -> None:
+def _judge(wiring: Wiring, source: str, condition: str, time: Timestamp) -> None:
     """The server judges a condition on one document: what it cannot read at all would fail on each of them."""
     database, _, name = source.partition(".")
-    shaped = {"operationType": "insert", "documentKey": {"_id": "$_id"}, "fullDocument": "$$ROOT"}
-    stages: list[Mapping[str, Any]] = [
-        {"$limit": 1},
-        {"$replaceWith": shaped},
-        {"$match": {"$expr": json_util.loads(condition)}},
-    ]
+    shape = shape_of(source, time, [json_util.loads(condition)], ())
     try:
-        list(wiring.client[database][name].aggregate(stages))
+        list(wiring.client[database][name].aggregate([{"$limit": 1}, *shape]))
     except OperationFailure as error:
         if verdict_on(error) is Verdict.ACCESS:
             return
