@@ -23,6 +23,7 @@ from pymongo.collection import Collection
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.change import EVENT_TYPES, decoded, token_of
+from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.partitioning import partition_index
@@ -218,7 +219,8 @@ class _Stepped(Leader):
 
     def __init__(self, term: Term, wiring: Wiring, renewal: Renewal) -> None:
         selectors, scope = wiring.stream()
-        super().__init__(wiring, renewal, selectors, scope, threading.Event(), "halt")
+        activity = Activity(wiring.name, [each.name for each in wiring.handlers], TTL)
+        super().__init__(wiring, renewal, selectors, scope, threading.Event(), "halt", activity)
         self._term = term
 
     def _dispatch(self) -> None:

@@ -21,6 +21,7 @@ from mongo_celery.bridge.operations.heads import Head
 from mongo_celery.bridge.operations.reasons import Reason
 from mongo_celery.bridge.operations.status import shape
 from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.cli.tools import main
@@ -136,6 +137,7 @@ def standing() -> dict[str, Any]:
             subscriptions=[subscription(lost=LOST, gaps=[gap])],
             images=[image(0, **full)],
             layouts=layouts,
+            snapshots=[Snapshot(id="shop/summarise/a1", subscription="summarise", source="shop.orders", since=NOON)],
         )
     )
 
@@ -154,6 +156,7 @@ def test_the_page_has_the_keys_of_a_status() -> None:
         "`spill`": status["spill"],
         "`gaps`": status["gaps"][0],
         "`rejected_by_broker`, `not_stored`": status["rejected_by_broker"][0],
+        "`snapshots`": status["snapshots"][0],
         "`subscriptions`": row,
         **{f"`{name}` of a subscription": row[name] for name in ("new_layout", "spilled", "lost")},
         "`partitions`": partition,

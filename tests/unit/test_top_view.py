@@ -21,7 +21,15 @@ from tests.unit.test_status import NOON, SERVED, facts, image, lease
 Document = dict[str, Any]
 
 LONG = "a_name_that_is_longer_than_any_narrow_terminal_could_ever_be"
-SNAPSHOT = {"handler": LONG, "source": "shop.orders", "state": "running", "done": 41, "estimated": 100, "rate": 5.0}
+SNAPSHOT = {
+    "handler": LONG,
+    "source": "shop.orders",
+    "state": "running",
+    "done": 41,
+    "estimated": 100,
+    "rate": 5.0,
+    "sentence": None,
+}
 ERROR = "ValueError: \x1b[2Jcleared \u202eturned " + "and long " * 30
 
 

@@ -20,6 +20,7 @@ from mongo_celery.bridge.listener.activity import BUCKETS, Activity, HandlerActi
 from mongo_celery.bridge.operations.readings import WAIT_SECONDS, Reading
 from mongo_celery.bridge.operations.reasons import CODES
 from mongo_celery.bridge.operations.verdict import EXIT_CODES
+from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING, STOPPED
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -33,6 +34,7 @@ except ImportError as error:
 PREFIX = "mongo_celery_bridge_"
 
 _PARTITION_STATES = ("flowing", "halted", "paused", "waiting", "parked", "moving")
+_SNAPSHOT_STATES = (RUNNING, DONE, GONE, STOPPED, FAILED)
 _SEVERITIES = {"degraded": 1, "failing": 2}
 _BRIDGE = ("bridge",)
 _HANDLER = ("bridge", "handler")
@@ -56,6 +58,10 @@ _GAUGES: Mapping[str, tuple[str, Sequence[str]]] = {
     ),
     "partitions": ("State: partitions by how they stand; waiting is for infrastructure.", (*_HANDLER, "state")),
     "dead_letters": ("State: changes that were set aside.", _HANDLER),
+    "parked_keys": ("State: keys of which changes are set aside until a person releases them.", _HANDLER),
+    "snapshots": ("State: snapshots by state; one that is done or over for an hour.", (*_HANDLER, "state")),
+    "snapshot_documents": ("State: documents that the handler's running snapshots have scanned.", _HANDLER),
+    "snapshot_documents_estimated": ("State: of how many, as estimated when they began.", _HANDLER),
     "stored_changes": ("Leader: changes that are stored, since their partitions stand.", _BRIDGE),
     "stored_bytes": ("Leader: the bytes that they take.", _BRIDGE),
     "stored_bytes_limit": ("Leader: the bound of these, spill_bytes.", _BRIDGE),
@@ -203,7 +209,19 @@ def _of_handler(
         if status["oplog_window_seconds"] is not None:
             left = status["oplog_window_seconds"] - subscription["lag_seconds"]
             families["oplog_left_seconds"].add_metric(labels, max(left, 0))
-    families["dead_letters"].add_metric(labels, subscription["dead_letters"])
+    for name in ("dead_letters", "parked_keys"):
+        families[name].add_metric(labels, subscription[name])
     states = Counter(each["state"] for each in status["partitions"] if each["subscription"] == labels[1])
     for state in _PARTITION_STATES:
         families["partitions"].add_metric([*labels, state], states[state])
+    _snapshots(families, labels, [each for each in status["snapshots"] if each["handler"] == labels[1]])
+
+
+def _snapshots(families: _Families, labels: list[str], snapshots: Sequence[Mapping[str, Any]]) -> None:
+    states = Counter(each["state"] for each in snapshots)
+    for state in _SNAPSHOT_STATES:
+        families["snapshots"].add_metric([*labels, state], states[state])
+    running = [each for each in snapshots if each["state"] == RUNNING]
+    families["snapshot_documents"].add_metric(labels, sum(each["done"] for each in running))
+    if all(each["estimated"] is not None for each in running):  # else nobody knows, and a sum would say less
+        families["snapshot_documents_estimated"].add_metric(labels, sum(each["estimated"] for each in running))
