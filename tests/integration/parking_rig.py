@@ -26,11 +26,12 @@ from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Docum
 _TURNS = 50
 
 
-def event_of_key(number: int, key: str) -> Document:
-    """The event with this place in the stream, of a document."""
+def event_of_key(number: int, key: str, *, exists: bool = False) -> Document:
+    """The event with this place in the stream, of a document; or of one that existed, as a snapshot gives it there."""
+    data = token(number)["_data"]
     return {
-        "_id": token(number),
-        "operationType": "insert",
+        "_id": {"_data": f"{data:0<18}~1"} if exists else token(number),
+        "operationType": "snapshot" if exists else "insert",
         "ns": {"db": "shop", "coll": "orders"},
         "documentKey": {"_id": key},
         "fullDocument": {"_id": key, "n": number},
@@ -53,6 +54,7 @@ class Parking:
 
     Attributes:
         bad: keys whose handler fails.
+        existing: numbers of the changes that a snapshot gives.
         got: key and number of each change for which the handler has succeeded, in order.
         started: the same of each start.
         during: called inside the handler.
@@ -61,6 +63,7 @@ class Parking:
     rig: Rig
     bridge: Bridge
     bad: set[str] = field(default_factory=set)
+    existing: set[int] = field(default_factory=set)
     got: list[tuple[str, int]] = field(default_factory=list)
     started: list[tuple[str, int, int]] = field(default_factory=list)
     during: Callable[[Change], object] = bool
@@ -86,7 +89,9 @@ class Parking:
     def run(self, first: int, *keys: str, hashes: bool = True, **options: Any) -> None:
         """Let the worker have a run of changes of these keys, numbered from the first on."""
         numbers = range(first, first + len(keys))
-        raws = tuple(bson.encode(event_of_key(n, key)) for n, key in zip(numbers, keys, strict=True))
+        raws = tuple(
+            bson.encode(event_of_key(n, key, exists=n in self.existing)) for n, key in zip(numbers, keys, strict=True)
+        )
         run = Run(
             BRIDGE,
             SUBSCRIPTION,

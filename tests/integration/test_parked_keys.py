@@ -126,6 +126,26 @@ def test_a_replay_of_any_letter_replays_all_that_wait_for_its_key_in_order(parki
     assert parking.got[-1] == ("bad", 6)
 
 
+def test_an_existing_document_waits_at_its_place(parking: Parking) -> None:
+    """P2: behind the change that has failed, whatever its letter is named by."""
+    parking.existing = {2}
+    waiting(parking, "bad", "bad", "bad")
+    assert {cause for _, number, cause in parking.letters if number == 2} == {"parked_behind"}
+    asked = parking.ask()
+    assert [(each.result, each.follow) for each in asked] == [("requested", 0)] * 3, "all of them were chosen"
+    parking.drain()
+    assert parking.got == [("bad", 1), ("bad", 2), ("bad", 3)]
+    assert (parking.letters, parking.keys) == ([], frozenset())
+
+
+def test_existing_documents_are_discarded_in_their_place(parking: Parking) -> None:
+    """P2: from the last to the first, so that nothing is replayed in between."""
+    parking.existing = {2}
+    waiting(parking, "bad", "bad", "bad")
+    parking.discard()
+    assert (parking.requests, parking.letters, parking.keys) == ([], [], frozenset())
+
+
 def test_tokens_of_a_key_grow_from_its_first_try_over_its_replays_to_what_comes_after(parking: Parking) -> None:
     """P3: so that no target refuses any of them, and each refuses those before."""
     waiting(parking)

@@ -158,12 +158,13 @@ def replay(wiring: Wiring, letters: Sequence[Letter], *, over_newer: bool, dry_r
                     results.append(_result(letter, "refused", _MOVED_ON))
                     continue
                 chosen = sum((each.subscription, each.parked) == (key.subscription, key.hash) for each in letters)
-                others = key.count - chosen - (first is not letter and first not in letters)
-                done = firsts[key.first] = replace(asking.ask(first), follow=max(others, 0))
-                if first is letter or first not in letters:
-                    results.append(done)
-            if key.first != letter.document_id:
-                results.append(_behind(letter, firsts[key.first]))
+                is_chosen = any(each.document_id == key.first for each in letters)
+                others = key.count - chosen - (not is_chosen)
+                firsts[key.first] = replace(asking.ask(first), follow=max(others, 0))
+                if not is_chosen:
+                    results.append(firsts[key.first])
+            first_result = firsts[key.first]
+            results.append(first_result if key.first == letter.document_id else _behind(letter, first_result))
     return results
 
 
