@@ -208,6 +208,7 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: St
         ("2099-01-01T00:00Z", "lies in the future"),
         ("82FFFFFFFE000000012B022C", "another cluster"),
         ("3026-01-01", "no change can have"),
+        ("826B02CA8B0000000F~00000001", "of an existing document, .* give its time, 2026-"),
     ],
 )
 def test_what_is_no_place_is_refused_with_a_sentence_and_nothing_changes(stage: Stage, to: str, said: str) -> None:

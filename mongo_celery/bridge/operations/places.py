@@ -22,6 +22,7 @@ from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.existing import is_existing
 from mongo_celery.bridge.stream.cursor import Position, open_cursor, post_batch_token
 from mongo_celery.errors import AccessError, CommandRefusedError, DeploymentError
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog, time_of_token, token_before
@@ -40,7 +41,7 @@ LOOKED_UP_SECONDS = 60.0
 
 _SOCKET_SECONDS = 30.0
 _LATEST = 2**32 - 1
-_HEX = re.compile(r"[0-9A-Fa-f]{18,}")
+_HEX = re.compile(r"[0-9A-Fa-f]{18,}(~[0-9A-Fa-f]*)?")  # with the tilde that of an existing document
 _FORMS = "give a time (ISO 8601, UTC without an offset), a resume token, 'oldest' or 'now'"
 
 
@@ -131,6 +132,11 @@ def _token(text: str, token: Mapping[str, Any]) -> Asked:
     time = time_of_token(token, None)
     if time is None or time.time == 0:
         raise CommandRefusedError(f"{_short(text)} is no resume token of a change stream: {_FORMS}.")
+    if is_existing(token["_data"]):
+        moment = datetime.fromtimestamp(time.time, UTC).isoformat()
+        raise CommandRefusedError(
+            f"{_short(text)} is the place of an existing document, where no stream opens: give its time, {moment}."
+        )
     return Asked(text, time=time, token=token)
 
 
