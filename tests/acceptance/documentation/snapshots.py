@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mongo_celery import Change
+from mongo_celery import Change, Fence
 
 
 @contextmanager
@@ -20,7 +20,8 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
     assert handler.begins_with_snapshot(bridge.options)
     client = bridge.client
     order = {"_id": 1, "total": 5}
-    namespace["summarise"](Change.build("snapshot", ns="shop.orders", full_document=order, client=client))
+    fence = Fence("shop/summarise", 0, 0, 1)
+    namespace["summarise"](Change.build("snapshot", ns="shop.orders", full_document=order, fence=fence, client=client))
     found = client.shop.order_summaries.find_one({"_id": 1})
     assert found is not None
     assert found["total"] == 5
