@@ -21,8 +21,7 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
     client = bridge.client
     order = {"_id": 1, "total": 5}
     fence = Fence("shop/summarise", 0, 0, 1)
-    change = Change.build("snapshot", ns="shop.orders", full_document=order, fence=fence, client=client)
-    namespace["summarise"](change)
+    namespace["summarise"](Change.build("snapshot", ns="shop.orders", full_document=order, fence=fence, client=client))
     found = client.shop.order_summaries.find_one({"_id": 1})
     assert found is not None
     assert found["total"] == 5
