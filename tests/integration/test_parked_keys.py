@@ -306,6 +306,60 @@ def test_two_that_remove_the_last_letters_at_once_leave_no_key_parked(
     assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
 
 
+def test_a_start_behind_a_letter_that_is_discarded_at_this_moment_is_not_forgotten(
+    parking: Parking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12: it would give way to a letter that is gone, and nobody would ask for it any more."""
+    waiting(parking, "bad", "bad")
+    first, last = parking.find().letters
+    replays, layout = parking.rig.store.replays, Layout(0, 1, "")
+    assert replays.request(last, generation=0, partition=0, hash_=last.parked, over_newer=False) == "done"
+
+    def discard() -> None:
+        assert replays.discard(first.document_id, layout) == "done"
+
+    around(monkeypatch, (Replays, "redirect"), discard)
+    with pytest.raises(Ignore):
+        parking.replay()
+    assert [each.letter for each in parking.requests] == [last.document_id]
+    parking.drain()
+    assert (parking.got, parking.letters, parking.keys) == ([("bad", 2)], [], frozenset())
+
+
+def test_a_listener_that_withdraws_late_leaves_what_was_asked_for_since(parking: Parking) -> None:
+    """P12: it has read that the first one has failed, and the first one was discarded since."""
+    waiting(parking, "bad", "bad")
+    first, last = parking.find().letters
+    replays = parking.rig.store.replays
+    for letter in (first, last):
+        assert replays.request(letter, generation=0, partition=0, hash_=letter.parked, over_newer=False) == "done"
+    parking.bad = {"bad"}
+    with pytest.raises(WantedError):
+        parking.replay()
+    parking.bad = set()
+    seen = replays.read()
+    assert [each.failed for each in seen] == [True, False]
+    assert [each.follow for each in parking.discard(1)] == [1]
+    replays.withdraw(seen[::-1])
+    assert [each.letter for each in parking.requests] == [last.document_id]
+    parking.drain()
+    assert (parking.got, parking.letters, parking.keys) == ([("bad", 2)], [], frozenset())
+
+
+def test_a_letter_that_gave_way_uses_no_token_a_second_time(parking: Parking) -> None:
+    """P3: else a target lets the first start of it, which may go on somewhere, write over the second."""
+    waiting(parking, "bad", "bad")
+    last = parking.find(2).letters[0]
+    assert last.place is not None
+    replays = parking.rig.store.replays
+    assert replays.request(last, generation=0, partition=0, hash_=last.parked, over_newer=False) == "done"
+    with pytest.raises(Ignore):
+        parking.replay()
+    parking.drain()
+    assert parking.got == [("bad", 1), ("bad", 2)]
+    assert parking.started[-1] == ("bad", 2, last.place.fence + 2)
+
+
 def test_a_replay_that_was_replaced_releases_nothing(parking: Parking) -> None:
     """P3: a worker that wakes up late neither removes its letter, nor asks for the next."""
     waiting(parking, "bad", "bad")

@@ -239,6 +239,19 @@ def test_a_letter_whose_replay_runs_is_not_discarded_and_one_that_has_lapsed_is(
     assert (rig.found(), rig.image.claim) == ([], None)
 
 
+def test_a_letter_whose_request_was_withdrawn_uses_no_token_a_second_time(rig: Aside) -> None:
+    """P3: a start of it may go on somewhere, also where a new layout has ended its claim."""
+    letter = rig.set_aside(1)
+    rig.request(letter)
+    rig.start(letter)
+    rig.store.replays.withdraw(rig.store.replays.read(), is_over=True)
+    assert rig.store.replays.read() == []
+    (letter,) = rig.found()
+    assert letter.replays == 1
+    assert rig.request(letter) == "done"
+    assert rig.store.replays.read()[0].starts == 1
+
+
 @pytest.mark.parametrize("spoiled", [{"state": "halted"}, {"state": "paused"}, {"epoch": VERSION + 1}])
 def test_a_partition_that_stands_or_belongs_to_another_term_replays_nothing(rig: Aside, spoiled: Document) -> None:
     """Nor one in which something runs."""

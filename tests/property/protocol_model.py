@@ -17,8 +17,8 @@ enough to try every interleaving (see ``protocol_search``). What stands behind i
 - *A rewind is a term of the operator*: it takes the lease's next version and writes it, with the new
   position, to the subscription and to the partitions in one transaction.
 
-Left out, because time or people decide them: the waiting for ``notBefore``, the limit of crashes, the keys
-held back by ``park_key``, new layouts.
+Left out, because time or people decide them: the waiting for ``notBefore``, the limit of crashes, new layouts
+(``spill_model``), and the keys held back by ``park_key`` (``park_model``).
 
 Fields marked "ghost" are never read by a rule of the protocol: they are the memory of the oracles.
 """

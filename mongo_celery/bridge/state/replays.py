@@ -21,13 +21,15 @@ second. It is there from the command until the letter is gone or has failed agai
    which is the newest of all, older data would go over newer, and no fence would see it. Who wants that says so
    (`over_newer`).
 4. `starts` is in the message: of two messages of one attempt only the first is taken. The record of a start is written
-   before the handler begins, and its number is never used again, also where the process ends right behind it.
+   before the handler begins, in the request and in the letter, which outlives it. So its number is never used again,
+   also where the process ends right behind it, or the request is withdrawn.
 
 A parked key is released by a chain of replays. Its letters (those with its hash in `parked`) are replayed from the
 first one on, in the order of the stream:
 
 5. A start finds that its letter is the first that waits for its key; else the first one is asked for in its place. It
-   is looked for under the claim: nobody can set a change aside meanwhile.
+   is looked for under the claim: nobody can set a change aside meanwhile. But one may be discarded meanwhile, so the
+   transaction that asks for the first one looks again.
 6. What removes a letter, a replay or a discarding, asks for the next one in the same transaction. What comes in
    meanwhile is set aside behind, so it is next at some time.
 7. Where none is next, the same transaction takes the hash out of `parkedKeys`. Whoever sets a change aside behind
@@ -35,6 +37,8 @@ first one on, in the order of the stream:
    or it is not set aside, and runs.
 8. Each transaction that removes a letter of a parked key writes that document (`removed`). Two that remove the last two
    letters at once would each leave the hash to the other.
+9. Each asking has an id of its own (`asking`), also where the letter was asked for before. A listener withdraws only
+   what it has read: one that is late would take away what was asked for since, and nobody would ask again.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pymongo
+from bson import ObjectId
 from bson.int64 import Int64
 from pymongo import ReturnDocument, WriteConcern
 from pymongo.client_session import ClientSession
@@ -69,7 +74,7 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(
         (
             "subscription", "generation", "partition", "hash", "key", "overNewer", "starts", "crashes", "fence",
-            "retries", "waits", "doubts", "error", "failed", "at", "parked",
+            "retries", "waits", "doubts", "error", "failed", "at", "parked", "asking",
         ),
         1,
     ),
@@ -107,6 +112,7 @@ class ReplayRequest:
         due_in: seconds until it may run again; 0 or less when it may.
         failed: whether it has failed for good, and the listener has yet to take notice.
         parked: whether its letter waits for a parked key: those behind it follow.
+        asking: changes whenever it is asked for; None in what an earlier version has written.
     """
 
     letter: str
@@ -127,6 +133,7 @@ class ReplayRequest:
     failed: bool
     at: datetime | None
     parked: bool = False
+    asking: object = None
 
 
 class Replays:
@@ -180,9 +187,12 @@ class Replays:
             guard = {"_id": document_id, "replays": letter.replays} if letter.place else {"_id": document_id}
             found = self._dead_letters.find_one_and_update(guard, asked, {"_id": 1}, session=session)
             there = _replay(self._table.collection.find_one({"_id": document_id}, _FIELDS, session=session))
-            if found is None or (there is not None and not there.failed):
+            if there is not None and not there.failed:
                 session.abort_transaction()
-                return "gone" if found is None else "requested"
+                return "requested"
+            if found is None:
+                session.abort_transaction()
+                return "gone"
             self._table.collection.replace_one({"_id": document_id}, document, upsert=True, session=session)
             self._table.collection.update_one({"_id": document_id}, {"$currentDate": {"at": True}}, session=session)
             return "done"
@@ -281,11 +291,20 @@ class Replays:
             "notBefore": None,
         }
         guard = {"_id": letter, "starts": starts, "failed": False}
-        with self._table.limit():
+
+        def record(session: ClientSession) -> ReplayRequest | None:
             found = self._table.collection.find_one_and_update(
-                guard, [{"$set": change}], _FIELDS, return_document=ReturnDocument.AFTER
+                guard, [{"$set": change}], _FIELDS, return_document=ReturnDocument.AFTER, session=session
             )
-        return _replay(found)
+            replay = _replay(found)
+            if replay is None:
+                session.abort_transaction()
+                return None
+            number = {"$set": {"replays": Int64(replay.starts)}}
+            self._dead_letters.update_one({"_id": letter}, number, session=session)
+            return replay
+
+        return self._together(record)
 
     def succeed(self, claim: Claim, letter: str, session: ClientSession | None = None) -> bool:
         """
@@ -350,11 +369,26 @@ class Replays:
         """End a start that is nobody's fault: it may be started again at once."""
         return self._postpone(claim, letter, {})
 
-    def redirect(self, claim: Claim, replay: ReplayRequest, first: Letter) -> bool:
-        """End a start in front of whose letter another one waits for the same key: that one is asked for instead."""
+    def redirect(self, claim: Claim, replay: ReplayRequest, hash_: int) -> bool:
+        """
+        End a start in front of whose letter another one waits for the same key: that one is asked for instead.
+
+        Where the letter is the first one by now, it is to be started again.
+
+        Args:
+            hash_: of the key.
+
+        Returns:
+            False where a newer execution decides.
+        """
 
         def ask(session: ClientSession) -> None:
-            self._table.collection.delete_one({"_id": replay.letter}, session=session)
+            first = self._letters.first_waiting(replay.subscription, hash_, session)
+            key = {"_id": replay.letter}
+            if first is None or first.document_id == replay.letter:
+                self._table.collection.update_one(key, {"$set": {"fence": None}}, session=session)
+                return
+            self._table.collection.delete_one(key, session=session)
             self._ask_next(first, replay.generation, replay.partition, session, over_newer=replay.over_newer)
 
         return self._settle(claim, ask)
@@ -429,12 +463,13 @@ class Replays:
     def _ask_next(
         self, letter: Letter, generation: int, partition: int, session: ClientSession, *, over_newer: bool
     ) -> None:
-        """Ask for the replay of a letter, unless that was done."""
-        there = _replay(self._table.collection.find_one({"_id": letter.document_id}, _FIELDS, session=session))
+        """Ask for the replay of a letter; where that was done, it is noted that somebody counts on it."""
+        key = {"_id": letter.document_id}
+        there = _replay(self._table.collection.find_one(key, _FIELDS, session=session))
         if there is not None and not there.failed:
+            self._table.collection.update_one(key, {"$set": {"asking": ObjectId()}}, session=session)
             return
         document = _request_of(letter, generation, partition, letter.parked, over_newer=over_newer)
-        key = {"_id": letter.document_id}
         self._table.collection.replace_one(key, document, upsert=True, session=session)
         self._table.collection.update_one(key, {"$currentDate": {"at": True}}, session=session)
 
@@ -450,14 +485,16 @@ class Replays:
 
     def withdraw(self, replays: Sequence[ReplayRequest], *, is_over: bool = False) -> None:
         """
-        Forget requests as they were seen, unless they have been started meanwhile; their letters stay.
+        Forget requests as they were seen, unless they were started or asked for meanwhile; their letters stay.
 
         Args:
             is_over: whether no execution of theirs can have an outcome any more, also of those that were started.
         """
         for each in replays:
             fence = each.fence if is_over else None
-            guard = {"_id": each.letter, "starts": each.starts, "failed": each.failed, "fence": fence}
+            guard = {
+                "_id": each.letter, "starts": each.starts, "failed": each.failed, "fence": fence, "asking": each.asking,
+            }  # fmt: skip
             with self._table.limit():
                 self._table.collection.delete_one(guard)
 
@@ -495,6 +532,7 @@ def _request_of(
         "error": None,
         "failed": False,
         "parked": letter.parked is not None,
+        "asking": ObjectId(),
     }
 
 
@@ -527,4 +565,5 @@ def _replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
         failed=document["failed"],
         at=document.get("at"),
         parked=document.get("parked") is True and isinstance(hash_, int),
+        asking=document.get("asking"),
     )

@@ -103,10 +103,10 @@ class ReplayOutcomes(Outcomes):
         self._say_failed(text)
         raise error
 
-    def give_way(self, first: Letter) -> NoReturn:
+    def give_way(self, first: Letter, hash_: int) -> NoReturn:
         """Let the letter that waits in front of this one for the same key come first; always raises."""
         claim, replays = self._claim, self._wiring.store.replays
-        self._settle({"first of its key": lambda: replays.redirect(claim, self.replay, first)})
+        self._settle({"first of its key": lambda: replays.redirect(claim, self.replay, hash_)})
         logger.info(
             "the dead letter of %s waits behind that of %s for its key, which is replayed first",
             self.replay.key,
@@ -236,7 +236,7 @@ class ReplayExecution(Execution):
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             outcomes.wait(Waiting(cause_text(error)), self._replay.key, error)
         if first is not None and first.document_id != letter.document_id:
-            outcomes.give_way(first)
+            outcomes.give_way(first, hash_)
 
     def _bytes_of(self, _change: Change) -> bytes:
         return self._run.changes[0]

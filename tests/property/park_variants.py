@@ -1,0 +1,81 @@
+"""The scenarios in which parked keys must hold, and the broken variants that must each be caught."""
+
+from __future__ import annotations
+
+from tests.property.park_model import Broken, Command, Fault, World
+from tests.property.park_search import INVARIANTS
+from tests.property.scenarios import Caught, Sound
+
+LAPSE = frozenset({Fault.LAPSE})
+CRASH = frozenset({Fault.CRASH})
+HAND = frozenset({Fault.HAND})
+EVERY = frozenset(Fault) - HAND
+DISCARD = frozenset({Command.DISCARD})
+DISCARD_ALL = frozenset({Command.DISCARD_ALL})
+ANY = frozenset(Command)
+
+ONE = World("one key, a replay", (0, 0))
+LAPSING = World("one key, a replay, a lapse", (0, 0), faults=LAPSE, budget=1)
+CRASHING = World("one key, a replay, a crash", (0, 0), faults=CRASH, budget=1)
+RETRYING = World("one key, a replay, two retries", (0, 0), faults=frozenset({Fault.RETRY}), budget=2)
+DISCARDED = World("one key, a letter discarded", (0, 0), person=DISCARD)
+DISCARDED_TWICE = DISCARDED._replace(name="one key, two letters discarded", commands=2)
+DISCARDED_ALL = World("one key, all letters discarded", (0, 0), person=DISCARD_ALL)
+THREE_DISCARDED = DISCARDED._replace(name="three changes, a letter discarded", keys=(0, 0, 0))
+FAILING_AGAIN = World("one key, a replay fails", (0, 0), failures=2, commands=3, person=ANY - DISCARD_ALL)
+HANDED = World("a letter removed by hand", (0, 0), faults=HAND, budget=1)
+RUNS = World("two keys in one run", (0, 1, 0), length=2)
+REDIRECTED = World("the second letter replayed, the first discarded", (0, 0), commands=2, person=ANY - DISCARD_ALL)
+
+SOUND = (
+    Sound(World("three changes, a replay, two failures", (0, 0, 0), failures=2), 600),
+    Sound(World("three changes, any two commands", (0, 0, 0), commands=2, person=ANY), 18_000),
+    Sound(
+        World("two changes, any two commands, a fault", (0, 0), commands=2, person=ANY, faults=EVERY, budget=1), 50_000
+    ),
+    Sound(World("two changes, a replay, a fault", (0, 0), faults=EVERY, budget=1), 2_000),
+    Sound(World("two changes, a replay, two faults", (0, 0), faults=EVERY, budget=2), 45_000),
+    Sound(World("two keys, any two commands", (0, 1, 0), commands=2, person=ANY), 2_200),
+    Sound(RUNS._replace(name="two keys in runs, any fault", faults=EVERY, budget=1), 5_500),
+    Sound(HANDED._replace(name="three changes, a letter removed by hand", keys=(0, 0, 0), commands=2), 10_000),
+)
+SLOW = (
+    Sound(World("four changes, two commands, two failures", (0, 0, 0, 0), failures=2, commands=2, person=ANY), 300_000),
+    Sound(World("two keys, any two commands, two failures", (0, 1, 0, 1), failures=2, commands=2, person=ANY), 60_000),
+    Sound(World("three changes, any command, two failures, a fault", (0, 0, 0), failures=2, person=ANY,
+                faults=EVERY, budget=1), 40_000),
+    Sound(World("two changes, any three commands, two failures", (0, 0), failures=2, commands=3, person=ANY), 60_000),
+    Sound(World("two changes, any two commands, two failures, a fault", (0, 0), failures=2, commands=2, person=ANY,
+                faults=EVERY, budget=1), 130_000),
+    Sound(World("three changes, a replay, two faults", (0, 0, 0), faults=EVERY, budget=2), 500_000),
+)  # fmt: skip
+"""Larger scenarios, minutes of them."""
+
+
+def caught(broken: Broken, world: World, breaks: str, watched: str = " ".join(INVARIANTS)) -> Caught[World]:
+    """Return a scenario with one rule broken, the invariants it breaks and those judged, as words."""
+    return Caught(world._replace(broken=broken), frozenset(breaks.split()), frozenset(watched.split()))
+
+
+CAUGHT = (
+    caught(Broken.LETTER_LATER, ONE, "P1"),
+    caught(Broken.PARKED_LATER, ONE, "P2"),
+    caught(Broken.BEHIND_UNASKED, DISCARDED, "P12"),
+    caught(Broken.BEHIND_UNASKED, THREE_DISCARDED, "P2", watched="P2"),
+    caught(Broken.RUN_GOES_ON, RUNS, "P2"),
+    caught(Broken.OUTCOME_WITHOUT_FENCE, LAPSING, "P3"),
+    caught(Broken.TOKENS_NOT_KEPT, RETRYING, "P3"),
+    caught(Broken.START_UNCHECKED, ONE, "P2"),
+    caught(Broken.ASKED_LATER, CRASHING, "P12"),
+    caught(Broken.RELEASED_LATER, CRASHING, "P12"),
+    caught(Broken.RELEASED_LATER, ONE._replace(keys=(0, 0, 0)), "P2", watched="P2"),
+    caught(Broken.COUNT, HANDED, "P12"),
+    caught(Broken.REMOVED_UNWRITTEN, DISCARDED_TWICE, "P12"),
+    caught(Broken.DISCARD_FORWARD, DISCARDED_ALL, "P6"),
+    caught(Broken.LATER_DISCARD_ASKS, DISCARDED, "P6"),
+    caught(Broken.DISCARD_ASKS_NOBODY, DISCARDED, "P12"),
+    caught(Broken.DISCARD_IGNORES_CLAIM, REDIRECTED, "P6"),
+    caught(Broken.REDIRECT_AS_READ, REDIRECTED, "P12"),
+    caught(Broken.STARTS_FORGOTTEN, LAPSING, "P3"),
+    caught(Broken.WITHDRAWN_AS_SEEN, FAILING_AGAIN, "P12"),
+)
