@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from mongo_celery.arguments import check_choice, check_name, nearest
@@ -49,6 +49,7 @@ TASK_OPTIONS = frozenset(
     },
 )
 _OWN_OPTIONS = ("operations", "fields", "match", "partition_by", "failure_policy", "name", "group", "start_from")
+_OF_BRIDGE = frozenset(each.name for each in fields(BridgeOptions)) - TASK_OPTIONS - {*_OWN_OPTIONS}
 _REFUSED = {
     "queue": "the bridge chooses the queue of the change's partition; group='...' gives a handler queues of its own",
     "exchange": "the bridge chooses the queue of the change's partition",
@@ -234,6 +235,10 @@ def check_task_options(task_options: Mapping[str, Any]) -> None:
     for option in task_options:
         if option in _REFUSED:
             raise ConfigurationError(f"option {option!r} cannot be set on a change handler: {_REFUSED[option]}.")
+        if option in _OF_BRIDGE:
+            raise ConfigurationError(
+                f"option {option!r} is one of the bridge, for all of its handlers: write Bridge(..., {option}=...)."
+            )
         if option not in TASK_OPTIONS:
             known = [*TASK_OPTIONS, *_OWN_OPTIONS]
             raise ConfigurationError(f"option {option!r} of on_change is unknown{nearest(option, known)}.")

@@ -111,6 +111,13 @@ def test_an_option_that_would_break_the_protocol_is_refused(bridge: Bridge, opti
         register(bridge, **{option: True})
 
 
+@pytest.mark.parametrize("option", ["run_size", "partitions", "lease_ttl"])
+def test_an_option_of_the_bridge_is_refused_with_the_place_where_it_belongs(bridge: Bridge, option: str) -> None:
+    """P9: it has a meaning, one line above."""
+    with pytest.raises(ConfigurationError, match=rf"write Bridge\(..., {option}=...\)"):
+        register(bridge, **{option: 1})
+
+
 @pytest.mark.parametrize(
     ("option", "suggestion"),
     [
