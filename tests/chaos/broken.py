@@ -22,6 +22,7 @@ from mongo_celery.bridge.state import claims
 from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.spill import Amount, Spill, StoredChange
 from mongo_celery.bridge.window import Window
+from mongo_celery.bridge.worker.execution import Execution
 from mongo_celery.mongo.table import Table
 from tests.chaos.plan import Plan, Step
 from tests.chaos.setting import HOT
@@ -138,6 +139,11 @@ def _removal_above_committed() -> None:
     Spill.remove = everything  # type: ignore[method-assign]
 
 
+def _pass_parked() -> None:
+    """A change is handled although its key is parked."""
+    Execution._is_parked = lambda *_: False  # type: ignore[method-assign]
+
+
 BROKEN: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
         "gate removed": _remove_gate,
@@ -149,6 +155,7 @@ BROKEN: Mapping[str, Callable[[], None]] = MappingProxyType(
         "client's clock": _clients_clock,
         "mark before insert": _mark_before_insert,
         "removal above committed": _removal_above_committed,
+        "parked key passed": _pass_parked,
     }
 )
 
@@ -195,6 +202,16 @@ _SHOWS: Mapping[str, tuple[float, int, tuple[Step, ...]]] = MappingProxyType(
         "client's clock": (12.0, 1, (Step(3.0, "kill listener"),)),
         "mark before insert": (22.0, 1, _SPILLS),
         "removal above committed": (22.0, 1, _SPILLS),
+        "parked key passed": (
+            16.0,
+            1,
+            (
+                Step(2.0, "person: burst", where="parking", key=HOT),
+                Step(5.0, "person: discard a letter", where="parking"),
+                Step(7.0, "person: burst", where="parking", key=HOT),
+                Step(10.0, "person: replay letters", where="parking"),
+            ),
+        ),
     }
 )
 

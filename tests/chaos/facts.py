@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mongo_celery.demo.history import Due
 from mongo_celery.demo.history import Fact as CommonFact
 from tests.chaos.kinds import KINDS, STALL, Kind
 
@@ -79,7 +80,21 @@ class Removed:
     at: float = 0.0
 
 
-Fact = CommonFact | Acquired | Charged | Changed | Kept | Covered | Removed
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A change was set aside, and waits for its key: it is passed, and not done."""
+
+    due: Due
+
+
+@dataclass(frozen=True, slots=True)
+class Let:
+    """A change waits for its key no more: its letter is gone, for it was replayed, or a person has discarded it."""
+
+    due: Due
+
+
+Fact = CommonFact | Acquired | Charged | Changed | Kept | Covered | Removed | Parked | Let
 
 
 @dataclass(frozen=True, slots=True)
