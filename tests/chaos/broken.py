@@ -24,6 +24,7 @@ from mongo_celery.bridge.state import claims
 from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.spill import Amount, Spill, StoredChange
 from mongo_celery.bridge.window import Window
+from mongo_celery.bridge.worker.execution import Execution
 from mongo_celery.mongo.table import Table
 from tests.chaos.plan import Plan, Step
 from tests.chaos.setting import HOT
@@ -151,6 +152,11 @@ def _snapshot_of_now() -> None:
     ChunkReader._answer = now  # type: ignore[method-assign]
 
 
+def _pass_parked() -> None:
+    """A change is handled although its key is parked."""
+    Execution._is_parked = lambda *_: False  # type: ignore[method-assign]
+
+
 BROKEN: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
         "gate removed": _remove_gate,
@@ -163,6 +169,7 @@ BROKEN: Mapping[str, Callable[[], None]] = MappingProxyType(
         "mark before insert": _mark_before_insert,
         "removal above committed": _removal_above_committed,
         "snapshot of now": _snapshot_of_now,
+        "parked key passed": _pass_parked,
     }
 )
 
@@ -216,9 +223,19 @@ _SHOWS: Mapping[str, tuple[float, int, tuple[Step, ...]]] = MappingProxyType(
                 step
                 for n in range(8)
                 for step in (
-                    Step(2.0 + 2 * n, "snapshot", choice=0.49),
+                    Step(2.0 + 2 * n, "snapshot", choice=0.59),
                     Step(2.1 + 2 * n, "person: burst", where="quick", key=HOT),
                 )
+            ),
+        ),
+        "parked key passed": (
+            16.0,
+            1,
+            (
+                Step(2.0, "person: burst", where="parking", key=HOT),
+                Step(5.0, "person: discard a letter", where="parking"),
+                Step(7.0, "person: burst", where="parking", key=HOT),
+                Step(10.0, "person: replay letters", where="parking"),
             ),
         ),
     }

@@ -13,8 +13,21 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mongo_celery.demo.history import Due, Effect, SetAside, Started, Stored, Wrote
-from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Fact, Fault, Kept, Removed, Where
-from tests.chaos.setting import is_poison, partition_of
+from tests.chaos.facts import (
+    Acquired,
+    Brought,
+    Changed,
+    Charged,
+    Covered,
+    Fact,
+    Fault,
+    Kept,
+    Let,
+    Parked,
+    Removed,
+    Where,
+)
+from tests.chaos.setting import FLOWS, is_poison, partition_of
 
 SLACK_SECONDS = 20.0
 FACTOR = 2.0
@@ -77,7 +90,7 @@ class _Passing:
                     due = Due(self._name, fact.key, fact.n)
                     self._places[due] = fact.place
                     self._open[fact.place] = self._of[self._where(fact.key)][fact.place] = due
-                case Effect() | SetAside() if fact.due.handler == self._name:
+                case Effect() | SetAside() | Parked() if fact.due.handler == self._name:
                     self._done(fact.due)
                 case Kept() if fact.where[0] == self._name:
                     self._kept[fact.where].add(fact.place)
@@ -178,7 +191,7 @@ def stops(history: Sequence[Fact], places: Collection[Where], *, least: float) -
     """The times, of at least so many seconds, in which a partition had something to do and did not go on."""
     waiting = {where: _Waiting(where) for where in places}
     for fact in history:
-        if isinstance(fact, Wrote | Started | Effect | SetAside):
+        if isinstance(fact, Wrote | Started | Effect | SetAside | Parked):
             due = _due(fact)
             where = due.handler, partition_of(due.handler, due.key)
             if where in waiting:
@@ -190,7 +203,7 @@ def gaps(history: Sequence[Fact], places: Collection[Where], *, least: float) ->
     """The times in which something waited in one of these partitions, and nothing went on anywhere."""
     waiting = _Waiting(None)
     for fact in history:
-        if isinstance(fact, Wrote | Started | Effect | SetAside):
+        if isinstance(fact, Wrote | Started | Effect | SetAside | Parked):
             due = _due(fact)
             if not isinstance(fact, Wrote) or (due.handler, partition_of(due.handler, due.key)) in places:
                 waiting.take(fact, due)
@@ -206,9 +219,9 @@ class _Waiting:
         self._since = 0.0
         self._stops: list[Stop] = []
 
-    def take(self, fact: Wrote | Started | Effect | SetAside, due: Due) -> None:
+    def take(self, fact: Wrote | Started | Effect | SetAside | Parked, due: Due) -> None:
         """A fact of what is waited for. That a change was set aside has no time of its own: the next fact has."""
-        if isinstance(fact, SetAside):
+        if isinstance(fact, SetAside | Parked):
             self._dues.discard(due)
             return
         if isinstance(fact, Started | Effect) or not self._dues:
@@ -229,7 +242,7 @@ class _Waiting:
         self._since = at
 
 
-def _due(fact: Wrote | Started | Effect | SetAside) -> Due:
+def _due(fact: Wrote | Started | Effect | SetAside | Parked) -> Due:
     return Due(fact.handler or "", fact.key, fact.n) if isinstance(fact, Wrote) else fact.due
 
 
@@ -287,8 +300,9 @@ def repeated(history: Sequence[Fact], faults: Sequence[Fault]) -> tuple[int, lis
     """P6: how many starts were repetitions; a change may start once, and once more for each fault meanwhile."""
     written = _Heads(history)
     starts: dict[Due, list[Started]] = defaultdict(list)
+    replayed = {fact.due for fact in history if isinstance(fact, Parked)}  # as often as a person asks
     for fact in history:
-        if isinstance(fact, Started):
+        if isinstance(fact, Started) and fact.due not in replayed:
             starts[fact.due].append(fact)
     wrong = []
     for due, each in starts.items():
@@ -297,6 +311,35 @@ def repeated(history: Sequence[Fact], faults: Sequence[Fault]) -> tuple[int, lis
             if len(each) > 1 + near:
                 wrong.append(f"{due} started {len(each)} times beside {near} faults")
     return sum(len(each) - 1 for due, each in starts.items() if not is_poison(due.key)), wrong
+
+
+def parked(history: Sequence[Fact], discarded: Collection[Due]) -> list[str]:
+    """
+    P1, P2, P12: of keys that are parked nothing overtakes, nothing goes but by a replay or a person, and none waits on.
+
+    Args:
+        discarded: what a person has told to discard; some of it may have been replayed before.
+    """
+    wrong = []
+    open_: dict[tuple[str, str], set[int]] = defaultdict(set)
+    waiting: dict[Due, None] = {}
+    for fact in history:
+        if isinstance(fact, Wrote) and fact.handler is not None and FLOWS[fact.handler].parks:
+            open_[fact.handler, fact.key].add(fact.n)
+        elif isinstance(fact, Parked):
+            waiting[fact.due] = None
+        elif isinstance(fact, Effect) and FLOWS[fact.handler].parks:
+            left = open_[fact.handler, fact.key]
+            if left and min(left) < fact.n:
+                wrong.append(f"{fact.due} took effect before {min(left)} of its key was done")
+            left.discard(fact.n)
+        elif isinstance(fact, Let):
+            waiting.pop(fact.due, None)
+            left = open_[fact.due.handler, fact.due.key]
+            if fact.due.n in left and fact.due not in discarded:
+                wrong.append(f"the letter of {fact.due} is gone, and it was neither replayed nor discarded")
+            left.discard(fact.due.n)
+    return [*wrong, *(f"{due} waits for its key for ever" for due in waiting)]
 
 
 def stolen(history: Sequence[Fact]) -> list[str]:

@@ -90,7 +90,21 @@ class Brought:
     at: float = 0.0
 
 
-Fact = CommonFact | Acquired | Charged | Changed | Kept | Covered | Removed | Brought
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A change was set aside, and waits for its key: it is passed, and not done."""
+
+    due: Due
+
+
+@dataclass(frozen=True, slots=True)
+class Let:
+    """A change waits for its key no more: its letter is gone, for it was replayed, or a person has discarded it."""
+
+    due: Due
+
+
+Fact = CommonFact | Acquired | Charged | Changed | Kept | Covered | Removed | Brought | Parked | Let
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.demo.history import Due, Effect, SetAside, Wrote
 from mongo_celery.mongo.oplog import operation_time
-from tests.chaos.facts import Fact
+from tests.chaos.facts import Fact, Let
 from tests.chaos.reading import Reading
 from tests.chaos.setting import DATA, FACTS, STATE
 
@@ -115,5 +115,5 @@ class Following:
                     due = Due(fact.handler or "", fact.key, fact.n)
                     self._open.add(due)
                     self._seen.add(due)
-                elif isinstance(fact, Effect | SetAside):
+                elif isinstance(fact, Effect | SetAside | Let):
                     self._open.discard(fact.due)

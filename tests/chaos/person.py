@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tests.chaos.plan import Plan, Step
-from tests.chaos.setting import BRIDGE, STATE
+from tests.chaos.setting import BRIDGE, FLOWS, STATE
 from tests.chaos.world import World
 from tests.chaos.writer import Writer
 
@@ -22,14 +22,16 @@ class _Halted(NamedTuple):
 
 class Person:
     """
-    Pauses, resumes, retries and skips.
+    Pauses, resumes, retries and skips; replays and discards letters of parked keys.
 
     Attributes:
         said: what was done, a line each.
+        discarded: the letters that were to be discarded: subscriptions and places.
     """
 
     def __init__(self, world: World, plan: Plan, writer: Writer) -> None:
         self.said: list[str] = []
+        self.discarded: set[tuple[str, str]] = set()
         self._world = world
         self._plan = plan
         self._writer = writer
@@ -42,6 +44,10 @@ class Person:
                 self._command(command, step.where, "--partition", str(step.partition))
             case "burst":
                 self._writer.burst(step.where)
+            case "replay letters":
+                self._replay()
+            case "discard a letter":
+                self._discard(step)
             case "cure and retry":
                 for poison in self._plan.steps:
                     if poison.key and (poison.where, poison.partition) == (step.where, step.partition):
@@ -54,6 +60,7 @@ class Person:
         self._retried = set(self._halted())
         self._command("resume")
         self._command("retry")
+        self._replay()
 
     def cure_again(self) -> None:
         """Retry what stands for the first time; skip what does not go on after that."""
@@ -62,6 +69,7 @@ class Person:
                 self._command("skip", each.subscription, "--partition", str(each.partition), "--yes")
             self._retried.add(each)
         self._command("retry")
+        self._replay()
 
     def status(self) -> Mapping[str, Any]:
         """What `changes status` says; empty where it says nothing that can be read."""
@@ -70,6 +78,29 @@ class Person:
         lines = [line for line in process.text.splitlines() if line.startswith("{")]
         found: Mapping[str, Any] = json.loads(lines[-1]) if lines else {}
         return found
+
+    def parked(self) -> list[str]:
+        """The partitions in which a key is parked."""
+        found = self._world.client[STATE]["partitions"].find({"parkedKeys.0": {"$exists": True}}, {"_id": 1})
+        return [each["_id"] for each in found]
+
+    def _replay(self) -> None:
+        """All that waits for parked keys."""
+        for flow in FLOWS.values():
+            if flow.parks and self._letters(flow.name):
+                self._command("dead-letters", "replay", flow.name, "--yes")
+
+    def _discard(self, step: Step) -> None:
+        """Any letter that waits, the first of its key or a later one."""
+        letters = self._letters(step.where)
+        if letters:
+            place = letters[int(step.choice * len(letters))]
+            self.discarded.add((step.where, place))
+            self._command("dead-letters", "discard", step.where, "--id", place, "--yes")
+
+    def _letters(self, flow: str) -> list[str]:
+        found = self._world.client[STATE]["dead_letters"].find({"subscription": flow, "parked": {"$exists": True}})
+        return sorted(str(each["resumeToken"]["_data"]) for each in found)
 
     def _halted(self) -> Iterator[_Halted]:
         for document in self._world.client[STATE]["partitions"].find({"state": "halted"}):

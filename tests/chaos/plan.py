@@ -129,14 +129,26 @@ def _poison(chance: random.Random, seconds: float) -> Iterator[Step]:
             yield Step(at, f"poison: {name}", where=where, partition=partition, key=key)
 
 
+_LETTERS = (
+    (0.2, "replay letters"),
+    (0.35, "discard a letter"),
+    (0.5, "replay letters"),
+    (0.65, "discard a letter"),
+    (0.8, "replay letters"),
+)
+"""What a person does with the letters of parked keys, at which share of a run."""
+
+
 def _person(chance: random.Random, seconds: float) -> Iterator[Step]:
-    """Partitions that are paused and resumed, halted ones that are retried, and a hot key."""
+    """Partitions that are paused and resumed, halted ones that are retried, letters of parked keys, and a hot key."""
     for where in chance.sample(list(FLOWS), 2):
         at, partition = chance.uniform(_CALM_SECONDS, seconds / 2), chance.choice(STANDING_PARTITIONS)
         yield Step(round(at, 2), "person: pause", where=where, partition=partition)
         yield Step(round(at + seconds / 4, 2), "person: resume", where=where, partition=partition)
     for share in (0.5, 0.8):
         yield Step(round(seconds * share, 2), "person: cure and retry", where="quick", partition=STANDING_PARTITIONS[0])
+    for share, does in _LETTERS:
+        yield Step(round(seconds * share, 2), f"person: {does}", where="parking", choice=chance.random())
     where = chance.choice(["quick", "slow"])
     yield Step(round(chance.uniform(_CALM_SECONDS, seconds / 2), 2), "person: burst", where=where, key=HOT)
 

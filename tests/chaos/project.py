@@ -8,6 +8,7 @@ its transaction, and does whatever the poison in its document is.
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Mapping
@@ -20,12 +21,13 @@ from pymongo import MongoClient
 from mongo_celery import Bridge, Change
 from mongo_celery.forking import PerProcess
 from tests.chaos import broken
-from tests.chaos.setting import BRIDGE, DATA, FACTS, FLOWS, OPTIONS, SINK, Flow
+from tests.chaos.setting import BRIDGE, DATA, FACTS, FLOWS, OPTIONS, SINK, Flow, order_of
 
 GATES = Path(os.environ["CHAOS_GATES"])
 """A file here that is named like a key, or `all`, cures its poison."""
 
 broken.apply(os.environ.get("CHAOS_BROKEN", ""))
+_AT_TIMES = 0.7
 app = Celery(BRIDGE, broker=os.environ["CHAOS_BROKER"])
 app.conf.update(
     broker_connection_retry_on_startup=True,
@@ -64,12 +66,13 @@ def _register(flow: Flow) -> None:
 def _handle(task: Any, flow: Flow, change: Change) -> None:
     document = change.full_document
     assert document is not None, "inserts, replaces and snapshots carry their document"
+    order = order_of(flow.name, str(document["_id"]), change.partition)
     fact = {
         "handler": flow.name,
         "key": str(document["_id"]),
         "n": document["n"],
-        "partition": change.partition,
-        "seq": change.seq,
+        "partition": order,
+        "seq": None if flow.parks else change.seq,
         "fence": change.fencing_token,
     }
     start = {**fact, "retries": task.request.retries, "pid": os.getpid()}
@@ -78,12 +81,12 @@ def _handle(task: Any, flow: Flow, change: Change) -> None:
     facts.get()[FACTS]["start"].insert_one({"fact": start})
     _act(task, document)
     _take_time(flow.seconds)
-    _take_effect(change, f"{flow.name}-{change.partition}", fact)
+    _take_effect(change, f"{flow.name}-{order}", fact)
     _take_time(document.get("lingers", 0.0))
 
 
 def _take_effect(change: Change, sink: str, fact: Mapping[str, Any]) -> None:
-    """One document for each partition has the last effect; the oplog has them all, in the order of their acceptance."""
+    """One document for each order has the last effect; the oplog has them all, in the order of their acceptance."""
     last = {"$set": {"last": fact}}
     if change.session is not None:
         bridge.client[DATA][SINK].update_one({"_id": sink}, last, upsert=True, session=change.session)
@@ -95,7 +98,7 @@ def _act(task: Any, document: Mapping[str, Any]) -> None:
     poison = document.get("poison")
     if poison is None or (GATES / "all").exists() or (GATES / str(document["_id"])).exists():
         return
-    if poison == "raises":
+    if poison == "raises" or (poison == "raises at times" and random.random() < _AT_TIMES):
         raise RuntimeError("poisoned")
     if poison == "kills its process":
         os._exit(7)

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
-from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Fact, Kept, Removed, Where
+from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Fact, Kept, Let, Parked, Removed, Where
 from tests.chaos.setting import BRIDGE, DATA, FACTS, FLOWS, SINK, STATE
 
 Event = Mapping[str, Any]
@@ -112,8 +112,10 @@ class Reading:
             yield Stored(where, _place(after), {"epoch": after["epoch"]}, where.partition("/")[2], at)
         elif collection == "leases" and where == BRIDGE and after:
             yield from _lease(before, after, at)
+        elif collection == "dead_letters" and event["operationType"] == "delete":
+            yield from self._let(where)
         elif collection == "dead_letters" and "fullDocument" in event:
-            yield from self._aside(after["subscription"], after["resumeToken"]["_data"])
+            yield from self._aside(after["subscription"], after["resumeToken"]["_data"], parks="parked" in after)
         elif collection == "spill":
             partition, place = _stored_change(where)
             if event["operationType"] == "delete":
@@ -121,10 +123,16 @@ class Reading:
             elif event["operationType"] == "insert":
                 yield Kept(partition, place, at)
 
-    def _aside(self, subscription: str, place: str) -> Iterator[Fact]:
+    def _aside(self, subscription: str, place: str, *, parks: bool = False) -> Iterator[Fact]:
         due = self._dues.get((subscription, place))
         if due is not None:
-            yield SetAside(due)
+            yield Parked(due) if parks else SetAside(due)
+
+    def _let(self, letter: str) -> Iterator[Fact]:
+        _, subscription, place = letter.split("/")
+        due = self._dues.get((subscription, place))
+        if due is not None:
+            yield Let(due)
 
     def _partition(self, where: str, before: Document, after: Document, at: float) -> Iterator[Fact]:
         partition = _partition(where)

@@ -13,7 +13,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from mongo_celery.demo.history import Due
+from mongo_celery.demo.history import Due, Wrote
 from tests.chaos.checks import untrue
 from tests.chaos.facts import Fault
 from tests.chaos.faults import happen
@@ -125,7 +125,7 @@ class _Playing:
         """The bridge's own view comes from reports, which are some seconds old."""
         until = time.monotonic() + (seconds if not self._left() else 0.0)
         self._status = self._person.status()
-        while untrue(self._status) and time.monotonic() < until:
+        while (untrue(self._status) or self._person.parked()) and time.monotonic() < until:
             self._status = self._person.status()
 
     def evidence(self, machine: Machine) -> Evidence:
@@ -138,9 +138,15 @@ class _Playing:
             for path in sorted(self._world.logs.glob("*listener*"))
             for version in _LEADING.findall(path.read_text(encoding="utf-8", errors="replace"))
         }
+        dues = {
+            (fact.handler, fact.place): Due(fact.handler or "", fact.key, fact.n)
+            for fact in history
+            if isinstance(fact, Wrote)
+        }
         return Evidence(
-            history, self._writer.acknowledged, [*self._faults, *machine.stalls], announced, listeners, self._troubles
-        )
+            history, self._writer.acknowledged, [*self._faults, *machine.stalls], announced, listeners, self._troubles,
+            discarded={dues[letter] for letter in self._person.discarded & dues.keys()}, parked=self._person.parked(),
+        )  # fmt: skip
 
     def _do(self, step: Step) -> None:
         try:

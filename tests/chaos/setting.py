@@ -6,6 +6,7 @@ The servers of a run are its own, so that names are fixed; and with them, which 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -83,6 +84,11 @@ class Flow:
     group: str | None = None
     owned: bool = False
 
+    @property
+    def parks(self) -> bool:
+        """Whether its keys are parked: a change that was passed over comes behind later ones of its partition."""
+        return self.policy == "park_key"
+
 
 FLOWS: Mapping[str, Flow] = MappingProxyType(
     {
@@ -92,6 +98,7 @@ FLOWS: Mapping[str, Flow] = MappingProxyType(
             Flow("slow", keys=16, rate=3.0, seconds=0.3, group="slow"),
             Flow("letters", keys=16, rate=4.0, policy="dead_letter", owned=True),
             Flow("together", keys=12, rate=2.0, policy="dead_letter", transactional=True),
+            Flow("parking", keys=16, rate=3.0, hot=0.3, policy="park_key"),
         )
     }
 )
@@ -112,6 +119,11 @@ POISON, HARMLESS = "poison-", "odd-"
 OWNERLESS = f"{POISON}no-partition"
 BROKEN_TEXT = "\ufffd" * 4
 """How bytes that are no UTF-8 are read, in a key that the writer writes with such bytes."""
+
+
+def order_of(subscription: str, key: str, partition: int) -> int:
+    """A number for everything whose effects are in one order: a partition, or a key where these are parked."""
+    return zlib.crc32(key.encode()) if FLOWS[subscription].parks else partition
 
 
 def keys_in(subscription: str, partition: int, prefix: str) -> Iterator[str]:

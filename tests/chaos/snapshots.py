@@ -53,7 +53,8 @@ def sound(name: str) -> dict[str, Any]:
 
 def beside_faults() -> Plan:
     """Snapshots of all subscriptions, and what may befall them: whoever reads, runs or stores them ends or is away."""
-    asked = (Step(2.0 + 3 * n, "snapshot", lasts=1.0, choice=(n % 8 + 0.5) / 8) for n in range(12))
+    ways = 2 * len(FLOWS)
+    asked = (Step(2.0 + 3 * n, "snapshot", lasts=1.0, choice=(n % ways + 0.5) / ways) for n in range(12))
     befalls = ("kill listener", "kill worker", "kill cursors", "freeze listener", "step down", "kill pool process")
     faults = (Step(3.0 + 3 * n, befalls[n % len(befalls)], lasts=2.0, choice=n % 5 / 5) for n in range(11))
     steps = sorted([*asked, *faults], key=lambda step: step.at)

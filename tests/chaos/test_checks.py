@@ -9,7 +9,7 @@ import pytest
 from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
 from tests.chaos import checks
 from tests.chaos.checks import Longest, Stop
-from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Fact, Fault, Kept, Removed
+from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Fact, Fault, Kept, Let, Parked, Removed
 from tests.chaos.plan import healthy_partitions
 from tests.chaos.report import merged
 from tests.chaos.setting import partition_of
@@ -61,6 +61,7 @@ def test_a_good_history_has_nothing_wrong() -> None:
         "started": 3,
         "effects": 3,
         "set aside": 0,
+        "parked": 0,
         "stored": 0,
         "duplicates": 0,
     }
@@ -91,6 +92,34 @@ def test_what_is_spoilt_is_seen(promise: str, change: object) -> None:
     assert callable(change)
     judgement = judge(Evidence(change(GOOD), [due(n) for n in (1, 2, 3)], []))
     assert judgement.wrong[promise], judgement.wrong
+
+
+def parking(*facts: Fact) -> list[str]:
+    """Three changes of a key, the first of which has failed."""
+    written = [Wrote(KEY, n, f"82{n:02}", 0.0, "parking") for n in (1, 2, 3)]
+    return checks.parked([*written, *facts], {Due("parking", KEY, 2)})
+
+
+def parks(n: int) -> Parked:
+    return Parked(Due("parking", KEY, n))
+
+
+def lets(n: int) -> Let:
+    return Let(Due("parking", KEY, n))
+
+
+def acts(n: int) -> Effect:
+    return Effect(handler="parking", key=KEY, n=n, fence=n)
+
+
+def test_parked_keys_are_released_in_order_and_by_a_person() -> None:
+    """P1, P2, P12: replayed or discarded, none before another, and none left."""
+    assert parking(parks(1), parks(2), parks(3), acts(1), lets(1), lets(2), acts(3), lets(3)) == []
+    assert parking(parks(1), parks(2), acts(1), lets(1), acts(2), lets(2), acts(3)) == []
+    assert len(parking(parks(1), acts(2))) == 2, "it overtakes, and the first one waits for ever"
+    assert len(parking(parks(1), lets(1))) == 1, "nobody has discarded it"
+    judgement = judge(Evidence(GOOD, [], [], parked=["chaos/parking/0/1"]))
+    assert judgement.wrong["parked keys"] == ["a key of chaos/parking/0/1 is parked in the end"]
 
 
 def test_what_the_runner_could_not_do_and_what_ended_by_itself_is_no_good_run() -> None:

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from mongo_celery.demo.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
-from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Kept, Removed
+from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Kept, Let, Parked, Removed
 from tests.chaos.reading import Reading, updated
 from tests.chaos.setting import DATA, FACTS, SINK, STATE
 
@@ -129,6 +129,16 @@ def test_a_dead_letter_stands_before_the_position_that_passes_it() -> None:
     facts = events.put((DATA, "letters"), "l", {"n": 1})
     assert [type(fact) for fact in facts] == [SetAside, Stored, Wrote]
     assert facts[0] == SetAside(Due("letters", "k", 1))
+
+
+def test_the_letters_of_a_parked_key() -> None:
+    """They wait, until they go."""
+    events = Events()
+    events.put((DATA, "parking"), "k", {"n": 1})
+    letter = {"subscription": "parking", "resumeToken": {"_data": "8201"}, "parked": 5}
+    assert events.put((STATE, "dead_letters"), "chaos/parking/8201", letter) == [Parked(Due("parking", "k", 1))]
+    assert events.update((STATE, "dead_letters"), "chaos/parking/8201", {"replays": 1}) == []
+    assert events.put((STATE, "dead_letters"), "chaos/parking/8201", None) == [Let(Due("parking", "k", 1))]
 
 
 def test_the_lease_and_watermarks() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,9 @@ from mongo_celery.demo import history as common
 from mongo_celery.demo.history import NONE, Due, Effect, SetAside, Started, Wrote
 from tests.chaos import checks
 from tests.chaos.checks import Longest
-from tests.chaos.facts import Fact, Fault, Kept
+from tests.chaos.facts import Fact, Fault, Kept, Let, Parked
 from tests.chaos.plan import healthy_partitions
+from tests.chaos.setting import FLOWS
 
 _LEAST_STOP = 0.5
 
@@ -53,6 +54,8 @@ class Evidence:
         announced: by versions, who has said that it leads with them.
         ends: by names, how listeners have ended that nobody had ended.
         troubles: what the runner itself could not do.
+        discarded: the changes whose letters a person has told to discard.
+        parked: the partitions in which a key is parked in the end.
         status: what the bridge says of itself in the end; None where nobody has asked.
         load: how many processes wanted each core of the machine.
     """
@@ -65,19 +68,27 @@ class Evidence:
     troubles: Sequence[str] = ()
     status: Mapping[str, Any] | None = None
     load: float = 1.0
+    discarded: Collection[Due] = ()
+    parked: Sequence[str] = ()
 
 
 def judge(evidence: Evidence) -> Judgement:
     """Judge a run that has come to rest, or has not within its time: then what is missing counts as lost."""
     history, faults = evidence.history, evidence.faults
     shared: list[common.Fact] = [fact for fact in history if isinstance(fact, common.Fact)]
+    gone: list[common.Fact] = [SetAside(fact.due) for fact in history if isinstance(fact, Let)]
+    parking = [fact for fact in shared if isinstance(fact, Effect) and FLOWS[fact.handler].parks]
     repeats, too_often = checks.repeated(history, faults)
     stops = checks.stops(history, healthy_partitions(), least=_LEAST_STOP)
     all_stops = checks.gaps(history, healthy_partitions(), least=_LEAST_STOP)
     wrong = {
-        "lost": [*checks.not_found(history, evidence.acknowledged), *common.lost(shared, NONE)],
+        "lost": [*checks.not_found(history, evidence.acknowledged), *common.lost([*shared, *gone], NONE)],
         "invented": common.invented(shared),
-        "out of order": common.out_of_order(shared),
+        "out of order": [*common.out_of_sequence(shared), *common.went_back(parking)],
+        "parked keys": [
+            *checks.parked(history, evidence.discarded),
+            *(f"a key of {where} is parked in the end" for where in evidence.parked),
+        ],
         "stale": [*common.stale(shared), *common.weak_tokens(shared)],
         "positions": [*common.going_back(shared), *checks.passed_over(history)],
         "leases": [
@@ -93,7 +104,14 @@ def judge(evidence: Evidence) -> Judgement:
         "status": [] if evidence.status is None else checks.untrue(evidence.status),
         "the run itself": list(evidence.troubles),
     }
-    kinds = {"written": Wrote, "started": Started, "effects": Effect, "set aside": SetAside, "stored": Kept}
+    kinds = {
+        "written": Wrote,
+        "started": Started,
+        "effects": Effect,
+        "set aside": SetAside,
+        "parked": Parked,
+        "stored": Kept,
+    }
     return Judgement(
         wrong,
         {name: sum(isinstance(fact, kind) for fact in history) for name, kind in kinds.items()}

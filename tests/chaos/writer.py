@@ -25,6 +25,8 @@ _MARK = "????"
 _AGAIN_SECONDS = 0.2
 _YEAR_20000 = DatetimeMS(568_971_820_800_000)
 _LINGERING = 0.05
+_FAILING = 0.06
+"""How many of the changes whose key may be parked fail at times, and until all is cured."""
 
 
 class Writer:
@@ -104,6 +106,8 @@ class Writer:
             document["owner"] = key
         if self._chance.random() < _LINGERING:
             document["lingers"] = 1.0
+        if FLOWS[flow].parks and self._chance.random() < _FAILING:
+            document["poison"] = "raises at times"
         while True:
             try:
                 self._put(flow, document)

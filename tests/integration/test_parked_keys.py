@@ -360,6 +360,21 @@ def test_a_letter_that_gave_way_uses_no_token_a_second_time(parking: Parking) ->
     assert parking.started[-1] == ("bad", 2, last.place.fence + 2)
 
 
+def test_what_follows_a_replay_over_newer_data_goes_over_it_too_also_where_it_was_asked_for_before(
+    parking: Parking,
+) -> None:
+    """P3: the tokens of a key grow; else the target refuses the next letter for what the first one has written."""
+    waiting(parking, "bad", "bad")
+    replays = parking.rig.store.replays
+    for letter, over_newer in zip(parking.find().letters, (True, False), strict=True):
+        asked = replays.request(letter, generation=0, partition=0, hash_=letter.parked, over_newer=over_newer)
+        assert asked == "done"
+    parking.drain()
+    fences = [fence for _, _, fence in parking.started]
+    assert len(fences) == 3
+    assert fences == sorted(set(fences))
+
+
 def test_a_replay_that_was_replaced_releases_nothing(parking: Parking) -> None:
     """P3: a worker that wakes up late neither removes its letter, nor asks for the next."""
     waiting(parking, "bad", "bad")

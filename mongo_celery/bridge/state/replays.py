@@ -463,11 +463,16 @@ class Replays:
     def _ask_next(
         self, letter: Letter, generation: int, partition: int, session: ClientSession, *, over_newer: bool
     ) -> None:
-        """Ask for the replay of a letter; where that was done, it is noted that somebody counts on it."""
+        """
+        Ask for the replay of a letter; where that was done, it is noted that somebody counts on it.
+
+        What follows a replay over newer data goes over it too, for it is newer than what that one has written.
+        """
         key = {"_id": letter.document_id}
         there = _replay(self._table.collection.find_one(key, _FIELDS, session=session))
         if there is not None and not there.failed:
-            self._table.collection.update_one(key, {"$set": {"asking": ObjectId()}}, session=session)
+            noted = {"asking": ObjectId(), "overNewer": there.over_newer or over_newer}
+            self._table.collection.update_one(key, {"$set": noted}, session=session)
             return
         document = _request_of(letter, generation, partition, letter.parked, over_newer=over_newer)
         self._table.collection.replace_one(key, document, upsert=True, session=session)
