@@ -232,7 +232,8 @@ _SHOWS: Mapping[str, tuple[float, int, tuple[Step, ...]]] = MappingProxyType(
             16.0,
             1,
             (
-                Step(2.0, "person: burst", where="parking", key=HOT),
+                Step(2.0, "poison: raises", where="parking", key=HOT),
+                Step(2.5, "person: burst", where="parking", key=HOT),
                 Step(5.0, "person: discard a letter", where="parking"),
                 Step(7.0, "person: burst", where="parking", key=HOT),
                 Step(10.0, "person: replay letters", where="parking"),
