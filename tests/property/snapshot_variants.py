@@ -148,7 +148,7 @@ SOUND = (
     Sound(ROOM_THREE, 1_200),
     Sound(STOPPED, 1_900),
     Sound(with_faults(ONE, "one key, stopped, two terms", Fault.STOP)._replace(terms=2), 2_700),
-    Sound(STOPPED_TWO_TERMS, 56_000),
+    Sound(STOPPED_TWO_TERMS, 46_000),
     Sound(GROWING_TWO_TERMS, 9_500),
     Sound(GROWING._replace(name="one by one, the last is created meanwhile, a rewind", rewind=0), 7_500),
     Sound(GROWING._replace(name="the last is created meanwhile, a late write", late=ANY_WRITE, delays=1), 5_500),
