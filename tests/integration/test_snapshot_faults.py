@@ -234,13 +234,19 @@ def test_a_write_of_a_chunk_that_is_not_mine_does_nothing(world: World) -> None:
     assert end is not None
     assert not store.move(snapshot_id, 4, 1, end, 7)
     assert not store.move(snapshot_id, 5, 2, end, 7)
-    assert store.move(snapshot_id, 5, 1, end, 7)
-    assert not store.move(snapshot_id, 5, 1, end, 7), "the answer was lost, and it is asked again"
+    assert store.move(snapshot_id, 5, 1, end, 7, end)
+    assert not store.move(snapshot_id, 5, 1, end, 7, end), "the answer was lost, and it is asked again"
     after = store.read_one(snapshot_id)
     assert after is not None
-    assert (after.last, after.done) == (end, 7)
+    assert (after.last, after.until, after.done) == (end, end, 7)
+    larger = DocumentId.of(bson.encode({"_id": 9}))
+    assert larger is not None
+    assert store.begin(after, 5) is not None
+    assert not store.move(snapshot_id, 5, 2, larger, 1, larger), "what is to be scanned is set once"
+    assert store.move(snapshot_id, 5, 2, larger, 1)
+    assert store.read_one(snapshot_id).until == end  # type: ignore[union-attr]
     assert store.pass_on(snapshot_id, 4, 1) is None
-    first, second = store.pass_on(snapshot_id, 5, 1), store.pass_on(snapshot_id, 5, 1)
+    first, second = store.pass_on(snapshot_id, 5, 2), store.pass_on(snapshot_id, 5, 2)
     assert first is not None
     assert second is not None
     assert first < second, "each is an entry of its own"

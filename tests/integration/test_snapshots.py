@@ -1,7 +1,7 @@
 """
 Existing documents between the changes, on a real replica set: each once, exactly at its place.
 
-P1 to P13 are the design's invariants, F1 to F14 the findings of `tests/property/snapshot_variants.py`.
+P1 to P13 are the design's invariants, F1 to F15 the findings of `tests/property/snapshot_variants.py`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def test_documents_of_all_types_of_ids_come_once_by_the_index(world: World) -> N
     assert world.record["estimated"] == len(MIXED) + 1
     assert world.record["begun"] == world.record["moved"] + 1 >= 5
     assert all(each.token[18] == "~" for each in world.seen)
+    assert world.record["untilId"] == MaxKey()
 
 
 def test_an_empty_collection_and_one_that_is_not_there_are_done_at_once(world: World) -> None:
@@ -94,6 +95,69 @@ def test_the_end_of_what_was_scanned_is_kept_byte_for_byte() -> None:
     assert found is not None
     assert found.named("_id").raw == raw
     assert DocumentId.of(bson.encode({})) is None
+
+
+def test_inserts_that_are_faster_than_its_rate_keep_no_snapshot_from_ending(world: World) -> None:
+    """P1, P12: what is larger than all at the first T comes as an insert alone, also when another term goes on."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(12)])
+    keys, chunks = itertools.count(12), set[int]()
+
+    def outrun() -> None:
+        """More documents than a chunk has, for each that is begun."""
+        if world.record["begun"] not in chunks:
+            chunks.add(world.record["begun"])
+            world.orders.insert_many([{"_id": next(keys), "v": 1} for _ in range(6)])
+
+    term = world.term(start_from="now").begin()
+    ask(world, term, rate=30.0)
+    term.until(lambda: world.record["moved"] == 1, outrun)
+    until = world.record["untilId"]
+    term.close()
+    later = world.term(start_from="now").begin()
+    later.until(lambda: world.record["state"] == "done", outrun)
+    later.until(world.is_equal)
+    world.judge()
+    record, count = world.record, next(keys)
+    assert record["untilId"] == until < count - 6
+    assert record["done"] == until + 1
+    assert all(world.snapshots_of(key) >= 1 for key in range(until + 1))
+    assert all(world.snapshots_of(key) == 0 for key in range(until + 1, count))
+
+
+TIMES = [dt.datetime(2026, 1, day, tzinfo=dt.UTC) for day in (1, 2)]
+NATURAL = {"collation": {"locale": "en", "strength": 2, "numericOrdering": True}}
+CLUSTERED = {"clusteredIndex": {"key": {"_id": 1}, "unique": True}}
+
+
+@pytest.mark.parametrize(
+    ("options", "there", "behind"),
+    [
+        ({}, [None], [0]),
+        (NATURAL, ["n1", "N2", "n3", "n9", "N10"], ["n11", "N100"]),
+        (CLUSTERED, [1, "a", "b", "c", TIMES[0]], [TIMES[1]]),
+    ],
+    ids=["null", "a collation", "clustered"],
+)  # fmt: skip
+def test_the_largest_id_is_that_of_the_collections_own_order(
+    world: World, options: Document, there: list[Any], behind: list[Any]
+) -> None:
+    """P1: whatever its type and bytes; what comes behind it is in the stream."""
+    orders = world.client[world.data].create_collection(world.name, **options)
+    orders.insert_many([{"_id": key, "v": 1} for key in reversed(there)])
+    term = world.term(start_from="now").begin()
+    ask(world, term)
+    term.until(lambda: world.record["moved"] == 1)
+    orders.insert_many([{"_id": key, "v": 1} for key in behind])
+    term.finish()
+    assert [world.snapshots_of(key) for key in (*there, *behind)] == [1] * len(there) + [0] * len(behind)
+    assert DocumentId.of(bson.encode({"_id": there[-1]})) == _until(term)
+
+
+def _until(term: Any) -> DocumentId | None:
+    store = term.wiring.store.snapshots
+    (found,) = store.read()
+    until: DocumentId | None = store.read_one(found.id).until
+    return until
 
 
 def test_only_what_matches_comes_and_chunks_of_which_nothing_does_move_on(world: World) -> None:

@@ -81,6 +81,12 @@ class Broken(StrEnum):
     PINNED_LATE = "the stream's start is pinned after the first chunk"
     ROOM_FOR_CHUNK_ONLY = "a snapshot begins when there is room for its chunk and nothing else"
     UNBOUNDED = "a snapshot begins without room for a chunk"
+    NO_UNTIL = "a snapshot goes on until nothing is left, whatever is inserted behind it"
+    UNTIL_OF_EACH_TERM = "each term takes the largest _id anew"
+    UNTIL_BEFORE_START = "the largest _id is taken when the snapshot is asked for, before the stream's start"
+    UNTIL_LOCAL = "the largest _id is read as it is now, in the majority or not"
+    UNTIL_OF_CHUNK = "the largest _id is that of the first chunk's documents"
+    UNTIL_EXCLUDED = "what is left is less than the largest _id"
 
 
 class Fault(StrEnum):
@@ -148,6 +154,7 @@ class World(NamedTuple):
         mixed: Whether every key has a type of its own.
         lookup: Whether a change shows the document as it is when the change is read.
         room: How many changes and items a listener keeps in memory; 0: any number.
+        fresh: The keys that were inserted after the snapshot was asked for, and before the stream's start.
         broken: The rule left out.
     """
 
@@ -171,6 +178,7 @@ class World(NamedTuple):
     mixed: bool = False
     lookup: bool = False
     room: int = 0
+    fresh: frozenset[int] = frozenset()
     broken: Broken = Broken.NOTHING
 
     def __str__(self) -> str:
@@ -246,21 +254,26 @@ class Document(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A document of ``snapshots``; ``last`` is the last key scanned, -1: none."""
+    """A document of ``snapshots``; ``last`` is the last key scanned, ``until`` the last to be scanned; -1: none.
+
+    ``first`` is ghost: the T of the first chunk that was recorded.
+    """
 
     epoch: int = 0
     begun: int = 0
     last: int = -1
     state: Progress = Progress.RUNNING
+    until: int = -1
+    first: int = -1
 
 
 class Chunk(NamedTuple):
     """What a listener knows of the chunk of a snapshot that is under way.
 
     ``own`` is the begin's place in the oplog, ``time`` is T and ``read`` the time when the documents were read (-1: not
-    yet); ``end`` is the last key scanned (-1: none was left). ``newer`` are the keys of which a change at or before T
-    was looked up since the begin. ``stuck``: it cannot be read any more. ``sent``: something was written behind T.
-    (Kept for variants only, like ``stuck``.)
+    yet); ``end`` is the last key scanned (-1: none was left), ``until`` the last to be scanned, now or later. ``newer``
+    are the keys of which a change at or before T was looked up since the begin. ``stuck``: it cannot be read any more.
+    ``sent``: something was written behind T. (Kept for variants only, like ``stuck``.)
     """
 
     begun: int
@@ -269,6 +282,7 @@ class Chunk(NamedTuple):
     read: int = -1
     items: tuple[Item, ...] = ()
     end: int = -1
+    until: int = -1
     final: bool = False
     appended: bool = False
     newer: frozenset[int] = frozenset()
@@ -328,6 +342,8 @@ class Write(NamedTuple):
     token: Token = START
     item: Item | None = None
     end: int = -1
+    until: int = -1
+    time: int = -1
     state: Progress = Progress.RUNNING
 
     def is_over(self, generation: int) -> bool:

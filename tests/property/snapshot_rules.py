@@ -22,6 +22,7 @@ from tests.property.snapshot_model import (
     Mode,
     Partition,
     Progress,
+    Record,
     State,
     Step,
     Steps,
@@ -298,7 +299,14 @@ def read_chunk(world: World, state: State, listener: Listener, index: int) -> St
     if state.majority < chunk.time and world.broken is not Broken.READ_LOCAL:
         return
     time = len(state.oplog) if world.broken is Broken.READ_NOW else chunk.time
-    scanned = there_at(world, state, state.records[index].last, time)
+    record = state.records[index]
+    chunk = chunk._replace(until=until_of(world, state, listener, record, time))
+    scanned = [key for key in there_at(world, state, record.last, time) if is_within(world, key, chunk.until)]
+    if world.broken is Broken.UNTIL_OF_CHUNK and record.until < 0 and scanned:
+        chunk = chunk._replace(until=scanned[: world.chunk][-1])
+    first = chunk.time if world.broken is Broken.UNTIL_OF_EACH_TERM else listener.first
+    listener, old = with_chunk(listener, index, chunk)._replace(first=first), listener
+    state = with_listener(state, old, listener)
     yield from chunk_of(world, state, listener, index, scanned[: world.chunk])
     if state.budget and Fault.SHORT in world.faults and len(scanned) > 1:
         spent = state._replace(budget=state.budget - 1)
@@ -307,6 +315,25 @@ def read_chunk(world: World, state: State, listener: Listener, index: int) -> St
         again = chunk._replace(stuck=True) if world.broken is Broken.T_KEPT else None
         after = with_listener(state, listener, with_chunk(listener, index, again))
         yield Step("unreadable", chunk, fair=False), after._replace(budget=state.budget - 1)
+
+
+def until_of(world: World, state: State, listener: Listener, record: Record, time: int) -> int:
+    """Return the largest key to be scanned: what the record says, or else what is the largest at T."""
+    anew = world.broken is Broken.UNTIL_OF_EACH_TERM and not listener.first
+    if record.until >= 0 and not anew:
+        return record.until
+    if world.broken is Broken.NO_UNTIL:
+        return -1
+    if world.broken is Broken.UNTIL_BEFORE_START:
+        return max((key for key in range(world.keys) if key not in world.absent | world.fresh), default=-1)
+    if world.broken is Broken.UNTIL_LOCAL:
+        time = len(state.oplog)
+    return max(there_at(world, state, -1, time), default=-1)
+
+
+def is_within(world: World, key: int, until: int) -> bool:
+    """Tell whether a key is to be scanned."""
+    return until < 0 or key < until or (key == until and world.broken is not Broken.UNTIL_EXCLUDED)
 
 
 def there_at(world: World, state: State, last: int, time: int) -> list[int]:
@@ -383,6 +410,7 @@ def move_cursor(world: World, state: State, listener: Listener, index: int) -> S
             return
         progress = Progress.GONE if is_gone(world, state, listener, chunk) else Progress.DONE
     one = Write(Late.CURSOR, listener.term, index, chunk.begun, end=chunk.end, state=progress)
+    one = one._replace(until=chunk.until, time=chunk.time)
     after = landed(world, state, one)
     if after is state:
         if state.records[index].state is Progress.STOPPED:  # not to be ended now: it begins anew when it goes on

@@ -189,13 +189,24 @@ def bounded_memory(move: Move) -> Iterator[str]:
                     yield f"a listener keeps {count}"
 
 
+def bounded_scan(move: Move) -> Iterator[str]:
+    """P12: a cursor passes nothing that was inserted behind all that was there at the T of the first chunk recorded.
+
+    Else who inserts faster than chunks are handled keeps a snapshot from ending.
+    """
+    for old, new in zip(move.before.records, move.after.records, strict=True):
+        there = (key for key in range(move.world.keys) if exists(value_at(move.world, move.after, key, new.first)))
+        if new.last > old.last and new.last > max(there, default=-1):
+            yield f"the cursor has passed key {new.last}, which was inserted behind the end of {new.first}"
+
+
 ORACLES: dict[str, tuple[Callable[[Move], Iterator[str]], ...]] = {
     "P1": (no_loss, nothing_missed),
     "P2": (order,),
     "P4": (monotone,),
     "P5": (cursor,),
     "P6": (bounded_duplicates,),
-    "P12": (bounded_memory,),
+    "P12": (bounded_memory, bounded_scan),
     "P13": (one_letter,),
 }
 """P1 and P12 are also judged where everything has come to rest: ``left_wrong`` and ``left_undone``."""

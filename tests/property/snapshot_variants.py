@@ -33,6 +33,9 @@ What the search has added to the rules that it was given, each with the variant 
       marked, the change before it is looked up once more and brings what came after T.
  F14  A take-over, like any fault, repeats a chunk of *each* snapshot: once more a fault      (P6)
       and snapshot.
+ F15  What is to be scanned ends at the largest _id as of the first T that is recorded. Any   NO_UNTIL, UNTIL_LOCAL,
+      later T is as sound, but has no end while others insert; none before the stream's       UNTIL_OF_EACH_TERM,
+      start is, nor what the majority may not keep.                                           UNTIL_BEFORE_START
 ====  ======================================================================================  =======================
 
 F13 in 27 steps (one key): change 1 read, T = 2, the item read and appended, change 1 committed, change 3; item and
@@ -108,6 +111,12 @@ MERGED = QUIET._replace(name="two partitions become one, two terms", terms=2, pa
 SPLIT = QUIET._replace(name="one partition becomes two, two terms", terms=2, partitions=(1, 1, 2))
 ROOM_TWO = ONE_WRITE._replace(name="two snapshots of one, a write, room for two", chunk=1, snapshots=2, room=2)
 ROOM_THREE = WRITES._replace(name="room for three", room=3)
+GROWING = ONE_BY_ONE._replace(name="one by one, the last is created meanwhile", writes=(2,), absent=frozenset({1}))
+GROWING_TWO_TERMS = GROWING._replace(name="one by one, the last is created meanwhile, two terms", terms=2)
+FRESH = ONE_BY_ONE._replace(name="one by one, the last is created before the start", fresh=frozenset({1}))
+SHRINKING = with_faults(ONE_BY_ONE, "one by one, an election, the last is deleted", Fault.ELECTION)._replace(
+    writes=(-2,)
+)
 
 SOUND = (
     Sound(WRITES, 1_600),
@@ -139,7 +148,21 @@ SOUND = (
     Sound(ROOM_THREE, 1_200),
     Sound(STOPPED, 1_900),
     Sound(with_faults(ONE, "one key, stopped, two terms", Fault.STOP)._replace(terms=2), 2_700),
-    Sound(STOPPED_TWO_TERMS, 56_000),
+    Sound(STOPPED_TWO_TERMS, 46_000),
+    Sound(GROWING_TWO_TERMS, 9_500),
+    Sound(GROWING._replace(name="one by one, the last is created meanwhile, a rewind", rewind=0), 7_500),
+    Sound(GROWING._replace(name="the last is created meanwhile, a late write", late=ANY_WRITE, delays=1), 5_500),
+    Sound(with_faults(GROWING, "one by one, the last is created meanwhile, a stop", Fault.STOP), 1_800),
+    Sound(
+        World(
+            "three keys, one by one, the last created, then the one before it deleted",
+            3,
+            writes=(3, -2),
+            chunk=1,
+            absent=frozenset({2}),
+        ),
+        3_800,
+    ),
     Sound(MERGED, 880),
     Sound(SPLIT, 970),
 )
@@ -222,6 +245,12 @@ CAUGHT = (
     caught(Broken.PINNED_LATE, WRITE, "P1", watched="P1 P2 P5"),
     caught(Broken.ROOM_FOR_CHUNK_ONLY, ROOM_TWO, "P12"),
     caught(Broken.UNBOUNDED, ROOM_THREE, "P12"),
+    caught(Broken.NO_UNTIL, GROWING, "P12"),
+    caught(Broken.UNTIL_OF_EACH_TERM, GROWING_TWO_TERMS, "P12"),
+    caught(Broken.UNTIL_BEFORE_START, FRESH, "P1"),
+    caught(Broken.UNTIL_LOCAL, SHRINKING, "P1"),
+    caught(Broken.UNTIL_OF_CHUNK, ONE_BY_ONE, "P1"),
+    caught(Broken.UNTIL_EXCLUDED, QUIET, "P1"),
 )
 
 SPARED = (

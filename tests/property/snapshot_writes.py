@@ -7,12 +7,14 @@ What the model does, as MongoDB's updates (v: my version; b: the chunk's number;
     begin    {_id: r, epoch: v, state: "running", begun: b - 1}    {$set: {begun: b}}                  w majority
              n = 1: T = reply.operationTime; n = 0: look again (another epoch: not mine, stop; begun: b: as if the
              answer had been lost, begin b + 1). The reader stands still from sending this until T is known.
-    read     find {$expr: {$gt: ["$_id", {$literal: lastId}]}}, sort {_id: 1}, limit N, hint {_id: 1},
-             readConcern {level: "snapshot", atClusterTime: T}, within a time: else T is given up, begin b + 1
+    read     find {$expr: {$and: [{$gt: ["$_id", {$literal: lastId}]}, {$lte: ["$_id", {$literal: untilId}]}]}},
+             sort {_id: 1}, limit N, hint {_id: 1}, readConcern {level: "snapshot", atClusterTime: T}, within a time:
+             else T is given up, begin b + 1. Of a record without ``untilId``, before it and as of the same T:
+             find {}, sort {_id: -1}, limit 1
     pass     {_id: r, epoch: v, begun: b}                          {$inc: {passed: 1}}                 after the read
              again, until the reader is behind T; n = 0: not mine, stop
     cursor   {_id: r, epoch: v, begun: b, moved: {$ne: b}}         {$set: {lastId: end, moved: b}, $inc: {done: n}}
-             whether it runs or was stopped meanwhile
+             whether it runs or was stopped meanwhile; where the record had no ``untilId``, it is set in the same write
     finish   {_id: r, epoch: v, begun: b, state: "running"}        {$set: {state: "done" | "source gone"}}
              of an empty answer, when the reader is behind a write that came after the read
     rewind   of each partition that goes back, besides position, claim, head and fence
@@ -81,9 +83,12 @@ def recorded(world: World, state: State, one: Write) -> State:
         return after if world.broken is Broken.T_WITHOUT_WRITE else appended(world, after, MARK)
     if one.kind is Late.PASS:
         return appended(world, state, MARK)
-    last = one.end if one.end >= 0 else record.last
     ended = one.state if one.state is not Progress.RUNNING else record.state
-    return with_record(state, one.target, record._replace(last=last, state=ended))
+    record = record._replace(state=ended)
+    if one.end >= 0:
+        first = record.first if record.first >= 0 else one.time
+        record = record._replace(last=one.end, until=one.until, first=first)
+    return with_record(state, one.target, record)
 
 
 def matches(world: World, state: State, one: Write) -> bool:

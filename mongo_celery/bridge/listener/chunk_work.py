@@ -128,7 +128,8 @@ class ChunkWork:
     def move(self, chunk: Chunk) -> bool:
         """Record that a chunk is done; False where it is recorded already, or not this term's."""
         assert chunk.end is not None, "something was read"
-        return self._store.move(chunk.snapshot.id, self._version, chunk.begun, chunk.end, chunk.count)
+        until = chunk.until if chunk.snapshot.until is None else None
+        return self._store.move(chunk.snapshot.id, self._version, chunk.begun, chunk.end, chunk.count, until)
 
     def finish(self, record: Snapshot, begun: int) -> bool:
         """Nothing is left to read; False where it is not this term's."""

@@ -3,7 +3,9 @@ Reading a chunk of existing documents as they were at a cluster time T, and look
 
 A chunk is bounded by what is scanned: first its last `_id` is found, then the range up to it is read, shaped as events,
 and what the handler's `match`, the snapshot's own, and the bridge's pipeline leave of it is returned; all at T. So one
-of which nothing is wanted has an end too, and only where nothing is left to scan the collection is at its end.
+of which nothing is wanted has an end too, and only where nothing is left to scan the snapshot is at its end.
+
+The snapshot's end is the largest `_id` that was there at the first T: the first chunk reads it, and it is recorded.
 
 The order is that of the collection's own index on `_id`, whatever types are mixed there. Comparisons are expressions
 with literals: a query's own compare within one type, and take a document for operators.
@@ -73,6 +75,7 @@ class Chunk:
         weight: bytes of these.
         count: how many documents were scanned.
         end: the last `_id` of these; None where nothing was left.
+        until: the largest `_id` that is to be scanned, now or later; None where nothing was there.
         is_there: where nothing was left, whether the collection is still the one that it was.
         behind: the place that the stream must have reached before the chunk is believed: a write that came after all
             of its reading.
@@ -97,6 +100,7 @@ class Chunk:
     weight: int = 0
     count: int = 0
     end: DocumentId | None = None
+    until: DocumentId | None = None
     is_there: bool = True
     behind: str = ""
     is_read: bool = False
@@ -218,7 +222,9 @@ class ChunkReader:
 
     def read(self, chunk: Chunk) -> None:
         """
-        Read what follows the last one that was scanned, as of the chunk's T; its `items`, `count` and `end` are set.
+        Read what follows the last one that was scanned, as of the chunk's T.
+
+        Its `items`, `count`, `end` and `until` are set.
 
         Raises:
             PyMongoError: nothing of it may be used.
@@ -231,6 +237,8 @@ class ChunkReader:
         is_whole = not conditions and not self._pipeline
         size = chunk.size
         with pymongo.timeout(READ_SECONDS):
+            known = chunk.snapshot.until
+            chunk.until = known if known is not None else self._largest(chunk)
             while True:
                 chunk.end, chunk.count = self._bound(chunk, size)
                 if chunk.end is None:
@@ -254,6 +262,11 @@ class ChunkReader:
         chunk.items = [self._item(chunk, bytes(each.raw)) for each in found]
         chunk.weight = sum(each.weight for each in chunk.items)
 
+    def _largest(self, chunk: Chunk) -> DocumentId | None:
+        """The largest `_id` of all."""
+        found = self._find(chunk, {"filter": {}, "sort": {_BOUND: -1}, "limit": 1})
+        return DocumentId.of(bytes(found[0].raw)) if found else None
+
     def _bound(self, chunk: Chunk, size: int) -> tuple[DocumentId | None, int]:
         """The last `_id` of the next so many documents, and how many they are."""
         last = self._find(chunk, {"skip": size - 1, "limit": 1})
@@ -266,7 +279,7 @@ class ChunkReader:
         """Some `_id`s of what is left, by the index alone."""
         command = {
             "find": chunk.snapshot.source.partition(".")[2],
-            "filter": _behind(chunk.snapshot.last),
+            "filter": _behind(chunk.snapshot.last, chunk.until),
             "projection": {_BOUND: 1},
             "sort": {_BOUND: 1},
             "batchSize": chunk.size + 1,

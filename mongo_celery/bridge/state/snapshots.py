@@ -13,7 +13,10 @@ One document a snapshot, with a new `_id` for each start, so that what belongs t
    begins nothing that somebody else counts on. Its own place in the oplog is T, as of which the chunk is read.
 3. `lastId` is the end of what was scanned and is committed, or stored, with all before it. It is absent until the first
    chunk: null may be somebody's `_id`. It is set once for each chunk (`moved`), and never by a term that is over.
-4. `passed` counts the writes that move the stream past T: an update that changes nothing would write no entry.
+4. `untilId` is the largest `_id` as of the T of the first chunk that is recorded, in the same write, and never set
+   again. What is inserted behind it is in the stream from that T on; else who inserts faster than the snapshot is
+   handled would keep it from ending. Any T would do whose later changes are all in the stream, none before the start.
+5. `passed` counts the writes that move the stream past T: an update that changes nothing would write no entry.
 
 | field | |
 |---|---|
@@ -71,6 +74,7 @@ class Snapshot:
         id: its `_id`.
         subscription: whose handler is given the documents.
         last: the end of what was scanned; None before the first chunk.
+        until: the end of what is to be scanned; None before the first chunk.
     """
 
     id: str
@@ -92,6 +96,7 @@ class Snapshot:
     moved_at: datetime | None = None
     by: str = ""
     last: DocumentId | None = None
+    until: DocumentId | None = None
 
 
 class Snapshots:
@@ -169,19 +174,27 @@ class Snapshots:
         """Write something, so that the stream has something to pass; its cluster time, or None where it was refused."""
         return self._table.update_timed(_chunk(snapshot_id, version, begun), {"$inc": {"passed": Int64(1)}})
 
-    def move(self, snapshot_id: str, version: int, begun: int, last: DocumentId, count: int) -> bool:
+    def move(
+        self, snapshot_id: str, version: int, begun: int, last: DocumentId, count: int, until: DocumentId | None = None
+    ) -> bool:
         """
         Record the end of a chunk of which all is committed or stored. Repeating it is harmless.
 
         Args:
             last: the end of what was scanned.
             count: how many documents were.
+            until: the end of what is to be scanned, where none was seen; None where one was.
 
         Returns:
-            False where it is not this term's chunk, or is recorded already.
+            False where it is not this term's chunk, or is recorded already, or has another end of what is to be
+            scanned than was seen.
         """
-        fields = RawBSONDocument(joined(bytes(last.named("lastId").raw), bson.encode({"moved": Int64(begun)})))
+        ends = {"lastId": last} | ({"untilId": until} if until is not None else {})
+        named = [bytes(end.named(name).raw) for name, end in ends.items()]
+        fields = RawBSONDocument(joined(*named, bson.encode({"moved": Int64(begun)})))
         guard = {**_chunk(snapshot_id, version, begun), "moved": {"$ne": Int64(begun)}}
+        if until is not None:
+            guard["untilId"] = {"$exists": False}
         change = {"$set": fields, "$inc": {"done": Int64(count)}, "$currentDate": {"movedAt": True}}
         return self._table.update_unretried(guard, change)
 
@@ -199,20 +212,21 @@ class Snapshots:
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self, *, running: bool = False) -> list[Snapshot]:
-        """Those that run, or all, in the order in which they were asked for; without the end of what was scanned."""
+        """Those that run, or all, in the order in which they were asked for; without `last` and `until`."""
         query = {**self._mine(), "state": RUNNING} if running else self._mine()
-        found = [_snapshot(document, None) for document in self._table.find(query, _FIELDS)]
+        found = [_snapshot(document) for document in self._table.find(query, _FIELDS)]
         return sorted(found, key=lambda each: (str(each.since), each.id))
 
     def read_one(self, snapshot_id: str) -> Snapshot | None:
-        """One of them, as it is now, with the end of what was scanned, byte for byte."""
+        """One of them, as it is now, with `last` and `until`, byte for byte."""
         raw = self._table.collection.with_options(codec_options=_RAW)
         with self._table.limit():
             document = self._table.collection.find_one({"_id": snapshot_id}, _FIELDS)
             last: Any = raw.find_one({"_id": snapshot_id}, {"_id": 0, "lastId": 1})
-        if document is None or last is None:
+            until: Any = raw.find_one({"_id": snapshot_id}, {"_id": 0, "untilId": 1})
+        if document is None or last is None or until is None:
             return None
-        return _snapshot(document, DocumentId.of(bytes(last.raw)))
+        return _snapshot(document, DocumentId.of(bytes(last.raw)), DocumentId.of(bytes(until.raw)))
 
     def _mine(self) -> dict[str, Any]:
         return {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}
@@ -222,7 +236,7 @@ def _chunk(snapshot_id: str, version: int, begun: int) -> dict[str, Any]:
     return {"_id": snapshot_id, "epoch": version, "begun": begun}
 
 
-def _snapshot(document: Mapping[str, Any], last: DocumentId | None) -> Snapshot:
+def _snapshot(document: Mapping[str, Any], last: DocumentId | None = None, until: DocumentId | None = None) -> Snapshot:
     estimated = document.get("estimated")
     return Snapshot(
         id=document["_id"],
@@ -244,4 +258,5 @@ def _snapshot(document: Mapping[str, Any], last: DocumentId | None) -> Snapshot:
         moved_at=document.get("movedAt"),
         by=str(document.get("by", "")),
         last=last,
+        until=until,
     )
