@@ -121,7 +121,7 @@ def _listener(listener: Mapping[str, Any] | None) -> str:
 
 
 def _gap(gap: Mapping[str, Any]) -> RenderableType:
-    names = "".join(f" of {name}" for name in gap["subscriptions"])
+    names = f" of {', '.join(gap['subscriptions'])}" if gap["subscriptions"] else ""
     return _line(f"history{names} was given up before {moment(gap['until'])} ({gap['policy']})", "red")
 
 

@@ -28,8 +28,8 @@ from tests.fixtures.process import Processes, wait_for
 from tests.fixtures.redis import MakeRedis
 
 README = ROOT / "README.md"
-DRILL = ROOT / "docs/operations/drill.md"
-WITH_CODE = [page for page in PAGES if page not in (README, DRILL) and blocks(page, "python")]
+WALKED = (ROOT / "docs/operations/drill.md", ROOT / "docs/operations/pains.md")
+WITH_CODE = [page for page in PAGES if page not in (README, *WALKED) and blocks(page, "python")]
 DATABASES = {"shop", "bank", "mongo_celery"}
 _PAGE_SECONDS_MAX = 120.0
 _WORKER_OPTIONS = ("-c", "1", "--without-gossip", "--without-mingle", "--without-heartbeat")

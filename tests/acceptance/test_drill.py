@@ -1,4 +1,4 @@
-"""The failure drill of the documentation, as it is written: what a person types, and what they must see."""
+"""The walks of the documentation, as they are written: what a person types, and what they must see."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.documentation.drill import Walk, chapters, shape
+from tests.acceptance.documentation.drill import Step, Walk, chapters, shape
 from tests.acceptance.documentation.pages import ROOT, blocks
 from tests.fixtures.availability import require_server
 from tests.fixtures.process import Processes
 
 CHAPTERS = chapters()
+_PAINS = chapters(ROOT / "docs/operations/pains.md")
+PAINS = [*_PAINS.values()]
+SECOND_SHOP = [*_PAINS].index("Nobody can set a position")
 
 
 @pytest.fixture
@@ -35,6 +38,16 @@ def test_the_drill_runs_as_it_is_written(walk: Walk) -> None:
 def test_a_bug_is_cured_as_the_drill_says(walk: Walk) -> None:
     """The beginning of the drill, and its first failure."""
     for steps in [*CHAPTERS.values()][:2]:
+        for step in steps:
+            walk.take(step)
+    walk.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [PAINS[:SECOND_SHOP], PAINS[SECOND_SHOP:]], ids=["first half", "second half"])
+def test_what_goes_wrong_elsewhere_is_shown_and_cured_as_the_page_says(walk: Walk, chosen: list[list[Step]]) -> None:
+    """Every pain is brought about, seen by the command that the page names, and cured by the other one."""
+    for steps in (CHAPTERS["A shop"], *chosen):
         for step in steps:
             walk.take(step)
     walk.end()

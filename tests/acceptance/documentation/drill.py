@@ -1,5 +1,5 @@
 """
-`docs/operations/drill.md` as a program: what a person types at several terminals, and what they must see.
+`docs/operations/drill.md` and `pains.md` as programs: what a person types at several terminals, and what they must see.
 
 A block of Python that begins with a path is a file of the project. A block `console` has what is typed: `$ ` at the
 person's own terminal, `name$ ` at one that belongs to a process, where `^C` ends it, and a comment only looks at it;
@@ -27,7 +27,7 @@ from tests.acceptance.documentation.pages import ROOT
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 PAGE = ROOT / "docs/operations/drill.md"
-LOOKING = ("health", "status", "head", "list", "show", "totals.py")
+LOOKING = ("health", "status", "check", "head", "list", "show", "--list", "totals.py")
 _TOOLS = "from mongo_celery.cli.tools import main; main()"
 _SHOWN_SECONDS_MAX = 120.0
 _WORKER_OPTIONS = ("--without-gossip", "--without-mingle", "--without-heartbeat")
