@@ -25,7 +25,7 @@ STATE = "grants_state"
 DATA = "grants_data"
 OPTIONS: Document = {
     "partitions": 1,
-    "lease_ttl": 2.0,
+    "lease_ttl": 5.0,
     "claim_ttl": 2.0,
     "dispatch_grace": 1.5,
     "commit_grace": 0.5,

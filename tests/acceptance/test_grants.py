@@ -288,7 +288,8 @@ def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:
     changed = {name for name, documents in after.items() if documents != before.get(name)}
     assert changed == set(before), "the commands did something"
     assert (len(after["dead_letters"]), len(after["replays"])) == (3, 2), "two set aside, one renamed; one withdrawn"
-    assert {each["_id"].split("/")[1] for each in after["snapshots"]} == {"fresh"}
+    named = {each["_id"].split("/")[1] for each in after["snapshots"]}
+    assert named == {"fresh", "letters", "record"}, "one renamed, one forgotten, and those that were asked for"
     findings = {finding.name: finding for finding in check(wiring)}
     wiring.client.close()
     judged = {name: findings[name].level for name in ("state_rights", "change_stream", "oplog_rights")}

@@ -15,6 +15,7 @@ from celery import Celery
 from pymongo import MongoClient
 
 from mongo_celery import Bridge
+from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.listener.process import FAILED_BRIDGE, Backoff, ListenerThreads, run_listeners
 from mongo_celery.errors import ConfigurationError
@@ -119,6 +120,7 @@ class _Fake:
 
     def __init__(self, failures: int) -> None:
         self.left = failures
+        self.activity = Activity("bridge", ["handler"], 10.0)
         self.listens = threading.Event()
         self._stopping = threading.Event()
 

@@ -69,7 +69,12 @@ def terminal(shop: Shop, *arguments: str) -> Iterator[Terminal]:
     ours, theirs = pty.openpty()
     ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
     environment = {**os.environ, **shop._environment, "TERM": "xterm", "COLUMNS": str(_COLUMNS), "LINES": str(_ROWS)}
-    command = [sys.executable, "-m", "celery", "-A", APP, "changes", *arguments]
+    # What starts the tests in the background may have them ignore Ctrl-C, and exec would hand that on.
+    run = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('celery', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", run, "-A", APP, "changes", *arguments]
     process = Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment, start_new_session=True
     )

@@ -298,7 +298,7 @@ def test_a_dropped_collection_that_comes_back_is_read_on(reading: Reading, items
     items.drop()
     insert(items, 2)
     reading.wait_for_keys(1, 2)
-    assert reading.operations == ["insert", "invalidate", "insert"]
+    assert reading.operations == ["insert", "drop", "invalidate", "insert"]
     assert reading.failure is None
 
 

@@ -17,7 +17,7 @@ from pymongo.database import Database
 
 from mongo_celery.bridge.change import FLAGS, token_data
 from mongo_celery.bridge.fenced import TOMBSTONES
-from mongo_celery.bridge.stream.operation_types import ALL, EXPANDED_OPERATIONS
+from mongo_celery.bridge.stream.operation_types import ALL, EXPANDED_OPERATIONS, MOVES
 from mongo_celery.bridge.stream.source import Selector, placed, scope_of
 from mongo_celery.mongo.oplog import operation_time, time_of_token
 from tests.integration.stream_rig import Reading, now, scope_on, selector_of
@@ -209,10 +209,8 @@ def test_changes_that_only_another_handler_wants_of_another_collection_do_not_pa
 
     found = world.read(scope.opened_on(world.client), scope.pipeline, expanded=False)
 
-    assert {(event["ns"]["coll"], event["operationType"]) for event in found} == {
-        ("orders", "insert"),
-        ("invoices", "update"),
-    }
+    kinds = {(event["ns"].get("coll"), event["operationType"]) for event in found}
+    assert {(name, kind) for name, kind in kinds if kind not in MOVES} == {("orders", "insert"), ("invoices", "update")}
 
 
 def test_a_match_is_computed_for_the_changes_of_its_own_handler_only(
@@ -232,15 +230,20 @@ def test_a_match_is_computed_for_the_changes_of_its_own_handler_only(
     assert [event["documentKey"]["_id"] for event in reading.events if sums.selects(event)] == [2]
 
 
-def test_the_servers_filter_passes_nothing_of_a_neighbour(world: World) -> None:
-    """P12: else every write of a neighbour would be decoded here; also with a condition, which is no filter."""
+def test_the_servers_filter_passes_no_document_of_a_neighbour(world: World) -> None:
+    """
+    P12: else every write of a neighbour would be decoded here; also with a condition, which is no filter.
+
+    What moves a whole collection is rare, and passes wherever it is: a snapshot must not take it for an end.
+    """
     selectors = [world.selector("A.orders", name="a"), world.selector("B.orders", name="b", match=MATCH)]
     scope = scope_of(selectors, state_database=world.names["STATE"])
 
     found = world.read(scope.opened_on(world.client), scope.pipeline, expanded=False)
 
-    assert {event["ns"]["coll"] for event in found} == {"orders"}
-    assert {event["operationType"] for event in found} == {"insert", "update", "replace", "delete"}
+    of_documents = [event for event in found if event["operationType"] not in MOVES]
+    assert {event["ns"]["coll"] for event in of_documents} == {"orders"}
+    assert {event["operationType"] for event in of_documents} == {"insert", "update", "replace", "delete"}
     assert all(set(event[FLAGS]) == {"b"} for event in found)
 
 
@@ -261,7 +264,7 @@ def test_the_server_applies_the_filter_to_the_oplog_itself(world: World, count: 
 def test_a_dropped_database_of_which_single_collections_are_watched_is_read_on(
     mongo_url: str, mongo_client: MongoClient[Document], database: Database[Document]
 ) -> None:
-    """P1: no handler asks for the drop; the invalidate that follows passes, and the stream is opened behind it."""
+    """P1: no handler asks for the drop; the stream is opened behind the invalidate that follows."""
     scope = scope_on(f"{database.name}.orders", f"{database.name}.invoices")
     assert (scope.database, scope.collection) == (database.name, None)
     database["orders"].insert_one({"_id": 0})
@@ -273,4 +276,9 @@ def test_a_dropped_database_of_which_single_collections_are_watched_is_read_on(
         database["orders"].drop()
         database["orders"].insert_one({"_id": 3})
         reading.wait_for_keys(1, 2, 3)
-        assert reading.operations == ["insert", "invalidate", "insert", "insert"]
+        assert [each for each in reading.operations if each not in {"drop", "dropDatabase"}] == [
+            "insert",
+            "invalidate",
+            "insert",
+            "insert",
+        ]

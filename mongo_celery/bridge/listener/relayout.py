@@ -342,7 +342,9 @@ class Relayouts:
             if len(images) != plan.layout.partitions:
                 raise LeaseLostError
             rule = plan.handler.partitioner(self._options)
-            parked = self._store.partitions.parked_keys(plan.handler.name, plan.layout.generation, self._session)
+            parked: frozenset[int] = frozenset()
+            if any(image.parked_keys for image in images):
+                parked = self._store.partitions.parked_keys(plan.handler.name, plan.layout.generation, self._session)
             move.copying = Copying(self._store, move.subscription, images, move.layout, rule, self._session, parked)
             move.phase = _Phase.COPYING
 
