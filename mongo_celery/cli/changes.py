@@ -360,11 +360,13 @@ def go_on(ctx: click.Context, subscription: str, policy: str, bridge: str | None
     Partitions that are halted or paused stay so.
     """
     from mongo_celery.bridge.operations import going_on
+    from mongo_celery.quantities import moment
 
     chosen = _one_bridge(ctx, bridge)
     with one_sentence_errors():
         lost = going_on.read_lost(chosen, subscription)
-    click.echo(f"{subscription} stands at {lost.at.as_datetime().isoformat()}: {lost.error}", err=True)
+    click.echo(f"{subscription} stands at {moment(lost.at.as_datetime().isoformat())}", err=True)
+    click.echo(f"  {lost.error}", err=True)
     if lost.decided:
         click.echo(f"  it is decided already that it goes on ({lost.decided})", err=True)
     if lost.stored:

@@ -43,6 +43,7 @@ from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import DeploymentError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo.oplog import Oplog, oplog_or_none, time_of_token
+from mongo_celery.quantities import moment
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.watermarks import Watermarks
@@ -345,7 +346,7 @@ def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError)
     """Why a place cannot be read, as part of a sentence; what the server has said about it, where it was asked."""
     reason = "the server refuses that place"
     if oldest is not None and place < oldest:
-        reason = f"the oplog begins at {oldest.as_datetime().isoformat()}"
+        reason = f"the oplog begins at {moment(oldest.as_datetime().isoformat())}"
     said = _said(error)
     return f"{reason} ({said})" if said else reason
 
