@@ -13,6 +13,7 @@ from pymongo import MongoClient
 from mongo_celery.demo.history import Due
 from mongo_celery.embedded import RedisServer
 from tests.acceptance.chain_rig import Chain
+from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]
@@ -23,11 +24,15 @@ _MEGABYTE = 1 << 20
 @pytest.fixture
 def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
     """Give a bridge with two handlers, on a broker that takes no message above a megabyte, the least it can be told."""
-    # A message that waits for a worker that starts slowly is not sent, and its changes not stored, once more.
-    made = Chain(mongo_client, mongo_url, tmp_path, handlers=["plain", "together"], options={"dispatch_grace": 60})
-    made.redis = RedisServer(options=("--proto-max-bulk-len", "1mb"))
-    with made:
+    with on_small_broker(mongo_client, mongo_url, tmp_path) as made:
         yield made
+
+
+def on_small_broker(client: MongoClient[Document], url: str, directory: Path) -> Chain:
+    # A message that waits for a worker that starts slowly is not sent, and its changes not stored, once more.
+    made = Chain(client, url, directory, handlers=["plain", "together"], options={"dispatch_grace": 60})
+    made.redis = RedisServer(options=("--proto-max-bulk-len", "1mb"))
+    return made
 
 
 def write(chain: Chain, handler: str, megabytes: int, partition: int = 0) -> list[Due]:
@@ -56,23 +61,28 @@ def test_documents_above_the_brokers_limit_reach_their_handlers_in_order(chain: 
         assert broker.info("memory")["used_memory_peak"] < 10 * _MEGABYTE
 
 
-def test_stored_bytes_that_somebody_removes_are_stored_again(chain: Chain) -> None:
+def test_stored_bytes_that_somebody_removes_are_stored_again(
+    make_replica_set: MakeReplicaSet, make_client: MakeClient, tmp_path: Path
+) -> None:
     """P13, P14: the worker names what is missing, charges nothing, and runs it once; others go on meanwhile."""
-    chain.listener()
-    key, other = next(chain.keys("plain", 0)), next(chain.keys("plain", 1))
-    chain.write("plain", key, 1, blob=os.urandom(_MEGABYTE).hex())
-    stored = chain.state["spill"]
-    wait_for(lambda: is_out(chain), message="the large change is sent")
-    assert stored.delete_many({}).deleted_count == 1
-    chain.write("plain", key, 2)
-    chain.write("plain", other, 1)
+    own = (
+        make_replica_set()
+    )  # where others fill the oplog, what waits is stored for good, and then nothing may remove it
+    with on_small_broker(make_client(own.url), own.url, tmp_path) as chain:
+        chain.listener()
+        key, other = next(chain.keys("plain", 0)), next(chain.keys("plain", 1))
+        chain.write("plain", key, 1, blob=os.urandom(_MEGABYTE).hex())
+        wait_for(lambda: is_out(chain), message="the large change is sent")
+        assert chain.state["spill"].delete_many({}).deleted_count == 1
+        chain.write("plain", key, 2)
+        chain.write("plain", other, 1)
 
-    worker = chain.worker()
-    worker.wait_for_output(r"the stored bytes of change 1 of chain/plain/[0-9]+/0, token 82[0-9A-F]+, are missing")
-    chain.wait_done()
-    chain.judge()
-    assert [start.retries for start in chain.starts()] == [0, 0, 0]
-    assert worker.text.count("are missing: nothing is charged") == 1
+        worker = chain.worker()
+        worker.wait_for_output(r"the stored bytes of change 1 of chain/plain/[0-9]+/0, token 82[0-9A-F]+, are missing")
+        chain.wait_done()
+        chain.judge()
+        assert [start.retries for start in chain.starts()] == [0, 0, 0]
+        assert worker.text.count("are missing: nothing is charged") == 1
 
 
 def test_a_large_change_that_halts_is_retried_by_reference(chain: Chain) -> None:

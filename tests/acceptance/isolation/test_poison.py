@@ -27,6 +27,7 @@ from pymongo import MongoClient
 from mongo_celery.bridge.change import event_of
 from mongo_celery.bridge.partitioning import document_index, partition_index
 from mongo_celery.embedded import RedisServer
+from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -377,20 +378,22 @@ def test_a_partition_rule_that_fails_goes_to_the_policy_and_a_corrected_one_lose
 
 
 def test_a_field_that_the_pipeline_takes_from_some_events_halts_their_partitions_alone(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+    make_replica_set: MakeReplicaSet, make_client: MakeClient, tmp_path: Path
 ) -> None:
     """
     I4, P12, P16: under every policy, for it is the configuration that is wrong, and a corrected one brings all back.
 
     An event without its database may concern all handlers. One without flags concerns only those with a `match`.
+    What is refused is read again, unless a quarter of the oplog lies behind it: so nobody else writes to this one.
     """
+    own = make_replica_set()
     poisoned = {"$eq": ["$fullDocument.poison", "ns"]}
     flagless = {"$eq": ["$fullDocument.poison", "flags"]}
     pipeline = [
         {"$set": {"ns": {"$cond": [poisoned, {"coll": "$ns.coll"}, "$ns"]}}},
         {"$set": {"_mongoCelery": {"$cond": [flagless, "$$REMOVE", "$_mongoCelery"]}}},
     ]
-    with Rig(mongo_client, mongo_url, tmp_path / "pipeline") as rig:
+    with Rig(make_client(own.url), own.url, tmp_path / "pipeline") as rig:
         listener = rig.listener(POISON_PIPELINE=json.dumps(pipeline))
         rig.worker()
         key = _key(rig, "skip", 0, database=None)
