@@ -224,6 +224,21 @@ def test_a_first_letter_that_cannot_be_replayed_holds_its_key_until_it_is_discar
     assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5)]
 
 
+def test_an_existing_document_that_is_not_parked_is_replayed_at_its_place(
+    mongo_client: MongoClient[Document], mongo_url: str, state_database: str
+) -> None:
+    """P2: also where it was read, and set aside, once more after its replay was asked for."""
+    with parking_on(mongo_client, mongo_url, state_database, failure_policy="dead_letter") as parking:
+        parking.existing = {2, 4}
+        waiting(parking, "bad", "bad")
+        assert [each.result for each in parking.ask()] == ["requested"] * 2
+        waiting(parking, "bad", "bad")
+        assert [each.result for each in parking.ask()] == ["unchanged", "requested", "unchanged"]
+        parking.drain()
+        assert parking.got == [("bad", 1), ("bad", 3), ("bad", 4)]
+        assert (parking.letters, parking.requests) == ([], [])
+
+
 # -- discarding --------------------------------------------------------------------------------------
 
 

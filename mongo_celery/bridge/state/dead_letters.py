@@ -4,7 +4,7 @@ Dead letters: changes that were set aside with their error, for a person to look
 A dead letter is written together with the position that passes over its change (see `claims.set_aside`, and
 `partitions.set_aside` for a command); it is never lost and never there twice, since its `_id` is made of bridge,
 subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token names a letter. That
-of an existing document has its key there in the place of its token, and stands before all others: see `letter_name`.
+of an existing document has its key there in the place of its token (see `letter_name`): its place is `resumeToken`.
 
 It keeps the place of its change: layout, partition, number, and `fence`, the last one under which the change was tried.
 Whoever sets a change aside leaves `REPLAYS_MAX` fencing tokens free behind that one. They are for its replays, each of
@@ -37,6 +37,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.change import EVENT_TYPES, event_of, token_data
+from mongo_celery.bridge.existing import EXISTING
 from mongo_celery.mongo.table import Table, call_timeout
 
 CHANGE_BYTES = 15 << 20
@@ -184,14 +185,24 @@ class DeadLetters:
         """
         The first dead letters of a selection, by subscription, then in the order of the stream.
 
+        That of `_id` is it, by an index, unless there are existing documents.
+
         Args:
             subscriptions: all that are known, in which an id is looked for.
             limit: how many; 0 for all.
         """
         query = self._query(selection, subscriptions)
-        with self._table.limit():
-            found = self._table.collection.find(query, _FIELDS, sort=[("_id", 1)], limit=limit)
-            return [_letter(document) for document in found]
+        names = [selection.subscription] if selection.subscription is not None else subscriptions
+        existing = {"$or": [{"_id": _range(f"{self._bridge}/{name}/{EXISTING}")} for name in names]}
+        if not names or self._table.find_one(existing, {"_id": 1}) is None:
+            with self._table.limit():
+                found = self._table.collection.find(query, _FIELDS, sort=[("_id", 1)], limit=limit)
+                return [_letter(document) for document in found]
+        order = {"$sort": {"subscription": 1, **dict(_STREAM_ORDER)}}  # of headers: whole events would be too much
+        stages: list[dict[str, Any]] = [{"$match": query}, {"$project": _FIELDS}, order]
+        if limit:
+            stages.append({"$limit": limit})
+        return [_letter(document) for document in self._table.aggregate(stages)]
 
     def count_of(self, selection: Selection, subscriptions: Sequence[str]) -> int:
         """How many dead letters a selection has."""

@@ -74,7 +74,7 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(
         (
             "subscription", "generation", "partition", "hash", "key", "overNewer", "starts", "crashes", "fence",
-            "retries", "waits", "doubts", "error", "failed", "at", "parked", "asking",
+            "retries", "waits", "doubts", "error", "failed", "at", "parked", "asking", "data",
         ),
         1,
     ),
@@ -113,6 +113,7 @@ class ReplayRequest:
         failed: whether it has failed for good, and the listener has yet to take notice.
         parked: whether its letter waits for a parked key: those behind it follow.
         asking: changes whenever it is asked for; None in what an earlier version has written.
+        data: comparable part of its change's token; in what an earlier version has written, what names the letter.
     """
 
     letter: str
@@ -134,6 +135,12 @@ class ReplayRequest:
     at: datetime | None
     parked: bool = False
     asking: object = None
+    data: str = ""
+
+    @property
+    def order(self) -> tuple[str, str]:
+        """What compares as their changes do in the stream; an existing document's letter is not named by its place."""
+        return self.data, self.letter
 
 
 class Replays:
@@ -157,7 +164,7 @@ class Replays:
         """All of them, by subscription, then in the order of the stream; what nobody can read counts as not there."""
         scope = {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}
         found = (_replay(document) for document in self._table.find(scope, _FIELDS))
-        return sorted((each for each in found if each is not None), key=lambda each: each.letter)
+        return sorted((each for each in found if each is not None), key=lambda each: (each.subscription, each.order))
 
     def find(self, letter: str) -> ReplayRequest | None:
         """That of one letter."""
@@ -369,6 +376,18 @@ class Replays:
         """End a start that is nobody's fault: it may be started again at once."""
         return self._postpone(claim, letter, {})
 
+    def put_in_place(self, claim: Claim, letter: str, data: str) -> bool:
+        """
+        End a start of a letter that stands elsewhere in the stream than its request says: it is started in its turn.
+
+        Args:
+            data: comparable part of its change's token.
+
+        Returns:
+            False where a newer execution decides.
+        """
+        return self._postpone(claim, letter, {"data": literal(data)})
+
     def redirect(self, claim: Claim, replay: ReplayRequest, hash_: int) -> bool:
         """
         End a start in front of whose letter another one waits for the same key: that one is asked for instead.
@@ -538,6 +557,7 @@ def _request_of(
         "failed": False,
         "parked": letter.parked is not None,
         "asking": ObjectId(),
+        "data": letter.order[0] or letter.id,
     }
 
 
@@ -550,7 +570,7 @@ def _replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
     """None also for what is damaged: nothing is replayed by it, and asking once more replaces it."""
     if document is None or any(not isinstance(document.get(name), kind) for name, kind in _KINDS.items()):
         return None
-    hash_ = document.get("hash")
+    hash_, data = document.get("hash"), document.get("data")
     return ReplayRequest(
         letter=document["_id"],
         subscription=document["subscription"],
@@ -571,4 +591,5 @@ def _replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
         at=document.get("at"),
         parked=document.get("parked") is True and isinstance(hash_, int),
         asking=document.get("asking"),
+        data=data if isinstance(data, str) else document["_id"].split("/", 2)[-1],
     )

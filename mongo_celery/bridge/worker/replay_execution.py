@@ -115,6 +115,13 @@ class ReplayOutcomes(Outcomes):
         )
         raise Ignore
 
+    def put_in_place(self, data: str) -> NoReturn:
+        """Let the letter be started in its turn, which is another than its request says; always raises."""
+        claim, letter = self._claim, self.replay.letter
+        replays = self._wiring.store.replays
+        self._settle({"in its place": lambda: replays.put_in_place(claim, letter, data)})
+        raise Ignore
+
     def _say_failed(self, text: str) -> None:
         logger.error(
             "the replay of %s has failed, and its dead letter stays: %s",
@@ -219,6 +226,8 @@ class ReplayExecution(Execution):
         letter, raw = found
         if letter.parked is not None:
             self._give_way(letter, letter.parked, outcomes)
+        elif letter.order[0] not in ("", replay.data):  # set aside once more, with another token
+            outcomes.put_in_place(letter.order[0])
         place = self._place = letter.place
         if raw is None or letter.token is None or (place is None and not replay.over_newer):
             outcomes.fail(CommandRefusedError("This dead letter is damaged: it can only be discarded."), b"")
