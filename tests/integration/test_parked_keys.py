@@ -10,9 +10,9 @@ from bson import Int64
 from celery.exceptions import Ignore
 from pymongo import MongoClient
 
-from mongo_celery import Change
+from mongo_celery import Change, CommandRefusedError
 from mongo_celery.bridge.state.claims import PARKED_MAX, Claims
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, signed
+from mongo_celery.bridge.state.dead_letters import FAILED, REPLAYS_MAX, SELECTED, signed
 from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.subscriptions import Layout
@@ -124,6 +124,40 @@ def test_a_replay_of_any_letter_replays_all_that_wait_for_its_key_in_order(parki
     assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
     parking.flow("bad")
     assert parking.got[-1] == ("bad", 6)
+
+
+@pytest.mark.parametrize(("cause", "over_newer"), [(FAILED, True), (SELECTED, False), (SELECTED, True)])
+def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: Parking, cause: str, over_newer: bool) -> None:
+    """P3: its newer token would have targets refuse the release; when it is asked for, and when it starts."""
+    waiting(parking, "good", "bad", "bad")
+    document = parking.rig.letters.find_one({"cause": "parked"}) or {}
+    name = {"_id": f"{BRIDGE}/{SUBSCRIPTION}/{token(1)['_data']}", "resumeToken": token(1), "cause": cause}
+    parking.rig.letters.insert_one({**{key: document[key] for key in document if key != "parked"}, **name})
+    (refused,) = parking.ask(1, over_newer=over_newer)
+    assert "has a key that is parked" in refused.reason
+    (letter,) = parking.find(1).letters
+    replays, key = parking.rig.store.replays, hash_of("bad")
+    assert replays.request(letter, generation=0, partition=0, hash_=key, over_newer=over_newer) == "done"
+    tried = len(parking.started)
+    with pytest.raises(CommandRefusedError, match="Its key is parked"):
+        parking.replay()
+    assert (len(parking.started), parking.rig.image.claim) == (tried, None)
+    assert "Its key is parked" in parking.find(1).letters[0].error
+    parking.ask(2)
+    parking.drain()
+    assert parking.got[1:] == [("bad", 2), ("bad", 3)]
+    assert [each.result for each in parking.ask(1, over_newer=over_newer)] == ["requested"]
+    parking.drain()
+    assert (parking.letters, parking.requests) == ([], [])
+
+
+def test_an_older_letter_of_a_parked_key_is_replayed_where_its_change_was(parking: Parking) -> None:
+    """P3: its token is older than those of what waits, and refuses none of them."""
+    waiting(parking, "good", "bad")
+    parking.rig.letters.update_one({}, {"$set": {"cause": FAILED}, "$unset": {"parked": ""}})
+    assert [each.result for each in parking.ask(2)] == ["requested"]
+    parking.replay()
+    assert parking.got == [("good", 1), ("bad", 2)]
 
 
 def test_an_existing_document_waits_at_its_place(parking: Parking) -> None:

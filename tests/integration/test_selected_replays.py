@@ -15,8 +15,8 @@ from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.operations import selected_replays
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.rewinding import read_history
-from mongo_celery.bridge.operations.selected_replays import SELECTED, Asking, ReplayPlan, plan_replay, replay
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX
+from mongo_celery.bridge.operations.selected_replays import Asking, ReplayPlan, plan_replay, replay
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, SELECTED
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.stream.source import Selector
 from tests.integration.positions_rig import HANDLER, Stage, data_of, staged
@@ -138,6 +138,22 @@ def test_killed_before_the_replays_are_asked_for_it_can_be_repeated(
         plan(stage)
     with pytest.raises(CommandRefusedError, match="dead letters of summarise already"):
         replay(stage.bridge.wiring, found, over_newer=False, reason=None)
+
+
+def test_nothing_of_a_parked_key_is_asked_for(stage: Stage) -> None:
+    """P3: what waits for it comes first; also where it was parked since the plan was made."""
+    found = plan(stage)
+    first = found.letters[0]
+    where = {"_id": stage.partition_id(first["partition"])}
+    stage.state["partitions"].update_one(where, {"$set": {"parkedKeys": [first["hash"]]}})
+    before = stage.everything()
+    with pytest.raises(CommandRefusedError, match=re.escape(f"1 of these changes belong to keys of {HANDLER} that")):
+        plan(stage)
+    with pytest.raises(CommandRefusedError, match=re.escape(f"the first is {first['key']}: what waits")):
+        replay(stage.bridge.wiring, found, over_newer=True, reason=None)
+    assert stage.everything() == before
+    others = plan(stage, data_of(stage.events[0]["_id"]))
+    assert len(others.letters) == len(stage.events) - 1
 
 
 def test_two_who_ask_at_once_ask_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

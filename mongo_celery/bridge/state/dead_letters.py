@@ -14,7 +14,8 @@ was set aside (see `replays`).
 | field | |
 |---|---|
 | `cause` | who set it aside: `failed` (the policy `dead_letter`), `skipped` (policy or command `skip`), `set_aside`, |
-|         | `parked` (the policy `park_key`), `parked_behind` (its key was parked, and its handler never started) |
+|         | `parked` (the policy `park_key`), `parked_behind` (its key was parked, and its handler never started), |
+|         | `selected` (nobody: it was handled, and is to be once more) |
 | `parked` | hash of its key, for as long as it waits for that: later changes of the key wait behind it |
 | `kept` | what `change` is: the `event`, its `bytes` (clients cannot decode it), or its `name` (too large for both) |
 | `replays` | how often it was started again |
@@ -48,6 +49,7 @@ REPLAYS_MAX = 1 << 14
 
 FAILED, SKIPPED, SET_ASIDE = "failed", "skipped", "set_aside"
 PARKED, PARKED_BEHIND = "parked", "parked_behind"
+SELECTED = "selected"
 _HASHES = 1 << 64
 _INDEX = "parked"
 _AT_ONCE = 50  # a call of many large ones might take longer than it may

@@ -39,6 +39,8 @@ first one on, in the order of the stream:
    letters at once would each leave the hash to the other.
 9. Each asking has an id of its own (`asking`), also where the letter was asked for before. A listener withdraws only
    what it has read: one that is late would take away what was asked for since, and nobody would ask again.
+10. What does not wait for a parked key, and would have a newer token than what does, fails at its start while the key
+    is parked: behind it targets would refuse the release.
 """
 
 from __future__ import annotations
