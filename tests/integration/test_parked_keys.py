@@ -448,8 +448,16 @@ def test_a_change_that_a_rewind_brings_again_waits_in_its_place(parking: Parking
     waiting(parking, "good", "bad", "bad")
     parking.ask()
     parking.rig.spoil(committed=Int64(0), resumeToken=None)
+    before = parking.find(2).letters[0]
     parking.flow("bad", "bad", "bad")  # of another key than before: as if it had been done in time
-    assert parking.letters == [("bad", number, "parked_behind") for number in (1, 2, 3)]
+    assert parking.letters == [("bad", 1, "parked_behind"), ("bad", 2, "parked"), ("bad", 3, "parked_behind")]
+    again = parking.find(2).letters[0]
+    assert "WantedError" in again.traceback
+    for each in (before, again):  # why the key is parked
+        assert (each.error, each.traceback, each.attempts) == ("WantedError: as asked", before.traceback, 1)
+    assert before.place is not None
+    assert again.place is not None
+    assert again.place.fence > before.place.fence
     parking.drain()
     assert [each for each in parking.got if each[0] == "bad"] == [("bad", number) for number in (1, 2, 3)]
     assert (parking.letters, parking.keys) == ([], frozenset())

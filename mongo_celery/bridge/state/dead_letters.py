@@ -66,6 +66,7 @@ _FIELDS: dict[str, Any] = {
     ),
     "bytes": {"$cond": [{"$eq": [{"$type": "$change"}, "object"]}, {"$bsonSize": "$change"}, None]},
 }  # fmt: skip
+_SAID = dict.fromkeys(("cause", "error", "traceback", "attempts"), 1)
 _NAMING = ("_id", "operationType", "clusterTime", "ns", "documentKey")
 
 
@@ -421,9 +422,17 @@ def dead_letter(
 
 
 def store(letters: Collection[dict[str, Any]], dead_letter: Mapping[str, Any], session: ClientSession) -> None:
-    """Write a dead letter, in a transaction, in the place of one of the same change that was there before."""
+    """
+    Write a dead letter, in a transaction, in the place of one of the same change that was there before.
+
+    Where that one says why its key is parked, and this one only waits for the key, it goes on saying so.
+    """
     key = {"_id": dead_letter["_id"]}
-    letters.replace_one(key, dict(dead_letter), upsert=True, session=session)
+    said: Mapping[str, Any] = {}
+    if dead_letter["cause"] == PARKED_BEHIND:
+        parks = {**key, "cause": PARKED, "parked": dead_letter["parked"]}
+        said = letters.find_one(parks, _SAID, session=session) or said
+    letters.replace_one(key, {**dead_letter, **said}, upsert=True, session=session)
     letters.update_one(key, {"$currentDate": {"at": True}}, session=session)
 
 
