@@ -16,6 +16,7 @@ from mongo_celery.bridge.operations import selected_replays
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.rewinding import read_history
 from mongo_celery.bridge.operations.selected_replays import Asking, ReplayPlan, plan_replay, replay
+from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, SELECTED
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.stream.source import Selector
@@ -65,6 +66,10 @@ def test_a_range_becomes_dead_letters_whose_replays_are_asked_for(stage: Stage) 
     assert [each.letter for each in asked] == [letter["_id"] for letter in letters]
     assert [each.partition for each in asked] == [stage.index(event) for event in stage.events]
     assert [stage.partition(index) for index in (0, 1)] == before
+    (shown,) = read_status(stage.bridge.wiring)["subscriptions"]
+    assert (shown["dead_letters"], shown["replaying"]) == (len(letters), len(letters)), "nobody has to look at them"
+    stage.state["replays"].update_one({}, {"$set": {"failed": True}})
+    assert stage.store.replays.count_selected() == {HANDLER: len(letters) - 1}
     (act,) = read_history(stage.bridge.wiring)
     assert (act["act"], act["count"], act["reason"]) == ("replay", len(letters), "mails were lost")
 

@@ -58,7 +58,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.state.claims import TRANSACTION_SECONDS, Claim, own
-from mongo_celery.bridge.state.dead_letters import PARKED, PARKED_BEHIND, DeadLetters, Letter, signed
+from mongo_celery.bridge.state.dead_letters import PARKED, PARKED_BEHIND, SELECTED, DeadLetters, Letter, signed
 from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.mongo.expressions import after, literal, next_number, remaining
 from mongo_celery.mongo.table import Table, call_timeout
@@ -167,6 +167,12 @@ class Replays:
         scope = {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}
         found = (_replay(document) for document in self._table.find(scope, _FIELDS))
         return sorted((each for each in found if each is not None), key=lambda each: (each.subscription, each.order))
+
+    def count_selected(self) -> dict[str, int]:
+        """How many wait of those that `changes replay` has asked for, by subscription."""
+        scope = {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}, "selected": True, "failed": False}
+        stages: list[dict[str, Any]] = [{"$match": scope}, {"$group": {"_id": "$subscription", "count": {"$sum": 1}}}]
+        return {row["_id"]: row["count"] for row in self._table.aggregate(stages)}
 
     def find(self, letter: str) -> ReplayRequest | None:
         """That of one letter."""
@@ -560,6 +566,7 @@ def _request_of(
         "parked": letter.parked is not None,
         "asking": ObjectId(),
         "data": letter.order[0] or letter.id,
+        "selected": letter.cause == SELECTED,
     }
 
 
