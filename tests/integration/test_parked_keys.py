@@ -317,6 +317,20 @@ def test_nothing_is_discarded_of_a_parked_key_while_its_partition_moves(parking:
     assert [each.result for each in parking.discard()] == ["discarded"] * 3, "whatever somebody did to the state"
 
 
+def test_a_layout_that_is_over_keeps_nothing_from_being_discarded(parking: Parking) -> None:
+    """Its partitions are closed, and have the key, until all that they have stored is removed."""
+    waiting(parking)
+    over = {**parking.rig.document, "state": MOVING}
+    parking.rig.letters.database["subscriptions"].update_one({}, {"$set": {"layout.generation": 1}})
+    parking.rig.documents.insert_one({**over, "_id": f"{BRIDGE}/{SUBSCRIPTION}/1/0"})
+    (refused,) = parking.discard(3)
+    assert "on its way to a new layout" in refused.reason, "the one in force"
+    parking.rig.documents.update_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}/1/0"}, {"$set": {"state": "flowing"}})
+    parking.rig.spoil(state=MOVING)
+    assert [each.result for each in parking.discard()] == ["discarded"] * 3
+    assert [each["parkedKeys"] for each in parking.rig.documents.find()] == [[], []]
+
+
 # -- races -------------------------------------------------------------------------------------------
 
 

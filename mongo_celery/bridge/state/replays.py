@@ -462,9 +462,10 @@ class Replays:
     def _go_on_without(self, gone: Letter, first: bool, layout: Layout | None, session: ClientSession) -> bool:
         """As `_go_on_behind`, of one that was discarded; False where its partition is closed for a new layout."""
         assert gone.parked is not None, "it waited for its key"
-        holding = self._holding(gone)
-        if any(each["state"] == MOVING for each in self._partitions.find(holding, {"state": 1}, session=session)):
-            return False
+        holding, in_force = self._holding(gone), layout.generation if layout is not None else 0
+        found = self._partitions.find(holding, {"state": 1}, session=session)
+        if any(each["state"] == MOVING and _generation(each["_id"]) >= in_force for each in found):
+            return False  # what is left of an older layout is over, and stays closed until it is removed
         following = self._letters.first_waiting(gone.subscription, gone.parked, session)
         self._count_removed(gone, session, is_last=following is None)
         if following is None:
@@ -474,7 +475,7 @@ class Replays:
         return True
 
     def _holding(self, letter: Letter) -> dict[str, Any]:
-        """The partition in which the key of a letter is parked; two, while a new layout is being prepared."""
+        """The partition in which the key of a letter is parked; two, while a layout is being prepared or left."""
         assert letter.parked is not None, "it waits for its key"
         prefix = f"{self._bridge}/{letter.subscription}"
         return {"_id": {"$gt": f"{prefix}/", "$lt": f"{prefix}0"}, "parkedKeys": Int64(signed(letter.parked))}
@@ -568,6 +569,10 @@ def _request_of(
         "data": letter.order[0] or letter.id,
         "selected": letter.cause == SELECTED,
     }
+
+
+def _generation(partition_id: str) -> int:
+    return int(partition_id.split("/")[-2])
 
 
 def _aborted(session: ClientSession) -> bool:
