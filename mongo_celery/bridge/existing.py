@@ -35,7 +35,9 @@ AS = "insert"
 TOKEN_TYPE = "82"  # noqa: S105 - of a token that begins with a cluster time
 _END = "~"
 _PLACE_CHARS = 18
-_LETTER = "00"  # before every token, so that what it stands for comes before later changes
+EXISTING = "00"
+"""What names of dead letters of existing documents begin with, and no token does."""
+
 _SIZE_BYTES = 4
 
 
@@ -80,7 +82,7 @@ def letter_name(data: str, raw: bytes) -> str:
         key = b"".join(bytes(event[name].raw) for name in ("ns", "documentKey"))
     except Exception:  # noqa: BLE001 - bytes that cannot be read are named by their place
         return data
-    return _LETTER + hashlib.blake2b(key, digest_size=16).hexdigest().upper()
+    return EXISTING + hashlib.blake2b(key, digest_size=16).hexdigest().upper()
 
 
 def as_inserted(event: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -141,10 +141,10 @@ class Parking:
         ids = [token(number)["_data"] for number in numbers]
         return letter_commands.find(self.bridge.wiring, Selection(ids=ids), 0)
 
-    def ask(self, *numbers: int, dry_run: bool = False) -> Sequence[LetterResult]:
+    def ask(self, *numbers: int, dry_run: bool = False, over_newer: bool = False) -> Sequence[LetterResult]:
         """The command that replays letters."""
         letters: Sequence[Letter] = self.find(*numbers).letters
-        return letter_commands.replay(self.bridge.wiring, letters, over_newer=False, dry_run=dry_run)
+        return letter_commands.replay(self.bridge.wiring, letters, over_newer=over_newer, dry_run=dry_run)
 
     def discard(self, *numbers: int, dry_run: bool = False) -> Sequence[LetterResult]:
         """The command that discards letters."""

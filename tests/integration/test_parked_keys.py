@@ -10,9 +10,9 @@ from bson import Int64
 from celery.exceptions import Ignore
 from pymongo import MongoClient
 
-from mongo_celery import Change
+from mongo_celery import Change, CommandRefusedError
 from mongo_celery.bridge.state.claims import PARKED_MAX, Claims
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, signed
+from mongo_celery.bridge.state.dead_letters import FAILED, REPLAYS_MAX, SELECTED, signed
 from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.subscriptions import Layout
@@ -126,6 +126,40 @@ def test_a_replay_of_any_letter_replays_all_that_wait_for_its_key_in_order(parki
     assert parking.got[-1] == ("bad", 6)
 
 
+@pytest.mark.parametrize(("cause", "over_newer"), [(FAILED, True), (SELECTED, False), (SELECTED, True)])
+def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: Parking, cause: str, over_newer: bool) -> None:
+    """P3: its newer token would have targets refuse the release; when it is asked for, and when it starts."""
+    waiting(parking, "good", "bad", "bad")
+    document = parking.rig.letters.find_one({"cause": "parked"}) or {}
+    name = {"_id": f"{BRIDGE}/{SUBSCRIPTION}/{token(1)['_data']}", "resumeToken": token(1), "cause": cause}
+    parking.rig.letters.insert_one({**{key: document[key] for key in document if key != "parked"}, **name})
+    (refused,) = parking.ask(1, over_newer=over_newer)
+    assert "has a key that is parked" in refused.reason
+    (letter,) = parking.find(1).letters
+    replays, key = parking.rig.store.replays, hash_of("bad")
+    assert replays.request(letter, generation=0, partition=0, hash_=key, over_newer=over_newer) == "done"
+    tried = len(parking.started)
+    with pytest.raises(CommandRefusedError, match="Its key is parked"):
+        parking.replay()
+    assert (len(parking.started), parking.rig.image.claim) == (tried, None)
+    assert "Its key is parked" in parking.find(1).letters[0].error
+    parking.ask(2)
+    parking.drain()
+    assert parking.got[1:] == [("bad", 2), ("bad", 3)]
+    assert [each.result for each in parking.ask(1, over_newer=over_newer)] == ["requested"]
+    parking.drain()
+    assert (parking.letters, parking.requests) == ([], [])
+
+
+def test_an_older_letter_of_a_parked_key_is_replayed_where_its_change_was(parking: Parking) -> None:
+    """P3: its token is older than those of what waits, and refuses none of them."""
+    waiting(parking, "good", "bad")
+    parking.rig.letters.update_one({}, {"$set": {"cause": FAILED}, "$unset": {"parked": ""}})
+    assert [each.result for each in parking.ask(2)] == ["requested"]
+    parking.replay()
+    assert parking.got == [("good", 1), ("bad", 2)]
+
+
 def test_an_existing_document_waits_at_its_place(parking: Parking) -> None:
     """P2: behind the change that has failed, whatever its letter is named by."""
     parking.existing = {2}
@@ -224,6 +258,21 @@ def test_a_first_letter_that_cannot_be_replayed_holds_its_key_until_it_is_discar
     assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5)]
 
 
+def test_an_existing_document_that_is_not_parked_is_replayed_at_its_place(
+    mongo_client: MongoClient[Document], mongo_url: str, state_database: str
+) -> None:
+    """P2: also where it was read, and set aside, once more after its replay was asked for."""
+    with parking_on(mongo_client, mongo_url, state_database, failure_policy="dead_letter") as parking:
+        parking.existing = {2, 4}
+        waiting(parking, "bad", "bad")
+        assert [each.result for each in parking.ask()] == ["requested"] * 2
+        waiting(parking, "bad", "bad")
+        assert [each.result for each in parking.ask()] == ["unchanged", "requested", "unchanged"]
+        parking.drain()
+        assert parking.got == [("bad", 1), ("bad", 3), ("bad", 4)]
+        assert (parking.letters, parking.requests) == ([], [])
+
+
 # -- discarding --------------------------------------------------------------------------------------
 
 
@@ -266,6 +315,20 @@ def test_nothing_is_discarded_of_a_parked_key_while_its_partition_moves(parking:
     assert len(parking.letters) == 3
     parking.rig.spoil(state="flowing", parkedKeys=[])
     assert [each.result for each in parking.discard()] == ["discarded"] * 3, "whatever somebody did to the state"
+
+
+def test_a_layout_that_is_over_keeps_nothing_from_being_discarded(parking: Parking) -> None:
+    """Its partitions are closed, and have the key, until all that they have stored is removed."""
+    waiting(parking)
+    over = {**parking.rig.document, "state": MOVING}
+    parking.rig.letters.database["subscriptions"].update_one({}, {"$set": {"layout.generation": 1}})
+    parking.rig.documents.insert_one({**over, "_id": f"{BRIDGE}/{SUBSCRIPTION}/1/0"})
+    (refused,) = parking.discard(3)
+    assert "on its way to a new layout" in refused.reason, "the one in force"
+    parking.rig.documents.update_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}/1/0"}, {"$set": {"state": "flowing"}})
+    parking.rig.spoil(state=MOVING)
+    assert [each.result for each in parking.discard()] == ["discarded"] * 3
+    assert [each["parkedKeys"] for each in parking.rig.documents.find()] == [[], []]
 
 
 # -- races -------------------------------------------------------------------------------------------
@@ -399,8 +462,16 @@ def test_a_change_that_a_rewind_brings_again_waits_in_its_place(parking: Parking
     waiting(parking, "good", "bad", "bad")
     parking.ask()
     parking.rig.spoil(committed=Int64(0), resumeToken=None)
+    before = parking.find(2).letters[0]
     parking.flow("bad", "bad", "bad")  # of another key than before: as if it had been done in time
-    assert parking.letters == [("bad", number, "parked_behind") for number in (1, 2, 3)]
+    assert parking.letters == [("bad", 1, "parked_behind"), ("bad", 2, "parked"), ("bad", 3, "parked_behind")]
+    again = parking.find(2).letters[0]
+    assert "WantedError" in again.traceback
+    for each in (before, again):  # why the key is parked
+        assert (each.error, each.traceback, each.attempts) == ("WantedError: as asked", before.traceback, 1)
+    assert before.place is not None
+    assert again.place is not None
+    assert again.place.fence > before.place.fence
     parking.drain()
     assert [each for each in parking.got if each[0] == "bad"] == [("bad", number) for number in (1, 2, 3)]
     assert (parking.letters, parking.keys) == ([], frozenset())

@@ -14,6 +14,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Bridge, CommandRefusedError
+from mongo_celery.bridge.existing import EXISTING
 from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.operations import letter_commands
@@ -50,7 +51,9 @@ def event(number: int, key: object = None) -> bytes:
     )
 
 
-def letter_of(number: int, fence: int, *, key: object = None, hash_: int | None = 7, partition: int = 0) -> Document:
+def letter_of(
+    number: int, fence: int, *, key: object = None, hash_: int | None = 7, partition: int = 0, name: str | None = None
+) -> Document:
     """A dead letter as an execution with this fence leaves it."""
     found = kept(event(number, key))
     return dead_letter(
@@ -65,6 +68,7 @@ def letter_of(number: int, fence: int, *, key: object = None, hash_: int | None 
         place=Place(0, partition, number, fence, hash_),
         cause=FAILED,
         kept=found.kind,
+        name=name,
     )
 
 
@@ -282,12 +286,14 @@ class Asked:
         self._term = term
         self._now = 0.0
 
-    def ask(self, number: int, key: int, partition: int = 0, generation: int | None = None) -> str:
+    def ask(
+        self, number: int, key: int, partition: int = 0, generation: int | None = None, name: str | None = None
+    ) -> str:
         """A letter of a key, in stream order by its number; its id."""
-        document = letter_of(number, 5, hash_=key, partition=partition)
+        document = letter_of(number, 5, hash_=key, partition=partition, name=name)
         letters = self._term.store.dead_letters
         letters.collection.insert_one(document)
-        (letter,) = letters.find(Selection(ids=[token(number)["_data"]]), [SUBSCRIPTION], 0)
+        (letter,) = letters.find(Selection(ids=[name or token(number)["_data"]]), [SUBSCRIPTION], 0)
         in_force = self.subscription.plan.layout.generation
         self.replays.request(
             letter,
@@ -321,6 +327,23 @@ def test_letters_come_in_the_order_of_the_stream_by_partition(term: TermRig) -> 
     assert asked.next() == {0: first, 1: other}
     asked.replays.forget(first)
     assert asked.next() == {0: second, 1: other}
+
+
+def test_an_existing_document_is_replayed_at_its_place(term: TermRig) -> None:
+    """P2: its letter is named by its key; it neither overtakes a change of before, nor is it left when that fails."""
+    asked = Asked(term)
+    document, change = asked.ask(2, key=1, name=f"{EXISTING}AB"), asked.ask(1, key=1)
+    behind = asked.ask(3, key=1)
+    assert asked.next() == {0: change}
+    asked.change(change, notBefore=datetime.now(UTC) + timedelta(hours=1))
+    assert asked.next() == {}
+    asked.change(document, data=None)
+    assert asked.next() == {0: document}, "as before, where an earlier version has asked for it"
+    asked.change(document, data=token(2)["_data"], failed=True)
+    asked.change(change, notBefore=None)
+    assert asked.next() == {0: change}
+    assert [each.letter for each in asked.replays.read()] == [change]
+    assert behind not in asked.next().values()
 
 
 def test_what_waits_behind_a_failure_of_its_key_is_withdrawn(term: TermRig) -> None:
@@ -366,6 +389,20 @@ def bridge(mongo_url: str, state_database: str, term: TermRig) -> Iterator[Bridg
     app.finalize()
     yield made
     made.client.close()
+
+
+def test_letters_of_existing_documents_are_listed_at_their_places(bridge: Bridge, term: TermRig) -> None:
+    """By handler, then in the order of the stream, also where only the first ones are asked for."""
+    for number, name in ((1, None), (2, f"{EXISTING}AB"), (3, None), (4, f"{EXISTING}AA")):
+        term.database["dead_letters"].insert_one(letter_of(number, 5, name=name))
+
+    def found(limit: int, **selection: Any) -> list[object]:
+        letters = letter_commands.find(bridge.wiring, Selection(**selection), limit).letters
+        return [each.place.seq for each in letters if each.place is not None]
+
+    assert found(0) == found(0, subscription=SUBSCRIPTION) == [1, 2, 3, 4]
+    assert found(2) == [1, 2]
+    assert found(0, ids=[f"{EXISTING}AA", token(3)["_data"]]) == [3, 4]
 
 
 def _stored(database: Database[Document], number: int, **changes: Any) -> Document:

@@ -15,8 +15,9 @@ from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.bridge.operations import selected_replays
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.rewinding import read_history
-from mongo_celery.bridge.operations.selected_replays import SELECTED, Asking, ReplayPlan, plan_replay, replay
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX
+from mongo_celery.bridge.operations.selected_replays import Asking, ReplayPlan, plan_replay, replay
+from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, SELECTED
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.stream.source import Selector
 from tests.integration.positions_rig import HANDLER, Stage, data_of, staged
@@ -65,6 +66,10 @@ def test_a_range_becomes_dead_letters_whose_replays_are_asked_for(stage: Stage) 
     assert [each.letter for each in asked] == [letter["_id"] for letter in letters]
     assert [each.partition for each in asked] == [stage.index(event) for event in stage.events]
     assert [stage.partition(index) for index in (0, 1)] == before
+    (shown,) = read_status(stage.bridge.wiring)["subscriptions"]
+    assert (shown["dead_letters"], shown["replaying"]) == (len(letters), len(letters)), "nobody has to look at them"
+    stage.state["replays"].update_one({}, {"$set": {"failed": True}})
+    assert stage.store.replays.count_selected() == {HANDLER: len(letters) - 1}
     (act,) = read_history(stage.bridge.wiring)
     assert (act["act"], act["count"], act["reason"]) == ("replay", len(letters), "mails were lost")
 
@@ -138,6 +143,22 @@ def test_killed_before_the_replays_are_asked_for_it_can_be_repeated(
         plan(stage)
     with pytest.raises(CommandRefusedError, match="dead letters of summarise already"):
         replay(stage.bridge.wiring, found, over_newer=False, reason=None)
+
+
+def test_nothing_of_a_parked_key_is_asked_for(stage: Stage) -> None:
+    """P3: what waits for it comes first; also where it was parked since the plan was made."""
+    found = plan(stage)
+    first = found.letters[0]
+    where = {"_id": stage.partition_id(first["partition"])}
+    stage.state["partitions"].update_one(where, {"$set": {"parkedKeys": [first["hash"]]}})
+    before = stage.everything()
+    with pytest.raises(CommandRefusedError, match=re.escape(f"1 of these changes belong to keys of {HANDLER} that")):
+        plan(stage)
+    with pytest.raises(CommandRefusedError, match=re.escape(f"the first is {first['key']}: what waits")):
+        replay(stage.bridge.wiring, found, over_newer=True, reason=None)
+    assert stage.everything() == before
+    others = plan(stage, data_of(stage.events[0]["_id"]))
+    assert len(others.letters) == len(stage.events) - 1
 
 
 def test_two_who_ask_at_once_ask_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

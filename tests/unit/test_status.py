@@ -246,10 +246,11 @@ def test_a_partition_tells_all_that_an_operator_needs() -> None:
         error="ValueError: no",
         head={"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"},
     )
-    status = shape(facts(images=[halted, image(0)], dead_letters={"summarise": 2, "retired": 1}))
+    letters = {"summarise": 2, "retired": 1}
+    status = shape(facts(images=[halted, image(0)], dead_letters=letters, replaying={"summarise": 1}))
     assert [each["index"] for each in status["partitions"]] == [0, 1]
     assert status["dead_letters"] == 3
-    assert status["subscriptions"][0]["dead_letters"] == 2
+    assert (status["subscriptions"][0]["dead_letters"], status["subscriptions"][0]["replaying"]) == (2, 1)
     shown = status["partitions"][1]
     assert shown == {
         "subscription": "summarise",

@@ -341,6 +341,13 @@ CASES: dict[str, list[Case]] = {
             LETTERS,
             "1 change of summarise was set aside",
         ),
+        Case(
+            {"dead_letters": {"summarise": 5}, "replaying": {"summarise": 4}},
+            "degraded",
+            LETTERS,
+            "1 change of summarise was set aside",
+            without={"dead_letters": {"summarise": 4}, "replaying": {"summarise": 4}},
+        ),
     ],
     "spill_unserved": [],  # never alone: see below
     "unregistered": [

@@ -1,10 +1,11 @@
 """
 Which dead letters are to be replayed next: of each partition one at a time, between its runs.
 
-They come in the order of the stream, so that letters of one key are replayed in their order. One that waits for its
-retry, or for infrastructure, holds back those of its key, and no others. Where one has failed for good, what waits
-behind it of its key is withdrawn, and those letters stay: replayed all the same, they would come before it. So is what
-was asked for under an older layout; but a parked key, whose replays follow one another, goes on where it is now.
+They come in the order of the stream, existing documents at their places, so that letters of one key are replayed in
+their order. One that waits for its retry, or for infrastructure, holds back those of its key, and no others. Where one
+has failed for good, what waits behind it of its key is withdrawn, and those letters stay: replayed all the same, they
+would come before it. So is what was asked for under an older layout; but a parked key, whose replays follow one
+another, goes on where it is now.
 
 What was withdrawn is recorded before the failure is forgotten: a listener that ends in between leaves both to the next.
 """
@@ -115,6 +116,6 @@ class Replaying:
 
 def _is_behind(replay: ReplayRequest, first: ReplayRequest) -> bool:
     """Whether one may be of the same key as another that is before it in the stream."""
-    if replay.partition != first.partition or replay.letter <= first.letter:
+    if replay.partition != first.partition or replay.order <= first.order:
         return False
     return replay.hash == first.hash or replay.hash is None or first.hash is None

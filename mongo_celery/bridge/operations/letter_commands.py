@@ -23,7 +23,7 @@ from mongo_celery.bridge.change import event_of
 from mongo_celery.bridge.operations.commands import UNSERVED
 from mongo_celery.bridge.operations.heads import event_as_json
 from mongo_celery.bridge.partitioning import document_hash
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Letter, ParkedKey, Selection
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, SELECTED, Letter, ParkedKey, Selection
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.replays import REQUESTS_MAX, ReplayRequest
 from mongo_celery.bridge.state.subscriptions import Layout
@@ -48,6 +48,7 @@ _RUNS = (
 _MOVES = "waits for its key in a partition that is on its way to a new layout: repeat the command in some seconds"
 _MOVED_ON = "waits for a key that was just released: repeat the command"
 _ASKED = "is being replayed already"
+_OVERTAKES = "has a key that is parked: replay or discard first what waits for that"
 _KEPT_BY = {"running": _RUNS, "moving": _MOVES}
 _JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
 
@@ -190,6 +191,7 @@ class _Asking:
         self._waiting = {each.letter for each in asked if not each.failed}
         self._layouts = layouts_in_force(store.leases.read(), store.subscriptions.read_all())
         self._handlers = {handler.name: handler for handler in wiring.handlers}
+        self._parked: dict[str, frozenset[int]] = {}
 
     def ask(self, letter: Letter) -> LetterResult:
         """Ask for the replay of one letter."""
@@ -197,6 +199,8 @@ class _Asking:
         found: _Request | str | None = None
         if letter.document_id not in self._waiting:
             found = _request(self._wiring, letter, self._handlers.get(name), self._layouts.get(name), over_newer)
+        if isinstance(found, _Request) and self._is_overtaking(letter, found):
+            found = _OVERTAKES
         room = self._room.get(name, REQUESTS_MAX)
         if room <= 0 and isinstance(found, _Request):
             found = (
@@ -206,6 +210,15 @@ class _Asking:
         result = _ask(self._wiring, letter, found, over_newer=over_newer, dry_run=self._dry_run)
         self._room[name] = room - (result.result == "requested")
         return result
+
+    def _is_overtaking(self, letter: Letter, request: _Request) -> bool:
+        """Whether targets would refuse what waits for a letter's key, since this one has a newer token."""
+        if letter.parked is not None or not (self._over_newer or letter.cause == SELECTED):
+            return False
+        name = letter.subscription
+        if name not in self._parked:
+            self._parked[name] = self._wiring.store.partitions.parked_keys(name, request.generation)
+        return request.hash in self._parked[name]
 
 
 def discard(wiring: Wiring, letters: Sequence[Letter], *, dry_run: bool) -> list[LetterResult]:

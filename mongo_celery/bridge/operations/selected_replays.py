@@ -14,6 +14,8 @@ with retries of its own, and whoever dies meanwhile loses nothing (`state/replay
    itself or a later one has written, and takes it where neither has. With `over_newer` it is the claim's own.
 4. Tokens are given from the last change of a partition back to the first one, so that none lies above its own second.
    Changes from before the layout get generation 0, below every stamp, since its partitions were others.
+5. What waits for a parked key has the tokens of its time, and a replay beside it may have newer ones: targets would
+   refuse the release. So nothing of such a key is asked for; what was asked for before does not start.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from mongo_celery.bridge.operations.keys import key_of, shown
 from mongo_celery.bridge.operations.places import NOW, Asked, PassedPlace, Reach, StreamPlace, iso, place_of, read_from
 from mongo_celery.bridge.operations.rewinding import intervention, leader_in, reached, refuse_unknown
 from mongo_celery.bridge.partitioning import partition_hash
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Letter, Place, dead_letter, kept
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, SELECTED, Letter, Place, dead_letter, kept, unsigned
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.replays import REQUESTS_MAX
 from mongo_celery.bridge.state.store import Store
@@ -47,9 +49,6 @@ from mongo_celery.mongo.oplog import time_of_token, token_before
 if TYPE_CHECKING:
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
-
-SELECTED = "selected"
-"""The cause of a dead letter that is one only for its replay."""
 
 READ_SECONDS = 600.0
 """For how long a range may be read."""
@@ -127,7 +126,8 @@ def plan_replay(wiring: Wiring, asking: Asking, progress: Progress = lambda *_: 
     Read a range of the stream, and find what the handler would get of it. Changes nothing.
 
     Raises:
-        CommandRefusedError: no such handler or place; too many changes; or some of them are dead letters already.
+        CommandRefusedError: no such handler or place; too many changes; or some of them are dead letters already, or of
+            a parked key.
         AccessError: the stream or the oplog may not be read.
         ServerUnavailableError, DeploymentError: as for the commands.
     """
@@ -151,6 +151,7 @@ def plan_replay(wiring: Wiring, asking: Asking, progress: Progress = lambda *_: 
         found.read(start, until, reach.now, progress)
         letters = _letters(wiring.name, layouts[name], name, found.changes)
         _refuse_known(store, name, letters)
+        _refuse_parked(store, name, layouts[name].generation, letters)
         return ReplayPlan(
             subscription=name,
             start=start,
@@ -174,7 +175,8 @@ def replay(wiring: Wiring, plan: ReplayPlan, *, over_newer: bool, reason: str | 
         reason: why, for people.
 
     Raises:
-        CommandRefusedError: some of them are dead letters, or are to be replayed, by now; nothing is asked for.
+        CommandRefusedError: some of them are dead letters, are to be replayed, or are of a parked key, by now; nothing
+            is asked for.
         ServerUnavailableError, DeploymentError: as for the commands.
     """
     details = {
@@ -187,6 +189,7 @@ def replay(wiring: Wiring, plan: ReplayPlan, *, over_newer: bool, reason: str | 
     note = intervention("replay", plan.subscription, reason, details)
     with reached(wiring) as store:
         _refuse_known(store, plan.subscription, plan.letters)
+        _refuse_parked(store, plan.subscription, plan.generation, plan.letters)
         said = f"Not failed: {note['by']} has asked for its replay" + (f", {note['reason']}" if reason else "")
         store.dead_letters.keep([{**letter, "error": said} for letter in plan.letters])
         letters = [_letter(each) for each in plan.letters]
@@ -352,4 +355,16 @@ def _refuse_known(store: Store, subscription: str, letters: Sequence[Mapping[str
         raise CommandRefusedError(
             f"{len(others)} of these changes are dead letters of {subscription} already: look at `dead-letters list "
             f"{subscription}`, replay or discard them, then repeat the command.",
+        )
+
+
+def _refuse_parked(store: Store, subscription: str, generation: int, letters: Sequence[Mapping[str, Any]]) -> None:
+    """What waits for a parked key comes first."""
+    parked = store.partitions.parked_keys(subscription, generation)
+    found = [each["key"] for each in letters if unsigned(each["hash"]) in parked]
+    if found:
+        raise CommandRefusedError(
+            f"{len(found)} of these changes belong to keys of {subscription} that are parked, the first is {found[0]}: "
+            f"what waits for these comes first; look at `dead-letters list {subscription}`, replay or discard them, "
+            "then repeat the command.",
         )

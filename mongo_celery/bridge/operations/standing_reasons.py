@@ -307,9 +307,10 @@ def _layouts(status: Mapping[str, Any], served: Sequence[Subscription]) -> Itera
 
 
 def _dead_letters(status: Mapping[str, Any], line: CommandLine) -> Iterator[Reason]:
-    count = status["dead_letters"]
+    replaying = {each["name"]: min(each["replaying"], each["dead_letters"]) for each in status["subscriptions"]}
+    count = status["dead_letters"] - sum(replaying.values())  # these were handled, and are so once more
     if count >= DEAD_LETTERS:
-        names = [each["name"] for each in status["subscriptions"] if each["dead_letters"]]
+        names = [each["name"] for each in status["subscriptions"] if each["dead_letters"] > replaying[each["name"]]]
         of = f" of {listed(names)}" if names else ""
         yield degraded(
             "dead_letters",

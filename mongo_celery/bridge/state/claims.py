@@ -271,8 +271,9 @@ class Claims:
         if document is None:
             return None
         committed = document["committed"]
-        known_as = document.get("fencedAs")
-        return Claim(partition_id, owner, committed + 1, committed, document["fence"], 0, 0, fenced_as=known_as)
+        known_as, parked = document.get("fencedAs"), parked_in(document)
+        fence = document["fence"]
+        return Claim(partition_id, owner, committed + 1, committed, fence, 0, 0, fenced_as=known_as, parked=parked)
 
     def end_transaction(self, partition_id: str) -> bool:
         """
@@ -501,7 +502,7 @@ def parked_in(document: Mapping[str, Any]) -> frozenset[int]:
     )
 
 
-_REPLAY_FIELDS = {"fence": 1, "committed": 1, "fencedAs": 1}
+_REPLAY_FIELDS = {"fence": 1, "committed": 1, "fencedAs": 1, "parkedKeys": 1}
 _OWN_FIELDS = {"fence": 1, "claim.owner": 1, "committed": 1, "handled": 1}
 
 

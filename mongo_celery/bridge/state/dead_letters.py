@@ -4,7 +4,7 @@ Dead letters: changes that were set aside with their error, for a person to look
 A dead letter is written together with the position that passes over its change (see `claims.set_aside`, and
 `partitions.set_aside` for a command); it is never lost and never there twice, since its `_id` is made of bridge,
 subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token names a letter. That
-of an existing document has its key there in the place of its token, and stands before all others: see `letter_name`.
+of an existing document has its key there in the place of its token (see `letter_name`): its place is `resumeToken`.
 
 It keeps the place of its change: layout, partition, number, and `fence`, the last one under which the change was tried.
 Whoever sets a change aside leaves `REPLAYS_MAX` fencing tokens free behind that one. They are for its replays, each of
@@ -14,7 +14,8 @@ was set aside (see `replays`).
 | field | |
 |---|---|
 | `cause` | who set it aside: `failed` (the policy `dead_letter`), `skipped` (policy or command `skip`), `set_aside`, |
-|         | `parked` (the policy `park_key`), `parked_behind` (its key was parked, and its handler never started) |
+|         | `parked` (the policy `park_key`), `parked_behind` (its key was parked, and its handler never started), |
+|         | `selected` (nobody: it was handled, and is to be once more) |
 | `parked` | hash of its key, for as long as it waits for that: later changes of the key wait behind it |
 | `kept` | what `change` is: the `event`, its `bytes` (clients cannot decode it), or its `name` (too large for both) |
 | `replays` | how often it was started again |
@@ -37,6 +38,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.change import EVENT_TYPES, event_of, token_data
+from mongo_celery.bridge.existing import EXISTING
 from mongo_celery.mongo.table import Table, call_timeout
 
 CHANGE_BYTES = 15 << 20
@@ -47,6 +49,7 @@ REPLAYS_MAX = 1 << 14
 
 FAILED, SKIPPED, SET_ASIDE = "failed", "skipped", "set_aside"
 PARKED, PARKED_BEHIND = "parked", "parked_behind"
+SELECTED = "selected"
 _HASHES = 1 << 64
 _INDEX = "parked"
 _AT_ONCE = 50  # a call of many large ones might take longer than it may
@@ -63,6 +66,7 @@ _FIELDS: dict[str, Any] = {
     ),
     "bytes": {"$cond": [{"$eq": [{"$type": "$change"}, "object"]}, {"$bsonSize": "$change"}, None]},
 }  # fmt: skip
+_SAID = dict.fromkeys(("cause", "error", "traceback", "attempts"), 1)
 _NAMING = ("_id", "operationType", "clusterTime", "ns", "documentKey")
 
 
@@ -184,14 +188,24 @@ class DeadLetters:
         """
         The first dead letters of a selection, by subscription, then in the order of the stream.
 
+        That of `_id` is it, by an index, unless there are existing documents.
+
         Args:
             subscriptions: all that are known, in which an id is looked for.
             limit: how many; 0 for all.
         """
         query = self._query(selection, subscriptions)
-        with self._table.limit():
-            found = self._table.collection.find(query, _FIELDS, sort=[("_id", 1)], limit=limit)
-            return [_letter(document) for document in found]
+        names = [selection.subscription] if selection.subscription is not None else subscriptions
+        existing = {"$or": [{"_id": _range(f"{self._bridge}/{name}/{EXISTING}")} for name in names]}
+        if not names or self._table.find_one(existing, {"_id": 1}) is None:
+            with self._table.limit():
+                found = self._table.collection.find(query, _FIELDS, sort=[("_id", 1)], limit=limit)
+                return [_letter(document) for document in found]
+        order = {"$sort": {"subscription": 1, **dict(_STREAM_ORDER)}}  # of headers: whole events would be too much
+        stages: list[dict[str, Any]] = [{"$match": query}, {"$project": _FIELDS}, order]
+        if limit:
+            stages.append({"$limit": limit})
+        return [_letter(document) for document in self._table.aggregate(stages)]
 
     def count_of(self, selection: Selection, subscriptions: Sequence[str]) -> int:
         """How many dead letters a selection has."""
@@ -408,9 +422,17 @@ def dead_letter(
 
 
 def store(letters: Collection[dict[str, Any]], dead_letter: Mapping[str, Any], session: ClientSession) -> None:
-    """Write a dead letter, in a transaction, in the place of one of the same change that was there before."""
+    """
+    Write a dead letter, in a transaction, in the place of one of the same change that was there before.
+
+    Where that one says why its key is parked, and this one only waits for the key, it goes on saying so.
+    """
     key = {"_id": dead_letter["_id"]}
-    letters.replace_one(key, dict(dead_letter), upsert=True, session=session)
+    said: Mapping[str, Any] = {}
+    if dead_letter["cause"] == PARKED_BEHIND:
+        parks = {**key, "cause": PARKED, "parked": dead_letter["parked"]}
+        said = letters.find_one(parks, _SAID, session=session) or said
+    letters.replace_one(key, {**dead_letter, **said}, upsert=True, session=session)
     letters.update_one(key, {"$currentDate": {"at": True}}, session=session)
 
 

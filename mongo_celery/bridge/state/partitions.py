@@ -354,7 +354,7 @@ class Partitions:
             others = [_but(f"{self._bridge}/{name}/", number) for name, number in generations.items()]
             self._table.delete_all({"$or": others, "epoch": {"$lte": version}})
 
-    def parked_keys(self, subscription: str, generation: int, session: ClientSession) -> frozenset[int]:
+    def parked_keys(self, subscription: str, generation: int, session: ClientSession | None = None) -> frozenset[int]:
         """The keys that are parked in the partitions of a layout: their hashes, from 0 to 2^64 - 1."""
         scope = {**self._scope({subscription: generation}), "parkedKeys": {"$ne": None}}
         found = self._table.find(scope, {"parkedKeys": 1}, session=session)

@@ -39,6 +39,8 @@ first one on, in the order of the stream:
    letters at once would each leave the hash to the other.
 9. Each asking has an id of its own (`asking`), also where the letter was asked for before. A listener withdraws only
    what it has read: one that is late would take away what was asked for since, and nobody would ask again.
+10. What does not wait for a parked key, and would have a newer token than what does, fails at its start while the key
+    is parked: behind it targets would refuse the release.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.state.claims import TRANSACTION_SECONDS, Claim, own
-from mongo_celery.bridge.state.dead_letters import PARKED, PARKED_BEHIND, DeadLetters, Letter, signed
+from mongo_celery.bridge.state.dead_letters import PARKED, PARKED_BEHIND, SELECTED, DeadLetters, Letter, signed
 from mongo_celery.bridge.state.partitions import MOVING
 from mongo_celery.mongo.expressions import after, literal, next_number, remaining
 from mongo_celery.mongo.table import Table, call_timeout
@@ -74,7 +76,7 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(
         (
             "subscription", "generation", "partition", "hash", "key", "overNewer", "starts", "crashes", "fence",
-            "retries", "waits", "doubts", "error", "failed", "at", "parked", "asking",
+            "retries", "waits", "doubts", "error", "failed", "at", "parked", "asking", "data",
         ),
         1,
     ),
@@ -113,6 +115,7 @@ class ReplayRequest:
         failed: whether it has failed for good, and the listener has yet to take notice.
         parked: whether its letter waits for a parked key: those behind it follow.
         asking: changes whenever it is asked for; None in what an earlier version has written.
+        data: comparable part of its change's token; in what an earlier version has written, what names the letter.
     """
 
     letter: str
@@ -134,6 +137,12 @@ class ReplayRequest:
     at: datetime | None
     parked: bool = False
     asking: object = None
+    data: str = ""
+
+    @property
+    def order(self) -> tuple[str, str]:
+        """What compares as their changes do in the stream; an existing document's letter is not named by its place."""
+        return self.data, self.letter
 
 
 class Replays:
@@ -157,7 +166,13 @@ class Replays:
         """All of them, by subscription, then in the order of the stream; what nobody can read counts as not there."""
         scope = {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}}
         found = (_replay(document) for document in self._table.find(scope, _FIELDS))
-        return sorted((each for each in found if each is not None), key=lambda each: each.letter)
+        return sorted((each for each in found if each is not None), key=lambda each: (each.subscription, each.order))
+
+    def count_selected(self) -> dict[str, int]:
+        """How many wait of those that `changes replay` has asked for, by subscription."""
+        scope = {"_id": {"$gte": f"{self._bridge}/", "$lt": f"{self._bridge}0"}, "selected": True, "failed": False}
+        stages: list[dict[str, Any]] = [{"$match": scope}, {"$group": {"_id": "$subscription", "count": {"$sum": 1}}}]
+        return {row["_id"]: row["count"] for row in self._table.aggregate(stages)}
 
     def find(self, letter: str) -> ReplayRequest | None:
         """That of one letter."""
@@ -369,6 +384,18 @@ class Replays:
         """End a start that is nobody's fault: it may be started again at once."""
         return self._postpone(claim, letter, {})
 
+    def put_in_place(self, claim: Claim, letter: str, data: str) -> bool:
+        """
+        End a start of a letter that stands elsewhere in the stream than its request says: it is started in its turn.
+
+        Args:
+            data: comparable part of its change's token.
+
+        Returns:
+            False where a newer execution decides.
+        """
+        return self._postpone(claim, letter, {"data": literal(data)})
+
     def redirect(self, claim: Claim, replay: ReplayRequest, hash_: int) -> bool:
         """
         End a start in front of whose letter another one waits for the same key: that one is asked for instead.
@@ -435,9 +462,10 @@ class Replays:
     def _go_on_without(self, gone: Letter, first: bool, layout: Layout | None, session: ClientSession) -> bool:
         """As `_go_on_behind`, of one that was discarded; False where its partition is closed for a new layout."""
         assert gone.parked is not None, "it waited for its key"
-        holding = self._holding(gone)
-        if any(each["state"] == MOVING for each in self._partitions.find(holding, {"state": 1}, session=session)):
-            return False
+        holding, in_force = self._holding(gone), layout.generation if layout is not None else 0
+        found = self._partitions.find(holding, {"state": 1}, session=session)
+        if any(each["state"] == MOVING and _generation(each["_id"]) >= in_force for each in found):
+            return False  # what is left of an older layout is over, and stays closed until it is removed
         following = self._letters.first_waiting(gone.subscription, gone.parked, session)
         self._count_removed(gone, session, is_last=following is None)
         if following is None:
@@ -447,7 +475,7 @@ class Replays:
         return True
 
     def _holding(self, letter: Letter) -> dict[str, Any]:
-        """The partition in which the key of a letter is parked; two, while a new layout is being prepared."""
+        """The partition in which the key of a letter is parked; two, while a layout is being prepared or left."""
         assert letter.parked is not None, "it waits for its key"
         prefix = f"{self._bridge}/{letter.subscription}"
         return {"_id": {"$gt": f"{prefix}/", "$lt": f"{prefix}0"}, "parkedKeys": Int64(signed(letter.parked))}
@@ -538,7 +566,13 @@ def _request_of(
         "failed": False,
         "parked": letter.parked is not None,
         "asking": ObjectId(),
+        "data": letter.order[0] or letter.id,
+        "selected": letter.cause == SELECTED,
     }
+
+
+def _generation(partition_id: str) -> int:
+    return int(partition_id.split("/")[-2])
 
 
 def _aborted(session: ClientSession) -> bool:
@@ -550,7 +584,7 @@ def _replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
     """None also for what is damaged: nothing is replayed by it, and asking once more replaces it."""
     if document is None or any(not isinstance(document.get(name), kind) for name, kind in _KINDS.items()):
         return None
-    hash_ = document.get("hash")
+    hash_, data = document.get("hash"), document.get("data")
     return ReplayRequest(
         letter=document["_id"],
         subscription=document["subscription"],
@@ -571,4 +605,5 @@ def _replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
         at=document.get("at"),
         parked=document.get("parked") is True and isinstance(hash_, int),
         asking=document.get("asking"),
+        data=data if isinstance(data, str) else document["_id"].split("/", 2)[-1],
     )

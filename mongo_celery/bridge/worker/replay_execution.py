@@ -21,7 +21,7 @@ from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.error_text import error_text, storable, traceback_text
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
-from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Place
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, SELECTED, Place
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import cause_text
 from mongo_celery.bridge.worker.departure import is_leaving
@@ -46,6 +46,10 @@ logger = logging.getLogger("mongo_celery.worker")
 OUTDATED = (
     "Changes that were handled since have written where this dead letter would put older data. Discard it; or, where "
     "its effect is still wanted, replay it with --over-newer."
+)
+OVERTAKES = (
+    "Its key is parked, and what waits for that comes first: replay or discard those dead letters, then replay this "
+    "one."
 )
 KEPT = "Its handler has succeeded, but the dead letter cannot be removed; the worker's log says why. Discard it."
 
@@ -113,6 +117,13 @@ class ReplayOutcomes(Outcomes):
             first.key,
             extra={"event": "replay_redirected", "partition": claim.partition_id},
         )
+        raise Ignore
+
+    def put_in_place(self, data: str) -> NoReturn:
+        """Let the letter be started in its turn, which is another than its request says; always raises."""
+        claim, letter = self._claim, self.replay.letter
+        replays = self._wiring.store.replays
+        self._settle({"in its place": lambda: replays.put_in_place(claim, letter, data)})
         raise Ignore
 
     def _say_failed(self, text: str) -> None:
@@ -219,9 +230,13 @@ class ReplayExecution(Execution):
         letter, raw = found
         if letter.parked is not None:
             self._give_way(letter, letter.parked, outcomes)
+        elif letter.order[0] not in ("", replay.data):  # set aside once more, with another token
+            outcomes.put_in_place(letter.order[0])
         place = self._place = letter.place
         if raw is None or letter.token is None or (place is None and not replay.over_newer):
             outcomes.fail(CommandRefusedError("This dead letter is damaged: it can only be discarded."), b"")
+        if _overtakes(letter, replay, claim):
+            outcomes.fail(CommandRefusedError(OVERTAKES), raw)
         number = replay.starts
         if number > REPLAYS_MAX:
             outcomes.fail(CommandRefusedError(f"This dead letter has been started {REPLAYS_MAX} times."), raw)
@@ -237,6 +252,10 @@ class ReplayExecution(Execution):
             outcomes.wait(Waiting(cause_text(error)), self._replay.key, error)
         if first is not None and first.document_id != letter.document_id:
             outcomes.give_way(first, hash_)
+
+    def _is_parked(self, _offset: int) -> bool:
+        """Whose key is parked is replayed all the same where it waits for that; `_load` has looked at all others."""
+        return False
 
     def _bytes_of(self, _change: Change) -> bytes:
         return self._run.changes[0]
@@ -260,6 +279,12 @@ class ReplayExecution(Execution):
         if place is not None and self._replay is not None and not self._replay.over_newer:
             where = (place.generation, place.partition)
         return FencedCollection(collection, Fence(key, *where, change.fencing_token))
+
+
+def _overtakes(letter: Letter, replay: ReplayRequest, claim: Claim) -> bool:
+    """Whether targets would refuse what waits for a letter's key, since this one, which does not, has a newer token."""
+    is_newer = replay.over_newer or letter.cause == SELECTED
+    return is_newer and letter.parked is None and replay.hash in claim.parked
 
 
 def _say_done(replay: ReplayRequest, claim: Claim) -> None:
