@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 
+_STOPPED = (
+    "What was delivered stays. What is under way is delivered, unless its listener ends before: then --resume brings "
+    "it."
+)
+
+
 @click.command()
 @click.argument("handler", required=False)
 @click.option("--source", "sources", multiple=True, metavar="NS", help="This collection only; may be repeated.")
@@ -72,7 +78,7 @@ def _change(wiring: Wiring, stopped: str | None, resumed: str | None, as_json: b
     from mongo_celery.cli.snapshot_view import progress_line
 
     act: Callable[[Wiring, str], dict[str, Any]] = snapshot_commands.stop
-    chosen, after = stopped or "", "What is under way is delivered. To let it go on: --resume"
+    chosen, after = stopped or "", _STOPPED
     if resumed is not None:
         act, chosen, after = snapshot_commands.resume, resumed, "It goes on when a listener leads."
     found = act(wiring, chosen)

@@ -97,7 +97,9 @@ def start(
 
 def stop(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
     """
-    Let a snapshot begin no chunk any more; how far it is. What is under way is delivered.
+    Let a snapshot begin no chunk any more; how far it is.
+
+    What is under way is delivered, unless its listener ends before: then `resume` brings it.
 
     Raises:
         CommandRefusedError: there is none of this id, or it does not run.
