@@ -21,6 +21,8 @@ from mongo_celery.arguments import nearest
 from mongo_celery.bridge.listener.chunks import CollectionFacts, checked_match, estimate, facts_of, shape_of
 from mongo_celery.bridge.listener.owed import collections_of
 from mongo_celery.bridge.operations.snapshot_progress import progress_of
+from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings
+from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.snapshots import FAILED, STOPPED, Snapshot
 from mongo_celery.bridge.stream.source import source_of
 from mongo_celery.errors import CommandRefusedError
@@ -108,7 +110,7 @@ def stop(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
         found = _one(wiring, snapshot_id)
         if not wiring.store.snapshots.stop(found.id):
             raise CommandRefusedError(f"Snapshot {found.id} is {found.state}: there is nothing to stop.")
-        return progress_of(_one(wiring, found.id))
+        return progress_of(_one(wiring, found.id), _around(wiring))
 
 
 def resume(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
@@ -122,19 +124,26 @@ def resume(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
         found = _one(wiring, snapshot_id)
         if found.state not in (STOPPED, FAILED) or not wiring.store.snapshots.resume(found.id):
             raise CommandRefusedError(f"Snapshot {found.id} is {found.state}: it cannot be resumed.")
-        return progress_of(_one(wiring, found.id))
+        return progress_of(_one(wiring, found.id), _around(wiring))
 
 
 def listed(wiring: Wiring, name: str | None = None) -> list[dict[str, Any]]:
     """How far all snapshots are that are kept, or those of one handler, as `status` shows them."""
     with _reached(wiring):
-        report = (wiring.store.leases.read() or {}).get("report") or {}
-        waits = {each["id"]: each for each in report.get("snapshots", ())}
+        around = _around(wiring)
         found = wiring.store.snapshots.read()
-    return [progress_of(each, waits.get(each.id)) for each in found if name in (None, each.subscription)]
+    return [progress_of(each, around) for each in found if name in (None, each.subscription)]
 
 
 # -- inside ----------------------------------------------------------------------------------------
+
+
+def _around(wiring: Wiring) -> Surroundings:
+    store = wiring.store
+    lease, subscriptions = store.leases.read(), store.subscriptions.read_all()
+    layouts = layouts_in_force(lease, subscriptions)
+    images = store.partitions.of({name: layout.generation for name, layout in layouts.items()})
+    return surroundings(lease, [handler.name for handler in wiring.handlers], subscriptions, images)
 
 
 def _handler(wiring: Wiring, name: str | None) -> Handler:

@@ -16,7 +16,7 @@ An operator's command compares `committed` and `fence` as seen, raises the fence
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -40,6 +40,7 @@ MOVING = "moving"
 """The state of a partition that is closed, because a new layout of its subscription is being prepared."""
 
 _CLOSABLE = ("flowing", "halted", "paused")
+_FLOWING_SHARE = 2  # one in so many has to flow
 _WINNING_SECONDS = 0.25  # the leading thread has other things to do
 _DEFAULTS: dict[str, Any] = {
     "epoch": Int64(0),
@@ -459,6 +460,11 @@ def state_of(image: Image) -> str:
     return "parked" if image.parked else "flowing"
 
 
+def mostly_stand(images: Sequence[Image]) -> bool:
+    """Whether so few of a handler's partitions flow that what waits for all of them would wait for long."""
+    return sum(state_of(image) == "flowing" for image in images) * _FLOWING_SHARE < len(images)
+
+
 def image_of(document: Mapping[str, Any]) -> Image:
     """An image from a document that was read with the verdicts."""
     _, subscription, _, index = document["_id"].split("/")
@@ -495,12 +501,6 @@ def image_of(document: Mapping[str, Any]) -> Image:
     )
 
 
-def _passed(image: Image) -> dict[str, Any]:
-    """What a command sets that passes over the change at which a partition halted."""
-    assert image.head is not None, "only a halted partition knows its head"
-    return {
-        "state": "flowing",
-        "committed": Int64(image.committed + 1),
 def _retry_of(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """
     What is counted of the first change, if that is still the same.
@@ -517,6 +517,12 @@ def _retry_of(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return retry if marked >= data else None
 
 
+def _passed(image: Image) -> dict[str, Any]:
+    """What a command sets that passes over the change at which a partition halted."""
+    assert image.head is not None, "only a halted partition knows its head"
+    return {
+        "state": "flowing",
+        "committed": Int64(image.committed + 1),
         "resumeToken": literal(dict(image.head["resumeToken"])),
         "retry": None,
         "head": None,
