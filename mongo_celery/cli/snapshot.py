@@ -65,7 +65,7 @@ def snapshot(
     wiring = one_of(ctx, BRIDGES, bridge, "--bridge")
     with one_sentence_errors():
         if is_list:
-            _show_list(wiring, snapshot_commands.listed(wiring, handler), as_json)
+            _show_list(wiring, snapshot_commands.listed(wiring), handler, as_json)
         elif stopped is not None or resumed is not None:
             _change(wiring, stopped, resumed, as_json)
         else:
@@ -89,14 +89,17 @@ def _change(wiring: Wiring, stopped: str | None, resumed: str | None, as_json: b
     click.echo(after)
 
 
-def _show_list(wiring: Wiring, found: Sequence[dict[str, Any]], as_json: bool) -> None:
+def _show_list(wiring: Wiring, known: Sequence[dict[str, Any]], handler: str | None, as_json: bool) -> None:
+    found = [each for each in known if handler in (None, each["handler"])]
     if as_json:
-        click.echo(json.dumps({"bridge": wiring.name, "snapshots": list(found)}))
+        click.echo(json.dumps({"bridge": wiring.name, "snapshots": found}))
         return
+    from mongo_celery.bridge.operations.snapshot_progress import short_names
     from mongo_celery.cli.snapshot_view import progress_line
 
+    names = short_names(each["id"] for each in known)
     for each in found:
-        click.echo(f"{each['id'].rpartition('/')[2]}  {progress_line(each)}")
+        click.echo(f"{names[each['id']]}  {progress_line(each)}")
     if not found:
         click.echo("There are no snapshots.")
 

@@ -24,7 +24,7 @@ from mongo_celery.bridge.existing import (
 )
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.chunks import checked_match
-from mongo_celery.bridge.operations.snapshot_progress import progress_of, snapshots_shown
+from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names, snapshots_shown
 from mongo_celery.bridge.operations.snapshot_waits import Surroundings
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.cli.snapshot import snapshot
@@ -142,6 +142,17 @@ def test_one_that_runs_and_does_not_move_says_why(around: Surroundings, sentence
     assert progress_line(found).endswith(f": {sentence}" if sentence else " left")
     assert progress_of(replace(running, state="done"), around)["sentence"] is None
     assert progress_of(replace(running, state="failed", sentence="no"), around)["sentence"] == "no"
+
+
+def test_a_snapshot_has_as_much_of_a_name_as_tells_it_from_the_others() -> None:
+    """Handlers that begin together have the same ends; whatever is shown is accepted, and more of it, too."""
+    ids = ["shop/copy/pin-a", "shop/bill/pin-a", "shop/copy/3f2a"]
+    names = short_names(ids)
+    assert names == {ids[0]: "copy/pin-a", ids[1]: "bill/pin-a", ids[2]: "3f2a"}
+    assert all([each for each in ids if named(each, names[one])] == [one] for one in ids)
+    assert [each for each in ids if named(each, "pin-a")] == ids[:2]
+    assert [each for each in ids if named(each, "copy/3f2a") or named(each, ids[1])] == ids[1:]
+    assert not any(named(each, name) for each in ids for name in ("", "copy", "a", "shop/copy", "shop"))
 
 
 def test_what_has_ended_is_shown_for_an_hour() -> None:

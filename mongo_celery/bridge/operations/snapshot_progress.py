@@ -6,7 +6,8 @@ Pure. The rate is that of the whole way so far: documents that were scanned, ove
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -43,6 +44,22 @@ def progress_of(snapshot: Snapshot, around: Surroundings) -> dict[str, Any]:
         "by": snapshot.by,
         "sentence": snapshot.sentence or hindrance or around.tried(snapshot),
     }
+
+
+def short_names(ids: Iterable[str]) -> dict[str, str]:
+    """
+    As much of each `_id` as tells it from the others: its end, or the handler and its end.
+
+    Handlers that begin with snapshots of one collection at the same moment have the same end there.
+    """
+    known = list(ids)
+    ends = Counter(each.rpartition("/")[2] for each in known)
+    return {each: each.split("/", 2 if ends[each.rpartition("/")[2]] == 1 else 1)[-1] for each in known}
+
+
+def named(snapshot_id: str, name: str) -> bool:
+    """Whether somebody who says this may mean it: all of its `_id`, the handler and its end, or its end."""
+    return name in {snapshot_id.split("/", split)[-1] for split in range(3)}
 
 
 def _rate(snapshot: Snapshot) -> float | None:
