@@ -35,9 +35,9 @@ AS = "insert"
 TOKEN_TYPE = "82"  # noqa: S105 - of a token that begins with a cluster time
 _END = "~"
 _PLACE_CHARS = 18
+_VERSION_CHARS = 16
 EXISTING = "00"
 """What names of dead letters of existing documents begin with, and no token does."""
-
 _SIZE_BYTES = 4
 
 
@@ -60,12 +60,20 @@ def token_at(time: Timestamp, version: int, number: int) -> str:
         version: of the term that has read it.
         number: over all that this term has read.
     """
-    return f"{place_behind(time)}{version:016X}{number:08X}"
+    return f"{place_behind(time)}{version:0{_VERSION_CHARS}X}{number:08X}"
 
 
 def is_existing(data: str) -> bool:
     """Whether a comparable part of a token is that of an existing document, where no stream can be opened."""
     return data[_PLACE_CHARS : _PLACE_CHARS + 1] == _END
+
+
+def version_in(data: str) -> int | None:
+    """The version of the term that has read an existing document, from its token; None where it is none's."""
+    try:
+        return int(data[_PLACE_CHARS + 1 :][:_VERSION_CHARS], 16) if is_existing(data) else None
+    except ValueError:
+        return None
 
 
 def letter_name(data: str, raw: bytes) -> str:

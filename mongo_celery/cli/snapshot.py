@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 
+_STOPPED = (
+    "What was delivered stays. What is under way is delivered, unless its listener ends before: then --resume brings "
+    "it."
+)
+
+
 @click.command()
 @click.argument("handler", required=False)
 @click.option("--source", "sources", multiple=True, metavar="NS", help="This collection only; may be repeated.")
@@ -59,7 +65,7 @@ def snapshot(
     wiring = one_of(ctx, BRIDGES, bridge, "--bridge")
     with one_sentence_errors():
         if is_list:
-            _show_list(wiring, snapshot_commands.listed(wiring, handler), as_json)
+            _show_list(wiring, snapshot_commands.listed(wiring), handler, as_json)
         elif stopped is not None or resumed is not None:
             _change(wiring, stopped, resumed, as_json)
         else:
@@ -72,7 +78,7 @@ def _change(wiring: Wiring, stopped: str | None, resumed: str | None, as_json: b
     from mongo_celery.cli.snapshot_view import progress_line
 
     act: Callable[[Wiring, str], dict[str, Any]] = snapshot_commands.stop
-    chosen, after = stopped or "", "What is under way is delivered. To let it go on: --resume"
+    chosen, after = stopped or "", _STOPPED
     if resumed is not None:
         act, chosen, after = snapshot_commands.resume, resumed, "It goes on when a listener leads."
     found = act(wiring, chosen)
@@ -83,14 +89,17 @@ def _change(wiring: Wiring, stopped: str | None, resumed: str | None, as_json: b
     click.echo(after)
 
 
-def _show_list(wiring: Wiring, found: Sequence[dict[str, Any]], as_json: bool) -> None:
+def _show_list(wiring: Wiring, known: Sequence[dict[str, Any]], handler: str | None, as_json: bool) -> None:
+    found = [each for each in known if handler in (None, each["handler"])]
     if as_json:
-        click.echo(json.dumps({"bridge": wiring.name, "snapshots": list(found)}))
+        click.echo(json.dumps({"bridge": wiring.name, "snapshots": found}))
         return
+    from mongo_celery.bridge.operations.snapshot_progress import short_names
     from mongo_celery.cli.snapshot_view import progress_line
 
+    names = short_names(each["id"] for each in known)
     for each in found:
-        click.echo(f"{each['id'].rpartition('/')[2]}  {progress_line(each)}")
+        click.echo(f"{names[each['id']]}  {progress_line(each)}")
     if not found:
         click.echo("There are no snapshots.")
 

@@ -175,7 +175,9 @@ def _snapshots(snapshots: Sequence[Mapping[str, Any]]) -> RenderableType:
             _rate(each.get("rate")),
             duration(each.get("remaining_seconds")),
         )
-    return table
+    said = [each for each in snapshots if each.get("sentence")]
+    lines = [f"{each.get('handler')} {each.get('source') or ''}: {visible(each['sentence'])}" for each in said]
+    return Group(table, *(Text(line, "yellow", no_wrap=True, overflow="ellipsis") for line in lines))
 
 
 def _attention(shown: Mapping[str, Any]) -> RenderableType:

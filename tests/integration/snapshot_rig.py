@@ -127,6 +127,7 @@ class Term:
 
     Attributes:
         failing: keys whose handler fails for good.
+        postponing: keys whose handler asks for a retry in an hour.
         works: whether what is due is run.
         is_killed: set where a test has killed it.
     """
@@ -134,6 +135,7 @@ class Term:
     def __init__(self, world: World, options: Mapping[str, Any]) -> None:
         self.world = world
         self.failing: list[Any] = []
+        self.postponing: list[Any] = []
         self.works = True
         self.is_killed = threading.Event()
         given = {"partitions": PARTITIONS, "lease_ttl": TTL, "claim_ttl": TTL, "start_from": "snapshot", **options}
@@ -206,6 +208,9 @@ class Term:
         first = decoded(changes[0]) if changes[0] else {}
         if run.refusal is not None or first["documentKey"]["_id"] in self.failing:
             assert claims.halt(claim, run.token_of(changes[0]), "key", "as asked")
+            return
+        if first["documentKey"]["_id"] in self.postponing:
+            assert claims.park(claim, delay=3600.0, not_before=None, error="later")
             return
         done = list(itertools.takewhile(lambda raw: decoded(raw)["documentKey"]["_id"] not in self.failing, changes))
         for raw in done:

@@ -14,11 +14,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
+from mongo_celery.bridge.existing import token_at
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter
+from mongo_celery.bridge.state.partitions import state_of
 from mongo_celery.mongo.expressions import SHIFT
 from tests.fixtures.process import wait_for
 from tests.fixtures.rights import STATE, UrlOf
@@ -226,6 +229,47 @@ def test_a_bridges_rights_are_enough_to_end_its_own_transactions(guarded_url: Ur
         rig.lapse()
         assert rig.claims.end_transaction(rig.where)
         assert successor[STATE]["locked"].update_one({"_id": 1}, {"$set": {"n": 2}}).modified_count == 1
+
+
+def test_what_is_counted_of_an_existing_document_falls_on_no_other_change(rig: Rig) -> None:
+    """P14, rule 6: one that was not stored comes again elsewhere; the next change begins with nothing and at once."""
+    first, again = (token_at(Timestamp(1, 1), VERSION - number, 1) for number in (1, 2))
+    parked = rig.claim(1, 5, token=first)
+    assert rig.claims.park(parked, delay=600, not_before=None, error="later")
+    assert rig.try_claim(1, token=first) is None, "it is the same change, and waits"
+    assert not rig.claims.withdraw(rig.where, "me")
+    rig.spoil(**{"retry.notBefore": None, "retry.crashes": 9})
+    same = rig.claim(1, 5, token=first)
+    assert (same.retries, same.crashes) == (1, 9)
+    assert rig.claims.wait(same, delay=600, cause="away", doubtful=True)
+    other = rig.claim(1, 3, token=again, owner="other")
+    assert (other.retries, other.crashes, other.waits, other.doubts) == (0, 0, 0, 0)
+    rig.lapse()
+    change = rig.claim(1, 2, owner="third")
+    assert (change.retries, change.crashes, rig.document["single"]) == (0, 0, None), "its lapse was of the other"
+    assert rig.document["retry"]["lapsed"] == []
+    rig.lapse()
+    assert rig.claim(1, 2, owner="fourth").crashes == 1, "a change of the stream is read again as it is"
+
+
+def test_what_an_older_term_has_counted_of_an_existing_document_keeps_nothing_waiting(rig: Rig) -> None:
+    """P14: unless it is stored, or the partition has halted there."""
+    data = token_at(Timestamp(1, 1), VERSION, 1)
+    claim = rig.claim(1, 5, token=data)
+    assert rig.claims.crash(claim, "killed")
+    claim = rig.claim(1, 1, token=data)
+    assert rig.claims.park(claim, delay=600, not_before=None, error="later")
+    mine = rig.image
+    assert (mine.retries, mine.crashes, mine.single, state_of(mine)) == (1, 1, 5, "parked")
+    theirs = rig.take_over(VERSION + 1)
+    assert (theirs.retries, theirs.crashes, theirs.single, theirs.error) == (0, 0, 0, None)
+    assert (theirs.due_in, theirs.retry, state_of(theirs)) == (0, None, "flowing")
+    rig.spoil(spilled={"to": data, "since": datetime.now(UTC), "reason": "parked"})
+    assert (rig.image.retries, state_of(rig.image)) == (1, "parked"), "it is stored, and the same change"
+    rig.spoil(spilled=None, head={"resumeToken": {"_data": data}, "key": "1"}, state="halted")
+    assert rig.image.error == "later"
+    rig.spoil(head=None, state="flowing", **{"retry.of": "82nonsense"})
+    assert rig.image.retries == 1
 
 
 def test_a_claim_replaces_the_whole_of_an_older_one(rig: Rig) -> None:

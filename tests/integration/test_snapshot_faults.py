@@ -124,6 +124,22 @@ def test_a_listener_that_wakes_at_any_step_moves_nothing(
     judge(world, 1)
 
 
+@pytest.mark.parametrize("writes", [True, False], ids=["another", "itself"])
+def test_an_existing_document_that_waits_and_was_not_stored_keeps_nobody_waiting(world: World, writes: bool) -> None:
+    """P14: the next term reads it again, behind what has come meanwhile; neither waits for its retry."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(2)])
+    term = world.term(partitions=1, spill_after=600.0).begin()
+    term.postponing = [0]
+    term.until(lambda: any(image.parked for image in term.images()))
+    term.close()
+    if writes:
+        world.write(7, 1)
+    later = world.term(partitions=1, spill_after=600.0).begin()
+    later.finish()
+    world.judge()
+    assert [each.key for each in world.seen] == ([7, 0, 1, 7] if writes else [0, 1]), "the first one, before its chunk"
+
+
 def test_what_was_looked_up_behind_t_comes_once(world: World) -> None:
     """F9: an update in front of T that shows what came after it; the existing document would go back."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])

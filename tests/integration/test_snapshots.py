@@ -493,6 +493,24 @@ def test_the_command_refuses_what_cannot_be_in_one_sentence_and_stores_nothing(w
         commands.start(missing, HANDLER)
 
 
+def test_handlers_that_begin_together_have_snapshots_that_can_be_told_apart(world: World) -> None:
+    """What is printed is accepted; what is short of one is refused with all that it may mean."""
+    store = world.term(start_from="now").wiring.store.snapshots
+    wiring, ids = world.terms[-1].wiring, [store.id_of(name, "pinned") for name in (HANDLER, "other")]
+    store.insert([{"_id": each, "source": world.source} for each in ids])
+    with pytest.raises(CommandRefusedError, match=f"are named pinned: give one of {HANDLER}/pinned, other/pinned"):
+        commands.stop(wiring, "pinned")
+    world.orders.insert_one({"_id": 1})
+    with pytest.raises(CommandRefusedError, match=f"stop it with --stop {HANDLER}/pinned"):
+        commands.start(wiring, HANDLER)
+    assert commands.stop(wiring, f"{HANDLER}/pinned")["id"] == ids[0]
+    assert commands.stop(wiring, ids[1])["handler"] == "other"
+    world.client[world.state]["leases"].update_one({"_id": "shop"}, {"$set": {"expiresAt": None}})
+    resumed = commands.resume(wiring, f"{HANDLER}/pinned")
+    assert (resumed["state"], resumed["sentence"]) == ("running", "waits: nobody leads")
+    assert [each["sentence"] for each in commands.listed(wiring)] == ["waits: nobody leads", None]
+
+
 def test_the_command_begins_stops_and_resumes_one(world: World) -> None:
     """It says what it has done, and the same collection is not read twice at once."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(12)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+from dataclasses import replace
 from typing import Any
 
 import bson
@@ -23,13 +24,16 @@ from mongo_celery.bridge.existing import (
 )
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.chunks import checked_match
-from mongo_celery.bridge.operations.snapshot_progress import progress_of, snapshots_shown
+from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names, snapshots_shown
+from mongo_celery.bridge.operations.snapshot_waits import Surroundings
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.cli.snapshot import snapshot
 from mongo_celery.cli.snapshot_view import progress_line
 from mongo_celery.errors import ConfigurationError
+from tests.fixtures.samples import image
 
 T = Timestamp(0x6B04C073, 0x49)
+LED = Surroundings(is_led=True, registered={"copy"}, served={"copy"})
 NOON = dt.datetime(2030, 1, 1, 12, tzinfo=dt.UTC)
 
 
@@ -91,13 +95,64 @@ def test_progress_says_what_is_left() -> None:
     running = Snapshot(
         id="shop/copy/a", subscription="copy", source="a.b", done=500, estimated=2000, since=since, moved_at=moved
     )
-    found = progress_of(running)
+    found = progress_of(running, LED)
     assert (found["rate"], found["remaining_seconds"], found["sentence"]) == (50.0, 30, None)
     assert progress_line(found) == "a.b for copy: running, 500 of 2000 (25%), 50/s, 30 s left"
-    waiting = progress_of(running, {"attempts": 3, "error": "NetworkTimeout: no"})
+    report = {"snapshots": [{"id": running.id, "attempts": 3, "error": "NetworkTimeout: no"}]}
+    waiting = progress_of(running, replace(LED, report=report))
     assert waiting["sentence"] == "tried 3 times in a row: NetworkTimeout: no"
-    new = progress_of(Snapshot(id="shop/copy/b", subscription="copy", source="a.b"))
+    new = progress_of(Snapshot(id="shop/copy/b", subscription="copy", source="a.b"), LED)
     assert (new["rate"], new["remaining_seconds"], progress_line(new)) == (None, None, "a.b for copy: running, 0")
+
+
+def standing(*states: str) -> Surroundings:
+    """Partitions of its handler in these states."""
+    return replace(LED, images=[image(subscription="copy", index=at, state=each) for at, each in enumerate(states)])
+
+
+@pytest.mark.parametrize(
+    ("around", "sentence"),
+    [
+        (standing("paused", "paused"), "waits: its handler is paused (`changes resume copy`)"),
+        (standing("halted", "paused", "flowing"), "waits: 2 of 3 partitions of its handler stand (1 halted, 1 paused)"),
+        (standing("halted", "flowing"), None),
+        (standing("flowing", "flowing", "moving"), "waits: a new layout of its partitions is being prepared"),
+        (
+            replace(LED, report={"moving": [{"subscription": "copy"}]}),
+            "waits: a new layout of its partitions is being prepared",
+        ),
+        (
+            replace(LED, lost={"copy"}),
+            "waits: its handler has lost its history, and stands until somebody decides (`changes go-on`)",
+        ),
+        (replace(LED, served={"bill"}), "waits: the listener that leads does not have its handler"),
+        (replace(LED, served=None), None),
+        (replace(LED, served=None, registered={"bill"}), "waits: its handler is not in this app"),
+        (replace(LED, served=None, is_led=False), "waits: nobody leads"),
+    ],
+)
+def test_one_that_runs_and_does_not_move_says_why(around: Surroundings, sentence: str | None) -> None:
+    """Then nobody knows how long the rest takes; what has ended waits for nobody."""
+    moved = NOON + dt.timedelta(seconds=10)
+    running = Snapshot(
+        id="shop/copy/a", subscription="copy", source="a.b", done=500, estimated=2000, since=NOON, moved_at=moved
+    )
+    found = progress_of(running, around)
+    assert (found["sentence"], found["remaining_seconds"]) == (sentence, 30 if sentence is None else None)
+    assert progress_line(found).endswith(f": {sentence}" if sentence else " left")
+    assert progress_of(replace(running, state="done"), around)["sentence"] is None
+    assert progress_of(replace(running, state="failed", sentence="no"), around)["sentence"] == "no"
+
+
+def test_a_snapshot_has_as_much_of_a_name_as_tells_it_from_the_others() -> None:
+    """Handlers that begin together have the same ends; whatever is shown is accepted, and more of it, too."""
+    ids = ["shop/copy/pin-a", "shop/bill/pin-a", "shop/copy/3f2a"]
+    names = short_names(ids)
+    assert names == {ids[0]: "copy/pin-a", ids[1]: "bill/pin-a", ids[2]: "3f2a"}
+    assert all([each for each in ids if named(each, names[one])] == [one] for one in ids)
+    assert [each for each in ids if named(each, "pin-a")] == ids[:2]
+    assert [each for each in ids if named(each, "copy/3f2a") or named(each, ids[1])] == ids[1:]
+    assert not any(named(each, name) for each in ids for name in ("", "copy", "a", "shop/copy", "shop"))
 
 
 def test_what_has_ended_is_shown_for_an_hour() -> None:
@@ -111,7 +166,7 @@ def test_what_has_ended_is_shown_for_an_hour() -> None:
         "moved_at": NOON,
     }
     states = ["running", "done", "source gone", "stopped", "failed"]
-    shown = snapshots_shown([Snapshot(**{**old, "state": state}) for state in states], now, {})
+    shown = snapshots_shown([Snapshot(**{**old, "state": state}) for state in states], now, LED)
     assert [each["state"] for each in shown] == ["running", "source gone", "failed"]
 
 

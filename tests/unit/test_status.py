@@ -15,6 +15,7 @@ from mongo_celery.bridge.operations.amounts import StoredAmounts, reported
 from mongo_celery.bridge.operations.status import Facts, shape
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import Image, state_of
+from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.spill import Amount
 from mongo_celery.mongo.oplog import Oplog
 
@@ -118,6 +119,22 @@ def test_a_bridge_that_nobody_has_started_says_so() -> None:
         assert status["version"] == 0
         assert status["lag_seconds"] is None
         assert [each["state"] for each in status["subscriptions"]] == ["new"]
+
+
+def test_a_snapshot_says_what_keeps_it() -> None:
+    """Its handler does, or that nobody leads."""
+    running = Snapshot(id="shop/summarise/a", subscription="summarise", source="shop.orders")
+    paused = [image(0, state="paused"), image(1, state="paused")]
+    for changes, words in (
+        ({}, None),
+        ({"images": paused}, "its handler is paused"),
+        ({"lease": lease(live=False)}, "nobody leads"),
+        ({"lease": lease(definitions={"bill": "1"}, servedBy="5f0c")}, "does not have its handler"),
+        ({"registered": ()}, "is not in this app"),
+        ({"subscriptions": [subscription(lost={"since": NOON, "at": Timestamp(SECOND, 1)})]}, "has lost its history"),
+    ):
+        (shown,) = shape(facts(snapshots=[running], **changes))["snapshots"]
+        assert words in shown["sentence"] if words else shown["sentence"] is None
 
 
 def test_a_partition_has_the_queue_of_its_handlers_group() -> None:

@@ -38,6 +38,13 @@ def halted(index: int) -> Any:
     return image(index, state="halted", error=ERROR, head=head, retries=2, retry={})
 
 
+def test_a_snapshot_that_waits_says_why() -> None:
+    """Below the others, in one line."""
+    status = status_of()
+    status["snapshots"] = [{**SNAPSHOT, "handler": "bill", "remaining_seconds": None, "sentence": "waits: \x1b[2J"}]
+    assert "bill shop.orders: waits: \\u001b[2J" in lines_of(top_view([glance(status)]), 80)
+
+
 def status_of(**changes: Any) -> Document:
     status = shape(facts(**changes))
     status["snapshots"] = [{**SNAPSHOT, "remaining_seconds": 110}]

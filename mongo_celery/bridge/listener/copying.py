@@ -183,6 +183,8 @@ class Copying:
         if first.standing is not None and image.stood != first.data:
             return None  # from a layout before, and yet to be put in force: it was copied with the change
         state, retry = image.was or "flowing", image.retry if is_counted(image) else None
+        if retry is not None and retry.get("of") not in (None, first.data):
+            retry = None
         if self._is_gone(image, first):
             state, retry = "flowing", None
         if state == "paused" and self._stands:

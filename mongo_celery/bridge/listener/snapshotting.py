@@ -45,7 +45,7 @@ from mongo_celery.bridge.listener.chunk_work import ChunkWork, RefusedChunkError
 from mongo_celery.bridge.listener.chunks import Chunk, ConditionFailedError, ShortChunkError, is_passing
 from mongo_celery.bridge.listener.errand import Errand, Errands
 from mongo_celery.bridge.listener.pace import PAUSES, ChunkPace
-from mongo_celery.bridge.state.partitions import state_of
+from mongo_celery.bridge.state.partitions import mostly_stand
 from mongo_celery.bridge.state.snapshots import GONE
 from mongo_celery.bridge.stream.operation_types import MOVES
 from mongo_celery.mongo.redaction import short
@@ -67,7 +67,6 @@ _LOOK_SECONDS = 1.0
 _STAND_SECONDS = 12.0
 _PASS_SECONDS = 0.5
 _TICK_SECONDS = 0.05
-_FLOWING_SHARE = 2  # of its partitions, one in so many has to flow
 
 
 class Snapshotting:
@@ -322,8 +321,7 @@ class Snapshotting:
         if subscription.until is not None:  # it has left what is in front of T, and reads that again
             return False
         trackers = subscription.trackers.values()
-        flowing = sum(state_of(tracker.image) == "flowing" for tracker in trackers)
-        return all(tracker.won for tracker in trackers) and flowing * _FLOWING_SHARE >= len(trackers)
+        return all(each.won for each in trackers) and not mostly_stand([each.image for each in trackers])
 
     def _pace(self, snapshot_id: str) -> ChunkPace:
         return self._paces.setdefault(snapshot_id, ChunkPace(paces.FIRST_SIZE))

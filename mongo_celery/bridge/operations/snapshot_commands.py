@@ -20,8 +20,10 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.listener.chunks import CollectionFacts, checked_match, estimate, facts_of, shape_of
 from mongo_celery.bridge.listener.owed import collections_of
-from mongo_celery.bridge.operations.snapshot_progress import progress_of
-from mongo_celery.bridge.state.snapshots import FAILED, STOPPED, Snapshot
+from mongo_celery.bridge.operations.snapshot_progress import named, progress_of, short_names
+from mongo_celery.bridge.operations.snapshot_waits import Surroundings, surroundings
+from mongo_celery.bridge.state.leases import layouts_in_force
+from mongo_celery.bridge.state.snapshots import FAILED, RUNNING, STOPPED, Snapshot
 from mongo_celery.bridge.stream.source import source_of
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import translated
@@ -97,16 +99,18 @@ def start(
 
 def stop(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
     """
-    Let a snapshot begin no chunk any more; how far it is. What is under way is delivered.
+    Let a snapshot begin no chunk any more; how far it is.
+
+    What is under way is delivered, unless its listener ends before: then `resume` brings it.
 
     Raises:
-        CommandRefusedError: there is none of this id, or it does not run.
+        CommandRefusedError: there is none of this id, or several, or it does not run.
     """
     with _reached(wiring):
         found = _one(wiring, snapshot_id)
         if not wiring.store.snapshots.stop(found.id):
             raise CommandRefusedError(f"Snapshot {found.id} is {found.state}: there is nothing to stop.")
-        return progress_of(_one(wiring, found.id))
+        return progress_of(_one(wiring, found.id), _around(wiring))
 
 
 def resume(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
@@ -114,25 +118,32 @@ def resume(wiring: Wiring, snapshot_id: str) -> dict[str, Any]:
     Let a snapshot that was stopped, or has failed, go on where it is; how far that is.
 
     Raises:
-        CommandRefusedError: there is none of this id, or it is neither.
+        CommandRefusedError: there is none of this id, or several, or it is neither.
     """
     with _reached(wiring):
         found = _one(wiring, snapshot_id)
         if found.state not in (STOPPED, FAILED) or not wiring.store.snapshots.resume(found.id):
             raise CommandRefusedError(f"Snapshot {found.id} is {found.state}: it cannot be resumed.")
-        return progress_of(_one(wiring, found.id))
+        return progress_of(_one(wiring, found.id), _around(wiring))
 
 
 def listed(wiring: Wiring, name: str | None = None) -> list[dict[str, Any]]:
     """How far all snapshots are that are kept, or those of one handler, as `status` shows them."""
     with _reached(wiring):
-        report = (wiring.store.leases.read() or {}).get("report") or {}
-        waits = {each["id"]: each for each in report.get("snapshots", ())}
+        around = _around(wiring)
         found = wiring.store.snapshots.read()
-    return [progress_of(each, waits.get(each.id)) for each in found if name in (None, each.subscription)]
+    return [progress_of(each, around) for each in found if name in (None, each.subscription)]
 
 
 # -- inside ----------------------------------------------------------------------------------------
+
+
+def _around(wiring: Wiring) -> Surroundings:
+    store = wiring.store
+    lease, subscriptions = store.leases.read(), store.subscriptions.read_all()
+    layouts = layouts_in_force(lease, subscriptions)
+    images = store.partitions.of({name: layout.generation for name, layout in layouts.items()})
+    return surroundings(lease, [handler.name for handler in wiring.handlers], subscriptions, images)
 
 
 def _handler(wiring: Wiring, name: str | None) -> Handler:
@@ -212,11 +223,13 @@ def _judge(wiring: Wiring, source: str, condition: str, time: Timestamp) -> None
 
 
 def _refuse_running(wiring: Wiring, handler: Handler, found: Mapping[str, object]) -> None:
-    for each in wiring.store.snapshots.read(running=True):
-        if each.subscription == handler.name and each.source in found:
+    known = wiring.store.snapshots.read()
+    for each in known:
+        if each.state == RUNNING and each.subscription == handler.name and each.source in found:
+            name = short_names(one.id for one in known)[each.id]
             raise CommandRefusedError(
                 f"A snapshot of {each.source} for {handler.name} runs already: wait for it, or stop it with "
-                f"--stop {_end(each)}."
+                f"--stop {name}."
             )
 
 
@@ -243,15 +256,18 @@ def _who() -> str:
 
 
 def _one(wiring: Wiring, snapshot_id: str) -> Snapshot:
-    """By its whole `_id`, or by its end where no other has that."""
-    found = [each for each in wiring.store.snapshots.read() if each.id == snapshot_id or _end(each) == snapshot_id]
-    if len(found) != 1:
+    """By its whole `_id`, by the handler and its end, or by its end where no other has that."""
+    known = wiring.store.snapshots.read()
+    found = [each for each in known if named(each.id, snapshot_id)]
+    if not found:
         raise CommandRefusedError(f"Bridge {wiring.name} has no snapshot {snapshot_id!r}; see `snapshot --list`.")
+    if len(found) > 1:
+        names = short_names(each.id for each in known)
+        raise CommandRefusedError(
+            f"Several snapshots of bridge {wiring.name} are named {snapshot_id}: give one of "
+            f"{', '.join(sorted(names[each.id] for each in found))}."
+        )
     return found[0]
-
-
-def _end(snapshot: Snapshot) -> str:
-    return snapshot.id.rpartition("/")[2]
 
 
 @contextmanager

@@ -6,36 +6,31 @@ Pure. The rate is that of the whole way so far: documents that were scanned, ove
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from bson import Timestamp
 
+from mongo_celery.bridge.operations.snapshot_waits import Surroundings
 from mongo_celery.bridge.state.snapshots import FAILED, GONE, RUNNING, Snapshot
 
 _SHOWN_SECONDS = 3600
 
 
-def snapshots_shown(snapshots: Sequence[Snapshot], now: Timestamp, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+def snapshots_shown(snapshots: Sequence[Snapshot], now: Timestamp, around: Surroundings) -> list[dict[str, Any]]:
     """Those that somebody may ask about: that run, that have failed, and that have ended within the last hour."""
-    waits = {each["id"]: each for each in report.get("snapshots", ())}
     shown = [each for each in snapshots if each.state in (RUNNING, FAILED, GONE) or _is_recent(each, now)]
-    return [progress_of(each, waits.get(each.id)) for each in shown]
+    return [progress_of(each, around) for each in shown]
 
 
-def progress_of(snapshot: Snapshot, waits: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """
-    How far one is; `status` says what the values mean.
-
-    Args:
-        waits: what the listener says of its last attempts, where these have failed.
-    """
+def progress_of(snapshot: Snapshot, around: Surroundings) -> dict[str, Any]:
+    """How far one is, and what keeps it; `status` says what the values mean."""
+    hindrance = around.hindrance(snapshot)
+    moves = snapshot.state == RUNNING and hindrance is None
     rate = _rate(snapshot)
     left = None if snapshot.estimated is None else max(snapshot.estimated - snapshot.done, 0)
-    sentence = snapshot.sentence
-    if sentence is None and waits is not None and snapshot.state == RUNNING:
-        sentence = f"tried {waits['attempts']} times in a row: {waits['error']}"
     return {
         "id": snapshot.id,
         "handler": snapshot.subscription,
@@ -44,11 +39,27 @@ def progress_of(snapshot: Snapshot, waits: Mapping[str, Any] | None = None) -> d
         "done": snapshot.done,
         "estimated": snapshot.estimated,
         "rate": None if rate is None else round(rate, 1),
-        "remaining_seconds": round(left / rate) if rate and left is not None and snapshot.state == RUNNING else None,
+        "remaining_seconds": round(left / rate) if rate and left is not None and moves else None,
         "since": None if snapshot.since is None else _aware(snapshot.since).isoformat(),
         "by": snapshot.by,
-        "sentence": sentence,
+        "sentence": snapshot.sentence or hindrance or around.tried(snapshot),
     }
+
+
+def short_names(ids: Iterable[str]) -> dict[str, str]:
+    """
+    As much of each `_id` as tells it from the others: its end, or the handler and its end.
+
+    Handlers that begin with snapshots of one collection at the same moment have the same end there.
+    """
+    known = list(ids)
+    ends = Counter(each.rpartition("/")[2] for each in known)
+    return {each: each.split("/", 2 if ends[each.rpartition("/")[2]] == 1 else 1)[-1] for each in known}
+
+
+def named(snapshot_id: str, name: str) -> bool:
+    """Whether somebody who says this may mean it: all of its `_id`, the handler and its end, or its end."""
+    return name in {snapshot_id.split("/", split)[-1] for split in range(3)}
 
 
 def _rate(snapshot: Snapshot) -> float | None:

@@ -21,6 +21,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.operations.amounts import Place, StoredAmounts, counted, reported
 from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
+from mongo_celery.bridge.operations.snapshot_waits import surroundings
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.candidates import is_of_this_term
 from mongo_celery.bridge.state.claims import process_of
@@ -136,7 +137,9 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - `snapshots`: those that run, that have failed, and that have ended within the last hour: `id`, `handler`,
       `source`, `state` (`running`, `done`, `source gone`, `stopped`, `failed`), documents `done` of those `estimated`
       at the start (None where nobody could say), `rate` in documents a second, `remaining_seconds` (None where that is
-      not known, or over), `since` when, `by` whom, and `sentence`: why it has failed, or what keeps it; else None.
+      not known, or over, or something keeps it), `since` when, `by` whom, and `sentence`: why it has failed, or what
+      keeps it: its handler is paused, stands in most partitions, has lost its history, waits for a new layout or is not
+      in the app, nobody leads, or its last attempts have failed; else None.
     - a subscription's `oplog_share`: which share of the oplog's window lies behind it; None while the oplog removes
       nothing, or cannot be read. From 1 on, what was not read is lost.
 
@@ -207,6 +210,7 @@ def shape(facts: Facts) -> dict[str, Any]:
     lease = facts.lease or {}
     live = _is_led(lease)
     report = _report(lease)
+    around = surroundings(facts.lease, facts.registered, facts.subscriptions, facts.images)
     subscriptions = _subscriptions(facts, report)
     lags = [each["lag_seconds"] for each in subscriptions if each["state"] != "unregistered"]
     under_way = sum(image.live or image.handled is not None for image in facts.images)
@@ -240,7 +244,7 @@ def shape(facts: Facts) -> dict[str, Any]:
         "reopenings": report.get("reopenings"),
         "spill": facts.stored.beside(report.get("spillLimit", facts.options.spill_bytes)),
         "dead_letters": sum(facts.dead_letters.values()),
-        "snapshots": snapshots_shown(facts.snapshots, facts.now, report),
+        "snapshots": snapshots_shown(facts.snapshots, facts.now, around),
         "gaps": [_gap(gap) for gap in lease.get("gaps", ())],
         "subscriptions": subscriptions,
         "partitions": [

@@ -23,7 +23,9 @@ The partition's document is the authority on who may run what::
    that proves to be alive, by asking, withdraws what was charged in its name, once.
    One that was told to leave marks its claim before, and its lapse is charged to nobody. Runs are one change
    each after any lapse, charged or not.
-6. `parkedKeys` has the hashes of keys whose changes wait for a person. It grows by the outcome of a claim alone, so
+6. What is counted of an existing document is its own (`retry.of`, its token). One that was not stored when its term
+   ended comes again elsewhere, behind other changes: these begin anew.
+7. `parkedKeys` has the hashes of keys whose changes wait for a person. It grows by the outcome of a claim alone, so
    what a claim has read of it holds, or is released, until the claim ends: a change of such a key is set aside
    unstarted, whoever has sent it (`replays` says how a key is released).
 
@@ -55,6 +57,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
+from mongo_celery.bridge.existing import is_existing
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store, unsigned
 from mongo_celery.mongo.expressions import after, literal, millis, next_number
 from mongo_celery.mongo.table import ACKNOWLEDGED, Table, call_timeout
@@ -77,6 +80,11 @@ def _charge(living: Sequence[str] = ()) -> dict[str, Any]:
         "crashes": {"$add": [{"$ifNull": ["$retry.crashes", 0]}, {"$cond": [charged, 1, 0]}]},
         "lapsed": {"$slice": [owners, -_LAPSED_MAX]},
     }
+
+
+def _is_gone(token: str | None) -> dict[str, Any]:
+    """Whether what is counted is of an existing document, and that is not what a run with this token begins with."""
+    return {"$and": [{"$gt": ["$retry.of", None]}, {"$ne": ["$retry.of", literal(token)]}]}
 
 
 CHARGE = _charge()
@@ -182,11 +190,14 @@ class Claims:
             "leaving": None,
             "session": session,
         }
+        own_token = token if is_existing(token) else None
+        gone = _is_gone(own_token)
         retry = {
             "count": {"$ifNull": ["$retry.count", 0]},
             **_charge(living),
             "notBefore": None,
             "error": {"$ifNull": ["$retry.error", None]},
+            "of": literal(own_token),
         }
         single = {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]}
         document = self._table.find_and_update_unretried(
@@ -199,12 +210,15 @@ class Claims:
                 "$expr": {
                     "$and": [
                         {"$lte": ["$claim.until", "$$NOW"]},
-                        {"$lte": ["$retry.notBefore", "$$NOW"]},
+                        {"$or": [{"$lte": ["$retry.notBefore", "$$NOW"]}, gone]},
                         {"$lt": ["$resumeToken._data", literal(token)]},
                     ],
                 },
             },
-            [{"$set": {"fence": next_number("fence"), "claim": claim, "retry": retry, "single": single}}],
+            [
+                {"$set": {name: {"$cond": [gone, None, f"${name}"]} for name in ("claim", "retry", "single")}},
+                {"$set": {"fence": next_number("fence"), "claim": claim, "retry": retry, "single": single}},
+            ],
             {"fence": 1, "retry": 1, "parkedKeys": 1, "fencedAs": 1},
         )
         if document is None:

@@ -16,7 +16,7 @@ An operator's command compares `committed` and `fence` as seen, raises the fence
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -28,6 +28,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.existing import version_in
 from mongo_celery.bridge.state.claims import CHARGE, COMMIT, TRANSACTION_SECONDS, parked_in
 from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, store
 from mongo_celery.bridge.state.subscriptions import Layout
@@ -39,6 +40,7 @@ MOVING = "moving"
 """The state of a partition that is closed, because a new layout of its subscription is being prepared."""
 
 _CLOSABLE = ("flowing", "halted", "paused")
+_FLOWING_SHARE = 2  # one in so many has to flow
 _WINNING_SECONDS = 0.25  # the leading thread has other things to do
 _DEFAULTS: dict[str, Any] = {
     "epoch": Int64(0),
@@ -83,7 +85,7 @@ class Image:
         spilled: `to`, `since`, `reason`: up to where changes of this partition are stored, and not all committed; None
             where none are.
         stood: comparable part of the token of a copied head whose carried state was put in force.
-        retry: what is counted of the first change, as it is stored.
+        retry: what is counted of the first change, as it is stored; None where it is of another one.
         was: the state in which it was closed for a new layout.
         waiting: since when (`since`), why (`cause`) and how often (`count`) the first change has waited for
             infrastructure; None after any other outcome.
@@ -458,10 +460,17 @@ def state_of(image: Image) -> str:
     return "parked" if image.parked else "flowing"
 
 
+def mostly_stand(images: Sequence[Image]) -> bool:
+    """Whether so few of a handler's partitions flow that what waits for all of them would wait for long."""
+    return sum(state_of(image) == "flowing" for image in images) * _FLOWING_SHARE < len(images)
+
+
 def image_of(document: Mapping[str, Any]) -> Image:
     """An image from a document that was read with the verdicts."""
     _, subscription, _, index = document["_id"].split("/")
-    token, retry = document["resumeToken"], document["retry"] or {}
+    token, retry = document["resumeToken"], _retry_of(document)
+    is_gone = retry is None and document["retry"] is not None
+    retries = retry or {}
     return Image(
         subscription=subscription,
         index=int(index),
@@ -475,21 +484,37 @@ def image_of(document: Mapping[str, Any]) -> Image:
         live=bool(document["live"]) and document["claim"] is not None,
         ahead=(document["ahead"] or 0) / 1000,
         handled=document["handled"],
-        due_in=(document["due"] or 0) / 1000,
-        retries=retry.get("count", 0),
-        crashes=retry.get("crashes", 0),
-        error=retry.get("error"),
-        single=document["single"] or 0,
+        due_in=0.0 if is_gone else (document["due"] or 0) / 1000,
+        retries=retries.get("count", 0),
+        crashes=retries.get("crashes", 0),
+        error=retries.get("error"),
+        single=0 if is_gone else document["single"] or 0,
         head=document["head"],
-        waiting=retry.get("waiting"),
+        waiting=retries.get("waiting"),
         spilled=document.get("spilled"),
         stood=document.get("stood"),
-        retry=document["retry"],
+        retry=retry,
         was=document.get("was"),
         ran=document.get("ran"),
         read_at=document.get("readAt"),
         parked_keys=document.get("parkedCount") or 0,
     )
+
+
+def _retry_of(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """
+    What is counted of the first change, if that is still the same.
+
+    An existing document that an older term has read comes again as another one, unless it is stored. One at which the
+    partition has halted is there as its head.
+    """
+    retry: Mapping[str, Any] | None = document["retry"]
+    data = (retry or {}).get("of")
+    version = version_in(data) if isinstance(data, str) else None
+    if version is None or version >= document["epoch"] or document["head"] is not None:
+        return retry
+    marked = (document.get("spilled") or {}).get("to", "")
+    return retry if marked >= data else None
 
 
 def _passed(image: Image) -> dict[str, Any]:

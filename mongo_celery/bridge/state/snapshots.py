@@ -123,7 +123,9 @@ class Snapshots:
 
     def stop(self, snapshot_id: str) -> bool:
         """
-        Let no chunk begin any more; what is under way is delivered. One that has failed asks for nobody any more.
+        Let no chunk begin any more. One that has failed asks for nobody any more.
+
+        What is under way is delivered, unless its term ends before: nobody begins it again until it is resumed.
 
         Returns:
             False where it is done, or stopped already.

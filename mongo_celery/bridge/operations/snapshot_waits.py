@@ -1,0 +1,99 @@
+"""
+Why a snapshot that runs does not move: what keeps its handler keeps it.
+
+Pure: from what `status` reads anyway. The listener begins a chunk by the same rules (`listener/snapshotting.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mongo_celery.bridge.state.candidates import is_of_this_term
+from mongo_celery.bridge.state.partitions import MOVING, Image, mostly_stand, state_of
+from mongo_celery.bridge.state.snapshots import RUNNING, Snapshot
+from mongo_celery.bridge.state.subscriptions import lost_in, name_in
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """
+    What is around the snapshots of a bridge.
+
+    Attributes:
+        is_led: whether somebody leads.
+        registered: the handlers of this app.
+        served: those of who leads; None where that is not known, or nobody does.
+        report: of the term that leads.
+        lost: the subscriptions whose history is lost.
+        images: the partitions of the layouts in force.
+    """
+
+    is_led: bool
+    registered: Collection[str]
+    served: Collection[str] | None = None
+    report: Mapping[str, Any] = field(default_factory=dict)
+    lost: Collection[str] = ()
+    images: Sequence[Image] = ()
+
+    def hindrance(self, snapshot: Snapshot) -> str | None:
+        """What lets no chunk of a running one begin; None where nothing does."""
+        if snapshot.state != RUNNING:
+            return None
+        why = self._keeps(snapshot.subscription)
+        return None if why is None else f"waits: {why}"
+
+    def tried(self, snapshot: Snapshot) -> str | None:
+        """What the listener says of its last attempts, where these have failed."""
+        if snapshot.state != RUNNING:
+            return None
+        tries = (each for each in self.report.get("snapshots", ()) if each["id"] == snapshot.id)
+        return next((f"tried {each['attempts']} times in a row: {each['error']}" for each in tries), None)
+
+    def _keeps(self, name: str) -> str | None:
+        return self._absent(name) or self._standing(name)
+
+    def _absent(self, name: str) -> str | None:
+        """Nobody leads it."""
+        if self.served is not None and name not in self.served:
+            return "the listener that leads does not have its handler"
+        if self.served is None and name not in self.registered:
+            return "its handler is not in this app"
+        return None if self.is_led else "nobody leads"
+
+    def _standing(self, name: str) -> str | None:
+        """It is led, and stands."""
+        if name in self.lost:
+            return "its handler has lost its history, and stands until somebody decides (`changes go-on`)"
+        images = [image for image in self.images if image.subscription == name]
+        states = Counter(map(state_of, images))
+        if states[MOVING] or any(each["subscription"] == name for each in self.report.get("moving", ())):
+            return "a new layout of its partitions is being prepared"
+        if not mostly_stand(images):
+            return None
+        if states["paused"] == len(images):
+            return f"its handler is paused (`changes resume {name}`)"
+        standing = ", ".join(f"{count} {state}" for state, count in sorted(states.items()) if state != "flowing")
+        return f"{len(images) - states['flowing']} of {len(images)} partitions of its handler stand ({standing})"
+
+
+def surroundings(
+    lease: Mapping[str, Any] | None,
+    registered: Collection[str],
+    subscriptions: Sequence[Mapping[str, Any]],
+    images: Sequence[Image],
+) -> Surroundings:
+    """What is around the snapshots, from the lease with its verdict, the app's handlers, and what is stored."""
+    held = lease or {}
+    is_led = bool(held.get("live")) and held.get("listenerId") is not None
+    says = is_led and is_of_this_term(held)  # as one of an earlier version does not
+    return Surroundings(
+        is_led=is_led,
+        registered=registered,
+        served=held["definitions"] if says else None,
+        report=(is_led and held.get("report")) or {},
+        lost={name_in(each) for each in subscriptions if lost_in(each)},
+        images=images,
+    )
