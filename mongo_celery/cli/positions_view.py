@@ -152,6 +152,7 @@ def name_lines(plan: NamePlan) -> Iterator[str]:
         number(holdings.stored, "document of stored changes", "documents of stored changes"),
         number(holdings.letters, "dead letter", "dead letters"),
         number(holdings.replays, "replay", "replays"),
+        number(holdings.snapshots, "snapshot", "snapshots"),
     ]
     yield from wrapped(f"{plan.name} has {', '.join(found)}")
     if plan.to is not None and plan.leader is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pymongo
 
+from mongo_celery.bridge.state.names import BEGINNING
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class OwedSnapshots:
                 {
                     "_id": store.snapshots.id_of(name, f"{pinned}-{_brief(source)}"),
                     "source": source,
-                    "by": "start_from='snapshot'",
+                    "by": BEGINNING,
                 }
                 for source in found
             )

@@ -25,12 +25,14 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
+from bson.int64 import Int64
 
 from mongo_celery.bridge.change import describe, event_of, token_data
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.operations.commands import UNSERVED
 from mongo_celery.bridge.operations.keys import key_of, shown
 from mongo_celery.bridge.operations.places import NOW, Asked, PassedPlace, Reach, StreamPlace, iso, place_of, read_from
+from mongo_celery.bridge.operations.rename_check import refuse_renaming
 from mongo_celery.bridge.operations.rewinding import intervention, leader_in, reached, refuse_unknown
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, Letter, Place, dead_letter, kept
@@ -186,6 +188,7 @@ def replay(wiring: Wiring, plan: ReplayPlan, *, over_newer: bool, reason: str | 
     }
     note = intervention("replay", plan.subscription, reason, details)
     with reached(wiring) as store:
+        refuse_renaming(store, [plan.subscription])
         _refuse_known(store, plan.subscription, plan.letters)
         said = f"Not failed: {note['by']} has asked for its replay" + (f", {note['reason']}" if reason else "")
         store.dead_letters.keep([{**letter, "error": said} for letter in plan.letters])
@@ -302,21 +305,21 @@ def _letters(bridge: str, layout: Layout, subscription: str, changes: Sequence[P
         following[change.index] = fence = max(fence, 0)
         generation = layout.generation if second >= layout.generation else 0
         found = kept(change.raw)
-        letters.append(
-            dead_letter(
-                bridge=bridge,
-                subscription=subscription,
-                token=change.mark.token,
-                key=describe(change.raw),
-                change=found.change,
-                error="",
-                traceback="",
-                attempts=0,
-                place=Place(generation, change.index, 0, fence, change.hash),
-                cause=SELECTED,
-                kept=found.kind,
-            )
+        letter = dead_letter(
+            bridge=bridge,
+            subscription=subscription,
+            token=change.mark.token,
+            key=describe(change.raw),
+            change=found.change,
+            error="",
+            traceback="",
+            attempts=0,
+            place=Place(generation, change.index, 0, fence, change.hash),
+            cause=SELECTED,
+            kept=found.kind,
         )
+        # Whose letter it is must be known, also where its change is older than the layout: see `state/names.py`.
+        letters.append({**letter, "layout": Int64(layout.generation)})
     return letters[::-1]
 
 
