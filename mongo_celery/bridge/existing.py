@@ -33,11 +33,15 @@ AS = "insert"
 """What it is like to users' expressions and functions that look at events, so that it is where its insert would be."""
 
 TOKEN_TYPE = "82"  # noqa: S105 - of a token that begins with a cluster time
-_END = "~"
-_PLACE_CHARS = 18
+END = "~"
+"""What follows the time in the token of an existing document."""
+
+PLACE_CHARS = 18
+"""Characters of a token up to there: its type, seconds and increment."""
+
+LETTER = "00"
+"""Begins the name of the dead letter of an existing document; before every token."""
 _VERSION_CHARS = 16
-EXISTING = "00"
-"""What names of dead letters of existing documents begin with, and no token does."""
 _SIZE_BYTES = 4
 
 
@@ -48,7 +52,7 @@ def place_at(time: Timestamp) -> str:
 
 def place_behind(time: Timestamp) -> str:
     """What lies behind all tokens of events at a cluster time, and before those of all later ones."""
-    return place_at(time) + _END
+    return place_at(time) + END
 
 
 def token_at(time: Timestamp, version: int, number: int) -> str:
@@ -65,13 +69,13 @@ def token_at(time: Timestamp, version: int, number: int) -> str:
 
 def is_existing(data: str) -> bool:
     """Whether a comparable part of a token is that of an existing document, where no stream can be opened."""
-    return data[_PLACE_CHARS : _PLACE_CHARS + 1] == _END
+    return data[PLACE_CHARS : PLACE_CHARS + 1] == END
 
 
 def version_in(data: str) -> int | None:
     """The version of the term that has read an existing document, from its token; None where it is none's."""
     try:
-        return int(data[_PLACE_CHARS + 1 :][:_VERSION_CHARS], 16) if is_existing(data) else None
+        return int(data[PLACE_CHARS + 1 :][:_VERSION_CHARS], 16) if is_existing(data) else None
     except ValueError:
         return None
 
@@ -90,7 +94,7 @@ def letter_name(data: str, raw: bytes) -> str:
         key = b"".join(bytes(event[name].raw) for name in ("ns", "documentKey"))
     except Exception:  # noqa: BLE001 - bytes that cannot be read are named by their place
         return data
-    return EXISTING + hashlib.blake2b(key, digest_size=16).hexdigest().upper()
+    return LETTER + hashlib.blake2b(key, digest_size=16).hexdigest().upper()
 
 
 def as_inserted(event: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -27,7 +27,8 @@ def wrapped(text: str, indent: str = "  ") -> Iterator[str]:
 def plan_lines(plan: RewindPlan) -> Iterator[str]:
     """What a rewind would do."""
     way = "goes forward" if plan.forward else "goes back"
-    yield from wrapped(f"{plan.subscription} {way} to {moment(plan.to.iso)}, from {moment(plan.at)}")
+    start = plan.at if plan.passed is None else plan.plain()["passed_from"]
+    yield from wrapped(f"{plan.subscription} {way} to {moment(plan.to.iso)}, from {moment(start)}")
     moved = [each.index for each in plan.partitions]
     stay = f"; {plan.staying} stay where they are" if plan.staying else ""
     yield from wrapped(f"  {number(len(moved), 'partition', 'partitions')}: {_indexes(moved)}{stay}", "    ")
@@ -61,9 +62,18 @@ def _left_out(plan: RewindPlan) -> Iterator[str]:
         if stored:
             yield f"{number(stored, 'stored change', 'stored changes')} at most will never be handled"
         yield "whatever came since then and is not handled yet will not be; `changes replay` can run it later"
+        yield from (f"{text}: `changes snapshot` reads what exists anew" for text in _no_replay_brings(plan))
     if plan.dead_letters:
         letters = number(plan.dead_letters, "dead letter", "dead letters")
-        yield f"{letters} of changes that run again stay: discard them when these have succeeded"
+        yield f"{letters} behind it stay: discard those of changes that have succeeded then"
+    if plan.documents:
+        found = number(plan.documents, "of them is of an existing document", "of them are of existing documents")
+        yield f"{found}, and would not run again: replay these when the handler has caught up"
+    if plan.snapshots:
+        yield (
+            "what a snapshot has given behind it is not given again: where the handler has operations, fields or "
+            f"match, targets may end at older states; `changes snapshot {plan.subscription}` afterwards sets that right"
+        )
     if plan.replays:
         yield f"{number(plan.replays, 'replay', 'replays')} of these will not be made"
     if plan.leader is not None:
@@ -75,9 +85,20 @@ def rewound_lines(plan: RewindPlan, moved: Moved) -> Iterator[str]:
     count = number(len(moved.partitions), "partition", "partitions")
     way = "passed over what came before" if plan.forward else "back at"
     yield from wrapped(f"{plan.subscription}: {way} {moment(plan.to.iso)} ({count}); start a listener to go on")
-    if plan.forward and plan.at is not None:
+    since = plan.plain()["passed_from"]
+    if since is not None:
         yield "To run what was passed over later, within the oplog's window:"
-        yield f"  changes replay {plan.subscription} --from {plan.at} --until {plan.to.token['_data']}"
+        yield f"  changes replay {plan.subscription} --from {since} --until {plan.to.token['_data']}"
+    for text in _no_replay_brings(plan):
+        yield from wrapped(f"{text}. To have what exists read anew:")
+        yield f"  changes snapshot {plan.subscription}"
+
+
+def _no_replay_brings(plan: RewindPlan) -> Iterator[str]:
+    """What a way forward passes over that is in no stream."""
+    if plan.passed is not None and plan.passed.documents:
+        found = number(plan.passed.documents, "existing document", "existing documents")
+        yield f"{found} of a snapshot no replay brings back"
 
 
 def progress_line(at: str, count: int, wanted: int) -> str:
@@ -131,6 +152,7 @@ def name_lines(plan: NamePlan) -> Iterator[str]:
         number(holdings.stored, "document of stored changes", "documents of stored changes"),
         number(holdings.letters, "dead letter", "dead letters"),
         number(holdings.replays, "replay", "replays"),
+        number(holdings.snapshots, "snapshot", "snapshots"),
     ]
     yield from wrapped(f"{plan.name} has {', '.join(found)}")
     if plan.to is not None and plan.leader is not None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from pymongo.database import Database
 
 from mongo_celery import Bridge, CommandRefusedError
-from mongo_celery.bridge.operations import renaming
+from mongo_celery.bridge.operations import commands, letter_commands, renaming, snapshot_commands
 from mongo_celery.bridge.operations.lease_commands import adopt, plan_adoption
+from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.rewinding import read_history
-from mongo_celery.bridge.state.names import Names
+from mongo_celery.bridge.operations.selected_replays import Asking, plan_replay, replay
+from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.bridge.state.names import BEGINNING, Names
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
 from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, data_of, staged
@@ -134,7 +137,7 @@ def test_a_listener_that_begins_meanwhile_keeps_the_old_name_in_force(
     """What it has led since then is not lost."""
     original = Names.put_in_force
 
-    def late(self: Names, *arguments: Any) -> bool:
+    def late(self: Names, *arguments: Any) -> Any:
         stage.lead()
         stage.release()
         return original(self, *arguments)
@@ -186,6 +189,89 @@ def test_a_name_that_has_handled_nothing_gives_way(stage: Stage, renamed: Bridge
     assert ids(stage, NEW) == before
 
 
+def test_a_name_with_something_of_its_own_is_refused(
+    stage: Stage, renamed: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was asked for under it would be lost; what a killed attempt has left there is told apart from that."""
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Names, "put_in_force", dies)
+        with pytest.raises(KeyboardInterrupt):
+            rename(renamed)
+    assert ids(stage, NEW).keys() == {"spill", "dead_letters"}, "what runs by itself is not copied before"
+    asked = {"_id": f"{NAME}/{NEW}/mine", "state": "running", "by": "somebody"}
+    for collection, said in (
+        ("dead_letters", "1 dead letters"),
+        ("replays", "1 replays"),
+        ("snapshots", "1 snapshots"),
+    ):
+        stage.state[collection].insert_one(asked)
+        before = stage.everything()
+        with pytest.raises(CommandRefusedError, match=f"{NEW} has {said} of its own: nothing is changed; forget"):
+            rename(renamed)
+        assert stage.everything() == before
+        stage.state[collection].delete_one({"_id": asked["_id"]})
+    original = Names.put_in_force
+
+    def late(self: Names, *arguments: Any) -> Any:
+        stage.state["snapshots"].replace_one({"_id": asked["_id"]}, asked, upsert=True)
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Names, "put_in_force", late)
+        with pytest.raises(CommandRefusedError, match="1 snapshots of its own"):
+            rename(renamed)
+    assert [each["_id"] for each in stage.state["subscriptions"].find()] == [f"{NAME}/{HANDLER}"]
+    stage.state["snapshots"].update_one({"_id": asked["_id"]}, {"$set": {"by": BEGINNING}})
+    before_it = ids(stage, HANDLER)
+    rename(renamed)
+    assert ids(stage, NEW) == before_it, "that with which it begins gives way"
+
+
+def test_commands_wait_until_it_has_its_name(stage: Stage, renamed: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they wrote to a copied letter would be lost, or undone; killed, they wait on, or for a listener."""
+    before = ids(stage, HANDLER)
+    wiring = stage.bridge.wiring
+    letters = letter_commands.find(wiring, Selection(subscription=HANDLER), 0).letters
+    replayed = plan_replay(
+        wiring, Asking(HANDLER, parse_place(stage.events[0]["clusterTime"].as_datetime().isoformat()), key="none")
+    )
+    acts: list[Callable[[], object]] = [
+        lambda: letter_commands.discard(wiring, letters, dry_run=False),
+        lambda: letter_commands.replay(wiring, letters, over_newer=True, dry_run=False),
+        lambda: replay(wiring, replayed, over_newer=False, reason=None),
+        lambda: snapshot_commands.start(wiring, HANDLER),
+        lambda: snapshot_commands.start(renamed.wiring, NEW),
+        lambda: snapshot_commands.stop(wiring, f"{NAME}/{HANDLER}/random"),
+        lambda: snapshot_commands.resume(wiring, f"{NAME}/{HANDLER}/random"),
+        lambda: commands.pause(wiring, HANDLER, 1),
+    ]
+
+    def refused() -> None:
+        for act in acts:
+            with pytest.raises(CommandRefusedError, match="summarise is being renamed to totals: nothing is changed"):
+                act()
+
+    def dies(*_: Any, **__: Any) -> None:
+        refused()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Names, "put_in_force", dies)
+        with pytest.raises(KeyboardInterrupt):
+            rename(renamed)
+    refused()
+    stage.lead()
+    assert [each.result for each in commands.pause(wiring, HANDLER, 1)] == ["done"]
+    stage.release()
+    rename(renamed)
+    assert ids(stage, NEW) == before
+    assert [each.result for each in commands.resume(renamed.wiring, NEW, 1)] == ["done"]
+
+
 def test_a_handler_that_is_gone_is_forgotten(stage: Stage, emptied: Bridge) -> None:
     """All of it, and nothing of others; also where it was killed in the middle."""
     Stage(emptied, stage.data, OTHER).release()
@@ -210,11 +296,51 @@ def test_forgetting_goes_on_where_it_was_killed(stage: Stage, emptied: Bridge, m
         plan = renaming.plan_forget(emptied.wiring, HANDLER, letters=True)
         with pytest.raises(KeyboardInterrupt):
             renaming.forget(emptied.wiring, plan, letters=True, reason=None)
-    assert ids(stage, HANDLER).keys() == {"spill", "dead_letters", "snapshots"}
+    assert ids(stage, HANDLER).keys() == {"spill", "dead_letters"}
     renaming.forget(
         emptied.wiring, renaming.plan_forget(emptied.wiring, HANDLER, letters=True), letters=True, reason=None
     )
     assert not ids(stage, HANDLER)
+
+
+def test_what_only_snapshots_are_left_of_is_forgotten(stage: Stage, emptied: Bridge) -> None:
+    """Else a handler that comes back would be given the rest of them."""
+    stage.state["snapshots"].insert_one({"_id": f"{NAME}/former/one", "epoch": 1})
+    plan = renaming.plan_forget(emptied.wiring, "former", letters=False)
+    assert plan.holdings.snapshots == 1
+    renaming.forget(emptied.wiring, plan, letters=False, reason=None)
+    assert not ids(stage, "former")
+
+
+def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
+    stage: Stage, emptied: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is removed behind the transaction is bound by its version."""
+    original = Names.remove
+
+    def late(self: Names, *arguments: Any, **options: Any) -> Any:
+        stage.lead()
+        stage.write(1)
+        new, old = {"generation": stage.generation}, {"generation": 0, "layout": stage.generation}
+        for name, fields in (("82FE", new), ("82FF", old)):
+            stage.state["dead_letters"].insert_one({"_id": f"{NAME}/{HANDLER}/{name}", **fields})
+        for name in ("replays", "snapshots"):
+            stage.state[name].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "epoch": stage.version})
+        stage.store.spill.insert(stage.partition_id(0), [StoredChange("82FE", b"x")], stage.version)
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(Names, "remove", late)
+    plan = renaming.plan_forget(emptied.wiring, HANDLER, letters=True)
+    renaming.forget(emptied.wiring, plan, letters=True, reason=None)
+    found = ids(stage, HANDLER)
+    assert found["subscriptions"] == {""}
+    assert found["spill"] == {f"/{stage.generation}/0/82FE"}
+    assert len(found["partitions"]) == 2
+    assert {name: found[name] for name in ("dead_letters", "replays", "snapshots")} == {
+        "dead_letters": {"/82FE", "/82FF"},
+        "replays": {"/82FE"},
+        "snapshots": {"/82FE"},
+    }
 
 
 def test_a_listener_that_serves_it_keeps_it(stage: Stage, emptied: Bridge) -> None:

@@ -14,7 +14,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Bridge, CommandRefusedError
-from mongo_celery.bridge.existing import EXISTING
+from mongo_celery.bridge.existing import LETTER
 from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.operations import letter_commands
@@ -332,7 +332,7 @@ def test_letters_come_in_the_order_of_the_stream_by_partition(term: TermRig) -> 
 def test_an_existing_document_is_replayed_at_its_place(term: TermRig) -> None:
     """P2: its letter is named by its key; it neither overtakes a change of before, nor is it left when that fails."""
     asked = Asked(term)
-    document, change = asked.ask(2, key=1, name=f"{EXISTING}AB"), asked.ask(1, key=1)
+    document, change = asked.ask(2, key=1, name=f"{LETTER}AB"), asked.ask(1, key=1)
     behind = asked.ask(3, key=1)
     assert asked.next() == {0: change}
     asked.change(change, notBefore=datetime.now(UTC) + timedelta(hours=1))
@@ -393,7 +393,7 @@ def bridge(mongo_url: str, state_database: str, term: TermRig) -> Iterator[Bridg
 
 def test_letters_of_existing_documents_are_listed_at_their_places(bridge: Bridge, term: TermRig) -> None:
     """By handler, then in the order of the stream, also where only the first ones are asked for."""
-    for number, name in ((1, None), (2, f"{EXISTING}AB"), (3, None), (4, f"{EXISTING}AA")):
+    for number, name in ((1, None), (2, f"{LETTER}AB"), (3, None), (4, f"{LETTER}AA")):
         term.database["dead_letters"].insert_one(letter_of(number, 5, name=name))
 
     def found(limit: int, **selection: Any) -> list[object]:
@@ -402,7 +402,7 @@ def test_letters_of_existing_documents_are_listed_at_their_places(bridge: Bridge
 
     assert found(0) == found(0, subscription=SUBSCRIPTION) == [1, 2, 3, 4]
     assert found(2) == [1, 2]
-    assert found(0, ids=[f"{EXISTING}AA", token(3)["_data"]]) == [3, 4]
+    assert found(0, ids=[f"{LETTER}AA", token(3)["_data"]]) == [3, 4]
 
 
 def _stored(database: Database[Document], number: int, **changes: Any) -> Document:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,14 +12,18 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import CommandRefusedError
+from mongo_celery.bridge.existing import token_at
 from mongo_celery.bridge.listener.starts import open_position, read_starts
 from mongo_celery.bridge.operations import commands
+from mongo_celery.bridge.operations.passed_over import PassedOver
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.rewinding import plan_rewind, read_history, rewind
-from mongo_celery.bridge.state.positions import Positions
+from mongo_celery.bridge.operations.selected_replays import Asking, plan_replay
+from mongo_celery.bridge.state.positions import Moved, Positions
 from mongo_celery.bridge.state.replays import ReplayRequest
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.cli.positions_view import plan_lines, rewound_lines
 from mongo_celery.mongo.oplog import token_before
 from tests.fixtures.samples import DEFINITIONS
 from tests.integration.positions_rig import HANDLER, NAME, Stage, data_of, staged
@@ -179,6 +184,28 @@ def test_forward_passes_over_what_lies_between_and_notes_the_gap(stage: Stage) -
     assert read_history(stage.bridge.wiring)[0]["act"] == "forward"
 
 
+def test_what_is_passed_over_begins_at_the_first_change_that_is_stored(stage: Stage) -> None:
+    """The watermark has passed it: a replay from there on would leave it out. An existing document no replay brings."""
+    first = stage.events[0]
+    index, spill = stage.index(first), stage.store.spill
+    partition_id, existing = stage.partition_id(index), token_at(first["clusterTime"], stage.version, 1)
+    stage.state["partitions"].update_one({"_id": partition_id}, {"$set": {"resumeToken": None}})
+    spill.insert(partition_id, [StoredChange(data_of(first["_id"]), b"x"), StoredChange(existing, b"x")], stage.version)
+    assert stage.store.partitions.mark_spilled(partition_id, stage.version, existing, "halted")
+    stage.release()
+    plan = stage.rewind("now")
+    assert plan.passed == PassedOver(first["clusterTime"], 1)
+    (gap,) = stage.subscription["gaps"]
+    assert gap["from"] == first["clusterTime"]
+    said = list(rewound_lines(plan, Moved([index])))
+    assert "1 existing document of a snapshot no replay brings back." in " ".join(" ".join(said).split())
+    assert said[-1] == f"  changes snapshot {HANDLER}"
+    (command,) = (each.split() for each in said if each.startswith("  changes replay "))
+    options = dict(pairwise(command))
+    asking = Asking(HANDLER, parse_place(options["--from"]), parse_place(options["--until"]))
+    assert first["_id"] in [each["resumeToken"] for each in plan_replay(stage.bridge.wiring, asking).letters]
+
+
 def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: Stage) -> None:
     """A change that runs again is not replayed besides; one that is replayed at this moment is refused."""
     event = stage.of(0)[-1]
@@ -196,6 +223,29 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: St
     assert (plan.dead_letters, plan.replays) == (1, 1)
     assert not stage.store.replays.succeed(claim, letter["_id"])
     assert (stage.store.replays.read(), stage.state["dead_letters"].count_documents({})) == ([], 1)
+
+
+def test_existing_documents_behind_the_place_are_told_by_their_places(stage: Stage) -> None:
+    """Their letters stand before all others by name; a replay would run in front of what runs again."""
+    early, late = (token_at(stage.events[each]["clusterTime"], stage.version, 1) for each in (0, -1))
+    counts = dict.fromkeys(("starts", "crashes", "retries", "waits", "doubts"), 0)
+    for name, data in (("00AA", early), ("00BB", late)):
+        letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{name}", "resumeToken": {"_data": data}}
+        stage.state["dead_letters"].insert_one({**letter, "subscription": HANDLER, "partition": 0})
+        request = {"subscription": HANDLER, "generation": stage.generation, "partition": 0, "key": "k", "fence": None}
+        stage.state["replays"].insert_one(
+            {"_id": letter["_id"], **request, **counts, "overNewer": False, "failed": False}
+        )
+    stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/one", "epoch": 1})
+    stage.state["snapshots"].update_one({}, {"$currentDate": {"movedAt": True}})
+    stage.release()
+    plan = stage.rewind(data_of(stage.events[1]["_id"]), key=str(stage.of(0)[-1]["documentKey"]["_id"]))
+    assert (plan.dead_letters, plan.documents, plan.replays, plan.snapshots) == (1, 1, 1, 1)
+    assert [each.letter for each in stage.store.replays.read()] == [f"{NAME}/{HANDLER}/00AA"]
+    assert stage.state["dead_letters"].count_documents({}) == 2
+    said = " ".join(" ".join(plan_lines(plan)).split())
+    assert "1 of them is of an existing document, and would not run again" in said
+    assert f"targets may end at older states; `changes snapshot {HANDLER}` afterwards" in said
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,27 @@ def test_two_who_ask_at_once_ask_once(stage: Stage, monkeypatch: pytest.MonkeyPa
     assert not any(each.over_newer for each in stage.store.replays.read())
 
 
+def test_a_handler_that_was_sent_back_meanwhile_gets_its_changes_anyway(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody may take long to say yes; also between that and the transaction."""
+    found = plan(stage)
+    stage.release()
+    stage.rewind(data_of(stage.events[2]["_id"]))
+    acts = read_history(stage.bridge.wiring)
+    with pytest.raises(CommandRefusedError, match="was sent back, or has a new layout"):
+        replay(stage.bridge.wiring, found, over_newer=False, reason=None)
+    assert not letters_of(stage)
+    original = selected_replays._refuse_moved
+    looks = iter([True, False])
+    with monkeypatch.context() as patch:
+        patch.setattr(selected_replays, "_refuse_moved", lambda *args: next(looks) or original(*args))
+        with pytest.raises(CommandRefusedError, match="was sent back, or has a new layout"):
+            replay(stage.bridge.wiring, found, over_newer=False, reason=None)
+    assert not stage.store.replays.read()
+    assert read_history(stage.bridge.wiring) == acts
+
+
 def test_what_is_too_much_or_unknown_is_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """P9: one sentence, and nothing changes."""
     before = stage.everything()

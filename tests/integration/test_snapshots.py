@@ -27,6 +27,7 @@ from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.operations import snapshot_commands as commands
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.bridge.state.subscriptions import OWED
 from mongo_celery.errors import CommandRefusedError
 from tests.integration.snapshot_rig import HANDLER, World, keys_of, worlds
 
@@ -86,6 +87,20 @@ def test_an_empty_collection_and_one_that_is_not_there_are_done_at_once(world: W
     world.write(1, 1)
     term.until(world.is_equal)
     assert [each.operation for each in world.seen] == ["insert"]
+
+
+def test_what_a_killed_term_has_asked_for_is_asked_for_once_though_the_start_went_back(world: World) -> None:
+    """A rewind moves the start; the names of the snapshots with which it begins are made of the first one."""
+    term = world.term().begin()
+    term.until(lambda: world.records)
+    term.close()
+    subscriptions = world.client[world.state]["subscriptions"]
+    start = (subscriptions.find_one() or {})["startAtOperationTime"]
+    back = {"startAtOperationTime": Timestamp(start.time, start.inc - 1), "snapshot": OWED}
+    subscriptions.update_one({}, {"$set": back})
+    later = world.term().begin()
+    later.until(lambda: (subscriptions.find_one() or {})["snapshot"] != OWED)
+    assert len(world.records) == 1
 
 
 def test_the_end_of_what_was_scanned_is_kept_byte_for_byte() -> None:

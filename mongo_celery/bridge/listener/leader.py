@@ -256,7 +256,7 @@ class Leader:
         )
         self._subscriptions = subscriptions  # at once: the renewal thread reports from it
         self._spilling.begin(subscriptions, takeover.version)
-        owed = [each.plan for each in subscriptions.values() if starts[each.name].owes_snapshot]
+        owed = [(each.plan, at) for each in subscriptions.values() if (at := starts[each.name].owed_from) is not None]
         self._snapshots.begin(subscriptions, takeover.version, OwedSnapshots(self._wiring, owed))
         position = self._history.begin(subscriptions, starts, self._watermarks)
         self._relayouts.begin(subscriptions, takeover)

@@ -3,7 +3,7 @@ The snapshots with which subscriptions begin: `start_from="snapshot"`.
 
 The start is pinned first, and says in the same write that snapshots are owed; so all that is written from then on is in
 the stream. Then they are asked for, one for each collection that there is: one that is made later is in the stream from
-its first document on. Their names are made of the start and the collection, so a term that ends in between leaves to
+its first document on. Their names are made of that start and the collection, so a term that ends in between leaves to
 the next one what it has not asked for, and nothing is asked for twice.
 """
 
@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import pymongo
 
+from mongo_celery.bridge.state.names import BEGINNING
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 
 if TYPE_CHECKING:
+    from bson import Timestamp
+
     from mongo_celery.bridge.listener.subscription import Plan
     from mongo_celery.bridge.stream.source import Source
     from mongo_celery.bridge.wiring import Wiring
@@ -30,12 +33,13 @@ class OwedSnapshots:
     What is owed to the subscriptions of one term. Used by one thread.
 
     Args:
-        plans: of those to which snapshots are owed.
+        owed: plans of those to which snapshots are owed, each with the start that was pinned with that. (The start
+            itself goes back with a rewind.)
     """
 
-    def __init__(self, wiring: Wiring, plans: Iterable[Plan]) -> None:
+    def __init__(self, wiring: Wiring, owed: Iterable[tuple[Plan, Timestamp]]) -> None:
         self._wiring = wiring
-        self._plans = list(plans)
+        self._owed = list(owed)
 
     def ask(self) -> None:
         """
@@ -45,10 +49,10 @@ class OwedSnapshots:
             PyMongoError: what is left is still owed; to be called again.
         """
         store = self._wiring.store
-        while self._plans:
-            plan = self._plans[0]
+        while self._owed:
+            plan, start = self._owed[0]
             name = plan.handler.name
-            pinned = f"{plan.start.time:08x}{plan.start.inc:08x}"
+            pinned = f"{start.time:08x}{start.inc:08x}"
             with pymongo.timeout(ANSWER_SECONDS):
                 sources = plan.selector.sources
                 found = sorted({each for source in sources for each in collections_of(self._wiring, source)})
@@ -56,12 +60,12 @@ class OwedSnapshots:
                 {
                     "_id": store.snapshots.id_of(name, f"{pinned}-{_brief(source)}"),
                     "source": source,
-                    "by": "start_from='snapshot'",
+                    "by": BEGINNING,
                 }
                 for source in found
             )
             store.subscriptions.note_snapshot(name, plan.version)
-            del self._plans[0]
+            del self._owed[0]
 
 
 def collections_of(wiring: Wiring, source: Source) -> Iterator[str]:

@@ -57,7 +57,7 @@ class Start:
     Attributes:
         is_first: whether it is the time that was pinned by `start_from`, and no place was ever stored.
         lost: what is recorded of its lost history, if it is lost there.
-        owes_snapshot: whether it begins with what exists, and that was not asked for yet.
+        owed_from: where it was pinned, if it begins with what exists and that was not asked for yet; else None.
     """
 
     time: Timestamp
@@ -65,7 +65,7 @@ class Start:
     fingerprint: str | None
     is_first: bool = False
     lost: Mapping[str, Any] | None = None
-    owes_snapshot: bool = False
+    owed_from: Timestamp | None = None
 
     @property
     def place(self) -> tuple[Timestamp, str]:
@@ -130,7 +130,10 @@ def _start(document: Mapping[str, Any], version: int) -> Start:
         found = Start(start, None, document["fingerprint"], is_first=token is None and time_ is None)
     else:
         found = Start(start, Mark(token, token_data(token), time_), document["fingerprint"])
-    return replace(found, lost=lost_in(document), owes_snapshot=document.get("snapshot") == OWED)
+    is_owed = document.get("snapshot") == OWED
+    return replace(
+        found, lost=lost_in(document), owed_from=(document.get("snapshotFrom") or start) if is_owed else None
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from mongo_celery.bridge.operations.rewinding import (
     refuse_unknown,
 )
 from mongo_celery.bridge.state.leases import layouts_in_force
-from mongo_celery.bridge.state.names import RENAMED, Holdings
+from mongo_celery.bridge.state.names import COPIED_BY, RENAMED, Holdings
 from mongo_celery.bridge.state.positions import is_locked
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import name_in
@@ -43,6 +43,7 @@ class NamePlan:
         leader: who leads; None where nobody does.
         generation: of its layout in force; None where only leftovers are there.
         version: of the lease.
+        given_at: version of the lease at which the new name was given, where only leftovers are there.
     """
 
     name: str
@@ -51,6 +52,7 @@ class NamePlan:
     leader: str | None
     generation: int | None
     version: int
+    given_at: int = 0
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -96,7 +98,10 @@ def plan_rename(wiring: Wiring, old: str, new: str) -> NamePlan:
                     f"{new} has handled changes of its own, since a listener has led with it: its positions would be "
                     f"lost. Forget {old}, and rewind {new} to where that stood.",
                 )
-        return NamePlan(old, new, holdings, leader_in(lease), generation, int(lease.get("version", 0)))
+            _refuse_own(old, new, store.names.own(new))
+        version = int(lease.get("version", 0))
+        given_at = int(documents.get(new, {}).get(COPIED_BY) or version)
+        return NamePlan(old, new, holdings, leader_in(lease), generation, version, given_at)
 
 
 def rename(wiring: Wiring, plan: NamePlan, reason: str | None, progress: Progress = lambda _: None) -> None:
@@ -116,20 +121,24 @@ def rename(wiring: Wiring, plan: NamePlan, reason: str | None, progress: Progres
         if plan.generation is not None:
             refuse_led(wiring, store)
             version = _begin(wiring, store, plan)
-            for count in store.names.copy(plan.name, plan.to, plan.generation):
+            for count in store.names.copy(plan.name, plan.to, plan.generation, version):
                 progress(done := done + count)
             note = intervention("rename", plan.name, reason, {"to": plan.to})
-            if not store.names.put_in_force(plan.name, plan.to, version, note):
+            result = store.names.put_in_force(plan.name, plan.to, version, note)
+            if result == "asked":
+                _refuse_own(plan.name, plan.to, store.names.own(plan.to))
+            if result != "done":
                 refuse_led(wiring, store)
                 raise CommandRefusedError(_begun(wiring, plan.name))
-        version = int((store.leases.read() or {}).get("version", 0))
+        else:
+            version = plan.given_at
         for count in store.names.remove(plan.name, version, letters=True):
             progress(done := done + count)
 
 
 def _begin(wiring: Wiring, store: Store, plan: NamePlan) -> int:
     try:
-        begun = store.names.begin(plan.name, plan.version)
+        begun = store.names.begin(plan.name, str(plan.to), plan.version)
     except PyMongoError as error:
         if is_locked(error):
             raise CommandRefusedError(LOCKED) from error
@@ -143,6 +152,18 @@ def _begin(wiring: Wiring, store: Store, plan: NamePlan) -> int:
         refuse_led(wiring, store)
         raise CommandRefusedError(_begun(wiring, plan.name))
     return int(begun)
+
+
+def _refuse_own(old: str, new: str, own: Holdings) -> None:
+    """What was asked for or set aside under the new name would be lost, or be taken for the old one's."""
+    if own.any:
+        found = ((own.letters, "dead letters"), (own.replays, "replays"), (own.snapshots, "snapshots"))
+        has = ", ".join(f"{count} {what}" for count, what in found if count)
+        raise CommandRefusedError(
+            f"{new} has {has} of its own: nothing is changed; forget {new} with code that does not have it (`changes "
+            f"forget {new} --dead-letters`), then repeat the command; or forget {old}, and rewind {new} to where that "
+            "stood.",
+        )
 
 
 def _begun(wiring: Wiring, name: str) -> str:

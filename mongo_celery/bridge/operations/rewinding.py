@@ -26,10 +26,11 @@ from pymongo.errors import PyMongoError
 from mongo_celery.arguments import nearest
 from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.operations.keys import key_of, partition_of_key, shown
+from mongo_celery.bridge.operations.passed_over import PassedOver, passed_over
 from mongo_celery.bridge.operations.places import NOW, Asked, Reach, StreamPlace, iso, place_of
 from mongo_celery.bridge.state.leases import layouts_in_force
 from mongo_celery.bridge.state.partitions import Image, state_of
-from mongo_celery.bridge.state.positions import Move, Moved, is_locked
+from mongo_celery.bridge.state.positions import Move, Moved, behind, existing_behind, is_locked
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout, lost_in, name_in
 from mongo_celery.errors import CommandRefusedError
@@ -76,9 +77,12 @@ class RewindPlan:
     Attributes:
         to: the place.
         at: where the subscription stands, as a time.
+        passed: what a way forward passes over; None for one back.
+        documents: how many of these dead letters are of existing documents, which do not run again.
+        snapshots: how many snapshots have given existing documents behind the place, which do not run again.
         partitions: those that would be sent there, or in which something ends.
         staying: how many stay where they are.
-        dead_letters: how many of its dead letters are of changes that would run again; they stay.
+        dead_letters: how many of its dead letters are of changes behind the place; they stay.
         replays: how many replays of these that were asked for would be withdrawn.
         key: whose partition it is, for people; None for all.
         leader: who leads, which keeps it from being done; None where nobody does.
@@ -90,11 +94,14 @@ class RewindPlan:
     forward: bool
     partitions: Sequence[PartitionMove]
     staying: int
-    dead_letters: int
-    replays: int
     key: str | None
     leader: str | None
     move: Move
+    dead_letters: int = 0
+    replays: int = 0
+    documents: int = 0
+    snapshots: int = 0
+    passed: PassedOver | None = None
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -104,6 +111,9 @@ class RewindPlan:
             "token": self.to.token["_data"],
             "from": self.at,
             "forward": self.forward,
+            "passed_from": iso(self.passed.since) if self.passed is not None else None,
+            "documents": self.passed.documents if self.passed is not None else self.documents,
+            "snapshots": self.snapshots,
             "partitions": [asdict(each) for each in self.partitions],
             "staying": self.staying,
             "dead_letters": self.dead_letters,
@@ -149,7 +159,17 @@ def plan_rewind(
             for image in images
             if not forward and not image.data and image.handled is None and _stands(image)
         ]
-        letters, replays = (0, 0) if forward else _behind(store, wiring.name, subscription, to, moved)
+        around = _around(wiring, store, images, layout, documents[subscription], to, moved, forward=forward)
+        move = Move(
+            subscription=subscription,
+            token=to.token,
+            time=to.time,
+            forward=forward,
+            generation=layout.generation,
+            version=int(lease.get("version", 0)),
+            partition=chosen,
+            since=around["passed"].since if forward else None,
+        )
         return RewindPlan(
             subscription=subscription,
             to=to,
@@ -157,13 +177,10 @@ def plan_rewind(
             forward=forward,
             partitions=sorted(moved, key=lambda each: each.index),
             staying=len(images) - len(moved),
-            dead_letters=letters,
-            replays=replays,
             key=None if key is None else shown(key_of(key)),
             leader=leader_in(lease),
-            move=Move(
-                subscription, to.token, to.time, forward, layout.generation, int(lease.get("version", 0)), chosen
-            ),
+            move=move,
+            **around,
         )
 
 
@@ -185,7 +202,7 @@ def rewind(wiring: Wiring, plan: RewindPlan, *, asked: str, reason: str | None) 
         "to": plan.to.iso,
         "token": plan.to.token["_data"],
         "asked": asked,
-        "from": plan.at,
+        "from": plan.at if plan.passed is None else iso(plan.passed.since),
         "partitions": [each.index for each in plan.partitions],
         "key": plan.key,
     }
@@ -366,15 +383,45 @@ def _partition_move(store: Store, image: Image, layout: Layout, to: StreamPlace,
     )
 
 
-def _behind(
-    store: Store, bridge: str, subscription: str, to: StreamPlace, moved: Sequence[PartitionMove]
-) -> tuple[int, int]:
-    """How many dead letters lie behind a place, in partitions that go back, and how many are to be replayed."""
-    prefix = f"{bridge}/{subscription}"
-    behind = {"_id": {"$gt": f"{prefix}/{to.token['_data']}", "$lt": f"{prefix}0"}}
-    theirs = {**behind, "partition": {"$in": [each.index for each in moved]}}
-    with pymongo.timeout(_READ_SECONDS):
-        letters = store.dead_letters.collection.count_documents(theirs)
-    indexes = {each.index for each in moved}
+def _around(
+    wiring: Wiring,
+    store: Store,
+    images: Sequence[Image],
+    layout: Layout,
+    document: Mapping[str, Any],
+    to: StreamPlace,
+    moved: Sequence[PartitionMove],
+    *,
+    forward: bool,
+) -> dict[str, Any]:
+    """What else a plan says: forward, what is passed over; back, what lies behind the place and does not run again."""
+    subscription, indexes = name_in(document), {each.index for each in moved}
+    if forward:
+        going = [image for image in images if image.index in indexes]
+        return {"passed": passed_over(store, going, layout.generation, to, place_in(document))}
+    data = str(to.token["_data"])
+    letters = behind(wiring.name, subscription, data)
+    existing = existing_behind(wiring.name, subscription, data)
+    theirs = {"partition": {"$in": sorted(indexes)}}
     asked = [each for each in store.replays.read() if each.subscription == subscription and each.partition in indexes]
-    return letters, sum(each.letter > behind["_id"]["$gt"] for each in asked)
+    collection = store.dead_letters.collection
+    with pymongo.timeout(_READ_SECONDS):
+        return {
+            "dead_letters": collection.count_documents({"$and": [letters, theirs]}),
+            "documents": collection.count_documents({"$and": [existing, theirs]}),
+            "replays": collection.count_documents(
+                {"$and": [letters, {"_id": {"$in": [each.letter for each in asked]}}]}
+            ),
+            "snapshots": _read_behind(store, subscription, to),
+        }
+
+
+def _read_behind(store: Store, subscription: str, to: StreamPlace) -> int:
+    """How many snapshots of a subscription have read something since a place."""
+    since = to.time.as_datetime().replace(tzinfo=None)
+    return sum(
+        each.subscription == subscription
+        and (last := each.moved_at or each.started_at) is not None
+        and last.replace(tzinfo=None) >= since
+        for each in store.snapshots.read()
+    )

@@ -6,8 +6,9 @@ replay of each is asked for: so each runs under a claim of its partition, betwee
 with retries of its own, and whoever dies meanwhile loses nothing (`state/replays.py`).
 
 1. What its partition has not passed yet is left out: it comes anyway, and a replay would be in front of it.
-2. First all letters are stored, of which nothing runs; then the replays are asked for, all in one transaction. Killed
-   before, nothing has begun, and the command can be repeated; killed behind it, everything is asked for.
+2. First all letters are stored, of which nothing runs; then the replays are asked for, all in one transaction. It
+   finds that no position has gone back meanwhile, and writes the lease, as whoever moves one does. Killed before,
+   nothing has begun, and the command can be repeated; killed behind it, everything is asked for.
 3. A replay must not write over newer data. Of a change that was handled nobody has kept the fencing token; but fences
    count in cluster time (`mongo/expressions.py`), so every claim that ran the change, or a later one, has a larger one
    than the second of the change says. The replay's token lies right below that: a target refuses it where the change
@@ -27,16 +28,19 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
+from bson.int64 import Int64
 
 from mongo_celery.bridge.change import describe, event_of, token_data
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.operations.commands import UNSERVED
 from mongo_celery.bridge.operations.keys import key_of, shown
 from mongo_celery.bridge.operations.places import NOW, Asked, PassedPlace, Reach, StreamPlace, iso, place_of, read_from
+from mongo_celery.bridge.operations.rename_check import refuse_renaming
 from mongo_celery.bridge.operations.rewinding import intervention, leader_in, reached, refuse_unknown
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, SELECTED, Letter, Place, dead_letter, kept, unsigned
 from mongo_celery.bridge.state.leases import layouts_in_force
+from mongo_celery.bridge.state.positions import Passed
 from mongo_celery.bridge.state.replays import REQUESTS_MAX
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout
@@ -175,8 +179,8 @@ def replay(wiring: Wiring, plan: ReplayPlan, *, over_newer: bool, reason: str | 
         reason: why, for people.
 
     Raises:
-        CommandRefusedError: some of them are dead letters, are to be replayed, or are of a parked key, by now; nothing
-            is asked for.
+        CommandRefusedError: some of them are dead letters, are to be replayed, or are of a parked key, by now; or the
+            handler was sent back behind them, or has another layout. Nothing is asked for.
         ServerUnavailableError, DeploymentError: as for the commands.
     """
     details = {
@@ -188,17 +192,26 @@ def replay(wiring: Wiring, plan: ReplayPlan, *, over_newer: bool, reason: str | 
     }
     note = intervention("replay", plan.subscription, reason, details)
     with reached(wiring) as store:
+        refuse_renaming(store, [plan.subscription])
+        passed = _passed(plan)
+        _refuse_moved(wiring, store, plan, passed)
         _refuse_known(store, plan.subscription, plan.letters)
         _refuse_parked(store, plan.subscription, plan.generation, plan.letters)
         said = f"Not failed: {note['by']} has asked for its replay" + (f", {note['reason']}" if reason else "")
         store.dead_letters.keep([{**letter, "error": said} for letter in plan.letters])
         letters = [_letter(each) for each in plan.letters]
-        if not store.replays.request_all(letters, plan.generation, over_newer=over_newer):
+        asked = store.replays.request_all(
+            letters,
+            plan.generation,
+            over_newer=over_newer,
+            unless=lambda session: not store.positions.note_passed(session, note, passed),
+        )
+        if not asked:
+            _refuse_moved(wiring, store, plan, passed)
             raise CommandRefusedError(
                 "Some of these changes are being replayed already, or were discarded at this moment: nothing is asked "
                 "for; look at `dead-letters list`, then repeat the command.",
             )
-        store.positions.note(note)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -305,21 +318,21 @@ def _letters(bridge: str, layout: Layout, subscription: str, changes: Sequence[P
         following[change.index] = fence = max(fence, 0)
         generation = layout.generation if second >= layout.generation else 0
         found = kept(change.raw)
-        letters.append(
-            dead_letter(
-                bridge=bridge,
-                subscription=subscription,
-                token=change.mark.token,
-                key=describe(change.raw),
-                change=found.change,
-                error="",
-                traceback="",
-                attempts=0,
-                place=Place(generation, change.index, 0, fence, change.hash),
-                cause=SELECTED,
-                kept=found.kind,
-            )
+        letter = dead_letter(
+            bridge=bridge,
+            subscription=subscription,
+            token=change.mark.token,
+            key=describe(change.raw),
+            change=found.change,
+            error="",
+            traceback="",
+            attempts=0,
+            place=Place(generation, change.index, 0, fence, change.hash),
+            cause=SELECTED,
+            kept=found.kind,
         )
+        # Whose letter it is must be known, also where its change is older than the layout: see `state/names.py`.
+        letters.append({**letter, "layout": Int64(layout.generation)})
     return letters[::-1]
 
 
@@ -341,6 +354,24 @@ def _letter(document: Mapping[str, Any]) -> Letter:
         token=document["resumeToken"],
         place=Place(0, document["partition"], 0, document["fence"], document["hash"] % (1 << 64)),
     )
+
+
+def _passed(plan: ReplayPlan) -> Passed:
+    """How far each partition must have come, so that nothing of a plan is yet to be handled."""
+    places: dict[int, str] = {}
+    for letter in plan.letters:
+        index, data = int(letter["partition"]), token_data(letter["resumeToken"])
+        places[index] = max(places.get(index, ""), data)
+    return Passed(plan.subscription, plan.generation, places)
+
+
+def _refuse_moved(wiring: Wiring, store: Store, plan: ReplayPlan, passed: Passed) -> None:
+    """Somebody may have moved positions while the plan was looked at: what is to be handled comes anyway."""
+    if not store.positions.are_passed(passed):
+        raise CommandRefusedError(
+            f"Subscription {plan.subscription} of bridge {wiring.name} was sent back, or has a new layout, since its "
+            "changes were read: nothing is asked for; repeat the command.",
+        )
 
 
 def _refuse_known(store: Store, subscription: str, letters: Sequence[Mapping[str, Any]]) -> None:

@@ -38,7 +38,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.change import EVENT_TYPES, event_of, token_data
-from mongo_celery.bridge.existing import EXISTING
+from mongo_celery.bridge.existing import LETTER
 from mongo_celery.mongo.table import Table, call_timeout
 
 CHANGE_BYTES = 15 << 20
@@ -196,7 +196,7 @@ class DeadLetters:
         """
         query = self._query(selection, subscriptions)
         names = [selection.subscription] if selection.subscription is not None else subscriptions
-        existing = {"$or": [{"_id": _range(f"{self._bridge}/{name}/{EXISTING}")} for name in names]}
+        existing = {"$or": [{"_id": _range(f"{self._bridge}/{name}/{LETTER}")} for name in names]}
         if not names or self._table.find_one(existing, {"_id": 1}) is None:
             with self._table.limit():
                 found = self._table.collection.find(query, _FIELDS, sort=[("_id", 1)], limit=limit)

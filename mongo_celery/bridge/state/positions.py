@@ -34,8 +34,9 @@ from pymongo.client_session import ClientSession
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.existing import LETTER
 from mongo_celery.bridge.state.partitions import moved_stages
-from mongo_celery.bridge.state.stored import ids_under
+from mongo_celery.bridge.state.stored import ids_under, past
 from mongo_celery.mongo.expressions import literal, next_number
 from mongo_celery.mongo.locked import is_lock
 
@@ -44,6 +45,7 @@ T = TypeVar("T")
 INTERVENTIONS_KEPT = 50
 _SECONDS = 15.0
 _GAPS_KEPT = 20
+_LAST = chr(0x10FFFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Move:
         generation: of the layout, as it was seen.
         version: of the lease, as it was seen.
         partition: only this one; None for all.
+        since: forward, from when on something is passed over, where that lies before the watermark.
     """
 
     subscription: str
@@ -67,6 +70,7 @@ class Move:
     generation: int
     version: int
     partition: int | None = None
+    since: Timestamp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,21 @@ class Moved:
 
     partitions: Sequence[int] = field(default=())
     withdrawn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """
+    Places that partitions have committed.
+
+    Attributes:
+        generation: of the layout in force.
+        places: comparable part of a token, by index of the partition.
+    """
+
+    subscription: str
+    generation: int
+    places: Mapping[int, str]
 
 
 class Positions:
@@ -135,17 +154,28 @@ class Positions:
             each.get("claim") or {} for each in found if each in moving or not (to.forward or each["resumeToken"])
         ]
         interrupted = [claim["replay"] for claim in claims if claim.get("replay")]
-        replays = self._database["replays"]
-        behind = {
-            "_id": {"$gt": f"{self._bridge}/{to.subscription}/{data}", "$lt": f"{self._bridge}/{to.subscription}0"}
-        }
-        withdrawn = 0
-        if not to.forward and indexes:
-            theirs = {**behind, "generation": to.generation, "partition": {"$in": indexes}}
-            withdrawn = replays.delete_many(theirs, session=session).deleted_count
+        withdrawn = 0 if to.forward or not indexes else self._withdraw(to, indexes, session)
         # What was interrupted has not crashed.
-        replays.update_many({"_id": {"$in": interrupted}}, {"$set": {"fence": None}}, session=session)
+        interrupted_ones = {"_id": {"$in": interrupted}}
+        self._database["replays"].update_many(interrupted_ones, {"$set": {"fence": None}}, session=session)
         return Moved(indexes, withdrawn)
+
+    def _withdraw(self, to: Move, indexes: Sequence[int], session: ClientSession) -> int:
+        """
+        Forget the replays of what lies behind a place, in partitions that go back; how many they are.
+
+        Those of existing documents, too: they would run before the changes that are in front of them.
+        """
+        replays, letters = self._database["replays"], self._database["dead_letters"]
+        theirs = {
+            "_id": ids_under(f"{self._bridge}/{to.subscription}"),
+            "generation": to.generation,
+            "partition": {"$in": list(indexes)},
+        }
+        asked = {"_id": {"$in": [each["_id"] for each in replays.find(theirs, {"_id": 1}, session=session)]}}
+        late = {"$and": [asked, behind(self._bridge, to.subscription, str(to.token["_data"]))]}
+        over = [each["_id"] for each in letters.find(late, {"_id": 1}, session=session)]
+        return replays.delete_many({"_id": {"$in": over}}, session=session).deleted_count
 
     # -- the lease ---------------------------------------------------------------------------------
 
@@ -182,6 +212,31 @@ class Positions:
             change = [{"$set": {"interventions": noted(intervention)}}]
             self._database["leases"].update_one({"_id": self._bridge}, change)
 
+    def are_passed(self, passed: Passed, session: ClientSession | None = None) -> bool:
+        """Whether partitions have committed these places, in a layout that is in force."""
+        name = f"{self._bridge}/{passed.subscription}"
+        in_force = {"_id": name, "layout.generation": passed.generation}
+        wanted = {f"{name}/{passed.generation}/{index}": data for index, data in passed.places.items()}
+        committed = {"_id": {"$in": list(wanted)}, "resumeToken": {"$ne": None}}
+        with pymongo.timeout(_SECONDS):
+            found = self._database["partitions"].find(committed, {"resumeToken": 1}, session=session)
+            own = {each["_id"]: str(each["resumeToken"]["_data"]) for each in found}
+            is_in_force = self._database["subscriptions"].find_one(in_force, {"_id": 1}, session=session) is not None
+        return is_in_force and all(own.get(each, "") >= data for each, data in wanted.items())
+
+    def note_passed(self, session: ClientSession, intervention: Mapping[str, Any], passed: Passed) -> bool:
+        """
+        Note something that holds as long as partitions have committed these places; who moves them is in conflict.
+
+        Returns:
+            False where they have not: nothing is noted.
+        """
+        if not self.are_passed(passed, session):
+            return False
+        change = [{"$set": {"interventions": noted(intervention)}}]
+        self._database["leases"].update_one({"_id": self._bridge}, change, session=session)
+        return True
+
     def interventions(self) -> list[dict[str, Any]]:
         """What people did with positions, the oldest first, each with its time `at`."""
         with pymongo.timeout(_SECONDS):
@@ -206,6 +261,26 @@ class Positions:
         """A transaction of the state, repeated for a bounded time."""
         with pymongo.timeout(_SECONDS), self._database.client.start_session() as session:
             return session.with_transaction(body, write_concern=WriteConcern("majority"))
+
+
+def behind(bridge: str, subscription: str, data: str) -> dict[str, Any]:
+    """
+    A query for the dead letters of a subscription that lie behind a place.
+
+    Their `_id`s say so, but for those of existing documents, which are named by their keys.
+
+    Args:
+        data: comparable part of the place's token.
+    """
+    prefix = f"{bridge}/{subscription}"
+    changes = {"_id": {"$gt": f"{prefix}/{data}", "$lt": past(prefix)}}
+    return {"$or": [changes, existing_behind(bridge, subscription, data)]}
+
+
+def existing_behind(bridge: str, subscription: str, data: str) -> dict[str, Any]:
+    """As `behind`, of existing documents alone."""
+    first = f"{bridge}/{subscription}/{LETTER}"
+    return {"_id": {"$gte": first, "$lt": first + _LAST}, "resumeToken._data": {"$gt": data}}
 
 
 def is_locked(error: PyMongoError) -> bool:
@@ -241,7 +316,8 @@ def _subscription_moved(to: Move, version: Int64) -> list[dict[str, Any]]:
         moves = False  # the others have not done what this one passes over
     place: dict[str, Any] = {"resumeToken": literal(dict(to.token)), "clusterTime": to.time, "fingerprint": None}
     if to.forward:
-        gap = {"from": own, "until": to.time, "policy": "now", "at": "$$NOW"}
+        # The watermark has passed what is stored, and not handled.
+        gap = {"from": {"$min": [own, to.since]}, "until": to.time, "policy": "now", "at": "$$NOW"}
         place["gaps"] = {"$slice": [{"$concatArrays": [{"$ifNull": ["$gaps", []]}, [gap]]}, -_GAPS_KEPT]}
     else:
         place["startAtOperationTime"] = {"$min": ["$startAtOperationTime", to.time]}

@@ -214,16 +214,24 @@ class Replays:
 
         return self._together(ask)
 
-    def request_all(self, letters: Sequence[Letter], generation: int, *, over_newer: bool) -> bool:
+    def request_all(
+        self,
+        letters: Sequence[Letter],
+        generation: int,
+        *,
+        over_newer: bool,
+        unless: Callable[[ClientSession], bool] = lambda _: False,
+    ) -> bool:
         """
         Ask for the replay of letters that were never started, all of them or none.
 
         Args:
             letters: each with its place, whose partition is that of the layout in force.
             generation: of that layout.
+            unless: found in the transaction, keeps it from being done.
 
         Returns:
-            False where one of them is gone, or is to be replayed already.
+            False where that was found, or one of them is gone, or is to be replayed already.
         """
         ids = [letter.document_id for letter in letters]
         requests = []
@@ -234,6 +242,8 @@ class Replays:
             requests.append({"_id": letter.document_id, **request})
 
         def ask(session: ClientSession) -> bool:
+            if unless(session):
+                return _aborted(session)
             theirs = {"_id": {"$in": ids}}
             asked = {"$currentDate": {"replayAskedAt": True}}
             found = self._dead_letters.update_many(theirs, asked, session=session).matched_count

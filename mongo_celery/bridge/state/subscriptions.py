@@ -156,11 +156,12 @@ class Subscriptions:
 
         Args:
             position: `resumeToken` and `clusterTime` of that token; None for a time.
-            with_snapshot: whether it is given what exists then, which is owed from this write on.
+            with_snapshot: whether it is given what exists then, which is owed from this write on. When that was stays
+                known, whatever becomes of the start.
         """
         change: dict[str, Any] = {"startAtOperationTime": start}
         if with_snapshot:
-            change["snapshot"] = OWED
+            change |= {"snapshot": OWED, "snapshotFrom": start}
         if position is not None:
             change |= {"resumeToken": position["resumeToken"], "clusterTime": position["clusterTime"]}
         guard = {"_id": self._id(name), "epoch": version, "startAtOperationTime": None}
