@@ -75,14 +75,16 @@ def test_an_election_that_takes_a_position_back_costs_one_start(
     three_members: MongoReplicaSet, elections: Elections, make_client: MakeClient, state_database: str
 ) -> None:
     """
-    P5, P6: a position that an execution writes inline does not wait for a majority, and nobody rests on it before.
+    P5, P6: a position that an execution has written inline, and that no majority has yet: nobody rests on it.
 
     No look sees it, and no claim behind it is granted; when it was taken back, its change can be claimed again.
     """
     rig = rig_of(make_client(three_members.url), state_database)
     claim = rig.claim(inline=True)
-    with elections.held_back():
-        assert rig.claims.handle(claim, 1, token(1))
+    with elections.held_back() as primary, MongoClient[Document](primary.url) as direct:
+        with pytest.raises(PyMongoError):
+            rig.claims.handle(claim, 1, token(1))
+        assert [found["committed"] for found in direct[state_database]["partitions"].find()] == [1], "on this primary"
         assert rig.image.committed == 0, "by what a majority has"
         with pytest.raises(PyMongoError):
             rig.try_claim(2)

@@ -28,17 +28,16 @@ The partition's document is the authority on who may run what::
    what a claim has read of it holds, or is released, until the claim ends: a change of such a key is set aside
    unstarted, whoever has sent it (`replays` says how a key is released).
 7. Where no commit task follows a run, its execution writes the position itself, in one write under its own guard (3):
-   there is no `handled`, and nothing between success and position. It may be lost in a rollback, as `handled` may,
-   because whoever looks at positions reads what a majority has, and every claim is a majority write: what is behind a
-   position keeps it. A look that took a position as any member has it could move a watermark past a change that is
-   not done.
+   there is no `handled`, and nothing between success and position. It waits for a majority, which is a matter of speed:
+   whoever looks at positions reads what a majority has, and what is written behind one, the next claim first, is a
+   majority write and keeps it. So one without an answer that a failover takes back costs one more start.
 
 | failure | what happens |
 |---|---|
 | the answer of a claim is lost | ended by owner, best effort, and claimed anew; no crash is counted |
 | a heartbeat is late | the claim lapses; the execution may finish if nobody claimed since, else the crash is undone |
 | the worker is told to shut down, and killed later | the claim lapses; no crash is counted |
-| a rollback loses `handled`, or a position that was written inline (w:1) | the change runs once more, nothing else |
+| `handled` is lost in a rollback (it is written with w:1) | the change runs once more, nothing else |
 | the worker dies | the claim lapses; the next claim counts a crash and runs change by change |
 """
 
@@ -63,7 +62,7 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store, unsigned
 from mongo_celery.mongo.expressions import after, literal, millis, next_number
-from mongo_celery.mongo.table import ACKNOWLEDGED, Table, call_timeout
+from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, call_timeout
 
 TRANSACTION_SECONDS = 5.0
 PARKED_MAX = 1000
@@ -362,8 +361,8 @@ class Claims:
         """
         Record that the handler succeeded up to `last`; from then on no message can start it again.
 
-        Under a claim that is `inline` this is the position itself, and ends the claim. Repeating it is harmless.
-        Outside a transaction it is written with w:1: losing it costs one more run of the change, and nothing else.
+        Repeating it is harmless. Outside a transaction it is written with w:1: losing it costs one
+        more run of the change, and nothing else. Under a claim that is `inline` it is the position itself, by majority.
 
         Args:
             claim: under which the handler ran.
@@ -381,8 +380,9 @@ class Claims:
         if session is not None:  # the transaction's own limits hold, and its write concern
             return self._table.collection.update_one(guard, {"$set": change}, session=session).matched_count == 1
         if retryable:
-            return self._acknowledged.update(guard, {"$set": change})
-        return self._table.update_unretried(guard, {"$set": change}, ACKNOWLEDGED)
+            table = self._table if claim.inline else self._acknowledged
+            return table.update(guard, {"$set": change})
+        return self._table.update_unretried(guard, {"$set": change}, MAJORITY if claim.inline else ACKNOWLEDGED)
 
     def commit(self, partition_id: str, first: int | None = None) -> bool:
         """
