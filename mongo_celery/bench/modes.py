@@ -72,6 +72,7 @@ MODES: dict[str, Mode] = {
         Mode("watch_delay", _program("watch_delay"), _RAW_APP, scale=2),
         Mode("watch_loop", _program("watch_loop"), ends="ended"),
         Mode("bridge_chain", _listener, BRIDGE_APP, ends="committed", bridge={"run_size": 1}),
+        Mode("bridge_inline", _listener, BRIDGE_APP, ends="committed", bridge={"run_size": 1, "commit": "inline"}),
         Mode("bridge_runs", _listener, BRIDGE_APP, ends="committed", bridge={"run_size": 200}, scale=10),
     )
 }

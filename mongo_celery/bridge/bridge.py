@@ -137,6 +137,7 @@ class Bridge:
         transactional: bool = False,
         group: str | None = None,
         start_from: StartFrom | None = None,
+        commit: str | None = None,
         **task_options: Any,
     ) -> Callable[[Function], Any]:
         """
@@ -163,6 +164,8 @@ class Bridge:
             start_from: where the handler begins while it has no position, as the bridge's option of that name says it;
                 by default that one. It is judged once, when a listener first leads with the handler. With `"snapshot"`
                 it is given the documents that exist then, too, as operation type `snapshot`.
+            commit: `chain`, where a task behind the handler's writes the position, or `inline`, where the execution
+                writes it itself: half the messages; by default the bridge's.
             task_options: Celery's `bind`, `autoretry_for`, `retry_backoff`, `max_retries`, `rate_limit`,
                 `time_limit`, `soft_time_limit` and the like.
 
@@ -180,6 +183,7 @@ class Bridge:
             "transactional": transactional,
             "group": group,
             "start_from": start_from,
+            "commit": commit,
         }
 
         def decorate(function: Function) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 from mongo_celery.arguments import check_choice, check_name, nearest
 from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.options import (
+    COMMITS,
     FAILURE_POLICIES,
     UNAVAILABLE,
     BridgeOptions,
@@ -48,7 +49,17 @@ TASK_OPTIONS = frozenset(
         "track_started",
     },
 )
-_OWN_OPTIONS = ("operations", "fields", "match", "partition_by", "failure_policy", "name", "group", "start_from")
+_OWN_OPTIONS = (
+    "operations",
+    "fields",
+    "match",
+    "partition_by",
+    "failure_policy",
+    "commit",
+    "name",
+    "group",
+    "start_from",
+)
 _OF_BRIDGE = frozenset(each.name for each in fields(BridgeOptions)) - TASK_OPTIONS - {*_OWN_OPTIONS}
 _REFUSED = {
     "queue": "the bridge chooses the queue of the change's partition; group='...' gives a handler queues of its own",
@@ -81,6 +92,7 @@ class Handler:
         partition_by: the handler's own rule, or None for the bridge's.
         group: of workers, whose queues its runs go to; None for the bridge's own queues.
         start_from: where it begins while it has no position; None for the bridge's.
+        commit: who writes its positions, `"chain"` or `"inline"`; None for the bridge's.
     """
 
     name: str
@@ -93,6 +105,7 @@ class Handler:
     transactional: bool
     group: str | None = None
     start_from: StartFrom | None = None
+    commit: str | None = None
 
     def selector(self, default_database: str | None) -> Selector:
         """Sources and filter, with the sources resolved."""
@@ -102,6 +115,10 @@ class Handler:
     def policy(self, options: BridgeOptions) -> str:
         """What happens after the last attempt: the handler's own policy, or the bridge's."""
         return self.failure_policy or options.failure_policy
+
+    def commits_inline(self, options: BridgeOptions) -> bool:
+        """Whether its executions write the position themselves: by its own option, or the bridge's."""
+        return (self.commit or options.commit) == "inline"
 
     def start(self, options: BridgeOptions) -> StartFrom:
         """Where it begins while it has no position: the handler's own start, or the bridge's."""
@@ -156,7 +173,7 @@ def make_handler(
         options: the bridge's options.
         task_name: name of the Celery task.
         arguments: `name`, `operations`, `fields`, `match`, `partition_by`, `failure_policy`, `transactional`,
-            `group`, `start_from`.
+            `group`, `start_from`, `commit`.
         task_options: everything else, for Celery's task.
 
     Raises:
@@ -169,6 +186,9 @@ def make_handler(
     name = check_name(arguments["name"] or function.__name__, "handler name")
     if arguments["failure_policy"] is not None:
         check_choice("failure_policy", arguments["failure_policy"], FAILURE_POLICIES, UNAVAILABLE)
+    commit = arguments.get("commit")
+    if commit is not None:
+        check_choice("commit", commit, COMMITS, UNAVAILABLE)
     start_from = arguments.get("start_from")
     if start_from is not None:
         check_start(start_from)
@@ -183,6 +203,7 @@ def make_handler(
         transactional=bool(arguments["transactional"]),
         group=_checked_group(arguments.get("group")),
         start_from=start_from,
+        commit=commit,
     )
     if start_from == SNAPSHOT and not handler.filter.takes_documents:
         raise ConfigurationError(

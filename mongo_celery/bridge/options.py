@@ -28,6 +28,7 @@ from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.mongo.table import call_timeout
 
 FAILURE_POLICIES = ("halt", "dead_letter", "park_key", "skip", "discard")
+COMMITS = ("chain", "inline")
 HISTORY_POLICIES = ("halt", "oldest", "now")
 FULL_DOCUMENT = (None, "default", "updateLookup", "whenAvailable", "required")
 BEFORE_CHANGE = (None, "off", "whenAvailable", "required")
@@ -81,6 +82,7 @@ class BridgeOptions:
     show_expanded_events: bool = False
     pipeline: Sequence[Mapping[str, Any]] = ()
     failure_policy: str = "halt"
+    commit: str = "chain"
     on_history_lost: str = "halt"
     max_crashes: int = 3
     transaction_seconds: float = 30.0
@@ -160,6 +162,7 @@ class BridgeOptions:
 
     def _check_choices(self) -> None:
         check_choice("failure_policy", self.failure_policy, FAILURE_POLICIES, UNAVAILABLE)
+        check_choice("commit", self.commit, COMMITS, UNAVAILABLE)
         check_choice("on_history_lost", self.on_history_lost, HISTORY_POLICIES, UNAVAILABLE)
         check_choice("full_document", self.full_document, FULL_DOCUMENT, UNAVAILABLE)
         check_choice("full_document_before_change", self.full_document_before_change, BEFORE_CHANGE, UNAVAILABLE)

@@ -13,7 +13,7 @@ from celery.signals import after_task_publish
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import ConnectionFailure
+from pymongo.errors import ConnectionFailure, PyMongoError
 
 from mongo_celery import Outbox, select_for_update, transactional
 from mongo_celery.embedded import MongoReplicaSet
@@ -25,6 +25,7 @@ from tests.acceptance.outbox_rig import OPTIONS, Shop, Tap
 from tests.fixtures.election import Elections
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import Processes, wait_for
+from tests.integration.partition_rig import rig_of, token
 
 Document = dict[str, Any]
 
@@ -68,6 +69,32 @@ def test_outbox_writers_and_relays_bear_elections_that_take_writes_back(
 
         assert {key: len(ns) for key, ns in shop.committed().items()} == dict.fromkeys(keys, 240)
         shop.agree(tap)
+
+
+def test_an_election_that_takes_a_position_back_costs_one_start(
+    three_members: MongoReplicaSet, elections: Elections, make_client: MakeClient, state_database: str
+) -> None:
+    """
+    P5, P6: a position that an execution has written inline, and that no majority has yet: nobody rests on it.
+
+    No look sees it, and no claim behind it is granted; when it was taken back, its change can be claimed again.
+    """
+    rig = rig_of(make_client(three_members.url), state_database)
+    claim = rig.claim(inline=True)
+    with elections.held_back() as primary, MongoClient[Document](primary.url) as direct:
+        with pytest.raises(PyMongoError):
+            rig.claims.handle(claim, 1, token(1))
+        assert [found["committed"] for found in direct[state_database]["partitions"].find()] == [1], "on this primary"
+        assert rig.image.committed == 0, "by what a majority has"
+        with pytest.raises(PyMongoError):
+            rig.try_claim(2)
+    assert rig.image.committed == 0
+    rig.lapse()
+    again = rig.claim(inline=True)
+    assert again.fence > claim.fence
+    assert not rig.claims.handle(claim, 1, token(1))
+    assert rig.claims.handle(again, 1, token(1))
+    wait_for(lambda: rig.image.committed == 1)
 
 
 def test_an_election_that_takes_removals_back_costs_duplicates(

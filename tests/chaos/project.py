@@ -60,6 +60,7 @@ def _register(flow: Flow) -> None:
         failure_policy=flow.policy,
         transactional=flow.transactional,
         group=flow.group,
+        commit=flow.commit,
     )(handle)
 
 

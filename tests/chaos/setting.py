@@ -72,6 +72,7 @@ class Flow:
         policy: the failure policy.
         group: of workers, where it has one.
         owned: whether the partition is chosen by the field `owner`, by a function that fails without it.
+        commit: who writes its positions.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Flow:
     transactional: bool = False
     group: str | None = None
     owned: bool = False
+    commit: str = "chain"
 
     @property
     def parks(self) -> bool:
@@ -95,7 +97,7 @@ FLOWS: Mapping[str, Flow] = MappingProxyType(
         flow.name: flow
         for flow in (
             Flow("quick", keys=32, rate=12.0, hot=0.1),
-            Flow("slow", keys=16, rate=3.0, seconds=0.3, group="slow"),
+            Flow("slow", keys=16, rate=3.0, seconds=0.3, group="slow", commit="inline"),
             Flow("letters", keys=16, rate=4.0, policy="dead_letter", owned=True),
             Flow("together", keys=12, rate=2.0, policy="dead_letter", transactional=True),
             Flow("parking", keys=16, rate=3.0, hot=0.3, policy="park_key"),

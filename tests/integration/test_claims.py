@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from bson import Timestamp
+from bson import Int64, Timestamp
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
@@ -402,11 +403,18 @@ def test_an_impossible_claim_is_charged_in_the_name_of_its_owner_too(rig: Rig) -
 
 # -- outcomes: who may write them --------------------------------------------------------------------
 
+
+def inline(claim: Claim) -> Claim:
+    """The same claim where no commit task follows."""
+    return replace(claim, inline=True)
+
+
 Outcome = Callable[[Rig, Claim], bool]
 OUTCOMES: dict[str, Outcome] = {
     "heartbeat": lambda rig, claim: not rig.claims.extend([claim]),
     "is mine": lambda rig, claim: rig.claims.is_mine(claim),
     "handled": lambda rig, claim: rig.claims.handle(claim, claim.first, token(claim.first)),
+    "position": lambda rig, claim: rig.claims.handle(inline(claim), claim.first, token(claim.first)),
     "park": lambda rig, claim: rig.claims.park(claim, delay=1.0, not_before=None, error="e"),
     "wait": lambda rig, claim: rig.claims.wait(claim, delay=1.0, cause="c", doubtful=False),
     "crash": lambda rig, claim: rig.claims.crash(claim, "e"),
@@ -541,6 +549,61 @@ def test_a_commit_leaves_the_state_alone(rig: Rig) -> None:
     assert rig.claims.handle(claim, 1, token(1))
     assert rig.claims.commit(rig.where, 1)
     assert rig.document["state"] == "paused"
+
+
+def test_a_position_that_is_written_inline_is_what_a_commit_would_make_it(rig: Rig) -> None:
+    """Rule 7: of a run of which only a part is done, with its retries; in one write."""
+    found = []
+    for short in (False, True):
+        rig.spoil(committed=0, resumeToken=None, retry=None, ran=None, handled=None, claim=None)
+        assert rig.claims.park(rig.claim(1, 5), delay=-1.0, not_before=None, error="once")
+        claim = rig.claim(1, 5, inline=short)
+        assert rig.claims.handle(claim, 3, token(3))
+        assert short or rig.claims.commit(rig.where, 1)
+        stored = rig.document
+        ran = stored.pop("ran")
+        assert (ran["last"], type(ran["took"])) == (3, Int64)
+        assert ran["claimed"] <= ran["at"]
+        assert stored.pop("fence") == claim.fence
+        found.append(stored)
+    assert found[0] == found[1]
+    assert (found[1]["committed"], found[1]["resumeToken"]) == (3, token(3))
+    assert rig.try_claim(1) is None
+    assert rig.try_claim(4) is not None
+
+
+def test_a_position_that_is_written_inline_can_be_repeated_until_the_next_claim(rig: Rig) -> None:
+    """Rule 7: an answer that was lost is asked for again; not another place, and not under another fence."""
+    claim = inline(rig.claim(1, 3))
+    assert rig.claims.handle(claim, 2, token(2))
+    assert rig.claims.handle(claim, 2, token(2))
+    before = rig.document
+    assert not rig.claims.handle(claim, 3, token(3))
+    assert not rig.claims.handle(claim, 2, token(3))
+    assert rig.document["committed"] == before["committed"] == 2
+    rig.claim(3)
+    before = rig.document
+    assert not rig.claims.handle(claim, 2, token(2))
+    assert rig.document == before
+
+
+def test_in_a_transaction_a_position_is_written_once(rig: Rig, mongo_client: MongoClient[Document]) -> None:
+    """P6: else a body that is repeated behind its own commit would have its effects twice."""
+    claim = inline(rig.claim())
+    with mongo_client.start_session() as session:
+        with session.start_transaction():
+            assert rig.claims.handle(claim, 1, token(1), session)
+        assert rig.document["committed"] == 1
+        with session.start_transaction():
+            assert not rig.claims.handle(claim, 1, token(1), session)
+
+
+def test_a_position_that_is_written_inline_leaves_the_state_alone(rig: Rig) -> None:
+    """A partition that was paused while a handler ran stays paused, and has its position."""
+    claim = inline(rig.claim())
+    rig.spoil(state="paused")
+    assert rig.claims.handle(claim, 1, token(1))
+    assert (rig.document["state"], rig.document["committed"]) == ("paused", 1)
 
 
 def test_a_retry_is_parked_by_a_delay_of_the_servers_clock(rig: Rig) -> None:

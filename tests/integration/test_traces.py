@@ -149,12 +149,12 @@ def test_with_the_instrumentation_of_celery_a_message_has_one_producer(rig: Rig,
     assert parent(message.headers) == ids(theirs)
 
 
-def dispatched(server: Any, run: Run) -> Message:
+def dispatched(server: Any, run: Run, *, commits: bool = True) -> Message:
     """What a listener has sent for a run."""
     app = Celery("shop", broker=server.url, set_as_current=False)
     options = BridgeOptions(name="shop", partitions=4, queues=1)
     dispatcher = Dispatcher(app, options, lambda: Sealing(_KEY, "here"), ["shop.0"])
-    done = dispatcher.publish([Dispatch(run, "shop.bill", 2, "(1)", "shop.0")])
+    done = dispatcher.publish([Dispatch(run, "shop.bill", 2, "(1)", "shop.0", commits=commits)])
     dispatcher.close()
     app.close()
     assert (len(done.sent), done.failure) == (1, None)
@@ -187,6 +187,14 @@ def test_a_run_and_the_link_behind_it_carry_the_listeners_span(
         "mongo_celery.attempt": 2,
     }
     assert unseal("run", message.args[0], _KEY).carrier == Carrier.of(message.id, [link])
+
+
+def test_a_run_that_commits_inline_is_one_message_and_no_link(make_redis: MakeRedis) -> None:
+    """And its worker knows from what is signed that nothing follows."""
+    run = Run("shop", "bill", 0, 3, 1, 7, 8, [b"secret", b"secret"])
+    message = dispatched(make_redis(), run, commits=False)
+    assert message.body[2]["chain"] is None
+    assert unseal("run", message.args[0], _KEY).is_inline
 
 
 def test_without_a_trace_a_message_is_as_before(make_redis: MakeRedis, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,10 @@ def given_up(world: World, state: State, run: Run) -> State:
 
 
 def misfortune_of_stores(world: World, state: State) -> Steps:
-    """A failover takes ``handled`` back; the broker loses a message that still could claim."""
+    """A failover takes back what no majority has; the broker loses a message that still could claim."""
     for index, partition in enumerate(state.partitions):
+        if partition.before is not None and possible(world, state, Fault.ROLLBACK):
+            yield Step("rollback", fair=False), hit(rolled_back(state, index), index)
         if partition.handled is not None and possible(world, state, Fault.ROLLBACK):
             lost = with_partition(state, index, partition._replace(handled=None))
             yield Step("rollback", partition.handled, fair=False), hit(lost, index)
@@ -81,6 +83,13 @@ def misfortune_of_stores(world: World, state: State) -> Steps:
             if message.term == state.partitions[message.partition].epoch:
                 after = state._replace(messages=state.messages - {message}, budget=state.budget - 1)
                 yield Step("loss", message, fair=False), after
+
+
+def rolled_back(state: State, index: int) -> State:
+    """Return the state in which a partition is again what a majority has of it; the ghosts remember more."""
+    partition = state.partitions[index]
+    again = partition.seen._replace(owners=partition.owners, faults=partition.faults)
+    return with_partition(state, index, again)._replace(settled=state.settled - partition.settling)
 
 
 def reopen(world: World, state: State, which: int) -> Steps:
@@ -98,7 +107,7 @@ def lock(world: World, state: State, which: int) -> Steps:
     index = listener.taken - 1
     if 0 <= index < len(state.partitions) and possible(world, state, Fault.LOCK):
         partition = state.partitions[index]
-        image = Image(partition.committed, partition.token)
+        image = Image(partition.seen.committed, partition.seen.token)
         passed = listener._replace(
             taken=listener.taken + 1, images=(*listener.images, image), locked=listener.locked | {index}
         )
@@ -136,7 +145,7 @@ def sent_back(world: World, state: State, epoch: int | None) -> tuple[Partition,
     """Return the partitions at their start, under a new epoch (without one: each under its own plus one)."""
     kept = world.rewind is Rewind.NUMBER_KEPT
     return tuple(
-        each._replace(
+        each.replicated()._replace(
             epoch=each.epoch + 1 if epoch is None else epoch,
             committed=each.committed if kept else 0,
             token=0,

@@ -14,6 +14,9 @@ enough to try every interleaving (see ``protocol_search``). What stands behind i
 - *A locked partition* is left behind by a take-over, which leads and wins it later. Meanwhile everybody else may act
   there as before, which is more than its lock allows.
 - *Runs carry one change*, and any message or listener may commit what is handled, as the design allows.
+- *A position that is written inline* is not of a majority at once: a failover may bring back the document of before,
+  until it is replicated or anything else is written there. Looks see what a majority has. Nobody waits for it, as the
+  execution does, so w:1 would be as safe.
 - *A rewind is a term of the operator*: it takes the lease's next version and writes it, with the new
   position, to the subscription and to the partitions in one transaction.
 
@@ -53,6 +56,9 @@ class Broken(StrEnum):
     KEY_CHANGES = "a change read again has another partition key"
     WATERMARK_PASSES_LOCKED = "the watermark does not wait for a partition that is locked at the take-over"
     REWIND_IN_TWO_WRITES = "a rewind is two writes: the watermark, then the positions"
+    LOOK_BEFORE_MAJORITY = "a look takes a position that a failover may take back"
+    CLAIM_BEFORE_MAJORITY = "a claim does not wait for a majority"
+    INLINE_BEFORE_SUCCESS = "the position is written inline before the handler has succeeded"
     REWIND_COUNTS_ALONE = "a rewind takes each document's epoch plus one, not the lease's next version"
 
 
@@ -63,7 +69,7 @@ class Fault(StrEnum):
     CRASH = "a worker dies, or the answer to its claim is lost"
     RETRY = "a handler asks for a retry"
     FAILURE = "a handler fails for good: the failure policy applies"
-    ROLLBACK = "a failover loses the mark `handled`, which was written with w:1"
+    ROLLBACK = "a failover loses what no majority has: the mark `handled`, or a position written inline"
     LOSS = "the broker loses a message"
     REOPEN = "the stream breaks and is opened again at the watermark"
     LOCK = "a transaction that nobody ends keeps a partition from being won by a take-over"
@@ -75,6 +81,14 @@ class Policy(StrEnum):
     HALT = "halt"
     SKIP = "skip"
     DEAD_LETTER = "dead_letter"
+
+
+class Commit(StrEnum):
+    """Who turns the success of an execution into the position."""
+
+    CHAIN = "whoever commits what is handled"
+    INLINE = "the execution itself"
+    EITHER = "either: workers of an earlier version write `handled`"
 
 
 class Rewind(StrEnum):
@@ -97,6 +111,7 @@ class World(NamedTuple):
         budget: How many faults may happen altogether.
         faults: Which kinds.
         policy: The failure policy.
+        commit: Who writes the positions.
         rewind: Whether and how the operator may rewind, once.
         matches: Per configuration the positions its handler matches; empty: everything, always.
         moved: The stream as read by later configurations (``Broken.KEY_CHANGES``); empty: as the first.
@@ -109,6 +124,7 @@ class World(NamedTuple):
     budget: int = 0
     faults: frozenset[Fault] = frozenset()
     policy: Policy = Policy.HALT
+    commit: Commit = Commit.CHAIN
     rewind: Rewind = Rewind.NEVER
     matches: tuple[frozenset[int], ...] = ()
     moved: tuple[int, ...] = ()
@@ -156,7 +172,11 @@ class Handled(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """A document of ``partitions``; ``owners`` counts claims (for random owners), ``faults`` is ghost."""
+    """A document of ``partitions``; ``owners`` counts claims (for random owners), ``faults`` is ghost.
+
+    ``before`` is what a failover would bring back, as long as the last write is not that of a majority; ``settling``
+    is ghost: what that write has settled.
+    """
 
     epoch: int = 0
     committed: int = 0
@@ -167,6 +187,17 @@ class Partition(NamedTuple):
     halted: bool = False
     owners: int = 0
     faults: int = 0
+    before: Partition | None = None
+    settling: frozenset[int] = frozenset()
+
+    @property
+    def seen(self) -> Partition:
+        """What a majority has."""
+        return self if self.before is None else self.before
+
+    def replicated(self) -> Partition:
+        """Return the document once a majority has it."""
+        return self if self.before is None else self._replace(before=None, settling=frozenset())
 
 
 class Listener(NamedTuple):

@@ -10,6 +10,7 @@ from tests.property.protocol_model import (
     MARK,
     Broken,
     Claim,
+    Commit,
     Handled,
     Image,
     Listener,
@@ -44,7 +45,7 @@ def moved(world: World, state: State, index: int, to: Handled, done: int) -> Sta
     ``done`` is the change that really succeeded: what else is passed goes to the ghost memory only if the
     configuration does not want it.
     """
-    old = state.partitions[index]
+    old = state.partitions[index].replicated()
     new = old._replace(committed=to.last, token=to.token, claim=None, handled=None)
     passed = frozenset(
         token
@@ -122,7 +123,7 @@ def take_over(world: World, state: State, which: int) -> Steps:
 def taken_over(world: World, state: State, index: int, listener: Listener) -> tuple[State, Image]:
     """Return the state after the take-over of one partition, and the image that it answered."""
     after = committed(world, state, index)
-    partition = after.partitions[index]
+    partition = after.partitions[index].replicated()
     partition = partition._replace(epoch=max(partition.epoch, listener.term))
     if world.broken is Broken.TAKE_OVER_CLEARS_CLAIMS:
         partition = partition._replace(claim=None)
@@ -152,7 +153,8 @@ def read(world: World, state: State, which: int) -> Steps:
         onward = listener._replace(cursor=listener.cursor + 1)
         yield Step("read", onward), state._replace(listeners=put(state.listeners, which, onward))
     for index, partition in enumerate(state.partitions):
-        image = Image(partition.committed, partition.token)
+        found = partition if world.broken is Broken.LOOK_BEFORE_MAJORITY else partition.seen
+        image = Image(found.committed, found.token)
         if image != listener.images[index]:
             aware = listener._replace(images=put(listener.images, index, image))
             yield Step("look", aware), state._replace(listeners=put(state.listeners, which, aware))
@@ -252,7 +254,10 @@ def deliver(world: World, state: State) -> Steps:
             owner, fence = partition.owners + 1, partition.fence + 1
             if world.broken is Broken.FENCE_IS_LEASE_VERSION:
                 fence = message.term
-            claimed = partition._replace(fence=fence, owners=owner, claim=Claim(owner, live=True))
+            base = partition.replicated()
+            if world.broken is Broken.CLAIM_BEFORE_MAJORITY:
+                base = partition._replace(before=partition.seen)
+            claimed = base._replace(fence=fence, owners=owner, claim=Claim(owner, live=True))
             config = ruling(world, state, partition)
             run = Run(message.partition, config, message.first, message.token, owner, fence, state.era)
             after = with_partition(state, message.partition, claimed)
@@ -261,12 +266,14 @@ def deliver(world: World, state: State) -> Steps:
 
 
 def execute(world: World, state: State, run: Run) -> Steps:
-    """The handler writes its effect to the fenced target; after it returned, ``handled`` is written.
+    """The handler writes its effect to the fenced target; after it returned, ``handled`` or the position is written.
 
     Both happen at any time, also long after the claim has lapsed and another execution has passed.
     """
     others = state.runs - {run}
     partition = state.partitions[run.partition]
+    if world.broken is Broken.INLINE_BEFORE_SUCCESS and not run.wrote and owns(partition, run):
+        yield Step("position", run), inline(world, state, run)
     if not run.wrote:
         if run.fence < state.targets[run.partition].stamp:
             yield Step("refused effect", run), state._replace(runs=others)
@@ -276,10 +283,31 @@ def execute(world: World, state: State, run: Run) -> Steps:
         after = state._replace(targets=targets, runs=others | {run._replace(wrote=True)})
         yield Step("effect", run), after
     elif owns(partition, run) or world.broken is Broken.OUTCOME_WITHOUT_FENCE:
-        done = partition._replace(handled=Handled(run.first, run.token, run.config))
-        yield Step("handled", run), with_partition(state, run.partition, done)._replace(runs=others)
+        ended = state._replace(runs=others)
+        if world.commit is not Commit.CHAIN:
+            yield Step("position", run), inline(world, ended, run)
+        if world.commit is not Commit.INLINE:
+            done = partition.replicated()._replace(handled=Handled(run.first, run.token, run.config))
+            yield Step("handled", run), with_partition(ended, run.partition, done)
     else:
-        yield Step("refused handled", run), state._replace(runs=others)
+        yield Step("refused outcome", run), state._replace(runs=others)
+
+
+def inline(world: World, state: State, run: Run) -> State:
+    """Return the state in which an execution has written the position, for now without a majority."""
+    before = state.partitions[run.partition]
+    done = run.token if run.wrote else 0
+    after = moved(world, state, run.partition, Handled(run.first, run.token, run.config), done)
+    settling = before.settling | ({done} - state.settled)
+    unsure = after.partitions[run.partition]._replace(before=before.seen, settling=settling)
+    return with_partition(after, run.partition, unsure)
+
+
+def replicate(state: State) -> Steps:
+    """What was written with w:1 reaches a majority."""
+    for index, partition in enumerate(state.partitions):
+        if partition.before is not None:
+            yield Step("replicated"), with_partition(state, index, partition.replicated())
 
 
 def commit(world: World, state: State) -> Steps:

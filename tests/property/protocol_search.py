@@ -20,6 +20,7 @@ from tests.property.protocol_rules import (
     in_office,
     read,
     release,
+    replicate,
     store_watermark,
     take_over,
     win,
@@ -37,7 +38,7 @@ class Move(NamedTuple):
 
 Judgement = Callable[[Move], Iterator[str]]
 
-OUTCOMES = frozenset({"handled", "retry", *Policy})
+OUTCOMES = frozenset({"handled", "position", "retry", *Policy})
 """The kinds of steps by which an execution records how it ended."""
 
 
@@ -93,6 +94,8 @@ def monotone(move: Move) -> Iterator[str]:
     if move.after.watermark < move.before.watermark and move.step.kind != "rewind":
         yield f"the watermark has gone back from {move.before.watermark} to {move.after.watermark}"
     for old, new in changed(move.before.partitions, move.after.partitions):
+        if move.step.kind == "rollback":  # what no majority had does not count
+            continue
         if new.epoch < old.epoch or new.fence < old.fence:
             yield "an epoch or a fence has gone back"
         if (new.committed < old.committed or new.token < old.token) and move.step.kind != "rewind":
@@ -107,6 +110,9 @@ def prefix(move: Move) -> Iterator[str]:
         for token in range(move.before.watermark + 1, move.after.watermark + 1):
             if move.world.stream[token - 1] != MARK and token not in move.after.settled:
                 yield f"the watermark {move.after.watermark} has passed change {token}, which is not done"
+    for token in move.before.settled - move.after.settled:
+        if token <= move.after.watermark and move.step.kind == "rollback":
+            yield f"change {token} was taken back, and the watermark {move.after.watermark} has passed it"
 
 
 def bounded_duplicates(move: Move) -> Iterator[str]:
@@ -166,6 +172,7 @@ def steps(world: World, state: State) -> Steps:
         yield from execute(world, state, run)
         yield from misfortune_of_runs(world, state, run)
     yield from commit(world, state)
+    yield from replicate(state)
     yield from lapse(world, state)
     yield from misfortune_of_stores(world, state)
     yield from rewind(world, state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.property.protocol_model import MARK, Broken, Fault, Policy, Rewind, World
+from tests.property.protocol_model import MARK, Broken, Commit, Fault, Policy, Rewind, World
 from tests.property.scenarios import NARROWER, WIDER, Caught, Sound
 
 LOCKS = frozenset({Fault.LOCK, Fault.LAPSE})
@@ -31,9 +31,11 @@ def also(
     matches: tuple[frozenset[int], ...] = (),
     rewind: Rewind = Rewind.NEVER,
     policy: Policy = Policy.HALT,
+    commit: Commit = Commit.CHAIN,
 ) -> Sound[World]:
-    """Return a scenario with something more: other matches in a later term, a rewind, a failure policy."""
-    return base._replace(world=base.world._replace(matches=matches, rewind=rewind, policy=policy))
+    """Return a scenario with something more: other matches in a later term, a rewind, a policy, other commits."""
+    more = base.world._replace(matches=matches, rewind=rewind, policy=policy, commit=commit)
+    return base._replace(world=more)
 
 
 SOUND = (
@@ -50,6 +52,31 @@ SOUND = (
     also(faulty(40_000, "a later term matches less", (0, 0, 0), terms=2, faults=1), matches=NARROWER),
     also(sound(12_000, "a rewind, number kept", (0, 0), terms=1, lapses=1), rewind=Rewind.NUMBER_KEPT),
     also(sound(25_000, "a rewind of the number, two terms", (0, 0), terms=2), rewind=Rewind.NUMBER_BACK),
+    also(faulty(2_000, "inline, two changes, two faults", (0, 0), terms=1, faults=2), commit=Commit.INLINE),
+    also(faulty(10_000, "inline, two changes, two terms, a fault", (0, 0), terms=2, faults=1), commit=Commit.INLINE),
+    also(
+        faulty(1_300, "inline, three changes, a mark, a fault", (0, MARK, 0, 0), terms=1, faults=1),
+        commit=Commit.INLINE,
+    ),
+    also(faulty(70_000, "inline, two changes, two terms, two faults", (0, 0), terms=2, faults=2), commit=Commit.INLINE),
+    also(faulty(3_400, "inline, two partitions, a fault", (0, 1, 0), terms=1, faults=1), commit=Commit.INLINE),
+    also(
+        faulty(50_000, "inline, a later term matches more", (0, 0, 0), terms=2, faults=1),
+        commit=Commit.INLINE,
+        matches=WIDER,
+    ),
+    also(
+        faulty(9_000, "inline, a rewind of the number, a fault", (0, 0), terms=1, faults=1),
+        commit=Commit.INLINE,
+        rewind=Rewind.NUMBER_BACK,
+    ),
+    also(
+        faulty(2_000, "inline, a dead letter, two faults", (0, 0), terms=1, faults=2),
+        commit=Commit.INLINE,
+        policy=Policy.DEAD_LETTER,
+    ),
+    also(faulty(13_000, "inline or chain, two terms, a fault", (0, 0), terms=2, faults=1), commit=Commit.EITHER),
+    also(locked(7_500, "inline, a locked partition", (0, 0), terms=2, faults=1), commit=Commit.INLINE),
     locked(40_000, "a locked partition, two changes, two terms", (0, 0), terms=2, faults=2),
     locked(50_000, "a locked partition beside another, a mark, two terms", (0, MARK, 1), terms=2, faults=1),
     also(locked(35_000, "a locked partition, a later term matches more", (0, 0, 0), terms=2, faults=1), matches=WIDER),
@@ -68,6 +95,8 @@ LAPSING = World("one partition, a lapse", (0, 0), terms=1, budget=1, faults=LAPS
 KEPT = World("a rewind that keeps the number", (0, 0), terms=1, rewind=Rewind.NUMBER_KEPT)
 BACK = World("a rewind of the number", (0, 0), terms=1, rewind=Rewind.NUMBER_BACK)
 LOCKED = World("two partitions, one of them locked", (0, 1), terms=2, budget=1, faults=LOCKS)
+INLINE = World("inline", (0, 0), terms=1, commit=Commit.INLINE)
+TAKEN_BACK = INLINE._replace(name="inline, a failover", budget=1, faults=frozenset({Fault.ROLLBACK}))
 MATCHES_MORE = World("a later term matches more", (0, 0, 0), terms=2, matches=WIDER)
 MOVING = World("two partitions, a key that changes", (0, 1), terms=2, moved=(1, 1))
 
@@ -80,6 +109,10 @@ CAUGHT = (
     caught(Broken.CLAIM_IGNORES_HANDLED, ONE, "P6"),
     caught(Broken.OUTCOME_WITHOUT_FENCE, LAPSING, "P3"),
     caught(Broken.OUTCOME_WITHOUT_FENCE, LAPSING, "P4", watched="P1 P2 P4 P5"),
+    caught(Broken.OUTCOME_WITHOUT_FENCE, LAPSING._replace(name="inline, a lapse", commit=Commit.INLINE), "P3"),
+    caught(Broken.INLINE_BEFORE_SUCCESS, INLINE, "P1"),
+    caught(Broken.LOOK_BEFORE_MAJORITY, TAKEN_BACK, "P5"),
+    caught(Broken.CLAIM_BEFORE_MAJORITY, TAKEN_BACK, "P3"),
     caught(Broken.TAKE_OVER_CLEARS_CLAIMS, TWO_TERMS, "P6"),
     caught(Broken.TWO_IMAGES, KEPT, "P5"),
     caught(Broken.TWO_IMAGES, BACK, "P1", watched="P1"),

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mongo_celery.bridge.refusal import Refusal
-from mongo_celery.bridge.worker.envelope import Reference, Run, bridge_of, seal, unseal
+from mongo_celery.bridge.worker.envelope import Carrier, Reference, Run, bridge_of, seal, unseal
 from mongo_celery.errors import InvalidEnvelopeError
 from tests.fixtures.samples import BSON_VALUES, event
 
@@ -75,6 +75,14 @@ def test_what_was_refused_is_not_read_by_a_worker_of_an_older_version() -> None:
     refused = replace(RUN, changes=EVENTS[:1], last=41, refusal=Refusal("because"), token={"_data": "82"})
     formats = [bson.decode(base64.b64decode(seal("run", run, KEY))[SIGNATURE_BYTES:])["f"] for run in (RUN, refused)]
     assert formats == [1, 2]
+
+
+def test_a_run_commits_itself_where_it_is_signed_that_nothing_follows() -> None:
+    """P11: nobody can take a link away; without a signed carrier, of an earlier version, there is one."""
+    alone, followed = Carrier.of("id", None), Carrier.of("id", [{"task": "mongo_celery.commit"}])
+    found = [unseal("run", seal("run", replace(RUN, carrier=each), KEY), KEY) for each in (alone, followed, None)]
+    assert [run.is_inline for run in found] == [True, False, False]
+    assert not replace(RUN, carrier=alone, changes=(), letter="a letter").is_inline
 
 
 REFERRING = replace(RUN, changes=(), hash=2**64 - 1, reference=Reference.to(("82", "83"), EVENTS[:2]))

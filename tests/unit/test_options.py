@@ -176,6 +176,7 @@ def test_the_state_database_has_a_name_that_mongodb_takes_and_does_not_own(name:
         ("full_document", "updatelookup", "updateLookup"),
         ("full_document_before_change", "requird", "required"),
         ("start_from", "noww", "now"),
+        ("commit", "inlined", "inline"),
     ],
 )
 def test_an_unknown_choice_names_the_nearest_and_all(name: str, value: str, suggestion: str) -> None:

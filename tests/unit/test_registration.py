@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -274,6 +275,7 @@ def test_a_source_that_depends_on_the_url_or_on_a_framework_waits(bridge: Bridge
         ({"name": "a.b"}, "handler name 'a.b' must be 1 to 64"),
         ({"name": "x" * 65}, "must be 1 to 64"),
         ({"start_from": "noww"}, "did you mean 'now'"),
+        ({"commit": "inlined"}, "did you mean 'inline'"),
         ({"start_from": datetime(2024, 1, 1)}, "without a time zone"),  # noqa: DTZ001
         ({"start_from": {"_data": "x"}}, "no resume token"),
         ({"start_from": 5}, "must be 'oldest', 'now'"),
@@ -359,13 +361,15 @@ def test_expanded_operations_need_the_bridges_option(app: Celery) -> None:
 
 def test_a_handler_may_have_its_own_rules(bridge: Bridge) -> None:
     """Its own where it has some, the bridge's where it has none."""
-    register(bridge, name="mine", partition_by=key_of, failure_policy="skip", operations=["delete"])
+    register(bridge, name="mine", partition_by=key_of, failure_policy="skip", operations=["delete"], commit="inline")
     bridge.on_change("shop.orders")(handle_bound_to_none)
     plain, mine = bridge.handlers
     assert (mine.name, mine.policy(bridge.options), set(mine.filter.operations)) == ("mine", "skip", {"delete"})
     assert mine.partitioner(bridge.options).name == "tests.unit.test_registration:key_of"
     assert (plain.name, plain.policy(bridge.options)) == ("handle_bound_to_none", "halt")
     assert plain.partitioner(bridge.options).name == "_id"
+    assert (plain.commits_inline(bridge.options), mine.commits_inline(bridge.options)) == (False, True)
+    assert plain.commits_inline(replace(bridge.options, commit="inline"))
 
 
 def test_a_bridge_has_the_queues_of_the_groups_that_its_handlers_are_in(app: Celery) -> None:

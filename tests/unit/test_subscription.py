@@ -15,7 +15,7 @@ from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.spilled import Limit
-from mongo_celery.bridge.listener.subscription import Plan, Subscription
+from mongo_celery.bridge.listener.subscription import Plan, Subscription, make_trackers
 from mongo_celery.bridge.listener.tracker import GracePeriods, Step, Tracker
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner, document_index
@@ -59,6 +59,7 @@ def subscription(
     watermark: Mark | None = None,
     images: Mapping[int, Image] | None = None,
     transactional: bool = False,
+    commit: str | None = None,
     refused: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Subscription:
@@ -69,7 +70,7 @@ def subscription(
         ("shop.orders",),
         made,
         task_name="shop.handle",
-        arguments={**arguments, "transactional": transactional},
+        arguments={**arguments, "transactional": transactional, "commit": commit},
         task_options={},
     )
     plan = Plan(
@@ -514,6 +515,27 @@ def test_a_transactional_handler_gets_one_change_at_a_time() -> None:
     for number in range(1, 4):
         one.take_in(change(number))
     assert numbers(due(one)[0]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("handlers", "bridges", "commits"),
+    [(None, "chain", True), (None, "inline", False), ("inline", "chain", False), ("chain", "inline", True)],
+)
+def test_no_commit_task_follows_a_run_that_commits_inline(handlers: str | None, bridges: str, commits: bool) -> None:
+    """By the handler's own option, else by the bridge's."""
+    one = subscription(commit=handlers)
+    one._options = replace(one._options, commit=bridges)
+    one.take_in(change(1))
+    assert [dispatch.commits for dispatch in due(one)] == [commits]
+
+
+def test_what_is_handled_is_committed_at_once_where_no_commit_task_follows() -> None:
+    """Sweep 1: a worker of an earlier version has handled it, and nobody but the listener will commit it."""
+    handled = replace(image(index=0), handled={"owner": "x", "last": 1, "resumeToken": {"_data": token_data(1)}})
+    for inline, step in ((True, Step.COMMIT), (False, Step.WAIT)):
+        made = make_trackers([image(index=0)], {0: "shop/handle/3/0"}, VERSION, BridgeOptions(), inline=inline)
+        made[0].sent(NOW)
+        assert made[0].observe(handled, NOW) is step
 
 
 def test_a_lost_run_is_handed_out_again_with_the_same_numbers() -> None:

@@ -1,5 +1,5 @@
 """
-Publishing runs: one message a run, with the commit task as the link behind it.
+Publishing runs: one message a run, with the commit task as the link behind it unless its handler commits inline.
 
 A message is a hint. If publishing fails the outcome is unknown, and the run is dispatched again later;
 the claim in MongoDB drops whatever arrives twice.
@@ -57,6 +57,7 @@ class Dispatch:
         queue: of its partition.
         buffered: the changes of the run as the listener has read them, to be stored where they are too large for a
             message; empty for those that are stored already.
+        commits: whether the commit task follows; else the execution writes what there is to be written.
     """
 
     run: Run
@@ -65,6 +66,7 @@ class Dispatch:
     label: str
     queue: str
     buffered: Sequence[PendingChange] = ()
+    commits: bool = True
 
     @property
     def size(self) -> int:
@@ -242,10 +244,9 @@ class Dispatcher:
             )
 
     def _message(self, dispatch: Dispatch, task_id: str, headers: Mapping[str, str]) -> Any:
-        """The handler's message with the link behind it, which carries the same trace."""
+        """The handler's message with the link behind it, if there is one, which carries the same trace."""
         run, sealing = dispatch.run, self._sealed_with()
-        # A replay moves no position: its outcome is written by its execution alone.
-        links = [] if run.letter is not None else [_commit_link(run, task_id, dispatch.queue, sealing, headers)]
+        links = [_commit_link(run, task_id, dispatch.queue, sealing, headers)] if dispatch.commits else []
         run = replace(run, carrier=Carrier.of(task_id, links))
         return self._app.amqp.as_task_v2(
             task_id,

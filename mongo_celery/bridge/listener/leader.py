@@ -249,7 +249,8 @@ class Leader:
                 image.index: self._store.partitions.partition_id(handler.name, generation, image.index)
                 for image in images
             }
-            trackers = make_trackers(images, ids, takeover.version, self._options)
+            inline = handler.commits_inline(self._options)
+            trackers = make_trackers(images, ids, takeover.version, self._options, inline=inline)
             subscriptions[handler.name] = Subscription(self._options, plan, trackers)
         self._locked = LockedPartitions(
             self._store, takeover.version, [each for led in subscriptions.values() for each in led.trackers.values()]

@@ -393,7 +393,9 @@ class Relayouts:
             image.index: self._store.partitions.partition_id(old.name, layout.generation, image.index)
             for image in images
         }
-        new = Subscription(self._options, plan, make_trackers(images, ids, self._version, self._options))
+        inline = plan.handler.commits_inline(self._options)
+        trackers = make_trackers(images, ids, self._version, self._options, inline=inline)
+        new = Subscription(self._options, plan, trackers)
         new.stored, new.has_gap, new.lost = old.stored, old.has_gap, old.lost
         if old.left is not None:
             new.until, new.left = old.until, old.left

@@ -360,8 +360,9 @@ class Subscription:
             hashes=tuple(change.hash for change in changes) if tracker.image.parked_keys else (),
         )
         buffered = [change for change in changes if isinstance(change, PendingChange)]
-        label, queue = _label(changes, first), self.queue_of(run.index)
-        return Dispatch(run, self.plan.handler.task_name, tracker.attempt, label, queue, buffered)
+        handler, label, queue = self.plan.handler, _label(changes, first), self.queue_of(run.index)
+        commits = not handler.commits_inline(self._options)
+        return Dispatch(run, handler.task_name, tracker.attempt, label, queue, buffered, commits)
 
     def _dispatch_replay(self, tracker: Tracker, replay: ReplayRequest) -> Dispatch:
         index, first = tracker.image.index, tracker.next_sequence
@@ -378,8 +379,9 @@ class Subscription:
             starts=replay.starts,
             hashes=(replay.hash,) if replay.parked and replay.hash is not None else (),
         )
-        label = f"({replay.key} replayed)"
-        return Dispatch(run, self.plan.handler.task_name, tracker.attempt, label, self.queue_of(index))
+        label, queue = f"({replay.key} replayed)", self.queue_of(index)
+        # It moves no position: its outcome is written by its execution alone.
+        return Dispatch(run, self.plan.handler.task_name, tracker.attempt, label, queue, commits=False)
 
 
 def stands_first(change: PendingChange | StoredChange, image: Image) -> bool:
@@ -409,8 +411,16 @@ def make_trackers(
     ids: Mapping[int, str],
     version: int,
     options: BridgeOptions,
+    *,
+    inline: bool = False,
 ) -> dict[int, Tracker]:
-    """Trackers of a subscription's partitions, from the images of the take-over."""
-    graces = GracePeriods(options.grace, options.commit_grace)
+    """
+    Trackers of a subscription's partitions, from the images of the take-over.
+
+    Args:
+        inline: whether no commit task follows its runs: what a worker of an earlier version has handled is then
+            committed as soon as it is seen.
+    """
+    graces = GracePeriods(options.grace, 0.0 if inline else options.commit_grace)
     now = time.monotonic()
     return {image.index: Tracker(ids[image.index], image, version, graces, now) for image in images}

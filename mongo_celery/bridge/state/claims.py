@@ -6,6 +6,7 @@ The partition's document is the authority on who may run what::
                     claim (fence + 1)                     commit
     waiting ----------------------------> claimed --handled--> handled ------> waiting (committed + n)
        ^                                   |  |  |
+       |<--- the position, inline (7) -----+  |  |
        |<--- retry (parked until notBefore)+  |  +--- halt ---> halted (until an operator acts)
        |<--- wait (the same, not counted) -+  |
        |<--- claim lapses: crash + 1 (*) -----+--- dead letter or discard --> waiting (committed + 1)
@@ -28,6 +29,10 @@ The partition's document is the authority on who may run what::
 7. `parkedKeys` has the hashes of keys whose changes wait for a person. It grows by the outcome of a claim alone, so
    what a claim has read of it holds, or is released, until the claim ends: a change of such a key is set aside
    unstarted, whoever has sent it (`replays` says how a key is released).
+8. Where no commit task follows a run, its execution writes the position itself, in one write under its own guard (3):
+   there is no `handled`, and nothing between success and position. It waits for a majority, which is a matter of speed:
+   whoever looks at positions reads what a majority has, and what is written behind one, the next claim first, is a
+   majority write and keeps it. So one without an answer that a failover takes back costs one more start.
 
 | failure | what happens |
 |---|---|
@@ -46,7 +51,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import pymongo
@@ -60,7 +65,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery.bridge.existing import is_existing
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store, unsigned
 from mongo_celery.mongo.expressions import after, literal, millis, next_number
-from mongo_celery.mongo.table import ACKNOWLEDGED, Table, call_timeout
+from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, call_timeout
 
 TRANSACTION_SECONDS = 5.0
 PARKED_MAX = 1000
@@ -114,6 +119,8 @@ class Claim:
         doubts: how often in a row, at the end of these, in doubt: it may have been the handler's own doing.
         fenced_as: the subscription's first name, by which targets know it; None where it never had another one.
         parked: hashes of the keys that were parked in its partition, from 0 to 2^64 - 1.
+        inline: whether no commit task follows: its success is written as the position.
+        at: when it was taken, by the server's clock; for metrics alone.
         taken: when it was answered for, on the monotonic clock.
     """
 
@@ -128,6 +135,8 @@ class Claim:
     doubts: int = 0
     fenced_as: str | None = None
     parked: frozenset[int] = frozenset()
+    inline: bool = False
+    at: datetime | None = None
     taken: float = field(default_factory=time.monotonic, compare=False, repr=False)
 
 
@@ -165,6 +174,7 @@ class Claims:
         ttl: float | None = None,
         session: Binary | None = None,
         living: Sequence[str] = (),
+        inline: bool = False,
     ) -> Claim | None:
         """
         Claim a run.
@@ -176,6 +186,7 @@ class Claims:
             ttl: seconds; the bridge's `claim_ttl` by default.
             session: of the server, in which a transactional handler will write.
             living: owners whose process is known to live: the lapse of a claim of theirs is charged to nobody.
+            inline: whether no commit task follows the run, so that its success is the position.
 
         Returns:
             The claim, or None: the message is a duplicate, stale or early, and is dropped.
@@ -219,7 +230,7 @@ class Claims:
                 {"$set": {name: {"$cond": [gone, None, f"${name}"]} for name in ("claim", "retry", "single")}},
                 {"$set": {"fence": next_number("fence"), "claim": claim, "retry": retry, "single": single}},
             ],
-            {"fence": 1, "retry": 1, "parkedKeys": 1, "fencedAs": 1},
+            {"fence": 1, "retry": 1, "parkedKeys": 1, "fencedAs": 1, "claim.at": 1},
         )
         if document is None:
             return None
@@ -237,6 +248,8 @@ class Claims:
             doubts=waiting.get("timeOuts", 0),
             parked=parked_in(document),
             fenced_as=document.get("fencedAs"),
+            inline=inline,
+            at=document["claim"]["at"],
         )
 
     def take_for_replay(
@@ -364,7 +377,7 @@ class Claims:
         Record that the handler succeeded up to `last`; from then on no message can start it again.
 
         Repeating it is harmless. Outside a transaction it is written with w:1: losing it costs one
-        more run of the change, and nothing else.
+        more run of the change, and nothing else. Under a claim that is `inline` it is the position itself, by majority.
 
         Args:
             claim: under which the handler ran.
@@ -373,16 +386,18 @@ class Claims:
             retryable: as the driver's retryable write. After a transaction it comes on the same server
                 session and ends what a lost answer has left open there, which would block this document.
         """
-        guard = own(claim)
-        del guard["handled"]
-        guard["$or"] = [{"handled": None}, {"handled.owner": claim.owner}]
-        took = millis(time.monotonic() - claim.taken)
-        change = {"handled": {"owner": claim.owner, "last": Int64(last), "resumeToken": dict(token), "took": took}}
+        if claim.inline:
+            # Not in a transaction: the effects of a body that is repeated behind its own commit would be there twice.
+            guard = own(claim) if session is not None else _own_or_done(claim, last, token)
+            change = _done(claim, last, token)
+        else:
+            guard, change = _own_or_handled(claim), {"handled": _handled(claim, last, token)}
         if session is not None:  # the transaction's own limits hold, and its write concern
             return self._table.collection.update_one(guard, {"$set": change}, session=session).matched_count == 1
         if retryable:
-            return self._acknowledged.update(guard, {"$set": change})
-        return self._table.update_unretried(guard, {"$set": change}, ACKNOWLEDGED)
+            table = self._table if claim.inline else self._acknowledged
+            return table.update(guard, {"$set": change})
+        return self._table.update_unretried(guard, {"$set": change}, MAJORITY if claim.inline else ACKNOWLEDGED)
 
     def commit(self, partition_id: str, first: int | None = None) -> bool:
         """
@@ -514,6 +529,45 @@ def parked_in(document: Mapping[str, Any]) -> frozenset[int]:
     return (
         frozenset(unsigned(each) for each in found if isinstance(each, int)) if isinstance(found, list) else frozenset()
     )
+
+
+def _own_or_handled(claim: Claim) -> dict[str, Any]:
+    """The guard of `handled`: that of every write, or it is there already."""
+    guard = own(claim)
+    del guard["handled"]
+    return {**guard, "$or": [{"handled": None}, {"handled.owner": claim.owner}]}
+
+
+def _handled(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
+    return {"owner": claim.owner, "last": Int64(last), "resumeToken": dict(token), "took": _took(claim)}
+
+
+def _own_or_done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The guard of a position that is written inline: that of every write, or it is there already.
+
+    Nobody else can have moved it there under this fence: every claim, and every command that moves one, raises it.
+    """
+    guard = own(claim)
+    which = {"_id": guard.pop("_id"), "fence": guard.pop("fence")}
+    return {**which, "$or": [guard, {"committed": last, "claim": None, "resumeToken._data": token["_data"]}]}
+
+
+def _done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
+    """What `COMMIT` sets, by plain values: a pipeline would cost the server more."""
+    took = _took(claim)
+    at = claim.at + timedelta(milliseconds=took) if claim.at is not None else None
+    return {
+        "committed": Int64(last),
+        "resumeToken": dict(token),
+        "claim": None,
+        "retry": None,
+        "ran": {"last": Int64(last), "took": took, "claimed": claim.at, "at": at},
+    }
+
+
+def _took(claim: Claim) -> Int64:
+    return millis(time.monotonic() - claim.taken)
 
 
 _REPLAY_FIELDS = {"fence": 1, "committed": 1, "fencedAs": 1, "parkedKeys": 1}

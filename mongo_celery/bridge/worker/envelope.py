@@ -147,6 +147,11 @@ class Run:
         return f"{self.bridge}/{self.subscription}/{self.generation}/{self.index}"
 
     @property
+    def is_inline(self) -> bool:
+        """Whether no commit task follows, which is signed: the execution writes the position itself."""
+        return self.letter is None and self.carrier is not None and not self.carrier.links
+
+    @property
     def head(self) -> str:
         """Comparable part of the first change's resume token."""
         if self.reference is not None:

@@ -253,6 +253,7 @@ class Execution:
             ttl=self._ttl,
             session=session,
             living=self._wiring.of_process(WorkerRuntime).heartbeats.living(run.partition_id),
+            inline=run.is_inline,
         )
 
     def _relinquish(self, owner: str) -> None:

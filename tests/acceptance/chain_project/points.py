@@ -33,8 +33,10 @@ from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.spill import Spill
 from mongo_celery.bridge.state.subscriptions import Subscriptions
+from mongo_celery.bridge.worker.execution import Execution
 
-_CLASSES = {each.__name__: each for each in (ClaimCheck, Claims, Partitions, Publishing, Replays, Spill, Subscriptions)}
+_STEPPED = (ClaimCheck, Claims, Execution, Partitions, Publishing, Replays, Spill, Subscriptions)
+_CLASSES = {each.__name__: each for each in _STEPPED}
 
 
 def arm() -> None:

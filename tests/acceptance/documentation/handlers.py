@@ -24,7 +24,8 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         yield namespace
 
         names = {handler.name for handler in bridge.handlers}
-        assert names == {"bill", "send_invoice", "add_up", "remember_name"}, names
+        assert names == {"bill", "send_invoice", "add_up", "index", "remember_name"}, names
+        assert [handler.name for handler in bridge.handlers if handler.commits_inline(bridge.options)] == ["index"]
         assert namespace["bill"].max_retries == 5
         order = Change.build("insert", ns="shop.orders", full_document={"_id": 7, "customer": "eve"})
         with client.start_session() as session, session.start_transaction():
