@@ -246,15 +246,17 @@ def standing(setting: Setting, clean: Setting, said: Said) -> Setting:
 
 
 def _hold(setting: Setting, name: str, *, is_in_force: bool) -> None:
-    """Something of everything, of a handler that is not in the app."""
+    """Something of everything, of a handler that is not in the app; or what an attempt to rename it has left."""
     prefix = f"{NAME}/{name}"
     model = setting.state["subscriptions"].find_one({"_id": f"{NAME}/letters"}) or {}
-    if is_in_force:
-        layout = {"generation": _GENERATION, "partitions": 1, "key": model["layout"]["key"]}
-        setting.state["subscriptions"].insert_one({**model, "_id": prefix, "layout": layout})
+    setting.state["spill"].insert_one({"_id": f"{prefix}/{_GENERATION}/0/82", "term": 1})
+    if not is_in_force:
+        setting.state["dead_letters"].insert_one({"_id": f"{prefix}/82", "subscription": name, "copiedBy": Int64(1)})
+        return
+    layout = {"generation": _GENERATION, "partitions": 1, "key": model["layout"]["key"]}
+    setting.state["subscriptions"].insert_one({**model, "_id": prefix, "layout": layout})
     partition = setting.state["partitions"].find_one({"_id": {"$regex": f"^{NAME}/letters/"}}) or {}
     setting.state["partitions"].insert_one({**partition, "_id": f"{prefix}/{_GENERATION}/0", "claim": None})
-    setting.state["spill"].insert_one({"_id": f"{prefix}/{_GENERATION}/0/82", "term": 1})
     for collection in ("dead_letters", "replays", "snapshots"):
         setting.state[collection].insert_one({"_id": f"{prefix}/82", "subscription": name})
 
