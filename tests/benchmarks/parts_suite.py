@@ -76,14 +76,14 @@ def run_parts(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> Pa
     results = PartsResults(event_bytes=len(events[0]))
     app = Celery(_NAME, broker=stage.redis_url, set_as_current=False)
     dispatcher = Dispatcher(app, BridgeOptions(name=_NAME), lambda: Sealing(_KEY, "here"), [_QUEUE])
-    with closing(dispatcher), app.connection_for_write() as connection:
+    with closing(dispatcher):
         parts = dict(_parts(events, dispatcher))
         found: dict[str, list[float]] = {name: [] for name in parts}
         for number in range(sizes.rounds):
             for name, work in parts.items():
                 announce(f"{name}, round {number + 1} of {sizes.rounds}")
                 found[name].append(_cost(work))
-                connection.default_channel.queue_purge(_QUEUE)
+                stage.broker.delete(_QUEUE)
     for name, rounds in found.items():
         beside = None if name == _REFERENCE else (_REFERENCE, found[_REFERENCE])
         results.parts.append(reading(name, MICROSECONDS, rounds, beside))
