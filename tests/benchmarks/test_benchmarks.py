@@ -146,7 +146,18 @@ def test_the_suite_of_parts_gives_cpu_time_beside_decoding_an_event(mongo_url: s
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)["parts"]
     assert found["event_bytes"] > 500
-    for part in ("look", "read", "take_in", "seal", "seal_run", "publish", "publish_run", "open_run", "token"):
+    for part in (
+        "look",
+        "read",
+        "take_in",
+        "pass_over",
+        "seal",
+        "seal_run",
+        "publish",
+        "publish_run",
+        "open_run",
+        "token",
+    ):
         assert found["cpu"][part]["ratio_to_decode"] > 0
 
 
