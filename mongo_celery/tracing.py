@@ -238,7 +238,7 @@ def sending(name: str, attributes: Attributes) -> TraceScope:
         attributes: of the span, by OpenTelemetry's conventions for messaging.
     """
     api = _api()
-    if api is None:
+    if api is None or _is_unheard(api):
         return _NOTHING
     return TraceScope(api, lambda: _begun(api, f"send {name}", _sender(api, is_task=True), attributes, None, ()))
 
@@ -279,7 +279,7 @@ def committing(name: str, attributes: Attributes) -> TraceScope:
 
 def _of_receiver(verb: str, name: str, attributes: Attributes, kind: str) -> TraceScope:
     api = _api()
-    if api is None:
+    if api is None or _is_unheard(api):
         return _NOTHING
 
     def begin() -> tuple[Any, Any]:
@@ -289,6 +289,17 @@ def _of_receiver(verb: str, name: str, attributes: Attributes, kind: str) -> Tra
         return _begun(api, f"{verb} {name}", chosen, attributes, None, ())
 
     return TraceScope(api, begin)
+
+
+def _is_unheard(api: _Api) -> bool:
+    """Whether a span would be nobody's: no SDK keeps it, and it continues no trace. Many have the API alone."""
+
+    def is_unheard() -> bool:
+        if not isinstance(api.trace.get_tracer_provider(), api.trace.ProxyTracerProvider):
+            return False
+        return not api.trace.get_current_span().get_span_context().is_valid
+
+    return _guarded(is_unheard, otherwise=False)
 
 
 def _begun(api: _Api, name: str, kind: Any, attributes: Attributes, within: Any, links: Any) -> tuple[Any, Any]:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import bson
 from bson import ObjectId, Timestamp
-from bson.binary import UuidRepresentation
 from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.raw_bson import RawBSONDocument
 
 from mongo_celery.bridge.error_text import storable
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import HAND_MADE, HAND_MADE_TOKEN, Fence
+from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.errors import HandlerUsageError
 
 if TYPE_CHECKING:
@@ -31,17 +31,6 @@ if TYPE_CHECKING:
 
 FLAGS = "_mongoCelery"
 """Name of the field under which the pipeline carries the verdicts of `match` expressions."""
-
-EVENT_TYPES: CodecOptions[RawBSONDocument] = CodecOptions(
-    document_class=RawBSONDocument,
-    uuid_representation=UuidRepresentation.UNSPECIFIED,
-    unicode_decode_error_handler="replace",
-    datetime_conversion=DatetimeConversion.DATETIME_MS,
-)
-"""
-How the bridge itself reads events, whatever the URL says: only what is looked at is decoded, and no user's value
-fails. Partitions rest on it: a key must not depend on an option that the next start may have otherwise.
-"""
 
 _KEY_CHARS = 80
 _NAMESPACE_CHARS = 330  # a database's name has at most 63 bytes, a collection's 255
@@ -249,19 +238,22 @@ def decoded(event: bytes | memoryview) -> dict[str, Any]:
     return bson.decode(event, _LENIENT)
 
 
-def event_of(raw: bytes) -> RawBSONDocument:
+def event_of(raw: bytes) -> RawEvent:
     """
     An event of which only what is looked at is decoded, by `EVENT_TYPES`.
 
     Raises:
         BSONError: it is no BSON document, now or when it is looked at.
     """
-    return RawBSONDocument(raw, EVENT_TYPES)
+    return RawEvent(raw)
 
 
 def token_of(raw: bytes) -> Mapping[str, Any]:
     """The resume token in an event's bytes: what no handler could touch. The rest may be large, and is not decoded."""
-    return dict(event_of(raw)["_id"])
+    token = event_of(raw).token
+    if token is None:
+        raise KeyError("_id")
+    return token
 
 
 def namespace_of(event: Mapping[str, Any]) -> str:

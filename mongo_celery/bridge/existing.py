@@ -24,7 +24,8 @@ import bson
 from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 
-from mongo_celery.bridge.change import EVENT_TYPES, event_of
+from mongo_celery.bridge.change import event_of
+from mongo_celery.bridge.raw_event import EVENT_TYPES
 
 SNAPSHOT = "snapshot"
 """The operation type of an existing document."""

@@ -22,6 +22,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -33,10 +34,14 @@ from bson.raw_bson import RawBSONDocument
 from mongo_celery.bridge.change import decoded
 from mongo_celery.bridge.existing import as_inserted
 from mongo_celery.bridge.options import PartitionKey
+from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.identity import canonical
 
 HASH_NAME = "blake2b-64"
+_NAMESPACES = 4096
+_ANY_ID = bson.ObjectId(bytes(12))
+_ENDS = b"\0\0"  # of the array, and of the document around it
 _WITH_DOCUMENT = {"insert", "replace"}
 _KEYS: CodecOptions[Any] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
 """A function's UUID is the same binary value that a document has for it."""
@@ -85,10 +90,28 @@ def document_hash(event: Mapping[str, Any]) -> int:
     By namespace and `_id`, as MongoDB compares them; by the key's raw bytes where it cannot be decoded; all events
     without any key share one. Each is the same at every reading of an event.
     """
+    plain = event.plain_key if isinstance(event, RawEvent) else None
+    if plain is not None:
+        begun = _begun(plain[0])
+        if begun is not None:
+            digest = begun.copy()
+            digest.update(plain[1] + _ENDS)
+            return int.from_bytes(digest.digest(), "big")
     try:
         return partition_hash(document_key(event))
     except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
         return partition_hash(_raw_key(event))
+
+
+@lru_cache(maxsize=_NAMESPACES)
+def _begun(namespace: bytes) -> hashlib.blake2b | None:
+    """The hash of keys in a namespace up to the bytes of their ObjectId, as `partition_hash` takes it."""
+    try:
+        ns = RawEvent(namespace)
+        encoded = bson.encode({"": canonical([ns.get("db"), ns.get("coll"), _ANY_ID])}, codec_options=_KEYS)
+    except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
+        return None
+    return hashlib.blake2b(encoded[: -len(_ANY_ID.binary + _ENDS)], digest_size=8)
 
 
 def document_index(event: Mapping[str, Any], count: int) -> int:

@@ -20,9 +20,9 @@ from pymongo.uri_parser import parse_uri
 
 from mongo_celery.app import Registry, app_name
 from mongo_celery.arguments import NAME
-from mongo_celery.bridge.change import EVENT_TYPES
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, early, merged
+from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.stream.source import Scope, Selector, placed, scope_of
 from mongo_celery.errors import ConfigurationError

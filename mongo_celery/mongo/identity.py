@@ -40,6 +40,7 @@ _STORED: CodecOptions[Any] = CodecOptions(
 )
 _PLAIN = {str, int, bson.ObjectId}
 """What every codec sends as it is."""
+_HASHED_AS_IS = {str, bson.ObjectId, bool, type(None)}
 
 
 # ---------------------------------------------------------------- one `_id`?
@@ -111,7 +112,7 @@ def canonical(value: Any) -> Any:  # noqa: PLR0911 - one answer for each kind of
     Distinct decimals may share a float and so a partition; equal numbers never part. Partitions hash by it, so what
     it gives cannot change.
     """
-    if isinstance(value, bool) or value is None or isinstance(value, (str, bson.ObjectId)):
+    if type(value) in _HASHED_AS_IS or isinstance(value, (str, bson.ObjectId)):
         return value
     if isinstance(value, Decimal128):
         return _canonical_decimal(value)

@@ -20,6 +20,7 @@ from pymongo import MongoClient
 from mongo_celery.bridge.worker.envelope import Run, seal
 from mongo_celery.demo.history import Due
 from tests.acceptance.chain_rig import Chain
+from tests.fixtures.messages import body_of, with_body
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
 
@@ -196,13 +197,12 @@ def _forge(message: dict[str, Any], task: str, *args: Any, **kwargs: Any) -> byt
     """The same message for another task, with other arguments."""
     body = [list(args), kwargs, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]
     headers = {**message["headers"], "task": task, "id": f"forged-{random.random()}"}
-    forged = {**message, "headers": headers, "body": b64encode(json.dumps(body).encode()).decode()}
-    return json.dumps(forged).encode()
+    return json.dumps(with_body({**message, "headers": headers}, body)).encode()
 
 
 def _envelopes(message: dict[str, Any]) -> tuple[str, str]:
     """The envelope of the run, and that of its commit."""
-    args, _, embedded = json.loads(b64decode(message["body"]))
+    args, _, embedded = body_of(message)
     return args[0], embedded["chain"][0]["args"][0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pymongo import MongoClient
 
 from mongo_celery.bridge.partitioning import document_index
 from tests.acceptance.chain_rig import QUIET
+from tests.fixtures.messages import body_of, with_body
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -197,10 +197,9 @@ def test_a_link_whose_trace_was_changed_is_another_link(traced: Traced) -> None:
     with redis.Redis.from_url(traced.broker) as broker:
         raw: Any = wait_for(lambda: broker.rpop("traced.0"))
         message = json.loads(raw)
-        args, kwargs, others = json.loads(b64decode(message["body"]))
+        args, kwargs, others = body_of(message)
         others["chain"][0]["options"]["headers"] = {"traceparent": "x"}
-        message["body"] = b64encode(json.dumps([args, kwargs, others]).encode()).decode()
-        broker.rpush("traced.0", json.dumps(message))
+        broker.rpush("traced.0", json.dumps(with_body(message, [args, kwargs, others])))
     traced.worker()
     wait_for(lambda: set(traced.done()) == {1})
     wait_for(lambda: (traced.state["leases"].find_one() or {}).get("dropped", {}).get("tampered") == 1)

@@ -15,6 +15,7 @@ from rich.console import Console
 from mongo_celery.bench.stage import Stage
 from mongo_celery.errors import MongoCeleryError
 from tests.benchmarks.outbox_suite import run_outbox
+from tests.benchmarks.parts_suite import run_parts
 from tests.benchmarks.report import SuiteResults, as_json, show
 from tests.benchmarks.sizes import FULL, QUICK, Sizes
 from tests.benchmarks.snapshot_suite import run_snapshot
@@ -22,7 +23,7 @@ from tests.benchmarks.spill_suite import run_spill
 from tests.benchmarks.stream_suite import run_stream
 from tests.benchmarks.transaction_suite import run_transactions
 
-SUITES = ("outbox", "transactions", "stream", "spill", "snapshot")
+SUITES = ("outbox", "transactions", "stream", "spill", "snapshot", "parts")
 
 _COUNT = click.IntRange(min=1)
 _ANY = click.IntRange(min=0)
@@ -50,12 +51,13 @@ _ANY = click.IntRange(min=0)
 @click.option("--stored", type=_COUNT, hidden=True)
 @click.option("--spilled", type=_COUNT, hidden=True)
 @click.option("--live", type=_COUNT, hidden=True)
+@click.option("--parts", type=click.IntRange(min=400), hidden=True)
 @click.option("--lock-lifetime", type=_ANY, hidden=True)
 def benchmarks(
     suites: tuple[str, ...], quick: bool, wants_json: bool, mongo_url: str | None, redis_url: str | None, **given: Any
 ) -> None:
     """
-    Measure outbox, transactions, stream, spill and snapshot on this machine: all, or those that are named.
+    Measure outbox, transactions, stream, spill, snapshot and parts on this machine: all, or those that are named.
 
     \b
     outbox        writes beside plain ones, entries per second, the sweep, recovery
@@ -63,6 +65,7 @@ def benchmarks(
     stream        oplog entries that the bridge's stream passes, by the number of its sources
     spill         other partitions beside one that stands, what storing its changes costs, and going on with them
     snapshot      documents that exist, beside as many live inserts, and what live changes wait meanwhile
+    parts         CPU time of what a listener and a worker do with a change, part by part
 
     Absolute figures depend on the machine and on what else it does; compare the ratios. Given servers
     are left as they were found.
@@ -94,5 +97,7 @@ def run_suites(stage: Stage, chosen: Sequence[str], sizes: Sizes, announce: Call
         results.spill = run_spill(stage, sizes, announce)
     if "snapshot" in chosen:
         results.snapshot = run_snapshot(stage, sizes, announce)
+    if "parts" in chosen:
+        results.parts = run_parts(stage, sizes, announce)
     results.seconds = time.monotonic() - began
     return results

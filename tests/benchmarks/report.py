@@ -11,6 +11,7 @@ from rich.table import Table
 
 from mongo_celery.bench.report import machine
 from tests.benchmarks.outbox_suite import OutboxResults
+from tests.benchmarks.parts_suite import PartsResults
 from tests.benchmarks.pending_query import PendingQuery
 from tests.benchmarks.readings import Reading
 from tests.benchmarks.sizes import Sizes
@@ -32,6 +33,7 @@ class SuiteResults:
     stream: StreamResults | None = None
     spill: SpillResults | None = None
     snapshot: SnapshotResults | None = None
+    parts: PartsResults | None = None
 
 
 def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
@@ -51,6 +53,12 @@ def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
         found["spill"] = {"rounds": sizes.rounds, **_spill(results.spill)}
     if results.snapshot is not None:
         found["snapshot"] = {"rounds": sizes.snapshots, **_snapshot(results.snapshot)}
+    if results.parts is not None:
+        found["parts"] = {
+            "rounds": sizes.rounds,
+            "event_bytes": results.parts.event_bytes,
+            "cpu": _plain(results.parts.parts),
+        }
     return found
 
 
@@ -67,6 +75,9 @@ def show(results: SuiteResults, console: Console) -> None:
         _show_spill(results.spill, console)
     if results.snapshot is not None:
         _show_snapshot(results.snapshot, console)
+    if results.parts is not None:
+        title = f"CPU time of a change of {results.parts.event_bytes:,} bytes, part by part"
+        console.print(_table(title, results.parts.parts))
     console.print(f"{results.seconds:.0f} s in all")
 
 

@@ -29,6 +29,7 @@ class Sizes:
         existing: documents of a snapshot, and as many live inserts beside it.
         snapshots: how many such snapshots are measured.
         live: live changes whose latency is measured alone; beside a snapshot it is as many as it lasts.
+        parts: events with which each part is measured.
         lock_lifetime: seconds that the server grants a transaction whose holder is killed; 0 leaves it out.
     """
 
@@ -50,6 +51,7 @@ class Sizes:
     existing: int = 1_000_000
     snapshots: int = 1
     live: int = 100
+    parts: int = 4000
     lock_lifetime: int = 5
 
 
@@ -57,5 +59,5 @@ FULL = Sizes()
 QUICK = Sizes(
     rounds=1, writes=60, entries=500, documents=50_000, kills=1, sweep_after=1.0, claim_ttl=2.0, transfers=60,
     scanned=20_000, beside=1500, standing=3000, backlog=5000, stored=3000, spilled=10_000, existing=20_000, live=20,
-    lock_lifetime=2,
+    parts=1000, lock_lifetime=2,
 )  # fmt: skip

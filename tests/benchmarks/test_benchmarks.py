@@ -137,6 +137,30 @@ def test_the_suite_of_snapshots_gives_rates_costs_and_what_live_changes_wait(
     assert not list(redis_client.scan_iter("*bench-*"))
 
 
+@pytest.mark.slow
+def test_the_suite_of_parts_gives_cpu_time_beside_decoding_an_event(mongo_url: str, redis_url: str) -> None:
+    """Each part of a change for itself."""
+    given = ("--mongo-url", mongo_url, "--redis-url", redis_url)
+    ended = _benchmarks("parts", "--quick", "--json", "--parts", "400", *given)
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)["parts"]
+    assert found["event_bytes"] > 500
+    for part in (
+        "look",
+        "read",
+        "take_in",
+        "pass_over",
+        "seal",
+        "seal_run",
+        "publish",
+        "publish_run",
+        "open_run",
+        "token",
+    ):
+        assert found["cpu"][part]["ratio_to_decode"] > 0
+
+
 def test_a_suite_that_does_not_exist_ends_in_one_sentence() -> None:
     """Nothing is measured that was not asked for."""
     ended = _benchmarks("bridge")

@@ -17,9 +17,9 @@ from typing import Any, cast
 from pymongo import WriteConcern
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.change import EVENT_TYPES
 from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.listener.tracker import Tracker
+from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state import claims
 from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.spill import Amount, Spill, StoredChange

@@ -22,11 +22,12 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.change import EVENT_TYPES, decoded, token_of
+from mongo_celery.bridge.change import decoded, token_of
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.partitioning import partition_index
+from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.envelope import Run

@@ -13,12 +13,13 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.change import EVENT_TYPES, token_of
+from mongo_celery.bridge.change import token_of
 from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.takeover import generations_of
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.partitioning import partition_index
+from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.stream.reader import ChangeEvent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from celery import Celery
 from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.signing import Sealing
-from mongo_celery.bridge.worker.envelope import Run
+from mongo_celery.bridge.worker.envelope import Run, unseal
 from mongo_celery.embedded import RedisServer
 
 MakeRedis = Callable[..., RedisServer]
@@ -26,9 +27,11 @@ def dispatch(number: int, size: int = _SMALL, label: str = "") -> Dispatch:
     return Dispatch(run, "shop.record", 0, label or f"({number})", "shop.0")
 
 
-def dispatcher_on(server: RedisServer) -> Dispatcher:
+def dispatcher_on(server: RedisServer, **settings: Any) -> Dispatcher:
     options = BridgeOptions(name="shop", partitions=4, queues=1)
-    return Dispatcher(Celery("shop", broker=server.url), options, lambda: Sealing(b"k" * 32, "here"), ["shop.0"])
+    app = Celery("shop", broker=server.url)
+    app.conf.update(settings)
+    return Dispatcher(app, options, lambda: Sealing(b"k" * 32, "here"), ["shop.0"])
 
 
 def queued(server: RedisServer) -> int:
@@ -40,6 +43,36 @@ def ask(server: RedisServer, command: str, *arguments: Any, **options: Any) -> A
     """The answer of the server to one command."""
     with redis.Redis.from_url(server.url) as client:
         return getattr(client, command)(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "encoding"),
+    [
+        ({}, None),
+        ({"task_compression": "zlib"}, "base64"),
+        ({"broker_transport_options": {"body_encoding": "base64"}}, "base64"),
+    ],
+    ids=["as text", "compressed", "as the app says"],
+)
+def test_bodies_go_to_redis_as_text_and_every_consumer_reads_them(
+    make_redis: MakeRedis, settings: dict[str, Any], encoding: str | None
+) -> None:
+    """P11: a message says how its body is written, so that versions of listener and worker may differ."""
+    server = make_redis()
+    sender = dispatcher_on(server, **settings)
+    assert sender.publish([dispatch(0)], alone=[dispatch(1)]).failure is None
+    sender.close()
+    for raw in ask(server, "lrange", "shop.0", 0, -1):
+        assert json.loads(raw)["properties"]["body_encoding"] == encoding
+    with Celery("shop", broker=server.url).connection_for_read() as connection:
+        queue = connection.SimpleQueue("shop.0")
+        for number in range(2):
+            message = queue.get(timeout=30)
+            (envelope,), _, _ = message.payload
+            assert unseal("run", envelope, b"k" * 32).changes == (b"x" * _SMALL,), number
+            message.requeue() if number == 0 else message.ack()
+        assert queue.get(timeout=30).payload[0]
+        queue.close()
 
 
 @pytest.mark.parametrize("large", [2 * _MEGABYTE, 12 * _MEGABYTE])

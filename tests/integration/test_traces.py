@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -25,6 +24,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.worker.envelope import Carrier, Run, unseal
 from mongo_celery.outbox.entries import FIELD
+from tests.fixtures.messages import body_of
 from tests.fixtures.redis import MakeRedis
 from tests.integration.outbox_rig import Message, Rig, opened, pending
 
@@ -161,7 +161,7 @@ def dispatched(server: Any, run: Run, *, commits: bool = True) -> Message:
     with redis.Redis.from_url(server.url) as client:
         raw: Any = client.rpop("shop.0")
     found = json.loads(raw)
-    return Message(found["headers"], json.loads(b64decode(found["body"])))
+    return Message(found["headers"], body_of(found))
 
 
 def test_a_run_and_the_link_behind_it_carry_the_listeners_span(

@@ -15,9 +15,10 @@ from bson.raw_bson import RawBSONDocument
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mongo_celery.bridge.change import EVENT_TYPES, FLAGS, describe, event_of, namespace_of
+from mongo_celery.bridge.change import FLAGS, describe, event_of, namespace_of
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import document_index, document_key, partition_index, partitioner
+from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter, kept
 from mongo_celery.bridge.state.subscriptions import Layout

@@ -35,6 +35,8 @@ PURE = (
     "errors",
     "arguments",
     "mongo.identity",
+    "mongo.elements",
+    "bridge.raw_event",
     "bridge.options",
     "bridge.fenced.fence",
     "bridge.worker.envelope",

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +131,13 @@ def standing() -> dict[str, Any]:
     report = {**IDLE_REPORT, "rejected": rejected, "notStored": rejected, "moving": moving}
     head = {"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"}
     full = {"claim": claim, "error": "no", "head": head, "spilled": MARK, "waiting": {"since": NOON, "cause": "no"}}
+    ran = {"last": 5, "took": 1, "claimed": NOON, "at": NOON + timedelta(milliseconds=20)}
     layouts = {"summarise": Layout(5, 2, "blake2b-64:_id")}
     return shape(
         facts(
             lease=lease(**SERVED, report=report, gaps=[gap]),
             subscriptions=[subscription(lost=LOST, gaps=[gap])],
-            images=[image(0, **full)],
+            images=[image(0, ran=ran, **full)],
             layouts=layouts,
             snapshots=[Snapshot(id="shop/summarise/a1", subscription="summarise", source="shop.orders", since=NOON)],
         )
@@ -158,7 +160,7 @@ def test_the_page_has_the_keys_of_a_status() -> None:
         "`rejected_by_broker`, `not_stored`": status["rejected_by_broker"][0],
         "`snapshots`": status["snapshots"][0],
         "`subscriptions`": row,
-        **{f"`{name}` of a subscription": row[name] for name in ("new_layout", "spilled", "lost")},
+        **{f"`{name}` of a subscription": row[name] for name in ("run_gain", "new_layout", "spilled", "lost")},
         "`partitions`": partition,
         **{f"`{name}` of a partition": partition[name] for name in ("claim", "retry", "waiting", "head", "spilled")},
     }

@@ -15,8 +15,8 @@ from celery import Celery, bootsteps
 from celery.worker import state as worker_state
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.change import EVENT_TYPES
 from mongo_celery.bridge.listener.in_worker import _is_ending
+from mongo_celery.bridge.raw_event import EVENT_TYPES
 from tests.fixtures.process import Processes
 
 _URL = "mongodb://127.0.0.1:1/?connect=false"

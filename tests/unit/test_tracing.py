@@ -69,6 +69,33 @@ import mongo_celery.cli.changes
 print([name for name in sys.modules if name.startswith("opentelemetry")])
 """
 
+ALONE = """
+from celery.app.task import Context
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from mongo_celery import tracing
+
+computed = []
+attributes = lambda: computed.append(1) or {}
+with tracing.sending("a", attributes), tracing.processing("a", attributes), tracing.committing("a", attributes):
+    assert not trace.get_current_span().get_span_context().is_valid
+assert computed == []
+
+parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+with tracing.received(Context({"id": "1", "task": "note", "traceparent": parent})), tracing.processing("a", attributes):
+    assert tracing.trace_headers() == {"traceparent": parent}
+
+provider, kept = TracerProvider(), InMemorySpanExporter()
+provider.add_span_processor(SimpleSpanProcessor(kept))
+trace.set_tracer_provider(provider)
+with tracing.processing("a", attributes):
+    pass
+assert [span.name for span in kept.get_finished_spans()] == ["process a"]
+print("passed")
+"""
+
 
 def python(code: str) -> str:
     """What another interpreter prints."""
@@ -120,6 +147,11 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_opentelemetry_nothing_is_stored_or_carried_and_errors_pass() -> None:
     """The extra is not needed; attributes are not even computed."""
     assert python(WITHOUT) == "passed"
+
+
+def test_with_the_api_alone_nothing_is_computed_and_traces_pass_until_somebody_listens() -> None:
+    """Many have it by another package: a span for each change would be nobody's."""
+    assert python(ALONE) == "passed"
 
 
 def test_opentelemetry_is_not_imported_before_it_is_needed() -> None:

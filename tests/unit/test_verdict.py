@@ -57,6 +57,7 @@ ERROR = "ValueError: no"
 HEAD = {"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"}
 CLAIM = {"owner": "x", "first": Int64(6), "last": Int64(6), "until": NOON, "ttl": Int64(10_000)}
 REJECTED = {"partition": "summarise 1", "key": "shop.orders insert 1", "bytes": 9 << 20, "error": "too large"}
+QUICK = {"last": 5, "took": 1, "claimed": NOON, "at": NOON + timedelta(milliseconds=20)}
 NEW_LAYOUT = {"subscription": "summarise", "partitions": 7, "waits": "waits for a claim"}
 NONE_ANSWERED = warning("no_worker", "none")
 SERVING = {**SERVED, "definitions": {"summarise": "1"}}
@@ -272,6 +273,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "lag": [
         Case(late(LAG_SECONDS), "degraded", WORK, "summarise is 5 min behind", without=late(LAG_SECONDS - 1)),
+        Case({**late(LAG_SECONDS), "images": [image(ran=QUICK)]}, "degraded", WORK, "run_size=100 would handle"),
     ],
     "behind": [
         Case(

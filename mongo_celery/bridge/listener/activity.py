@@ -99,17 +99,25 @@ class HandlerActivity:
 
     def _measure(self, image: Image, sent: float | None, seen: float) -> None:
         """Times by one clock each: the server's from claim to commit, and mine from sending to reading."""
-        ran: Mapping[str, Any] = image.ran or {}
-        took, claimed, ended, read = ran.get("took"), ran.get("claimed"), ran.get("at"), image.read_at
-        if ran.get("last") != image.committed:  # it was passed over, or committed by an earlier version
+        times, read = times_of(image), image.read_at
+        if times is None or image.ran is None:
             return
-        if not (isinstance(took, int) and isinstance(claimed, datetime) and isinstance(ended, datetime)):
-            return
-        seconds = took / 1000
+        seconds, whole = times
         self.handler.add(seconds)
-        self.commit.add((ended - claimed).total_seconds() - seconds)
+        self.commit.add(whole - seconds)
         if sent is not None and isinstance(read, datetime):
-            self.claim.add(seen - sent - (read - claimed).total_seconds())
+            self.claim.add(seen - sent - (read - image.ran["claimed"]).total_seconds())
+
+
+def times_of(image: Image) -> tuple[float, float] | None:
+    """Of the last run of a partition, the seconds of its handler, and those from its claim to its commit, if known."""
+    ran: Mapping[str, Any] = image.ran or {}
+    took, claimed, ended = ran.get("took"), ran.get("claimed"), ran.get("at")
+    if ran.get("last") != image.committed:  # it was passed over, or committed by an earlier version
+        return None
+    if not (isinstance(took, int) and isinstance(claimed, datetime) and isinstance(ended, datetime)):
+        return None
+    return took / 1000, (ended - claimed).total_seconds()
 
 
 def _growth(before: int, now: int) -> int:

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 from mongo_celery.bridge.change import FLAGS, describe
 from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.partitioning import Partitioner, document_hash
+from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.window import PendingChange
 from mongo_celery.errors import ConfigurationError
@@ -51,6 +52,7 @@ logger = logging.getLogger("mongo_celery.listener")
 _TIME_CHARS = 18  # of a token's `_data`: its type, and seconds and increment of its cluster time
 _COMPLAINT_SECONDS = 30.0
 _SLACK = 1000
+_MOST_KNOWN = 4096
 _MOST_STORED = 150_000  # some 90 bytes each: they must fit into a document
 
 MOST_REFUSED = 50_000
@@ -92,6 +94,8 @@ class Admission:
         noted: Mapping[str, Any] | None,
     ) -> None:
         self._selector = selector
+        self._is_simple = selector.is_simple
+        self._known: dict[bytes, bool] = {}
         self._partitioner = partitioner
         self._layout = layout
         self._noted: dict[str, int] = {}
@@ -147,12 +151,24 @@ class Admission:
             if flaw is not None and not (flaw.only_match and self._is_judged(event)):
                 is_owed = self._flag(event) is not False and selector.may_select(event.document)
                 return is_owed, Refusal.because(flaw.sentence)
-            return selector.selects(event.document), None
+            return self._selects(event.document), None
         except ConfigurationError as error:
             return True, Refusal.because(str(error), halts=True)
         except Exception as error:  # noqa: BLE001 - whatever a pipeline has made of the event
             reason = f"it cannot be told whether handler {selector.name} gets it: {error_text(error)}"
             return True, Refusal.because(reason, halts=True)
+
+    def _selects(self, document: Mapping[str, Any]) -> bool:
+        """Whether the selector takes it; said from memory where it was asked about such a change before."""
+        origin = document.origin if self._is_simple and isinstance(document, RawEvent) else None
+        if origin is None:
+            return self._selector.selects(document)
+        known = self._known.get(origin)
+        if known is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            known = self._known[origin] = self._selector.selects(document)
+        return known
 
     def _is_judged(self, event: ChangeEvent) -> bool:
         """Whether the `match` of this handler, if it has one, did not fail: the event has the flags of those alone."""

@@ -30,8 +30,9 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.bridge.change import EVENT_TYPES, event_of
+from mongo_celery.bridge.change import event_of
 from mongo_celery.bridge.existing import AS, DocumentId, event_bytes, token_at
+from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.stream.reader import ChangeEvent, Flaw
 from mongo_celery.bridge.window import Mark
 from mongo_celery.mongo.verdicts import Code, Verdict, brief, code_of, is_transient, is_unanswered, verdict_on

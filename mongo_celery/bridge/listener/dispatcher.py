@@ -20,7 +20,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from celery import Celery
@@ -184,7 +184,7 @@ class Dispatcher:
     def _ready_producer(self) -> Any:
         """On a new connection the queues are declared: RabbitMQ drops a message to an unknown queue silently."""
         if self._producer is None:
-            self._connection = bounded_connection(self._app, _BROKER_SECONDS)
+            self._connection = bounded_connection(self._app, _BROKER_SECONDS, as_text=True)
             demand_answer(self._connection, _BROKER_SECONDS)
             channel = self._connection.default_channel
             for name in self._queues:
@@ -207,7 +207,7 @@ class Dispatcher:
         """
         if self._careful is None:
             self._ready_producer()  # the queues are declared there
-            self._careful = bounded_connection(self._app, _BROKER_SECONDS, confirm=True)
+            self._careful = bounded_connection(self._app, _BROKER_SECONDS, confirm=True, as_text=True)
             demand_answer(self._careful, _BROKER_SECONDS)
         return self._app.amqp.Producer(self._careful.default_channel, auto_declare=False)
 
@@ -247,11 +247,10 @@ class Dispatcher:
         """The handler's message with the link behind it, if there is one, which carries the same trace."""
         run, sealing = dispatch.run, self._sealed_with()
         links = [_commit_link(run, task_id, dispatch.queue, sealing, headers)] if dispatch.commits else []
-        run = replace(run, carrier=Carrier.of(task_id, links))
         return self._app.amqp.as_task_v2(
             task_id,
             dispatch.task_name,
-            (seal("run", run, sealing.key, sealing.installation),),
+            (seal("run", run, sealing.key, sealing.installation, Carrier.of(task_id, links)),),
             {},
             chain=links or None,
             root_id=task_id,
@@ -280,20 +279,11 @@ def _span_attributes(dispatch: Dispatch, task_id: str) -> dict[str, Any]:
 def _commit_link(run: Run, task_id: str, queue: str, sealing: Sealing, headers: Mapping[str, str]) -> dict[str, Any]:
     """The commit task behind a run."""
     commit_id = f"{task_id}.commit"
-    commit = replace(
-        run,
-        changes=(),
-        refusal=None,
-        token=None,
-        hash=None,
-        hashes=(),
-        reference=None,
-        carrier=Carrier.of(commit_id, None),
-    )
+    commit = Run(run.bridge, run.subscription, run.generation, run.index, run.version, run.first, run.last)
     options = {"queue": queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"}
     return {
         "task": COMMIT_TASK,
-        "args": [seal("commit", commit, sealing.key, sealing.installation)],
+        "args": [seal("commit", commit, sealing.key, sealing.installation, Carrier(commit_id))],
         "kwargs": {},
         "options": {**options, "headers": dict(headers)} if headers else options,
         "subtask_type": None,

@@ -34,6 +34,7 @@ from mongo_celery.bridge.listener.relayout import Relayouts
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.rules import rules_in_force
+from mongo_celery.bridge.listener.run_gain import RunAdvice
 from mongo_celery.bridge.listener.snapshotting import Snapshotting
 from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.starts import find_starts
@@ -126,6 +127,7 @@ class Leader:
         )
         self._snapshots = Snapshotting(wiring, self.wake)
         self._replaying = Replaying(self._store.replays, wiring.state_concern)
+        self._advice = RunAdvice(self._options, activity)
         self._at_end = False
         self._full, self._full_at = "", math.inf
         self._opened_at = self._looked_at = self._swept_at = self._moved_at = 0.0
@@ -313,6 +315,7 @@ class Leader:
         self._spilling.turn(now, at_end=self._at_end)
         self._snapshot(now)
         self._replaying.turn(self._subscriptions, now)
+        self._advice.turn(self._subscriptions.values(), now)
         self._dispatch()
         self._watermarks.flush(self._subscriptions.values(), now, self._moved_at)
         self._wait()

@@ -21,9 +21,10 @@ the protocol, the sweep:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from datetime import datetime
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from mongo_celery.bridge.state.partitions import Image
@@ -33,6 +34,9 @@ LONGEST_WAIT = 900.0
 _DOUBLINGS = 16
 _CLOCK_SLACK = 1.0
 _NEVER = math.inf
+_PASSING = {"live", "ahead", "due_in"}
+_essence = attrgetter(*(each.name for each in fields(Image) if each.compare and each.name not in _PASSING))
+"""What changes only when somebody writes: all of an image but what passes with time alone."""
 
 
 class Step(Enum):
@@ -127,6 +131,7 @@ class Tracker:
         self._given_up: int | None = None
         self._changed_at = now
         self._suspect: tuple[Any, float] | None = None
+        self._essence = _essence(image)
         self.observe(image, now)
 
     @property
@@ -181,7 +186,9 @@ class Tracker:
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in a newer image."""
-        if _essence(image) != _essence(self.image):
+        essence = _essence(image)
+        if essence != self._essence:
+            self._essence = essence
             self._changed_at = now
             if image.committed != self.image.committed:
                 self.attempt = self.repeats = 0
@@ -277,8 +284,3 @@ class Tracker:
         if self._suspect is None or self._suspect[0] != claim["until"]:
             self._suspect = (claim["until"], now)
         return Step.CLEAR if now - self._suspect[1] > 2 * claim["ttl"] / 1000 else Step.WAIT
-
-
-def _essence(image: Image) -> Image:
-    """What changes only when somebody writes."""
-    return replace(image, live=False, ahead=0.0, due_in=0.0)

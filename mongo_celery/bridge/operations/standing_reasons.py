@@ -279,10 +279,11 @@ def _late(status: Mapping[str, Any], concerned: Concerned, line: CommandLine) ->
     )
     if late:
         is_late = "is" if len(late) == 1 else "are"
+        gains = [f" For {each['name']}, {each['run_gain']['sentence']}." for each in late if each.get("run_gain")]
         yield degraded(
             "lag",
             f"{listed([each['name'] for each in late])} {is_late} {duration(late[0]['lag_seconds'])} behind: changes "
-            "are handled so much later. More workers help, or faster handlers.",
+            f"are handled so much later. More workers help, or faster handlers.{''.join(gains[:1])}",
             line.celery("worker"),
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pymongo
@@ -19,6 +20,8 @@ from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
+from mongo_celery.bridge.listener.activity import times_of
+from mongo_celery.bridge.listener.run_gain import run_gain
 from mongo_celery.bridge.operations.amounts import Place, StoredAmounts, counted, reported
 from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
 from mongo_celery.bridge.operations.snapshot_waits import surroundings
@@ -64,6 +67,7 @@ class Facts:
         groups: of the registered subscriptions, by name.
         heads: the changes at which parked and waiting partitions stand, as far as they were looked at.
         snapshots: all that are stored.
+        transactional: of the registered subscriptions, those whose changes are a transaction each.
     """
 
     options: BridgeOptions
@@ -81,6 +85,7 @@ class Facts:
     heads: Mapping[Place, Mapping[str, str]] = field(default_factory=dict)
     snapshots: Sequence[Snapshot] = ()
     replaying: Mapping[str, int] = field(default_factory=dict)
+    transactional: frozenset[str] = frozenset()
 
 
 def read_status(wiring: Wiring) -> dict[str, Any]:
@@ -140,6 +145,10 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
       not known, or over, or something keeps it), `since` when, `by` whom, and `sentence`: why it has failed, or what
       keeps it: its handler is paused, stands in most partitions, has lost its history, waits for a new layout or is not
       in the app, nobody leads, or its last attempts have failed; else None.
+    - a subscription's `run_gain`: what `run_size` would bring it, by the last change of each partition: seconds of its
+      handler (`handler_seconds`) and from claim to commit (`change_seconds`), the `run_size` to set, how many times as
+      many changes a partition would handle at least (`factor`), and the `sentence` that says so; None where it is
+      little, or runs are in use.
     - a subscription's `oplog_share`: which share of the oplog's window lies behind it; None while the oplog removes
       nothing, or cannot be read. From 1 on, what was not read is lost.
 
@@ -174,6 +183,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         replaying=store.replays.count_selected(),  # first: one that ends in between was not set aside
         dead_letters=store.dead_letters.count(),
         snapshots=store.snapshots.read(),
+        transactional=frozenset(handler.name for handler in wiring.handlers if handler.transactional),
         now=operation_time(client),
         oplog=oplog,
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
@@ -316,6 +326,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
                 "watermark_at": _iso(document.get("clusterTime")),
                 "lag_seconds": lag,
                 "oplog_share": _share(facts, place_in(document)),
+                "run_gain": _run_gain(facts, name, images),
                 "spilled": facts.stored.sum((name, image.index) for image in images if image.spilled),
                 "dead_letters": facts.dead_letters.get(name, 0),
                 "replaying": facts.replaying.get(name, 0),
@@ -325,6 +336,16 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
             },
         )
     return shaped
+
+
+def _run_gain(facts: Facts, name: str, images: Sequence[Image]) -> dict[str, Any] | None:
+    """What the last changes of its partitions say of runs."""
+    times = [found for image in images if (found := times_of(image)) is not None]
+    if not times or name not in facts.registered:
+        return None
+    handler, whole = (median(each) for each in zip(*times, strict=True))
+    gain = run_gain(handler, whole, facts.options, transactional=name in facts.transactional)
+    return None if gain is None else gain.plain()
 
 
 def _subscription_state(facts: Facts, name: str, document: Mapping[str, Any], images: Sequence[Image]) -> str:

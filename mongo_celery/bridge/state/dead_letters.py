@@ -37,8 +37,9 @@ from pymongo import ReplaceOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.change import EVENT_TYPES, event_of, token_data
+from mongo_celery.bridge.change import event_of, token_data
 from mongo_celery.bridge.existing import LETTER
+from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.mongo.table import Table, call_timeout
 
 CHANGE_BYTES = 15 << 20

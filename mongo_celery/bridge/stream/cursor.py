@@ -16,6 +16,7 @@ from bson import Timestamp
 from bson.codec_options import DatetimeConversion
 from pymongo.errors import InvalidOperation
 
+from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.stream.source import Scope
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def token_of(event: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidOperation: the pipeline has removed it.
     """
-    token = event.get("_id")
+    token = event.token if isinstance(event, RawEvent) else event.get("_id")
     if token is None:
         raise InvalidOperation("The event has no resume token: the pipeline has removed its _id.")
     return dict(token)

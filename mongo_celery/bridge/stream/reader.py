@@ -26,7 +26,7 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.errors import NetworkTimeout
 
-from mongo_celery.bridge.change import describe, token_data
+from mongo_celery.bridge.change import describe, event_of, token_data
 from mongo_celery.bridge.stream.cursor import (
     AWAIT_SECONDS,
     HURRIED_SECONDS,
@@ -392,16 +392,18 @@ class StreamReader:
     # -- handing over --------------------------------------------------------------------------------
 
     def _take(self, document: RawBSONDocument, flaw: Flaw | None = None) -> bool:
-        token = token_of(document)
-        time_ = document.get("clusterTime")
+        raw = bytes(document.raw)
+        event = event_of(raw)
+        token = token_of(event)
+        time_ = event.get("clusterTime")
         if not isinstance(time_, Timestamp):  # a user's pipeline may have put something else there
             time_ = time_of_token(token, self._position.time)
-        event = ChangeEvent(Mark(token, token_data(token), time_), document, bytes(document.raw), flaw)
+        item = ChangeEvent(Mark(token, token_data(token), time_), event, raw, flaw)
         if flaw is None:
             self._flaws = 0
         else:
-            self._complain(event, flaw)
-        return self._arrived(event)
+            self._complain(item, flaw)
+        return self._arrived(item)
 
     def _complain(self, event: ChangeEvent, flaw: Flaw) -> None:
         self._flaws += 1
@@ -428,7 +430,7 @@ class StreamReader:
         if self._refused is not None and mark.data <= self._refused:
             return False  # read by time, some come again; the token is asked for only behind the one that was refused
         self._refused = None
-        self._position = replace(self._position, token=mark.token, time=mark.cluster_time or self._position.time)
+        self._position = Position(mark.token, mark.cluster_time or self._position.time)
         return True
 
     def _hand_over(self, item: Item) -> bool:

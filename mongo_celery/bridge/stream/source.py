@@ -206,6 +206,11 @@ class Selector:
         self._check_is_whole(event)
         return self.filter.match is None or bool(event[FLAGS].get(self.name, False))
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether nothing but operation and namespace decides about a change of a document."""
+        return self.filter.match is None and self.filter.fields is None
+
     def may_select(self, event: Mapping[str, Any]) -> bool:
         """Whether nothing that the event has, whole or not, rules out that it belongs to this subscription."""
         operation = event.get("operationType")

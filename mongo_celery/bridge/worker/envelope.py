@@ -56,6 +56,7 @@ _PARKED_FORMAT = 5
 _FORMATS = {_FORMAT, _REFUSED_FORMAT, _REFERRING_FORMAT, _REPLAY_FORMAT, _PARKED_FORMAT}
 _HASHES = 1 << 64
 _HASH_BYTES = 8
+_LINKS = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,7 @@ class Carrier:
         """The carrier of a message with this id and chain."""
         if not links:
             return cls(task_id)
-        text = json.dumps(links, sort_keys=True, separators=(",", ":"), default=str)
-        return cls(task_id, hashlib.sha256(text.encode()).hexdigest())
+        return cls(task_id, hashlib.sha256(_LINKS.encode(links).encode()).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Run:
         return self.token if self.token is not None else token_of(change)
 
 
-def seal(kind: str, run: Run, key: bytes, installation: str = "") -> str:
+def seal(kind: str, run: Run, key: bytes, installation: str = "", carrier: Carrier | None = None) -> str:
     """
     The argument of a task.
 
@@ -178,6 +178,7 @@ def seal(kind: str, run: Run, key: bytes, installation: str = "") -> str:
         run: what the message is about.
         key: the bridge's signing key.
         installation: id of the state that the key belongs to.
+        carrier: the message in which it travels; by default the run's own.
     """
     document: dict[str, Any] = {
         "f": _FORMAT,
@@ -191,8 +192,9 @@ def seal(kind: str, run: Run, key: bytes, installation: str = "") -> str:
         "c": Binary(b"".join(run.changes)),
         "o": installation,
     }
-    if run.carrier is not None:
-        document |= {"t": run.carrier.task_id, "l": run.carrier.links}
+    carrier = carrier or run.carrier
+    if carrier is not None:
+        document |= {"t": carrier.task_id, "l": carrier.links}
     if run.refusal is not None:
         assert run.token is not None, "a refused change is known by its token"
         document |= {"f": _REFUSED_FORMAT, "r": run.refusal.reason, "h": run.refusal.halts, "p": dict(run.token)}

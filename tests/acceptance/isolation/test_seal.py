@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from mongo_celery.bridge.state import signing
 from mongo_celery.demo.history import Due
 from mongo_celery.errors import CommandRefusedError
 from tests.acceptance.chain_rig import Chain
+from tests.fixtures.messages import body_of, with_body
 from tests.fixtures.process import wait_for
 
 Document = dict[str, Any]
@@ -47,9 +47,8 @@ _EMBEDDED: dict[str, Mapping[str, Any]] = {
 def _tampered(message: bytes, headers: Mapping[str, Any], embedded: Mapping[str, Any]) -> bytes:
     """A message as it was found, but for some headers and some of what follows the task."""
     found = json.loads(message)
-    args, kwargs, others = json.loads(b64decode(found["body"]))
-    body = [args, kwargs, {**others, **embedded}]
-    found["body"] = b64encode(json.dumps(body).encode()).decode()
+    args, kwargs, others = body_of(found)
+    found = with_body(found, [args, kwargs, {**others, **embedded}])
     return json.dumps({**found, "headers": {**found["headers"], **headers}}).encode()
 
 

@@ -1,0 +1,179 @@
+"""
+A change event as its bytes, of which only what is asked for is decoded.
+
+A listener looks at five fields of each event (token, time, operation, namespace, document key), and the documents that
+it carries are the larger part of it. So a field is read from its own place (`mongo.elements`), and whatever is odd is
+left to PyMongo's decoder, as if there were nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import ItemsView, Iterator, KeysView, Mapping
+from functools import lru_cache
+from typing import Any
+
+from bson import ObjectId, Timestamp
+from bson.binary import UuidRepresentation
+from bson.codec_options import CodecOptions, DatetimeConversion
+from bson.raw_bson import RawBSONDocument
+
+from mongo_celery.mongo.elements import DOCUMENT, NULL, OBJECT_ID, TEXT, TIMESTAMP, Place, places
+
+EVENT_TYPES: CodecOptions[RawBSONDocument] = CodecOptions(
+    document_class=RawBSONDocument,
+    uuid_representation=UuidRepresentation.UNSPECIFIED,
+    unicode_decode_error_handler="replace",
+    datetime_conversion=DatetimeConversion.DATETIME_MS,
+)
+"""
+How the bridge itself reads events, whatever the URL says: only what is looked at is decoded, and no user's value
+fails. Partitions rest on it: a key must not depend on an option that the next start may have otherwise.
+"""
+
+_NAMESPACES = 4096
+_NAMESPACE_BYTES = 512  # longer ones are something that a user's pipeline has made
+_TOKEN = b"\x02_data\0"
+_TOKEN_BEGINS = 4 + len(_TOKEN) + 4
+_ORIGIN_BYTES = 600
+_PLAIN_KEY = b"\x07_id\0"
+_PLAIN_KEY_BYTES = 4 + len(_PLAIN_KEY) + 12 + 1
+_SHORTEST_TOKEN = _TOKEN_BEGINS + 2
+_NOWHERE = 0, 0, 0
+_length_at = struct.Struct("<i").unpack_from
+_two_numbers_at = struct.Struct("<II").unpack_from
+
+
+class RawEvent(RawBSONDocument):
+    """
+    An event, or a document in one: a `RawBSONDocument` by `EVENT_TYPES` that need not be decoded to be looked at.
+
+    Args:
+        raw: its bytes.
+
+    Raises:
+        BSONError: it is no BSON document, now or when it is looked at.
+    """
+
+    __slots__ = ("_bytes", "_decoder", "_origin", "_places", "_values")
+
+    def __init__(self, raw: bytes | memoryview) -> None:
+        if not isinstance(raw, bytes):
+            raw = bytes(raw)  # the driver gives large documents within others so
+        found = places(raw)
+        self._bytes = raw
+        self._values: dict[str, Any] = {}
+        self._origin: bytes | None = None
+        self._places: Mapping[str, Place] = found if found is not None else {}
+        self._decoder = RawBSONDocument(raw, EVENT_TYPES) if found is None else None
+
+    @property
+    def raw(self) -> bytes:
+        """Its bytes."""
+        return self._bytes
+
+    @property
+    def token(self) -> dict[str, Any] | None:
+        """The resume token as plain values; None where there is none."""
+        kind, start, stop = self._places.get("_id", _NOWHERE)
+        if kind == DOCUMENT and stop - start >= _SHORTEST_TOKEN:
+            raw, begin = self._bytes, start + _TOKEN_BEGINS
+            if (
+                raw.startswith(_TOKEN, start + 4)
+                and _length_at(raw, begin - 4)[0] == stop - begin - 1
+                and not raw[stop - 2]
+            ):
+                return {"_data": raw[begin : stop - 2].decode("utf-8", "replace")}
+        found = self.get("_id")
+        return None if found is None else dict(found)
+
+    @property
+    def origin(self) -> bytes | None:
+        """
+        Bytes of operation and namespace of a change of a document: handlers are chosen by them, and by what the change
+        holds. None for other events, and where a pipeline has made something else of these.
+        """
+        found = self._origin
+        if found is None and "documentKey" in self._places and "to" not in self._places:
+            kind, start, stop = self._places.get("operationType", _NOWHERE)
+            also, begin, end = self._places.get("ns", _NOWHERE)
+            if kind == TEXT and also == DOCUMENT and stop - start + end - begin <= _ORIGIN_BYTES:
+                found = self._origin = self._bytes[start:stop] + self._bytes[begin:end]
+        return found
+
+    @property
+    def plain_key(self) -> tuple[bytes, bytes] | None:
+        """Bytes of the namespace, and of an ObjectId that is all of the document key; None for all other keys."""
+        kind, start, stop = self._places.get("documentKey", _NOWHERE)
+        if kind != DOCUMENT or stop - start != _PLAIN_KEY_BYTES or not self._bytes.startswith(_PLAIN_KEY, start + 4):
+            return None
+        kind, begin, end = self._places.get("ns", _NOWHERE)
+        if kind != DOCUMENT or end - begin > _NAMESPACE_BYTES:
+            return None
+        return self._bytes[begin:end], self._bytes[start + 4 + len(_PLAIN_KEY) : stop - 1]
+
+    def __getitem__(self, item: str) -> Any:
+        if self._decoder is not None:
+            return self._decoder[item]
+        values = self._values
+        if item not in values:
+            values[item] = self._read(item, *self._places[item])
+        return values[item]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a field, or the default."""
+        if key in self._values:
+            return self._values[key]
+        return self[key] if key in self else default  # noqa: SIM401 - this is what it would call
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places if self._decoder is None else key in self._decoder
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places if self._decoder is None else self._decoder)
+
+    def __len__(self) -> int:
+        return len(self._places if self._decoder is None else self._decoder)
+
+    def __eq__(self, other: object) -> bool:
+        return self._bytes == other.raw if isinstance(other, RawBSONDocument) else NotImplemented
+
+    __hash__ = None
+
+    def keys(self) -> KeysView[str]:
+        """Names of its fields."""
+        return (self._places if self._decoder is None else self._decoder).keys()
+
+    def items(self) -> ItemsView[str, Any]:
+        """Names and values of its fields."""
+        return self._decoded.items()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._bytes!r})"
+
+    def __reduce__(self) -> tuple[type[RawEvent], tuple[bytes]]:
+        return RawEvent, (self._bytes,)
+
+    @property
+    def _decoded(self) -> RawBSONDocument:
+        return self._decoder if self._decoder is not None else RawBSONDocument(self._bytes, EVENT_TYPES)
+
+    def _read(self, name: str, kind: int, start: int, stop: int) -> Any:
+        raw = self._bytes
+        if kind == TEXT:
+            return raw[start + 4 : stop - 1].decode("utf-8", "replace")
+        if kind == DOCUMENT:
+            is_namespace = name == "ns" and stop - start <= _NAMESPACE_BYTES
+            return _namespace(raw[start:stop]) if is_namespace else RawEvent(raw[start:stop])
+        if kind == OBJECT_ID:
+            return ObjectId(raw[start:stop])
+        if kind == TIMESTAMP:
+            increment, seconds = _two_numbers_at(raw, start)
+            return Timestamp(seconds, increment)
+        return None if kind == NULL else self._decoded[name]
+
+
+@lru_cache(maxsize=_NAMESPACES)
+def _namespace(raw: bytes) -> RawEvent:
+    """There are few of them, and one stream has them again and again."""
+    return RawEvent(raw)
