@@ -131,6 +131,7 @@ def test_an_aim_is_judged_by_its_ratio() -> None:
 def test_the_modes_are_those_of_the_published_figures() -> None:
     """In the order of a round: figures of different commits are compared by these names."""
     names = ["raw_stream", "raw_task", "raw_chain", "watch_delay", "watch_loop", "bridge_chain", "bridge_runs"]
+    names += ["bridge_bulk"]
 
     assert list(MODES) == names
 

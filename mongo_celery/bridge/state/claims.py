@@ -106,6 +106,7 @@ class Claim:
         doubts: how often in a row, at the end of these, in doubt: it may have been the handler's own doing.
         fenced_as: the subscription's first name, by which targets know it; None where it never had another one.
         parked: hashes of the keys that were parked in its partition, from 0 to 2^64 - 1.
+        passed_over: earlier changes of its document for which its first change stands: `count` and `tokens`.
         taken: when it was answered for, on the monotonic clock.
     """
 
@@ -120,6 +121,7 @@ class Claim:
     doubts: int = 0
     fenced_as: str | None = None
     parked: frozenset[int] = frozenset()
+    passed_over: Mapping[str, Any] | None = None
     taken: float = field(default_factory=time.monotonic, compare=False, repr=False)
 
 
@@ -223,6 +225,7 @@ class Claims:
             doubts=waiting.get("timeOuts", 0),
             parked=parked_in(document),
             fenced_as=document.get("fencedAs"),
+            passed_over=counts.get("passedOver"),
         )
 
     def take_for_replay(
@@ -477,6 +480,51 @@ class Claims:
             self._dead_letters.database.client.start_session() as session,
         ):
             return session.with_transaction(both, write_concern=WriteConcern("majority"))
+
+    def advance(
+        self,
+        claim: Claim,
+        last: int,
+        token: Mapping[str, Any],
+        *,
+        passed_over: Mapping[str, Any] | None = None,
+        ends: bool = False,
+        session: ClientSession | None = None,
+    ) -> bool:
+        """
+        Move the position up to a change of the run that is done; the claim goes on with the next one as its first.
+
+        Of that one nothing is counted yet. Repeating it is harmless, unless the claim ends with it.
+
+        Args:
+            last: number of the change, `token` its resume token.
+            passed_over: the changes for which the next one stands, as the claim has them.
+            ends: whether the whole run is done, so that the claim ends.
+            session: of a transactional handler.
+        """
+        change: dict[str, Any] = {"committed": Int64(last), "resumeToken": literal(dict(token))}
+        guard = own(claim)
+        if ends:
+            took = millis(time.monotonic() - claim.taken)
+            ran = {"last": Int64(last), "took": took, "claimed": "$claim.at", "at": "$$NOW"}
+            change |= {"claim": None, "retry": None, "ran": ran}
+        else:
+            guard["committed"] = {"$in": [claim.first - 1, last]}
+            fresh: dict[str, Any] = {"count": 0, "crashes": 0, "lapsed": [], "notBefore": None, "error": None}
+            if passed_over is not None:
+                fresh["passedOver"] = dict(passed_over)
+            change |= {
+                "retry": literal(fresh),
+                "claim.first": Int64(last + 1),
+                "claim.until": {"$add": ["$$NOW", "$claim.ttl"]},
+            }
+        if session is not None:
+            return self._table.collection.update_one(guard, [{"$set": change}], session=session).matched_count == 1
+        return self._table.update(guard, [{"$set": change}])
+
+    def single_out(self, claim: Claim) -> bool:
+        """End a claim whose changes are to be run one by one from now on; nothing is counted."""
+        return self._write(claim, [{"$set": {"claim": None, "single": {"$max": ["$single", Int64(claim.last)]}}}])
 
     def _write(self, claim: Claim, change: Any) -> bool:
         return self._table.update(own(claim), change)
