@@ -64,7 +64,9 @@ class Lists:
         numbers = range(first, first + len(keys))
         raws = tuple(bson.encode(event_of_key(n, key)) for n, key in zip(numbers, keys, strict=True))
         given = {"hash": hash_of(keys[0]), "hashes": tuple(map(hash_of, keys)), **options}
-        run = Run(BRIDGE, SUBSCRIPTION, 0, 0, VERSION, first, first + len(keys) - 1, raws, **given)
+        run = Run(
+            BRIDGE, SUBSCRIPTION, 0, 0, VERSION, first, first + len(keys) - 1, **{"changes": raws, **given}
+        )  # fmt: skip
         self.execution(run).execute(self._call)
 
     def execution(self, run: Run) -> Execution:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import bson
 import pytest
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 from pymongo import DeleteOne, MongoClient, ReplaceOne, UpdateOne
@@ -13,9 +14,11 @@ from pymongo.errors import AutoReconnect
 
 from mongo_celery import Changes, StaleFencingTokenError
 from mongo_celery.bridge.operations import commands
+from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.worker.envelope import Reference
 from tests.integration.list_rig import Lists, failing, lists_on, number_of, numbers
-from tests.integration.parking_rig import WantedError, hash_of
-from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, Document, token
+from tests.integration.parking_rig import WantedError, event_of_key, hash_of
+from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, token
 
 Begin = Callable[..., Lists]
 
@@ -263,6 +266,19 @@ def test_a_listener_that_names_no_keys_gets_the_failing_change_back_as_a_head(be
     with ended(WantedError):
         lists.run(3, "c", hashes=())
     assert lists.letters == [(3, "parked")]
+
+
+def test_a_list_that_travels_by_reference_fails_like_others(begin: Begin) -> None:
+    """P6: its changes are read before they are given, and those of the rest stay stored."""
+    lists = begin()
+    lists.handle = failing(3)
+    raws = [bson.encode(event_of_key(number, key)) for number, key in enumerate("abcd", 1)]
+    tokens = [token(number)["_data"] for number in range(1, 5)]
+    stored = [StoredChange(data, raw, hash_of(key)) for data, raw, key in zip(tokens, raws, "abcd", strict=True)]
+    lists.rig.store.spill.insert(lists.rig.where, stored, VERSION)
+    with ended(WantedError):
+        lists.run(1, *"abcd", changes=(), reference=Reference.to(tokens, raws))
+    assert (lists.rig.image.committed, lists.letters) == (3, [(3, "failed")])
 
 
 def test_a_replay_is_a_list_of_one(begin: Begin) -> None:

@@ -73,6 +73,7 @@ class ListExecution(Execution):
     def _run_changes(self, claim: Claim, outcomes: Outcomes, call: Call, is_lost: Callable[[], bool]) -> None:
         del is_lost  # the claim's heartbeat begins anew where it goes on behind a part
         assert isinstance(outcomes, ListOutcomes), "they are made from the class above"
+        outcomes.begin(self._run)
         self._written = outcomes
         self._until = time.monotonic() + self._wiring.options.run_seconds
         parts = self._parts = self._parts_of(claim)

@@ -60,6 +60,10 @@ class ListOutcomes(Outcomes):
     def _beats(self) -> Heartbeats:
         return self._wiring.of_process(WorkerRuntime).heartbeats
 
+    def begin(self, run: Run) -> None:
+        """The run with its changes, which may have travelled by reference."""
+        self._run = run
+
     def advance(self, count: int, passed_over: Sequence[bytes] = ()) -> None:
         """
         Record that so many changes are done, and go on with the next one as the claim's first.
