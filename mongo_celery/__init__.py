@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mongo_celery.bridge.bridge import Bridge
     from mongo_celery.bridge.change import Change
+    from mongo_celery.bridge.changes import Changes
     from mongo_celery.bridge.fenced import FencedCollection
     from mongo_celery.bridge.fenced.fence import Fence
     from mongo_celery.errors import (
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Bridge": "bridge.bridge",
     "Change": "bridge.change",
+    "Changes": "bridge.changes",
     "Event": "outbox",
     "Fence": "bridge.fenced.fence",
     "FencedCollection": "bridge.fenced",
@@ -68,6 +70,7 @@ __all__ = [
     "AccessError",
     "Bridge",
     "Change",
+    "Changes",
     "CommandRefusedError",
     "ConfigurationError",
     "DeploymentError",

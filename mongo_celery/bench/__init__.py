@@ -17,7 +17,7 @@ of another mode runs meanwhile. Names of queues, databases and bridges are used 
 servers keep nothing of it and no mode meets another's messages.
 
 The package reads upward: `payload`, `setting` and `stopwatch` know nothing of the rest; `raw_app`,
-`bridge_app` and `programs` are what the measured processes run; `stage` starts and ends them; `modes`,
+`bridge_app`, `bulk_app` and `programs` are what the measured processes run; `stage` starts and ends them; `modes`,
 `latency`, `memory` and `takeover` measure; `run` puts them in order; `report` shows; `command` is the
 command line.
 """

@@ -11,6 +11,7 @@ from mongo_celery.bench.stage import Scene, Stage, pause
 from mongo_celery.embedded.crew import ChildProcess
 
 BRIDGE_APP = "mongo_celery.bench.bridge_app"
+_BULK_APP = "mongo_celery.bench.bulk_app"
 _RAW_APP = "mongo_celery.bench.raw_app"
 _PROGRAMS = "mongo_celery.bench.programs"
 _LAST_COMMIT_LOOK_SECONDS = 0.002
@@ -63,6 +64,11 @@ def _listener(scene: Scene, count: int) -> ChildProcess:
     return scene.listener(BRIDGE_APP)
 
 
+def _bulk_listener(scene: Scene, count: int) -> ChildProcess:
+    del count
+    return scene.listener(_BULK_APP)
+
+
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
@@ -74,6 +80,7 @@ MODES: dict[str, Mode] = {
         Mode("bridge_chain", _listener, BRIDGE_APP, ends="committed", bridge={"run_size": 1}),
         Mode("bridge_inline", _listener, BRIDGE_APP, ends="committed", bridge={"run_size": 1, "commit": "inline"}),
         Mode("bridge_runs", _listener, BRIDGE_APP, ends="committed", bridge={"run_size": 200}, scale=10),
+        Mode("bridge_bulk", _bulk_listener, _BULK_APP, ends="committed", scale=20),
     )
 }
 """All modes, in the order of a round."""

@@ -25,6 +25,15 @@ from mongo_celery.outbox.watching import FIELDS, OPERATIONS, STILL_PENDING, deli
 
 Function = Callable[..., Any]
 
+_ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("name", "operations", "fields", "match", "partition_by", "failure_policy", "group", "start_from", "commit")
+    ),
+    "transactional": False,
+    "coalesce": False,
+}
+"""What `on_change` takes for itself, and what it takes by default; all else is for Celery's task."""
+
 
 class Bridge:
     """
@@ -138,6 +147,7 @@ class Bridge:
         group: str | None = None,
         start_from: StartFrom | None = None,
         commit: str | None = None,
+        coalesce: bool = False,
         **task_options: Any,
     ) -> Callable[[Function], Any]:
         """
@@ -166,6 +176,8 @@ class Bridge:
                 it is given the documents that exist then, too, as operation type `snapshot`.
             commit: `chain`, where a task behind the handler's writes the position, or `inline`, where the execution
                 writes it itself: half the messages; by default the bridge's.
+            coalesce: of several changes of one document in a run, give the last one only: for a handler that needs no
+                more than the latest state.
             task_options: Celery's `bind`, `autoretry_for`, `retry_backoff`, `max_retries`, `rate_limit`,
                 `time_limit`, `soft_time_limit` and the like.
 
@@ -184,10 +196,37 @@ class Bridge:
             "group": group,
             "start_from": start_from,
             "commit": commit,
+            "coalesce": coalesce,
         }
 
         def decorate(function: Function) -> Any:
             return self._register(function, sources, arguments, task_options)
+
+        return decorate
+
+    def on_changes(self, *sources: object, batch_size: int = 500, **options: Any) -> Callable[[Function], Any]:
+        """
+        Register a bulk handler: as `on_change`, but what it is given is a list of consecutive changes of one partition.
+
+        The list (`Changes`) has at least one change, and is claimed, retried, recorded and replayed like one. Where it
+        fails, the handler may say which change it was, by `raise changes.failed_at(change) from error`; else it is
+        given halves of the list until the change that fails is alone. Retries and failure policy concern that one.
+        Not promised: that a change is given only once, which a list that failed makes likely.
+
+        Args:
+            sources: as of `on_change`.
+            batch_size: most changes of one list, which is also bounded by the bridge's `run_bytes`; `run_size` is not
+                for it. With `transactional=True` all of a list are one transaction.
+            options: all others of `on_change`, Celery's among them.
+
+        Raises:
+            ConfigurationError: when the decorator runs, whatever is wrong with all this.
+        """
+        refuse_function_as_source(sources, "on_changes")
+        own = {name: options.pop(name, default) for name, default in _ARGUMENTS.items()}
+
+        def decorate(function: Function) -> Any:
+            return self._register(function, sources, {**own, "batch_size": batch_size}, options)
 
         return decorate
 
@@ -233,7 +272,8 @@ class Bridge:
         arguments: Mapping[str, Any],
         task_options: Mapping[str, Any],
     ) -> Any:
-        check_function(function, bind=bool(task_options.get("bind")))  # before its name is asked for
+        given = "the changes" if arguments.get("batch_size") is not None else "the change"
+        check_function(function, bind=bool(task_options.get("bind")), given=given)  # before its name is asked for
         bound = self.wiring.bound
         make = partial(
             make_handler,

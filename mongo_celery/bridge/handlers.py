@@ -59,9 +59,11 @@ _OWN_OPTIONS = (
     "name",
     "group",
     "start_from",
+    "coalesce",
 )
 _OF_BRIDGE = frozenset(each.name for each in fields(BridgeOptions)) - TASK_OPTIONS - {*_OWN_OPTIONS}
 _REFUSED = {
+    "batch_size": "it is given one change at a time; write @bridge.on_changes(..., batch_size=...) for lists of them",
     "queue": "the bridge chooses the queue of the change's partition; group='...' gives a handler queues of its own",
     "exchange": "the bridge chooses the queue of the change's partition",
     "routing_key": "the bridge chooses the queue of the change's partition",
@@ -93,6 +95,8 @@ class Handler:
         group: of workers, whose queues its runs go to; None for the bridge's own queues.
         start_from: where it begins while it has no position; None for the bridge's.
         commit: who writes its positions, `"chain"` or `"inline"`; None for the bridge's.
+        batch_size: most changes of one list; None for a handler of single changes.
+        coalesce: whether it is given only the last of several changes of one document that are there together.
     """
 
     name: str
@@ -106,6 +110,19 @@ class Handler:
     group: str | None = None
     start_from: StartFrom | None = None
     commit: str | None = None
+    batch_size: int | None = None
+    coalesce: bool = False
+
+    @property
+    def is_parted(self) -> bool:
+        """Whether what it is given is not simply the next change of a run."""
+        return self.batch_size is not None or self.coalesce
+
+    def run_size(self, options: BridgeOptions) -> int:
+        """Most changes of one of its runs: a list is a run, and a transaction has one change otherwise."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return 1 if self.transactional else options.run_size
 
     def selector(self, default_database: str | None) -> Selector:
         """Sources and filter, with the sources resolved."""
@@ -173,13 +190,14 @@ def make_handler(
         options: the bridge's options.
         task_name: name of the Celery task.
         arguments: `name`, `operations`, `fields`, `match`, `partition_by`, `failure_policy`, `transactional`,
-            `group`, `start_from`, `commit`.
+            `group`, `start_from`, `commit`, `batch_size`, `coalesce`.
         task_options: everything else, for Celery's task.
 
     Raises:
         ConfigurationError: the first thing that is wrong, and its cure.
     """
-    check_function(function, bind=bool(task_options.get("bind")))
+    batch_size, coalesce = _checked_batch(arguments), bool(arguments.get("coalesce"))
+    check_function(function, bind=bool(task_options.get("bind")), given="the change" + "s" * (batch_size is not None))
     check_task_options(task_options)
     if not targets:
         raise ConfigurationError("on_change needs at least one source, such as 'shop.orders'.")
@@ -204,6 +222,8 @@ def make_handler(
         group=_checked_group(arguments.get("group")),
         start_from=start_from,
         commit=commit,
+        batch_size=batch_size,
+        coalesce=coalesce,
     )
     if start_from == SNAPSHOT and not handler.filter.takes_documents:
         raise ConfigurationError(
@@ -216,6 +236,21 @@ def make_handler(
         if _is_complete(target):
             source_of(target, None)
     return handler
+
+
+def _checked_batch(arguments: Mapping[str, Any]) -> int | None:
+    """The most changes of one list; None for a handler of single changes."""
+    batch_size = arguments.get("batch_size")
+    if batch_size is None:
+        if arguments.get("coalesce") and arguments["transactional"]:
+            raise ConfigurationError(
+                "coalesce=True does nothing beside transactional=True, which gives on_change its changes one by one; "
+                "write @bridge.on_changes, whose lists are one transaction each.",
+            )
+        return None
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ConfigurationError(f"batch_size={batch_size!r} must be a whole number of at least 1.")
+    return batch_size
 
 
 def _checked_group(group: object) -> str | None:
@@ -235,7 +270,7 @@ def _is_complete(target: object) -> bool:
     return not isinstance(target, type)
 
 
-def refuse_function_as_source(sources: Iterable[object]) -> None:
+def refuse_function_as_source(sources: Iterable[object], decorator: str = "on_change") -> None:
     """
     A decorator without parentheses takes the function for a source, and would register nothing.
 
@@ -246,8 +281,8 @@ def refuse_function_as_source(sources: Iterable[object]) -> None:
         kind = type(source)
         if callable(source) and not issubclass(kind, type) and not kind.__module__.startswith("pymongo."):
             raise ConfigurationError(
-                'on_change was given a function, and needs a source: write @bridge.on_change("db.collection") above '
-                "the function.",
+                f"{decorator} was given a function, and needs a source: write "
+                f'@bridge.{decorator}("db.collection") above the function.',
             )
 
 
@@ -265,7 +300,7 @@ def check_task_options(task_options: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"option {option!r} of on_change is unknown{nearest(option, known)}.")
 
 
-def check_function(function: object, *, bind: bool) -> None:
+def check_function(function: object, *, bind: bool, given: str = "the change") -> None:
     """Refuse what cannot be a handler."""
     if _is_task(function):
         raise ConfigurationError(
@@ -284,7 +319,7 @@ def check_function(function: object, *, bind: bool) -> None:
     try:
         inspect.signature(function).bind(*range(wanted))
     except TypeError:
-        text = "the task and the change" if bind else "the change"
+        text = f"the task and {given}" if bind else given
         raise ConfigurationError(
             f"handler {function.__name__} must take {wanted} argument{'s' * (wanted > 1)}: {text}.",
         ) from None

@@ -28,11 +28,17 @@ def list_lines(bridge: str, found: Found, plain: Sequence[Mapping[str, Any]]) ->
         yield f"{id_}  {each['cause'].replace('_', ' ')} {moment(each['at'])}"
         yield "  " + _cut(f"{each['subscription']}: {each['key']}")
         yield f"  {_cut(each['error'])}"
-        for line in (parked_line(each), replay_line(each, leads=found.leads)):
+        for line in (passed_line(each), parked_line(each), replay_line(each, leads=found.leads)):
             if line:
                 yield f"  {line}"
     if found.count > len(plain):
         yield f"and {found.count - len(plain)} more: --limit"
+
+
+def passed_line(plain: Mapping[str, Any]) -> str | None:
+    """Which changes it stands for, where its handler coalesces; None where it stands for none."""
+    count = plain["passed"]
+    return f"stands for {number(count, 'earlier change', 'earlier changes')} of its document" if count else None
 
 
 def parked_line(plain: Mapping[str, Any]) -> str | None:
@@ -65,9 +71,11 @@ def show_lines(plain: Mapping[str, Any], change: Mapping[str, Any], *, leads: bo
     yield f"  {plain['cause'].replace('_', ' ')} {moment(plain['at'])}"
     tried = number(plain["attempts"], "attempt", "attempts")
     yield f"  {tried}, {number(plain['replays'], 'start', 'starts')} by replays"
-    for line in (parked_line(plain), replay_line(plain, leads=leads)):
+    for line in (passed_line(plain), parked_line(plain), replay_line(plain, leads=leads)):
         if line:
             yield f"  {line}"
+    for id_ in plain["passed_over"]:
+        yield f"    {id_}"
     yield f"  error: {plain['error']}"
     if plain["traceback"]:
         yield plain["traceback"].rstrip()

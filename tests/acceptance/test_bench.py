@@ -132,7 +132,7 @@ def test_the_modes_are_those_of_the_published_figures() -> None:
     """In the order of a round: figures of different commits are compared by these names."""
     names = ["raw_stream", "raw_task", "raw_chain", "watch_delay", "watch_loop"]
 
-    assert list(MODES) == [*names, "bridge_chain", "bridge_inline", "bridge_runs"]
+    assert list(MODES) == [*names, "bridge_chain", "bridge_inline", "bridge_runs", "bridge_bulk"]
 
 
 def test_only_restricts_what_is_measured() -> None:

@@ -217,6 +217,28 @@ def test_a_bulk_writes_errors_name_the_users_places(target: Collection[Document]
         assert document.get("x") == third
 
 
+def test_what_stands_before_an_error_is_done_also_where_it_creates(target: Collection[Document]) -> None:
+    """P9: as in PyMongo; who says by an error's place how much is finished must not be told too much."""
+    target.create_index("email", unique=True)
+    target.insert_many([{"_id": 1, "email": "a"}, {"_id": 2, "email": "b"}])
+    requests: list[Any] = [
+        ReplaceOne({"_id": 7}, {"email": "g"}, upsert=True),
+        UpdateOne({"_id": 2}, {"$set": {"email": "a"}}),
+        ReplaceOne({"_id": 8}, {"email": "h"}, upsert=True),
+    ]
+    for ordered, made in ((True, {7}), (False, {7, 8})):
+        with pytest.raises(BulkWriteError) as caught:
+            view(target, 5).bulk_write(requests, ordered)
+        assert [each["index"] for each in caught.value.details["writeErrors"]] == [1]
+        assert {each["_id"] for each in target.find()} == {1, 2} | made
+        assert caught.value.details["nUpserted"] == 1
+    requests = [ReplaceOne({"_id": n}, {"email": "x" if n < 12 else f"y{n}"}, upsert=True) for n in (10, 11, 12)]
+    with pytest.raises(BulkWriteError) as caught:
+        view(target, 5).bulk_write(requests)
+    assert [each["index"] for each in caught.value.details["writeErrors"]] == [1], "of several new ones, too"
+    assert {each["_id"] for each in target.find({"_id": {"$gte": 10}})} == {10}
+
+
 @pytest.mark.parametrize("request_", [InsertOne({"_id": 1}), DeleteMany({})])
 def test_a_bulk_write_refuses_what_it_cannot_fence(target: Collection[Document], request_: Any) -> None:
     """P9: before anything is written."""

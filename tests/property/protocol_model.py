@@ -13,7 +13,8 @@ enough to try every interleaving (see ``protocol_search``). What stands behind i
   last image it saw of each partition. A listener that lost its lease goes on with all of its rules for ever.
 - *A locked partition* is left behind by a take-over, which leads and wins it later. Meanwhile everybody else may act
   there as before, which is more than its lock allows.
-- *Runs carry one change*, and any message or listener may commit what is handled, as the design allows.
+- *Runs carry one change*, and any message or listener may commit what is handled, as the design allows. Where a
+  scenario says so, they carry two, and the position moves between them while the claim stands.
 - *A position that is written inline* is not of a majority at once: a failover may bring back the document of before,
   until it is replicated or anything else is written there. Looks see what a majority has. Nobody waits for it, as the
   execution does, so w:1 would be as safe.
@@ -59,6 +60,8 @@ class Broken(StrEnum):
     LOOK_BEFORE_MAJORITY = "a look takes a position that a failover may take back"
     CLAIM_BEFORE_MAJORITY = "a claim does not wait for a majority"
     INLINE_BEFORE_SUCCESS = "the position is written inline before the handler has succeeded"
+    PROGRESS_WITHOUT_FENCE = "the position moves inside a run without fence, owner and committed"
+    PROGRESS_ENDS_CLAIM = "the claim ends where the position moves inside a run"
     REWIND_COUNTS_ALONE = "a rewind takes each document's epoch plus one, not the lease's next version"
 
 
@@ -114,6 +117,7 @@ class World(NamedTuple):
         commit: Who writes the positions.
         rewind: Whether and how the operator may rewind, once.
         matches: Per configuration the positions its handler matches; empty: everything, always.
+        runs: Whether a run carries the next change, too, where it was read.
         moved: The stream as read by later configurations (``Broken.KEY_CHANGES``); empty: as the first.
         broken: The rule left out.
     """
@@ -128,6 +132,7 @@ class World(NamedTuple):
     rewind: Rewind = Rewind.NEVER
     matches: tuple[frozenset[int], ...] = ()
     moved: tuple[int, ...] = ()
+    runs: bool = False
     broken: Broken = Broken.NOTHING
 
     def partition(self, config: int, token: int) -> int:
@@ -223,12 +228,13 @@ class Listener(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A chain in the broker: its handler task and its commit task."""
+    """A chain in the broker: its handler task and its commit task; ``rest`` are the later changes of its run."""
 
     partition: int
     term: int
     first: int
     token: int
+    rest: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """Return the message as a part of a trace."""
@@ -246,6 +252,7 @@ class Run(NamedTuple):
     fence: int
     era: int
     wrote: bool = False
+    rest: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """Return the execution as a part of a trace."""

@@ -182,7 +182,7 @@ def dispatch(world: World, state: State, which: int) -> Steps:
             if listener.at_opening:
                 base = listener.at_opening[index]
                 first = base.committed + 1 + buffered(world, listener, index, base.token).index(waiting[0])
-            message = Message(index, listener.term, first, waiting[0])
+            message = Message(index, listener.term, first, waiting[0], tuple(waiting[1:2]) if world.runs else ())
             if message not in state.messages:
                 yield Step("dispatch", message), state._replace(messages=state.messages | {message})
 
@@ -259,7 +259,9 @@ def deliver(world: World, state: State) -> Steps:
                 base = partition._replace(before=partition.seen)
             claimed = base._replace(fence=fence, owners=owner, claim=Claim(owner, live=True))
             config = ruling(world, state, partition)
-            run = Run(message.partition, config, message.first, message.token, owner, fence, state.era)
+            run = Run(
+                message.partition, config, message.first, message.token, owner, fence, state.era, rest=message.rest
+            )
             after = with_partition(state, message.partition, claimed)
             starts = put(state.starts, message.token - 1, state.starts[message.token - 1] + 1)
             yield Step("claim", run), after._replace(runs=state.runs | {run}, starts=starts)
@@ -282,6 +284,8 @@ def execute(world: World, state: State, run: Run) -> Steps:
         targets = put(state.targets, run.partition, stamp)
         after = state._replace(targets=targets, runs=others | {run._replace(wrote=True)})
         yield Step("effect", run), after
+    elif run.rest and (owns(partition, run) or world.broken is Broken.PROGRESS_WITHOUT_FENCE):
+        yield Step("progress", run), gone_on(world, state._replace(runs=others), run)
     elif owns(partition, run) or world.broken is Broken.OUTCOME_WITHOUT_FENCE:
         ended = state._replace(runs=others)
         if world.commit is not Commit.CHAIN:
@@ -308,6 +312,18 @@ def replicate(state: State) -> Steps:
     for index, partition in enumerate(state.partitions):
         if partition.before is not None:
             yield Step("replicated"), with_partition(state, index, partition.replicated())
+
+
+def gone_on(world: World, state: State, run: Run) -> State:
+    """The position moves behind the first change of a run; the claim stands, and the handler starts for the next."""
+    done = moved(world, state, run.partition, Handled(run.first, run.token, run.config), run.token)
+    if world.broken is not Broken.PROGRESS_ENDS_CLAIM:
+        partition = done.partitions[run.partition]
+        done = with_partition(done, run.partition, partition._replace(claim=state.partitions[run.partition].claim))
+    token, *rest = run.rest
+    following = run._replace(first=run.first + 1, token=token, rest=tuple(rest), wrote=False)
+    starts = put(done.starts, token - 1, done.starts[token - 1] + 1)
+    return done._replace(runs=done.runs | {following}, starts=starts)
 
 
 def commit(world: World, state: State) -> Steps:

@@ -38,8 +38,8 @@ class Move(NamedTuple):
 
 Judgement = Callable[[Move], Iterator[str]]
 
-OUTCOMES = frozenset({"handled", "position", "retry", *Policy})
-"""The kinds of steps by which an execution records how it ended."""
+OUTCOMES = frozenset({"handled", "position", "progress", "retry", *Policy})
+"""The kinds of steps by which an execution records how it ended, or how far it is."""
 
 
 def changed(before: tuple[Item, ...], after: tuple[Item, ...]) -> list[tuple[Item, Item]]:
@@ -118,10 +118,12 @@ def prefix(move: Move) -> Iterator[str]:
 def bounded_duplicates(move: Move) -> Iterator[str]:
     """P6: a handler starts once per change, and at most once more per fault that hits the partition."""
     run = move.step.who
-    if isinstance(run, Run) and move.step.kind == "claim":
-        starts, faults = move.after.starts[run.token - 1], move.before.partitions[run.partition].faults
-        if starts > 1 + faults:
-            yield f"change {run.token} has started {starts} times with {faults} faults"
+    if not isinstance(run, Run) or move.step.kind not in {"claim", "progress"}:
+        return
+    token = run.rest[0] if move.step.kind == "progress" else run.token
+    starts, faults = move.after.starts[token - 1], move.before.partitions[run.partition].faults
+    if starts > 1 + faults:
+        yield f"change {token} has started {starts} times with {faults} faults"
 
 
 ORACLES: dict[str, Judgement] = {

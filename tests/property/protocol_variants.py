@@ -38,6 +38,11 @@ def also(
     return base._replace(world=more)
 
 
+def together(base: Sound[World]) -> Sound[World]:
+    """Return a scenario in which a run carries two changes, and its position moves between them."""
+    return base._replace(world=base.world._replace(runs=True))
+
+
 SOUND = (
     faulty(60_000, "two changes, two terms, two faults", (0, 0), terms=2, faults=2),
     faulty(6_000, "three changes, two faults", (0, 0, 0), terms=1, faults=2),
@@ -77,6 +82,14 @@ SOUND = (
     ),
     also(faulty(13_000, "inline or chain, two terms, a fault", (0, 0), terms=2, faults=1), commit=Commit.EITHER),
     also(locked(7_500, "inline, a locked partition", (0, 0), terms=2, faults=1), commit=Commit.INLINE),
+    together(faulty(9_000, "a run of two changes, two faults", (0, 0), terms=1, faults=2)),
+    together(faulty(10_000, "runs of two of three changes, a fault", (0, 0, 0), terms=1, faults=1)),
+    together(sound(40_000, "a run of two changes, two terms, a lapse", (0, 0), terms=2, lapses=1)),
+    also(
+        together(faulty(1_000, "a dead letter in a run of two", (0, 0), terms=1, faults=1)),
+        policy=Policy.DEAD_LETTER,
+    ),
+    also(together(sound(60_000, "a rewind in a run of two", (0, 0), terms=1, lapses=1)), rewind=Rewind.NUMBER_BACK),
     locked(40_000, "a locked partition, two changes, two terms", (0, 0), terms=2, faults=2),
     locked(50_000, "a locked partition beside another, a mark, two terms", (0, MARK, 1), terms=2, faults=1),
     also(locked(35_000, "a locked partition, a later term matches more", (0, 0, 0), terms=2, faults=1), matches=WIDER),
@@ -98,6 +111,7 @@ LOCKED = World("two partitions, one of them locked", (0, 1), terms=2, budget=1, 
 INLINE = World("inline", (0, 0), terms=1, commit=Commit.INLINE)
 TAKEN_BACK = INLINE._replace(name="inline, a failover", budget=1, faults=frozenset({Fault.ROLLBACK}))
 MATCHES_MORE = World("a later term matches more", (0, 0, 0), terms=2, matches=WIDER)
+RUNS = World("a run of two changes, a lapse", (0, 0), terms=1, budget=1, faults=LAPSE, runs=True)
 MOVING = World("two partitions, a key that changes", (0, 1), terms=2, moved=(1, 1))
 
 CAUGHT = (
@@ -123,6 +137,8 @@ CAUGHT = (
     caught(Broken.KEY_CHANGES, MOVING, "P6"),
     caught(Broken.KEY_CHANGES, MOVING, "P5", watched="P1 P2 P3 P4 P5"),
     caught(Broken.WATERMARK_PASSES_LOCKED, LOCKED, "P5"),
+    caught(Broken.PROGRESS_WITHOUT_FENCE, RUNS, "P3"),
+    caught(Broken.PROGRESS_ENDS_CLAIM, RUNS, "P6"),
     caught(Broken.REWIND_IN_TWO_WRITES, KEPT, "P1", watched="P1"),
     caught(Broken.REWIND_COUNTS_ALONE, TWO_TERMS._replace(rewind=Rewind.NUMBER_BACK), "P1"),
 )

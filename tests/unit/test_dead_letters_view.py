@@ -33,6 +33,8 @@ LETTER: Document = {
     "parked": False,
     "behind": None,
     "waiting": 0,
+    "passed": 0,
+    "passed_over": [],
 }
 
 
@@ -71,6 +73,18 @@ def test_a_letter_is_shown_with_what_is_kept_of_it(change: Document, words: str)
     text = "\n".join(show_lines({**LETTER, "replay": "requested"}, change, leads=False))
     assert all(each in text for each in (words, LETTER["error"], "Traceback", "2 starts by replays"))
     assert "its replay is asked for, and begins when a listener leads" in text
+
+
+def test_a_letter_names_the_changes_for_which_its_change_stood() -> None:
+    """Where its handler coalesces, they would vanish without a trace."""
+    plain = {**LETTER, "passed": 21, "passed_over": ["8201", "8202"]}
+    text = "\n".join(show_lines(plain, {"event": None, "raw": None}, leads=True))
+    assert "  stands for 21 earlier changes of its document\n    8201\n    8202\n" in text.replace(
+        "\n  error", "\n\n  error"
+    )
+    letter = _letter({"_id": "shop/summarise/8203", "passedOver": {"count": 21, "tokens": ["8201", "8202"]}})
+    assert (letter.passed, letter.passed_over) == (21, ["8201", "8202"])
+    assert _letter({"_id": "shop/summarise/8203", "passedOver": 7}).passed == 0
 
 
 @pytest.mark.parametrize("text", ["5", '"5"', "a b", "{", "[", "é\udcff", "{'a': 1}", '{"$oid": 5}', ""])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -13,7 +14,7 @@ from celery import Celery
 from celery.app.task import Task
 from pymongo import MongoClient
 
-from mongo_celery import Bridge, Change, ConfigurationError, HandlerUsageError
+from mongo_celery import Bridge, Change, Changes, ConfigurationError, Fence, HandlerUsageError
 from mongo_celery.bridge.handlers import TASK_OPTIONS
 from mongo_celery.bridge.listener.in_worker import LISTENER_OPTION, ListenerStep
 from mongo_celery.bridge.wiring import BRIDGES
@@ -389,6 +390,70 @@ def test_a_bridge_has_the_queues_of_the_groups_that_its_handlers_are_in(app: Cel
 def test_calling_a_handler_with_a_change_just_runs_it(bridge: Bridge) -> None:
     """A unit test of a handler needs no server."""
     assert bridge.on_change("shop.orders")(handle)(CHANGE) == {"_id": 7}
+
+
+def test_calling_a_bulk_handler_with_a_list_just_runs_it(bridge: Bridge) -> None:
+    """P9: what it gets is what a worker gives it."""
+
+    @bridge.on_changes("shop.orders", batch_size=7)
+    def handle_all(changes: Changes) -> Any:
+        return changes, changes.session
+
+    changes, session = handle_all([CHANGE, CHANGE])
+    assert (type(changes), list(changes), session) == (Changes, [CHANGE, CHANGE], None)
+    assert bridge.handlers[0].batch_size == 7
+    with pytest.raises(HandlerUsageError, match="takes a list of Change"):
+        handle_all(CHANGE)
+    with pytest.raises(HandlerUsageError, match="one change at least"):
+        handle_all([])
+
+
+def test_a_bulk_handler_says_which_change_has_failed() -> None:
+    """P9: of its list alone; in a unit test it is what leaves the handler."""
+    changes = Changes([replace(CHANGE, seq=1), replace(CHANGE, seq=2)])
+    for failed in (1, changes[1]):
+        said = pickle.loads(pickle.dumps(changes.failed_at(failed)))
+        assert (said.place, str(said)) == (1, "its handler says that shop.orders insert 7 has failed")
+    for wrong in (2, -1, True, "1", CHANGE):
+        with pytest.raises(HandlerUsageError, match="from 0 to 1"):
+            changes.failed_at(wrong)  # type: ignore[arg-type]
+
+
+def test_the_fence_of_a_list_is_one() -> None:
+    """P3: changes that were built by hand with several are no list of one execution."""
+    fences = [Fence("shop/copy", 0, 0, token) for token in (2, 3)]
+    built = [Change.build("insert", ns="shop.orders", full_document={"_id": 1}, fence=fence) for fence in fences]
+    with pytest.raises(HandlerUsageError, match="several fences"):
+        Changes(built).fenced("shop.copies")
+    with pytest.raises(HandlerUsageError, match=r"Change.build\(..., client=...\)"):
+        Changes(built[:1]).fenced("shop.copies")
+
+
+@pytest.mark.parametrize(
+    ("decorator", "options", "sentence"),
+    [
+        ("on_change", {"batch_size": 5}, "on_changes"),
+        ("on_changes", {"batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
+        ("on_changes", {"batch_size": True}, "batch_size=True must be"),
+        ("on_changes", {"run_size": 5}, r"write Bridge\(..., run_size=...\)"),
+        ("on_changes", {"coalesc": True}, "did you mean 'coalesce'"),
+        ("on_change", {"coalesce": True, "transactional": True}, "write @bridge.on_changes"),
+    ],
+)
+def test_what_lists_cannot_be_is_refused(
+    bridge: Bridge, decorator: str, options: dict[str, Any], sentence: str
+) -> None:
+    """P9: with where it belongs."""
+    with pytest.raises(ConfigurationError, match=sentence):
+        getattr(bridge, decorator)("shop.orders", **options)(handle)
+
+
+def test_a_bulk_handler_takes_the_changes(bridge: Bridge) -> None:
+    """P9: the sentence says what it is given."""
+    with pytest.raises(ConfigurationError, match=r"must take 1 argument: the changes\."):
+        bridge.on_changes("shop.orders")(handle_without)
+    with pytest.raises(ConfigurationError, match=r"write @bridge.on_changes\(\"db.collection\"\)"):
+        bridge.on_changes(handle)
 
 
 def test_a_bound_handler_gets_its_task(bridge: Bridge) -> None:

@@ -60,17 +60,20 @@ def subscription(
     images: Mapping[int, Image] | None = None,
     transactional: bool = False,
     commit: str | None = None,
+    batch_size: int | None = None,
     refused: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Subscription:
     made = BridgeOptions(name="shop", partitions=PARTITIONS, **options)
-    arguments = dict.fromkeys(("name", "operations", "fields", "match", "partition_by", "failure_policy"))
+    arguments: dict[str, Any] = dict.fromkeys(
+        ("name", "operations", "fields", "match", "partition_by", "failure_policy")
+    )
     handler = make_handler(
         handle,
         ("shop.orders",),
         made,
         task_name="shop.handle",
-        arguments={**arguments, "transactional": transactional, "commit": commit},
+        arguments={**arguments, "transactional": transactional, "commit": commit, "batch_size": batch_size},
         task_options={},
     )
     plan = Plan(
@@ -536,6 +539,21 @@ def test_what_is_handled_is_committed_at_once_where_no_commit_task_follows() -> 
         made = make_trackers([image(index=0)], {0: "shop/handle/3/0"}, VERSION, BridgeOptions(), inline=inline)
         made[0].sent(NOW)
         assert made[0].observe(handled, NOW) is step
+
+
+@pytest.mark.parametrize("transactional", [True, False])
+def test_a_bulk_handler_gets_runs_of_its_own_size_with_the_keys_of_all(transactional: bool) -> None:
+    """P6: any of them may become the one that fails, and its policy needs its key."""
+    one = subscription(run_size=1, batch_size=3, transactional=transactional)
+    for number in range(1, 6):
+        one.take_in(change(number))
+    (run,) = due(one)
+    assert (numbers(run), run.run.hashes) == ([1, 2, 3], (0, 0, 0))
+    single = subscription(batch_size=3, images={0: image(index=0, single=5)})
+    for number in range(1, 4):
+        single.take_in(change(number))
+    (run,) = due(single)
+    assert (numbers(run), run.run.hashes) == ([1], ())
 
 
 def test_a_lost_run_is_handed_out_again_with_the_same_numbers() -> None:

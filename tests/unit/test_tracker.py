@@ -200,6 +200,18 @@ def test_a_claim_that_came_alive_again_begins_the_count_anew() -> None:
     assert is_ready(partition, START + 8 + GRACE)
 
 
+def test_a_position_that_moves_under_a_live_claim_is_taken_in_and_nothing_is_sent() -> None:
+    """P5, P6: a list of which a part is recorded; its execution goes on, and what it leaves is sent when it ends."""
+    partition = dispatched()
+    partition.observe(CLAIMED, START + 1)
+    further = replace(CLAIMED, committed=1, data="8201", token={"_data": "8201"})
+    assert partition.observe(further, START + 2) is Step.ENDED
+    assert partition.outstanding is not None
+    assert not is_ready(partition, START + 3)
+    assert partition.observe(replace(further, claim=None, live=False), START + 4) is Step.WAIT
+    assert is_ready(partition, START + 4)
+
+
 # Rule 3: lapsed, or never taken
 
 

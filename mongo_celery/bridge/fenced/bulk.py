@@ -27,7 +27,7 @@ from typing import Any
 
 from pymongo import UpdateOne
 from pymongo.client_session import ClientSession
-from pymongo.errors import BulkWriteError, DuplicateKeyError, WriteError
+from pymongo.errors import BulkWriteError, WriteError
 from pymongo.results import DeleteResult, UpdateResult
 
 from mongo_celery.bridge.fenced.documents import Documents, FencedUpdate
@@ -90,10 +90,40 @@ def run(
     except BulkWriteError as error:
         for detail in error.details.get("writeErrors", []):
             detail["index"] = places[detail["index"]]
+        if session is None or not session.in_transaction:  # else nothing of it is left
+            _settle_tried(documents, batch, command, session, error, ordered=ordered)
         raise
     common = UpdateResult({"n": result.matched_count, "nModified": result.modified_count, "ok": 1.0}, True)
     rest = [] if result.matched_count == len(batch) else _settle_misses(documents, batch, command, session)
     return [(batch[0].place, common), *rest]
+
+
+def _settle_tried(
+    documents: Documents,
+    batch: Sequence[BulkItem],
+    command: Mapping[str, Any],
+    session: ClientSession | None,
+    error: BulkWriteError,
+    *,
+    ordered: bool,
+) -> None:
+    """As PyMongo: what stands before the first error is done, of an unordered bulk write all that has not failed."""
+    details: dict[str, Any] = error.details  # type: ignore[assignment] # the driver makes a plain one
+    failed = {detail["index"] for detail in details.get("writeErrors", [])}
+    first = min(failed, default=0)
+    tried = [item for item in batch if (item.place < first if ordered else item.place not in failed)]
+    if not failed or details["nMatched"] >= len(tried):
+        return
+    tally = Tally()
+    try:
+        for place, result in _settle_misses(documents, tried, command, session):
+            tally.add(place, result)
+    except BulkWriteError as other:
+        if ordered:  # it stands before the one that was met first
+            raise
+        tally.fail(other)
+    for name in (*COUNTS, "upserted", "writeErrors"):
+        details[name] += tally.details[name]
 
 
 def _settle_misses(
@@ -109,7 +139,10 @@ def _settle_misses(
         if stamps is not None and not documents.fence.bears(stamps)
     ]
     _demand_tombstones(documents, [item for item in absent if not item.upsert], session)
-    results = _create(documents, [item for item in absent if item.upsert], command, session)
+    new = [item for item in absent if item.upsert]
+    results = _create(documents, new, command, session)
+    if results is None:
+        results, again = [], sorted([*new, *again], key=lambda item: item.place)
     return results + [_alone(documents, item, session) for item in again]
 
 
@@ -122,19 +155,20 @@ def _demand_tombstones(documents: Documents, items: Sequence[BulkItem], session:
 
 def _create(
     documents: Documents, items: Sequence[BulkItem], command: Mapping[str, Any], session: ClientSession | None
-) -> list[tuple[int, UpdateResult]]:
+) -> list[tuple[int, UpdateResult]] | None:
+    """Create documents, all of them together; None where that cannot be, and each is to be tried alone."""
     if not items:
         return []
     if documents.tombstones is not None:
         try:
             results = documents.create_all([(item.write, item.target) for item in items], command, session)
             return [(item.place, result) for item, result in zip(items, results, strict=True)]
-        except DuplicateKeyError:
+        except WriteError:
             # The transaction has left nothing behind, so each may be tried alone. Inside
             # the user's own transaction that is over, too, and the error is its end.
             if session is not None and session.in_transaction:
                 raise
-    return [_alone(documents, item, session) for item in items]
+    return None
 
 
 def _alone(documents: Documents, item: BulkItem, session: ClientSession | None) -> tuple[int, UpdateResult]:

@@ -96,7 +96,7 @@ class ReadBack:
         if tracker.outstanding is None and spilled.ahead and stands_first(spilled.ahead[0], tracker.image):
             return True
         has_room = not is_full and spilled.size < self._share
-        return spilled.wants(subscription.readable(index), 2 * self._options.run_size if has_room else 1)
+        return spilled.wants(subscription.readable(index), 2 * subscription.run_size if has_room else 1)
 
     def _read(self, subscription: Subscription, index: int, *, is_full: bool) -> None:
         tracker, spilled = subscription.trackers[index], subscription.spilled[index]
@@ -104,7 +104,7 @@ class ReadBack:
             self._stand(tracker, spilled)
             return
         limit = subscription.readable(index)
-        count, size = self._batch(tracker, spilled, is_full=is_full)
+        count, size = self._batch(tracker, spilled, subscription.run_size, is_full=is_full)
         found = self._store.spill.read(
             tracker.partition_id,
             spilled.read_to,
@@ -121,14 +121,14 @@ class ReadBack:
         if not found:  # the limit moves with every event that is read
             self._not_before[tracker.partition_id] = time.monotonic() + _SOON_AGAIN_SECONDS
 
-    def _batch(self, tracker: Tracker, spilled: Spilled, *, is_full: bool) -> tuple[int, int]:
+    def _batch(self, tracker: Tracker, spilled: Spilled, run_size: int, *, is_full: bool) -> tuple[int, int]:
         """How many changes to read, and of how many bytes: a run that may go out now, whole, else within the share."""
         share = min(_BATCH_BYTES, self._share)
         if is_full:
-            return self._options.run_size, share
+            return run_size, share
         if tracker.outstanding is None and not spilled.ahead and self._options.run_bytes > share:
-            return self._options.run_size, self._options.run_bytes
-        return max(_BATCH, 2 * self._options.run_size), share - spilled.size
+            return run_size, self._options.run_bytes
+        return max(_BATCH, 2 * run_size), share - spilled.size
 
     def _stand(self, tracker: Tracker, spilled: Spilled) -> None:
         change = spilled.ahead[0]

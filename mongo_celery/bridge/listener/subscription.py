@@ -67,6 +67,7 @@ class Subscription:
         has_gap: whether its history is lost, or was given up in this term; what is buffered is older then.
         spilled: its partitions that run from stored changes, by index.
         kept: up to where this term has stored and marked what it had in the buffer, by index of the partition.
+        run_size: most changes of one run.
         awaited: partitions with existing documents that a snapshot waits for: they hold it, as others the watermark.
         replays: the next dead letter of each partition that is to be replayed, by index.
         replaying: partitions to which one was sent since these were read.
@@ -85,6 +86,7 @@ class Subscription:
         self.has_gap = False
         self.stored: Mark | None = plan.watermark
         self.admission = Admission(plan.selector, plan.partitioner, plan.layout, plan.refused)
+        self.run_size = plan.handler.run_size(options)
         self._options = options
         self._run_bytes = min(options.run_bytes, options.max_message_bytes)
         self._candidates: set[int] = set()
@@ -244,7 +246,7 @@ class Subscription:
         if spilled is None:
             data = self.trackers[index].image.data
             spilled = self.spilled[index] = Spilled(data, data)
-        spilled.stored(changes, count=2 * self._options.run_size, max_bytes=keep_bytes)
+        spilled.stored(changes, count=2 * self.run_size, max_bytes=keep_bytes)
         for change in changes:
             if change.refusal is not None:
                 self.admission.spilled(change.data)
@@ -339,12 +341,11 @@ class Subscription:
         """After an unclean end or a rejection runs are one change each, so that only the guilty change is charged."""
         claim = tracker.image.claim  # a lapsed one: its successor will note it in `single`
         unclean = max(tracker.image.single, claim["last"] if claim else 0)
-        if self.plan.handler.transactional or tracker.next_sequence <= unclean or tracker.rejection is not None:
-            return 1
-        return self._options.run_size
+        return 1 if tracker.next_sequence <= unclean or tracker.rejection is not None else self.run_size
 
     def _dispatch(self, tracker: Tracker, changes: Sequence[PendingChange | StoredChange]) -> Dispatch:
         first = tracker.next_sequence
+        is_hashed = tracker.image.parked_keys or (self.plan.handler.is_parted and len(changes) > 1)
         run = Run(
             self._options.name,
             self.name,
@@ -357,7 +358,7 @@ class Subscription:
             refusal=changes[0].refusal,
             token=changes[0].token,
             hash=changes[0].hash,
-            hashes=tuple(change.hash for change in changes) if tracker.image.parked_keys else (),
+            hashes=tuple(change.hash for change in changes) if is_hashed else (),
         )
         buffered = [change for change in changes if isinstance(change, PendingChange)]
         handler, label, queue = self.plan.handler, _label(changes, first), self.queue_of(run.index)

@@ -176,6 +176,7 @@ def _keeping(wiring: Wiring, cause: str) -> Callable[[Partitions, Image, int], b
                 cause=cause,
                 kept=found.kind,
                 name=letter_name(data, change.raw),
+                passed_over=(image.retry or {}).get("passedOver"),
             )
             try:
                 return partitions.set_aside(image, generation, letter, store.dead_letters.collection)

@@ -294,6 +294,8 @@ def plain(letter: Letter, asked: ReplayRequest | None, key: ParkedKey | None = N
         "parked": letter.parked is not None,
         "behind": key.first.split("/", 2)[-1] if key is not None and not is_first else None,
         "waiting": key.count - 1 if key is not None and is_first else 0,
+        "passed": letter.passed,
+        "passed_over": [*letter.passed_over],
     }
 
 

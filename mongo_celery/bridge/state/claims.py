@@ -121,6 +121,7 @@ class Claim:
         parked: hashes of the keys that were parked in its partition, from 0 to 2^64 - 1.
         inline: whether no commit task follows: its success is written as the position.
         at: when it was taken, by the server's clock; for metrics alone.
+        passed_over: earlier changes of its document for which its first change stands: `count` and `tokens`.
         taken: when it was answered for, on the monotonic clock.
     """
 
@@ -137,6 +138,7 @@ class Claim:
     parked: frozenset[int] = frozenset()
     inline: bool = False
     at: datetime | None = None
+    passed_over: Mapping[str, Any] | None = None
     taken: float = field(default_factory=time.monotonic, compare=False, repr=False)
 
 
@@ -250,6 +252,7 @@ class Claims:
             fenced_as=document.get("fencedAs"),
             inline=inline,
             at=document["claim"]["at"],
+            passed_over=counts.get("passedOver"),
         )
 
     def take_for_replay(
@@ -507,6 +510,51 @@ class Claims:
             self._dead_letters.database.client.start_session() as session,
         ):
             return session.with_transaction(both, write_concern=WriteConcern("majority"))
+
+    def advance(
+        self,
+        claim: Claim,
+        last: int,
+        token: Mapping[str, Any],
+        *,
+        passed_over: Mapping[str, Any] | None = None,
+        ends: bool = False,
+        session: ClientSession | None = None,
+    ) -> bool:
+        """
+        Move the position up to a change of the run that is done; the claim goes on with the next one as its first.
+
+        Of that one nothing is counted yet. Repeating it is harmless, unless the claim ends with it.
+
+        Args:
+            last: number of the change, `token` its resume token.
+            passed_over: the changes for which the next one stands, as the claim has them.
+            ends: whether the whole run is done, so that the claim ends.
+            session: of a transactional handler.
+        """
+        change: dict[str, Any] = {"committed": Int64(last), "resumeToken": literal(dict(token))}
+        guard = own(claim)
+        if ends:
+            took = millis(time.monotonic() - claim.taken)
+            ran = {"last": Int64(last), "took": took, "claimed": "$claim.at", "at": "$$NOW"}
+            change |= {"claim": None, "retry": None, "ran": ran}
+        else:
+            guard["committed"] = {"$in": [claim.first - 1, last]}
+            fresh: dict[str, Any] = {"count": 0, "crashes": 0, "lapsed": [], "notBefore": None, "error": None}
+            if passed_over is not None:
+                fresh["passedOver"] = dict(passed_over)
+            change |= {
+                "retry": literal(fresh),
+                "claim.first": Int64(last + 1),
+                "claim.until": {"$add": ["$$NOW", "$claim.ttl"]},
+            }
+        if session is not None:
+            return self._table.collection.update_one(guard, [{"$set": change}], session=session).matched_count == 1
+        return self._table.update(guard, [{"$set": change}])
+
+    def single_out(self, claim: Claim) -> bool:
+        """End a claim whose changes are to be run one by one from now on; nothing is counted."""
+        return self._write(claim, [{"$set": {"claim": None, "single": {"$max": ["$single", Int64(claim.last)]}}}])
 
     def _write(self, claim: Claim, change: Any) -> bool:
         return self._table.update(own(claim), change)

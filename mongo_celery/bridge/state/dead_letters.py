@@ -19,6 +19,7 @@ was set aside (see `replays`).
 | `parked` | hash of its key, for as long as it waits for that: later changes of the key wait behind it |
 | `kept` | what `change` is: the `event`, its `bytes` (clients cannot decode it), or its `name` (too large for both) |
 | `replays` | how often it was started again |
+| `passedOver` | earlier changes of its document for which it stood (its handler coalesces): `count`, last `tokens` |
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(
         (
             "subscription", "partition", "generation", "seq", "fence", "hash", "resumeToken", "key", "error",
-            "traceback", "attempts", "at", "cause", "kept", "replays", "parked",
+            "traceback", "attempts", "at", "cause", "kept", "replays", "parked", "passedOver",
         ),
         1,
     ),
@@ -104,6 +105,7 @@ class Letter:
         kept: `event`, `bytes` or `name`.
         replays: how often it was started again.
         parked: hash of its key, from 0 to 2^64 - 1, where it waits for that; None for all others.
+        passed_over: ids of earlier changes of its document for which it stood, the last ones; `passed` is how many.
     """
 
     document_id: str
@@ -121,6 +123,8 @@ class Letter:
     token: Mapping[str, Any] | None
     place: Place | None
     parked: int | None = None
+    passed: int = 0
+    passed_over: Sequence[str] = ()
 
     @property
     def order(self) -> tuple[str, str]:
@@ -321,7 +325,8 @@ def _range(prefix: str) -> dict[str, str]:
 
 def _letter(document: Mapping[str, Any]) -> Letter:
     """Whatever somebody has written there, it can be listed, and discarded."""
-    token, document_id = document.get("resumeToken"), str(document["_id"])
+    token, document_id, passed = document.get("resumeToken"), str(document["_id"]), document.get("passedOver")
+    named = passed.get("tokens") if isinstance(passed, Mapping) else None
     has_token = isinstance(token, Mapping) and isinstance(token.get("_data"), str)
     at = document.get("at")
     return Letter(
@@ -340,6 +345,8 @@ def _letter(document: Mapping[str, Any]) -> Letter:
         token=token if has_token else None,
         place=_place(document),
         parked=unsigned(document["parked"]) if isinstance(document.get("parked"), int) else None,
+        passed=_number(passed.get("count")) if isinstance(passed, Mapping) else 0,
+        passed_over=[str(each) for each in named] if isinstance(named, list) else [],
     )
 
 
@@ -389,6 +396,7 @@ def dead_letter(
     cause: str,
     kept: str,
     name: str | None = None,
+    passed_over: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """
     The document of a dead letter; `at`, the server's time, is added when it is written.
@@ -397,6 +405,7 @@ def dead_letter(
 
     Args:
         name: of `letter_name`; the token by default.
+        passed_over: as the claim has it: changes for which it stands.
     """
     hash_ = None if place.hash is None else Int64(signed(place.hash))
     waits = {"parked": hash_} if cause in (PARKED, PARKED_BEHIND) else {}
@@ -419,6 +428,7 @@ def dead_letter(
         "kept": kept,
         "replays": Int64(0),
         **waits,
+        **({"passedOver": dict(passed_over)} if passed_over else {}),
     }
 
 

@@ -377,7 +377,9 @@ class Partitions:
 
     def retry(self, image: Image, generation: int) -> bool:
         """Run the first change of a halted or parked partition again at once, with its counts at zero."""
-        change = {"state": "flowing", "retry": None, "head": None, "claim": None, "fence": next_number("fence")}
+        passed_over = (image.retry or {}).get("passedOver")  # the names of those for which it stands stay with it
+        retry = None if passed_over is None else literal({"passedOver": passed_over})
+        change = {"state": "flowing", "retry": retry, "head": None, "claim": None, "fence": next_number("fence")}
         return self._command(image, generation, change, image.state)
 
     def mark_head(self, image: Image, generation: int) -> bool:

@@ -90,9 +90,15 @@ class Execution:
         handler: the subscription's handler.
         run: the verified envelope.
         patience: seconds for which MongoDB may keep an outcome waiting before the execution ends without it.
+
+    Attributes:
+        begun: whether `before_start` has run under its claim.
+        told: the place, in the list that a bulk handler was given, of the change that it says has failed.
     """
 
     _outcomes = Outcomes
+    begun = False
+    told: int | None = None
 
     def __init__(self, wiring: Wiring, handler: Handler, run: Run, patience: float = ANSWER_SECONDS) -> None:
         self._wiring = wiring
@@ -112,12 +118,12 @@ class Execution:
         self._met_conflict: str | None = None
         self._judged: tuple[BaseException, Waiting | None] | None = None
 
-    def execute(self, call: Callable[[Change, int], None]) -> None:
+    def execute(self, call: Callable[[Any, int], None]) -> None:
         """
         Claim the run and call the handler for each change.
 
         Args:
-            call: runs the handler with a change and the number of earlier attempts.
+            call: runs the handler with a change, or what `ListExecution` gives, and the number of earlier attempts.
 
         Raises:
             Ignore: nothing more is to be done with this message.
@@ -131,7 +137,7 @@ class Execution:
         finally:
             self._return_session()
 
-    def _execute(self, call: Callable[[Change, int], None]) -> None:
+    def _execute(self, call: Callable[[Any, int], None]) -> None:
         started = time.monotonic()
         claim = self.claim = self._take_claim(started)
         beats = self._wiring.of_process(WorkerRuntime).heartbeats
@@ -305,7 +311,7 @@ class Execution:
         self,
         claim: Claim,
         outcomes: Outcomes,
-        call: Callable[[Change, int], None],
+        call: Callable[[Any, int], None],
         is_lost: Callable[[], bool],
     ) -> None:
         done: Change | None = None

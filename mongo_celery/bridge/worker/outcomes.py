@@ -316,6 +316,7 @@ class Outcomes:
             cause=cause,
             kept=found.kind,
             name=letter_name(token_data(token), raw),
+            passed_over=claim.passed_over,
         )
         if cause == PARKED:
             self._index_parked()

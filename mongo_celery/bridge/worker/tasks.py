@@ -30,11 +30,13 @@ from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.bridge.change import Change
+from mongo_celery.bridge.changes import Changes
 from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.envelope import Run, bridge_of
 from mongo_celery.bridge.worker.execution import Execution, ParkedSignature, current, refuse_new_arguments
+from mongo_celery.bridge.worker.list_execution import ListExecution, telling
 from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, persisted
 from mongo_celery.bridge.worker.replay_execution import ReplayExecution
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
@@ -120,27 +122,36 @@ class ChangeTask(SealedMessages):
         self.before_start(*arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one message, or, with a `Change`, just the function."""
-        if args and isinstance(args[0], Change):
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        """Run one message, or, with a `Change` (a list of them for a bulk handler), just the function."""
+        takes_list = self.handler.batch_size is not None
+        if args and _is_given(args[0], takes_list=takes_list):
+            given = Changes(args[0]) if takes_list else args[0]
+            return super().__call__(given, *args[1:], **kwargs)  # type: ignore[misc]
         if self.request.called_directly:
             raise HandlerUsageError(
-                f"{self.name} takes a Change; in a unit test make one with Change.build('insert', ns=...).",
+                f"{self.name} takes a {'list of Change' if takes_list else 'Change'}; in a unit test make one with "
+                f"{'[' * takes_list}Change.build('insert', ns=...){']' * takes_list}.",
             )
         runtime = self.wiring.of_process(WorkerRuntime)
         run = runtime.open("run", args[0] if args else None, self.handler.name, self.request)
         if run is None:
             raise Ignore
-        kind = Execution if run.letter is None else ReplayExecution
-        execution = kind(self.wiring, self.handler, run, self._patience())
+        execution = self._kind(run)(self.wiring, self.handler, run, self._patience())
         with received(self.request):
             execution.execute(functools.partial(self._traced_call, run))
         return None
 
-    def _traced_call(self, run: Run, change: Change, retries: int) -> None:
+    def _kind(self, run: Run) -> type[Execution]:
+        if run.letter is not None:
+            return ReplayExecution
+        return ListExecution if self.handler.is_parted else Execution
+
+    def _traced_call(self, run: Run, given: Change | Changes, retries: int) -> None:
+        if self.handler.batch_size is not None and isinstance(given, Change):  # the replay of a dead letter
+            given = Changes([given])
         name = f"{run.bridge}/{run.subscription}"
-        with processing(name, lambda: _span_attributes(self.request, run, change, retries)):
-            self._call_with(run.first, change, retries)
+        with processing(name, lambda: _span_attributes(self.request, run, given, retries)):
+            self._call_with(given, retries)
 
     def _patience(self) -> float:
         """Seconds to wait for MongoDB at the end: a hard time limit would kill the process, and charge the change."""
@@ -148,17 +159,19 @@ class ChangeTask(SealedMessages):
         hard = hard or self.time_limit
         return min(ANSWER_SECONDS, hard / 4) if hard else ANSWER_SECONDS
 
-    def _call_with(self, first: int, change: Change, retries: int) -> None:
-        request = self.request
+    def _call_with(self, given: Change | Changes, retries: int) -> None:
+        request, execution = self.request, current.get()
+        assert execution is not None, "a handler runs under a claim"
         request.retries = retries
-        if change.replayed or change.seq == first:
+        if not execution.begun:
             self._begin(request.id, request.args, request.kwargs)
+            execution.begun = True
         inherited = super().__call__  # type: ignore[misc]
         if getattr(inherited, "__func__", None) is Task.__call__:
-            self.run(change)  # Celery's own would push another request, without attempts
+            self.run(given)  # Celery's own would push another request, without attempts
             return
         request._protected = 0  # noqa: SLF001 - a run of several changes passes here several times
-        inherited(change)
+        inherited(given)
 
     def signature_from_request(self, *_args: Any, **_kwargs: Any) -> ParkedSignature:
         """What `retry` would publish: nothing (the execution parks the change)."""
@@ -201,9 +214,18 @@ class ChangeTask(SealedMessages):
         raise HandlerUsageError("A change handler cannot join a chord; start the chord with delay().")
 
 
-def _span_attributes(request: Any, run: Run, change: Change, retries: int) -> dict[str, Any]:
-    """What a trace shows of one execution: no document's contents, and not its `_id`."""
+def _is_given(argument: object, *, takes_list: bool) -> bool:
+    """Whether somebody calls the handler himself, with what it takes."""
+    if not takes_list:
+        return isinstance(argument, Change)
+    return isinstance(argument, list | tuple) and all(isinstance(each, Change) for each in argument)
+
+
+def _span_attributes(request: Any, run: Run, given: Change | Changes, retries: int) -> dict[str, Any]:
+    """What a trace shows of one execution: no document's contents, and not its `_id`; of a list its first change."""
+    change = given if isinstance(given, Change) else given[0]
     return {
+        **({} if isinstance(given, Change) else {"messaging.batch.message_count": len(given)}),
         **_message_attributes(request, run),
         "messaging.operation.name": "process",
         "messaging.operation.type": "process",
@@ -225,7 +247,7 @@ def _message_attributes(request: Any, run: Run) -> dict[str, Any]:
 
 def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, Any]) -> Any:
     """Register a handler's Celery task; the returned proxy becomes the task when the app is finalized."""
-    function = handler.function
+    function = handler.function if handler.batch_size is None else telling(handler.function)
     if handler.transactional:
         function = in_transaction(wiring, function)
     base = options.pop("base", None)

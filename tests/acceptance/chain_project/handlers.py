@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mongo_celery import Change, StaleFencingTokenError
+from mongo_celery import Change, Changes, StaleFencingTokenError
 from mongo_celery.bridge.worker.execution import current
 from tests.acceptance.chain_project.acts import WantedError, perform
 from tests.acceptance.chain_project.application import DATA, bridge
@@ -51,6 +51,26 @@ def _handle(task: Any, name: str, change: Change) -> None:
     record("end", **fact)
 
 
+def _list_handler(name: str, *, tells: bool, **options: Any) -> None:
+    """A handler of lists, each of whose changes is handled like those of the others; it may say which has failed."""
+    if _CHOSEN and name not in _CHOSEN:
+        return
+
+    def handle(task: Any, changes: Changes) -> None:
+        record("list", handler=name, count=len(changes), retries=task.request.retries)
+        for change in changes:
+            try:
+                _handle(task, name, change)
+            except WantedError as error:
+                if tells:
+                    raise changes.failed_at(change) from error
+                raise
+
+    handle.__name__ = name
+    handle.__qualname__ = name
+    bridge.on_changes(f"{DATA}.{name}", name=name, bind=True, batch_size=8, **options)(handle)
+
+
 def _take_effect(change: Change, sink: str, fact: dict[str, Any]) -> None:
     """One document for each handler, partition and generation: its list is the order in which effects were accepted."""
     push = {"$push": {"effects": fact}}
@@ -82,5 +102,14 @@ _handler(
     retry_kwargs={"countdown": 0.1},
     max_retries=3,
 )
+_list_handler(
+    "listed",
+    tells=True,
+    failure_policy="dead_letter",
+    autoretry_for=(WantedError,),
+    retry_kwargs={"countdown": 0.1},
+    max_retries=1,
+)
+_list_handler("listed_together", tells=False, transactional=True, failure_policy="dead_letter")
 for _number in range(int(os.environ.get("CHAIN_MANY", "0"))):
     _handler(f"many_{_number}")

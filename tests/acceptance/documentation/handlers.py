@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from celery import Celery
 from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change, Fence, StaleFencingTokenError
+from mongo_celery.bridge.changes import ChangeFailed
 
 EVE = {"_id": "eve", "name": "Eve"}
 
@@ -24,9 +26,12 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         yield namespace
 
         names = {handler.name for handler in bridge.handlers}
-        assert names == {"bill", "send_invoice", "add_up", "index", "remember_name"}, names
+        expected = {"bill", "send_invoice", "copy_orders", "announce", "add_up", "index", "remember_name"}
+        assert names == expected, names
         assert [handler.name for handler in bridge.handlers if handler.commits_inline(bridge.options)] == ["index"]
         assert namespace["bill"].max_retries == 5
+        _copies(namespace["copy_orders"], client)
+        _announces(namespace)
         order = Change.build("insert", ns="shop.orders", full_document={"_id": 7, "customer": "eve"})
         with client.start_session() as session, session.start_transaction():
             namespace["add_up"](order.with_session(session))
@@ -36,6 +41,42 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         assert client.shop.customer_names.find_one({}, {"_fence": 0}) == EVE
         client.shop.customer_names.drop()
         _remembers(namespace["remember_name"], client)
+
+
+def _copies(copy_orders: Any, client: MongoClient[dict[str, Any]]) -> None:
+    fence = Fence("shop/copy_orders", 0, 0, 1)
+    documents: list[Any] = [{"_id": 1, "n": 1}, {"_id": 2, "n": 1}, {"_id": 1, "n": 2}, None]
+    keys = [1, 2, 1, 2]
+    copy_orders(
+        [
+            Change.build(
+                "delete" if document is None else "insert",
+                ns="shop.orders",
+                document_key={"_id": key},
+                full_document=document,
+                fence=fence,
+                client=client,
+            )
+            for key, document in zip(keys, documents, strict=True)
+        ]
+    )
+    assert list(client.shop.order_copies.find({}, {"_fence": 0})) == [{"_id": 1, "n": 2}]
+
+
+def _announces(namespace: dict[str, Any]) -> None:
+    published: list[Any] = []
+
+    def publish(document: dict[str, Any]) -> None:
+        if document["_id"] == 2:
+            raise ConnectionResetError
+        published.append(document["_id"])
+
+    namespace["publish"] = publish
+    changes = [Change.build("insert", ns="shop.orders", full_document={"_id": each}) for each in (1, 2, 3)]
+    with pytest.raises(ChangeFailed) as failed:
+        namespace["announce"](changes)
+    assert isinstance(failed.value.__cause__, ConnectionResetError)
+    assert (failed.value.place, published) == (1, [1])
 
 
 def _remembers(remember_name: Any, client: MongoClient[dict[str, Any]]) -> None:

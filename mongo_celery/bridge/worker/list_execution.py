@@ -1,0 +1,266 @@
+"""
+One execution of a run that is not given change by change: lists for `on_changes`, and coalesced runs.
+
+::
+
+    claim -> all of the run -> handled -> (Celery publishes the commit link), as of every run
+               |
+               +- fails -> its first half ... -> the change that fails, alone: its outcome, under the same claim
+                             |
+                             +- done: recorded at once, the claim goes on behind it (`list_outcomes`)
+
+What a list fails with counts against no change until one is alone, or named by the handler (`Changes.failed_at`). An
+outage counts against none at all: the run waits. What was tried before is tried alone first, so that its attempts are
+its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
+
+from mongo_celery.bridge.change import Change, describe
+from mongo_celery.bridge.changes import ChangeFailed, Changes
+from mongo_celery.bridge.error_text import error_text
+from mongo_celery.bridge.worker.execution import Execution, SupersededError, current
+from mongo_celery.bridge.worker.list_outcomes import ListOutcomes
+from mongo_celery.bridge.worker.parts import Parts, document_of
+from mongo_celery.errors import StaleFencingTokenError
+
+if TYPE_CHECKING:
+    from pymongo.client_session import ClientSession
+
+    from mongo_celery.bridge.state.claims import Claim
+    from mongo_celery.bridge.worker.outcomes import Outcomes
+
+logger = logging.getLogger("mongo_celery.worker")
+
+Call = Callable[[Any, int], None]
+
+
+class ListExecution(Execution):
+    """One delivery to a worker of a run that is given in parts; arguments as of `Execution`."""
+
+    _outcomes = ListOutcomes
+    _parts: Parts
+    _written: ListOutcomes
+    _error: Exception | None = None
+    _calls = 0
+    _until = 0.0
+
+    def handle_in(self, session: ClientSession, change: Change) -> None:
+        """The last write of a list's transaction; SupersededError when a newer execution decides."""
+        del change
+        parts, written = self._parts, self._written
+        count = parts.end - self._recorded
+        if parts.is_last and not self._recorded:
+            accepted = written.handle_in(session, count)
+        else:
+            accepted = written.advance_in(session, count, ends=parts.is_last)
+        if not accepted:
+            raise SupersededError
+
+    @property
+    def _recorded(self) -> int:
+        """How many changes of the run the position has passed by now."""
+        return self._written.claim.first - self._run.first
+
+    def _run_changes(self, claim: Claim, outcomes: Outcomes, call: Call, is_lost: Callable[[], bool]) -> None:
+        del is_lost  # the claim's heartbeat begins anew where it goes on behind a part
+        assert isinstance(outcomes, ListOutcomes), "they are made from the class above"
+        outcomes.begin(self._run)
+        self._written = outcomes
+        self._until = time.monotonic() + self._wiring.options.run_seconds
+        parts = self._parts = self._parts_of(claim)
+        try:
+            while True:
+                if parts.failed is not None and not parts.owed(parts.failed):
+                    self._settle_failed(parts.failed)
+                if not parts.has_more or self._must_end():
+                    break
+                if self._run_part(claim, call):
+                    return
+            self._end()
+        finally:
+            outcomes.end()
+
+    def _parts_of(self, claim: Claim) -> Parts:
+        """The run up to the first change whose key is parked; after a crash only its first one."""
+        changes = self._run.changes
+        ends = (offset for offset in range(1, len(changes)) if claim.crashes or self._is_parked(offset))
+        count = next(ends, len(changes))
+        documents = [document_of(raw) for raw in changes[:count]] if self._handler.coalesce and count > 1 else None
+        return Parts(count, documents, head_alone=bool(claim.retries or claim.waits))
+
+    def _must_end(self) -> bool:
+        if not self._parts.begin:
+            return False
+        return self._written.is_lost or (time.monotonic() > self._until and not self._parts.is_closing)
+
+    def _run_part(self, claim: Claim, call: Call) -> bool:
+        """Give the next part; whether the whole run has ended with it, by its own transaction."""
+        parts, given, started = self._parts, self._parts.given(), time.monotonic()
+        self._handled_in_transaction = False
+        self._met_outage = self._met_conflict = None
+        try:
+            count = self._give(claim, given, call) if given else 0
+        except SupersededError:
+            raise
+        except Ignore:
+            logger.info("handler ignored %d changes", len(given), extra={"event": "change_ignored"})
+            count = len(given)
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
+            self._part_failed(error, given)
+            return False
+        except BaseException as error:
+            self._written.crashed(None, error)
+            raise
+        if count < len(given):
+            parts.finish(given[:count])
+            parts.stop(given[count])
+            return False
+        is_last = parts.is_last
+        parts.done()
+        if self._handled_in_transaction:
+            if not is_last:
+                self._written.follow(parts.begin - self._recorded, started)
+        elif parts.has_more:
+            self._written.advance(parts.begin - self._recorded)
+        self.claim = self._written.claim
+        return self._handled_in_transaction and is_last
+
+    def _give(self, claim: Claim, given: Sequence[int], call: Call) -> int:
+        """Call the handler with these changes; how many of them are done, where it had to stop."""
+        self.told = None
+        run, retries = self._run, self._written.claim.retries
+        if self._handler.batch_size is not None:
+            changes = Changes(self._change(claim, run.changes[offset], offset) for offset in given)
+            self._calls += 1
+            call(changes, retries)
+            return len(given)
+        for place, offset in enumerate(given):
+            if place and (self._written.is_lost or (time.monotonic() > self._until and not self._parts.is_closing)):
+                return place
+            try:
+                self._calls += 1
+                call(self._change(claim, run.changes[offset], offset), retries if place == 0 else 0)
+            except SupersededError:
+                raise
+            except Ignore:
+                logger.info("handler ignored %s", describe(run.changes[offset]), extra={"event": "change_ignored"})
+            except Exception:
+                self.told = place
+                raise
+        return len(given)
+
+    def _part_failed(self, error: Exception, given: Sequence[int]) -> None:
+        """Find out which change it is, or give less the next time; raises where the execution ends with it."""
+        parts, place = self._parts, 0 if len(given) == 1 else self.told
+        if isinstance(error, StaleFencingTokenError):
+            self._check_stale(self._written.claim)
+        if place is None:
+            self._wait_for_outage(error)
+        elif not self._handler.transactional:
+            parts.finish(given[:place])
+        if place is not None:
+            parts.fail(given[place])
+            self._error = error
+        is_over = self._handler.transactional and self.session is None and not self._is_settled
+        if is_over or self._needs_time(error, given):
+            self._send_one_by_one(error)
+        if place is None:
+            logger.info(
+                "%d changes have failed together, the next list has half of them: %s",
+                len(given),
+                error_text(error),
+                extra={"event": "list_split", "partition": self._run.partition_id},
+            )
+            parts.split(given)
+        if self._handler.transactional and not self._is_settled:
+            self._written.renew()
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the change that fails is known, and nothing is to be given before it."""
+        failed = self._parts.failed
+        return failed is not None and not self._parts.owed(failed)
+
+    def _wait_for_outage(self, error: Exception) -> None:
+        """An outage is the doing of no change: all of them wait. What is in doubt shows when it is alone."""
+        if isinstance(error, Retry) or error is self._decided:
+            return
+        waiting = self._waiting_for(error)
+        if waiting is not None and waiting.doubts_max is None:
+            self._written.wait(waiting, describe(self._written.run.changes[0]), error)
+
+    def _needs_time(self, error: Exception, given: Sequence[int]) -> bool:
+        """Whether it ran out of time that it had to share: alone, in a message of its own, it has all of it."""
+        cause = error.exc if isinstance(error, Retry) else error
+        had_all = self._calls == 1 and (self._handler.batch_size is None or len(given) == 1)
+        if had_all or not isinstance(cause, SoftTimeLimitExceeded):
+            return False
+        return isinstance(error, Retry) or error is self._decided or self._waiting_for(error) is None
+
+    def _send_one_by_one(self, error: Exception) -> None:
+        failed = self._parts.failed
+        if failed is not None and self._is_settled:
+            self._advance_to(failed)
+        self._written.single_out(error)
+
+    def _advance_to(self, failed: int) -> None:
+        """Record what is done before a change, and what it stands for."""
+        if failed > self._recorded:
+            passed = [self._run.changes[offset] for offset in reversed(self._parts.passed_over(failed))]
+            self._written.advance(failed - self._recorded, passed)
+            self.claim = self._written.claim
+
+    def _settle_failed(self, failed: int) -> None:
+        """Write the outcome of the change that failed, which has become the claim's first; always raises."""
+        error, written = self._error, self._written
+        assert error is not None, "it failed with something"
+        self._advance_to(failed)
+        self.claim = written.claim
+        if written.run.hash is None and failed:  # the listener is of an earlier version: it is named as a head only
+            written.single_out(error)
+        self._first_failed(written.claim, written, self._run.changes[failed], error)
+
+    def _end(self) -> None:
+        """All that was given is done."""
+        done = self._parts.begin - self._recorded
+        if not done:
+            self._written.released()
+        elif self._recorded:
+            self._written.passed(done)
+        else:
+            last = self._parts.begin - 1
+            self._written.handled(self._run.first + last, self._run.changes[last])
+
+
+def telling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    The function of a bulk handler: the execution learns of its `ChangeFailed`, and the cause of that is what it raises.
+
+    So whoever judges errors outside of it, `autoretry_for` and a transaction's driver too, sees the error itself.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        execution = current.get()
+        if execution is None:  # called directly, in a unit test
+            return function(*args)
+        execution.told = None
+        try:
+            return function(*args)
+        except ChangeFailed as failed:
+            execution.told = failed.place
+            if not isinstance(failed.__cause__, Exception):
+                raise
+            cause = failed.__cause__
+        raise cause
+
+    return run

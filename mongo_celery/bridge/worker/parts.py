@@ -1,0 +1,134 @@
+"""
+Which changes of a run are given next to a handler that does not get them simply one by one.
+
+A run is given in **parts**, one behind the other: at first all of it. A part that fails is cut in halves, until the
+change that fails is alone; what stands before it has been given by then, and what is behind it comes with the next run.
+
+With **coalescing** only the last of several changes of one document is given, and stands for those before it. That
+holds within a part: at its end each document's last change in it is given, so a part that is done leaves nothing
+behind. An event without a document (a drop, a rename) stands for nothing, and nothing stands for a change across it.
+
+Pure. Changes are known by their offsets in the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bson.raw_bson import RawBSONDocument
+
+from mongo_celery.bridge.change import event_of
+
+
+class Parts:
+    """
+    The parts of one run.
+
+    Args:
+        count: of its changes that may be given.
+        documents: what tells the document of each; None for each that has none; None where nothing is coalesced.
+        head_alone: whether the first change is a part of its own: it has been tried before.
+
+    Attributes:
+        begin: everything before this offset is done.
+        failed: the change that has failed, once it is known.
+        is_closing: whether what is left is only what stands before a change at which the run ends.
+    """
+
+    def __init__(
+        self, count: int, documents: Sequence[bytes | None] | None = None, *, head_alone: bool = False
+    ) -> None:
+        self.begin = 0
+        self.failed: int | None = None
+        self.is_closing = False
+        self._documents = documents
+        self._ends = [count]
+        self._finished: set[int] = set()
+        if head_alone and count > 1:
+            self._ends.append(1)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a part is left."""
+        return bool(self._ends)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the present part is the last one, and the run ends well with it."""
+        return len(self._ends) == 1 and self.failed is None
+
+    @property
+    def end(self) -> int:
+        """The offset behind the present part."""
+        return self._ends[-1]
+
+    def given(self) -> list[int]:
+        """The changes of the present part that are to be given."""
+        return self._last_ones(self.end)
+
+    def done(self) -> None:
+        """The present part is done."""
+        self.begin = self._ends.pop()
+
+    def split(self, given: Sequence[int]) -> None:
+        """The present part has failed, and it is not known by which of these, two or more: the first half is next."""
+        self._ends.append(given[len(given) // 2 - 1] + 1)
+
+    def finish(self, given: Sequence[int]) -> None:
+        """These changes of the present part are finished, though it is not done."""
+        self._finished.update(given)
+
+    def fail(self, offset: int) -> None:
+        """It is this change that fails: only what stands before it is given now."""
+        self.failed = offset
+        self.stop(offset)
+
+    def stop(self, offset: int) -> None:
+        """The run ends before this change: only what stands before it is given now."""
+        self.is_closing = True
+        self._ends = [offset] if offset > self.begin else []
+
+    def owed(self, offset: int) -> list[int]:
+        """What is to be given before this change can be the first one: neither is it finished nor stands it for it."""
+        return [each for each in self._last_ones(offset + 1) if each != offset]
+
+    def passed_over(self, offset: int) -> list[int]:
+        """The changes that are not done and for which this one stands, the last one first."""
+        found: list[int] = []
+        if self._documents is None or self._documents[offset] is None:
+            return found
+        for each in range(offset - 1, self.begin - 1, -1):
+            if self._documents[each] is None:
+                break
+            if self._documents[each] == self._documents[offset] and each not in self._finished:
+                found.append(each)
+        return found
+
+    def _last_ones(self, end: int) -> list[int]:
+        """Of the changes from `begin` to an offset those that are not finished, and for which no other one stands."""
+        if self._documents is None:
+            return [each for each in range(self.begin, end) if each not in self._finished]
+        found: list[int] = []
+        seen: set[bytes] = set()
+        for each in range(end - 1, self.begin - 1, -1):
+            document = self._documents[each]
+            if document is None:
+                seen.clear()
+            elif document in seen:
+                continue
+            else:
+                seen.add(document)
+            if each not in self._finished:
+                found.append(each)
+        return found[::-1]
+
+
+def document_of(raw: bytes) -> bytes | None:
+    """What tells the document of an event from all others; None where it has none, or cannot be read."""
+    try:
+        event = event_of(raw)
+        parts = [event.get(name) for name in ("ns", "documentKey")]
+        found = [bytes(part.raw) for part in parts if isinstance(part, RawBSONDocument)]
+    except Exception:  # noqa: BLE001 - whatever broken bytes do: nothing stands for what cannot be read
+        return None
+    return b"".join(found) if len(found) == len(parts) else None

@@ -1,0 +1,470 @@
+"""Bulk handlers and coalescing on a real replica set: which change is charged, and what is recorded when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import bson
+import pytest
+from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
+from pymongo import DeleteOne, MongoClient, ReplaceOne, UpdateOne
+from pymongo.errors import AutoReconnect
+
+from mongo_celery import Changes, StaleFencingTokenError
+from mongo_celery.bridge.operations import commands
+from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.worker.envelope import Reference
+from tests.integration.list_rig import Lists, failing, lists_on, number_of, numbers
+from tests.integration.parking_rig import WantedError, event_of_key, hash_of
+from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, token
+
+Begin = Callable[..., Lists]
+
+
+@pytest.fixture
+def begin(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[Begin]:
+    """Give what makes a partition with nothing done and a worker, whose handler has these options; once a test."""
+    opened: list[AbstractContextManager[Lists]] = []
+
+    def make(**options: Any) -> Lists:
+        opened.append(lists_on(mongo_client, mongo_url, state_database, **options))
+        return opened[-1].__enter__()
+
+    yield make
+    for each in opened:
+        each.__exit__(None, None, None)
+
+
+@contextmanager
+def ended(*errors: type[BaseException]) -> Iterator[None]:
+    """Something that ends with an outcome instead of a result."""
+    with pytest.raises(errors or (Ignore, WantedError)):
+        yield
+
+
+# -- one claim, one call, one outcome -----------------------------------------------------------------
+
+
+def test_a_list_is_one_call_under_one_claim_with_one_mark(begin: Begin) -> None:
+    """P6: as cheap as a run of a single change; the commit follows by its message."""
+    lists = begin()
+    lists.run(1, *"abcde")
+    assert lists.calls == [[1, 2, 3, 4, 5]]
+    document = lists.rig.document
+    assert (document["committed"], document["handled"]["last"], document["fence"]) == (0, 5, next(iter(lists.tokens)))
+    assert lists.rig.claims.commit(lists.rig.where, 1)
+    assert lists.rig.image.committed == 5
+
+
+# -- a list that fails --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_the_policy_hits_exactly_the_change_that_fails_and_what_was_before_it_is_done(
+    begin: Begin, tells: bool
+) -> None:
+    """P2, P6: under the same claim; the rest comes with the next run."""
+    lists = begin()
+    lists.handle = failing(4, tells=tells)
+    with ended(WantedError):
+        lists.run(1, *"abcdefgh")
+    image = lists.rig.image
+    assert (image.committed, image.data, lists.letters) == (4, token(4)["_data"], [(4, "failed")])
+    assert image.claim is None
+    if tells:
+        assert lists.calls == [[1, 2, 3, 4, 5, 6, 7, 8]], "it is started once"
+    letter = lists.rig.letters.find_one()
+    assert letter is not None
+    assert (letter["seq"], letter["attempts"], letter["error"]) == (4, 1, "WantedError: as asked")
+    assert letter["hash"] % (1 << 64) == hash_of("d"), "it has the place of its own key"
+    lists.calls.clear()
+    lists.run(5, *"efgh")
+    assert lists.calls == [[5, 6, 7, 8]]
+
+
+def test_every_change_is_done_or_has_a_letter_whichever_fail(begin: Begin) -> None:
+    """P2: also the first and the last."""
+    lists = begin()
+    lists.handle = failing(1, 5, 6, 12)
+    lists.flow(*"abcdefghijkl")
+    assert [number for number, _ in lists.letters] == [1, 5, 6, 12]
+    assert lists.rig.image.committed == 12
+    assert {*numbers(lists.calls)} == {*range(1, 13)}
+
+
+def test_what_is_finished_is_recorded_while_the_claim_goes_on(begin: Begin) -> None:
+    """P2: whatever becomes of the rest, also where the process ends: nothing of it runs again."""
+    lists = begin()
+    seen: list[tuple[int, int]] = []
+
+    def handle(changes: Changes) -> None:
+        image = lists.rig.image
+        assert image.claim is not None
+        seen.append((image.committed, image.claim["first"]))
+        if len(changes) == 4:
+            raise WantedError("half of it, please")
+        if number_of(changes[0]) == 3:
+            raise SystemExit
+
+    lists.handle = handle
+    with pytest.raises(SystemExit):
+        lists.run(1, *"abcd")
+    assert seen == [(0, 1), (0, 1), (2, 3)]
+    image = lists.rig.image
+    assert (image.committed, image.claim, image.crashes, image.single) == (2, None, 1, 4)
+
+
+def test_a_list_that_fails_once_is_done_under_one_claim_and_needs_no_commit(begin: Begin) -> None:
+    """P6: the execution moves the position itself where some of it was recorded before."""
+    lists = begin()
+
+    def handle(changes: Changes) -> None:
+        if len(changes) == 4:
+            raise WantedError("too many")
+
+    lists.handle = handle
+    lists.run(1, *"abcd")
+    assert lists.calls == [[1, 2, 3, 4], [1, 2], [3, 4]]
+    image = lists.rig.image
+    assert (image.committed, image.handled, image.claim) == (4, None, None)
+    assert len(lists.tokens) == 1
+    assert not lists.rig.claims.commit(lists.rig.where, 1), "its commit message finds nothing to do"
+
+
+@pytest.mark.parametrize(
+    ("policy", "state", "committed", "cause"),
+    [
+        ("halt", "halted", 1, None),
+        ("skip", "flowing", 2, "skipped"),
+        ("discard", "flowing", 2, None),
+        ("park_key", "flowing", 2, "parked"),
+    ],
+)
+def test_each_policy_hits_the_failing_change(
+    begin: Begin, policy: str, state: str, committed: int, cause: str | None
+) -> None:
+    """P6: as it would hit one that is a run by itself."""
+    lists = begin(failure_policy=policy)
+    lists.handle = failing(2, tells=True)
+    with ended(WantedError):
+        lists.run(1, *"abc")
+    image = lists.rig.image
+    assert (image.state, image.committed) == (state, committed)
+    assert lists.letters == ([] if cause is None else [(2, cause)])
+    if policy == "park_key":
+        assert [each % (1 << 64) for each in lists.rig.document["parkedKeys"]] == [hash_of("b")]
+    if policy == "halt":
+        assert lists.rig.document["head"]["resumeToken"] == token(2)
+
+
+def test_a_parked_key_ends_the_list_before_it(begin: Begin) -> None:
+    """P2: its change waits unstarted, and no list has it."""
+    lists = begin(failure_policy="park_key")
+    lists.handle = failing(1)
+    lists.flow(*"abaca")
+    assert lists.letters == [(1, "parked"), (3, "parked_behind"), (5, "parked_behind")]
+    assert lists.calls[-2:] == [[2], [4]]
+
+
+def test_a_retry_is_of_one_change_which_is_alone_when_it_runs_again(begin: Begin) -> None:
+    """P6: its attempts are its own, and what follows waits behind it."""
+    lists = begin()
+
+    def handle(changes: Changes) -> None:
+        if any(number_of(change) == 3 for change in changes):
+            raise Retry(exc=WantedError("later"))
+
+    lists.handle = handle
+    with ended(Retry):
+        lists.run(1, *"abcd")
+    document = lists.rig.document
+    assert (document["committed"], document["retry"]["count"], document["claim"]) == (2, 1, None)
+    lists.calls.clear()
+    with ended(Retry):
+        lists.run(3, *"cd")
+    assert (lists.calls, lists.retries[-1]) == ([[3]], 1)
+    lists.handle = bool
+    lists.run(3, *"cd")
+    assert lists.calls[1:] == [[3], [4]]
+    assert lists.rig.image.committed == 4
+
+
+def test_an_outage_is_nobodys_and_the_list_is_not_split_for_it(begin: Begin) -> None:
+    """P6: all of it waits, uncharged; then its first change goes ahead alone."""
+    lists = begin()
+
+    def away(_changes: Changes) -> None:
+        raise AutoReconnect("no primary")
+
+    lists.handle = away
+    with ended(Ignore):
+        lists.run(1, *"abcd")
+    assert lists.calls == [[1, 2, 3, 4]]
+    image = lists.rig.image
+    assert image.waiting is not None
+    assert (image.committed, image.retries, image.crashes) == (0, 0, 0)
+    lists.rig.spoil(**{"retry.notBefore": None})
+    lists.handle = bool
+    lists.run(1, *"abcd")
+    assert lists.calls[1:] == [[1], [2, 3, 4]]
+
+
+def test_time_that_a_list_has_used_up_is_charged_to_no_change(begin: Begin) -> None:
+    """P6: each gets the whole time limit, as a run of its own."""
+    lists = begin()
+
+    def handle(changes: Changes) -> None:
+        if any(number_of(change) == 3 for change in changes):
+            raise SoftTimeLimitExceeded
+
+    lists.handle = handle
+    with ended(Ignore):
+        lists.run(1, *"abcd")
+    image = lists.rig.image
+    assert (image.committed, image.single, image.claim, image.crashes) == (0, 4, None, 0)
+    lists.flow(*"abcd")
+    assert lists.letters == [(3, "failed")]
+    assert lists.calls[1:] == [[1], [2], [3], [4]]
+
+
+def test_a_list_that_crashed_runs_change_by_change(begin: Begin) -> None:
+    """P6: a worker that was killed charges its first change alone."""
+    lists = begin()
+    lists.rig.claim(1, 4, owner="dead")
+    lists.rig.lapse()
+    lists.run(1, *"abcd")
+    assert lists.calls == [[1]]
+    assert lists.rig.document["handled"]["last"] == 1
+
+
+def test_a_newer_execution_ends_a_list_quietly_between_its_parts(begin: Begin) -> None:
+    """P3: nothing is recorded under a claim that was taken over."""
+    lists = begin()
+
+    def handle(changes: Changes) -> None:
+        if len(changes) == 4:
+            raise WantedError("too many")
+        lists.rig.lapse()
+        lists.rig.claim(1, 4, owner="newer")
+
+    lists.handle = handle
+    with ended(Ignore):
+        lists.run(1, *"abcd")
+    document = lists.rig.document
+    assert (document["committed"], document["claim"]["owner"]) == (0, "newer")
+
+
+def test_a_listener_that_names_no_keys_gets_the_failing_change_back_as_a_head(begin: Begin) -> None:
+    """P12: an earlier version sends no hashes, and a policy needs that of the change."""
+    lists = begin(failure_policy="park_key")
+    lists.handle = failing(3, tells=True)
+    with ended(Ignore):
+        lists.run(1, *"abcd", hashes=())
+    assert (lists.rig.image.committed, lists.rig.image.single) == (2, 4)
+    with ended(WantedError):
+        lists.run(3, "c", hashes=())
+    assert lists.letters == [(3, "parked")]
+
+
+def test_a_list_that_travels_by_reference_fails_like_others(begin: Begin) -> None:
+    """P6: its changes are read before they are given, and those of the rest stay stored."""
+    lists = begin()
+    lists.handle = failing(3)
+    raws = [bson.encode(event_of_key(number, key)) for number, key in enumerate("abcd", 1)]
+    tokens = [token(number)["_data"] for number in range(1, 5)]
+    stored = [StoredChange(data, raw, hash_of(key)) for data, raw, key in zip(tokens, raws, "abcd", strict=True)]
+    lists.rig.store.spill.insert(lists.rig.where, stored, VERSION)
+    with ended(WantedError):
+        lists.run(1, *"abcd", changes=(), reference=Reference.to(tokens, raws))
+    assert (lists.rig.image.committed, lists.letters) == (3, [(3, "failed")])
+
+
+def test_a_replay_is_a_list_of_one(begin: Begin) -> None:
+    """Whoever handles lists handles that too."""
+    lists = begin()
+    lists.handle = failing(2, tells=True)
+    lists.flow(*"abc")
+    lists.calls.clear()
+    with ended(WantedError):
+        lists.replay()
+    assert lists.letters == [(2, "failed")], "it stays with its new error"
+    lists.rig.store.replays.withdraw(lists.rig.store.replays.read())
+    lists.handle = bool
+    lists.replay()
+    assert lists.calls == [[2], [2]]
+    assert lists.letters == []
+
+
+# -- transactions -------------------------------------------------------------------------------------
+
+
+def _adding(mongo_client: MongoClient[Document], database: str, *bad: int) -> Callable[[Changes], None]:
+    def handle(changes: Changes) -> None:
+        totals = mongo_client[database]["totals"]
+        assert changes.session is not None
+        client = changes.session.client
+        for change in changes:
+            client[database][totals.name].update_one(
+                {"_id": "sum"}, {"$inc": {"sum": number_of(change)}}, upsert=True, session=changes.session
+            )
+            if number_of(change) in bad:
+                raise WantedError("as asked")
+
+    return handle
+
+
+def test_a_list_is_one_transaction_and_a_failing_one_leaves_single_effects(
+    begin: Begin, mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """P5: effects and position are there together, in whatever parts it was done."""
+    lists = begin(transactional=True)
+    lists.handle = _adding(mongo_client, state_database)
+    lists.run(1, *"abcd")
+    assert (lists.calls, lists.rig.document["handled"]["last"]) == ([[1, 2, 3, 4]], 4)
+    lists.rig.claims.commit(lists.rig.where)
+    lists.handle = _adding(mongo_client, state_database, 7)
+    with ended(WantedError):
+        lists.run(5, *"efghi")
+    assert (lists.rig.image.committed, lists.letters) == (7, [(7, "failed")])
+    lists.run(8, *"hi")
+    lists.rig.claims.commit(lists.rig.where)
+    assert lists.rig.image.committed == 9
+    total = mongo_client[state_database]["totals"].find_one()
+    assert total == {"_id": "sum", "sum": sum(range(1, 10)) - 7}
+
+
+# -- fenced writes ------------------------------------------------------------------------------------
+
+
+def test_the_writes_of_a_list_bear_its_token_and_a_stale_list_is_refused(
+    begin: Begin, mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """P3: each operation is judged by its document's own stamp."""
+    lists = begin()
+    copies = mongo_client[state_database]["copies"]
+
+    def copy(changes: Changes) -> None:
+        requests: list[Any] = [
+            ReplaceOne({"_id": each["documentKey"]["_id"]}, {"n": number_of(each)}, upsert=True) for each in changes
+        ]
+        changes.fenced(copies).bulk_write([*requests, DeleteOne({"_id": "gone"})])
+
+    lists.handle = copy
+    lists.run(1, *"abca")
+    key = f"{BRIDGE}/{SUBSCRIPTION}"
+    found = {each["_id"]: (each["n"], each["_fence"][key]["p"]["0"]) for each in copies.find()}
+    (fence,) = lists.tokens
+    assert found == {"a": (4, fence), "b": (2, fence), "c": (3, fence)}
+    lists.rig.claims.commit(lists.rig.where)
+
+    def late(changes: Changes) -> None:
+        lists.rig.lapse()
+        lists.rig.claim(5, 6, owner="newer")
+        copies.update_one({"_id": "a"}, {"$set": {f"_fence.{key}.p.0": changes[0].fencing_token + 1, "n": 9}})
+        with pytest.raises(StaleFencingTokenError) as refused:
+            changes.fenced(copies).bulk_write([UpdateOne({"_id": each}, {"$set": {"n": 0}}) for each in "ab"])
+        raise refused.value
+
+    lists.handle = late
+    with ended(Ignore):
+        lists.run(5, "a", "b")
+    assert {each["_id"]: each["n"] for each in copies.find()} == {"a": 9, "b": 0, "c": 3}
+    assert lists.rig.document["claim"]["owner"] == "newer"
+
+
+# -- coalescing ---------------------------------------------------------------------------------------
+
+
+def test_only_the_last_change_of_each_document_is_given_and_the_position_passes_all(begin: Begin) -> None:
+    """P2: in the order of what is given."""
+    lists = begin(coalesce=True)
+    lists.run(1, *"abacab")
+    assert lists.calls == [[4, 5, 6]]
+    assert lists.rig.document["handled"]["last"] == 6
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_dead_letter_names_what_its_change_stood_for(begin: Begin, tells: bool) -> None:
+    """P9: nothing vanishes in silence."""
+    lists = begin(coalesce=True)
+    lists.handle = failing(3, tells=tells)
+    with ended(WantedError):
+        lists.run(1, *"aaab")
+    assert lists.calls[0] == [3, 4]
+    assert (lists.letters, lists.rig.image.committed) == ([(3, "failed")], 3)
+    (letter,) = lists.find()
+    assert (letter.passed, letter.passed_over) == (2, [token(1)["_data"], token(2)["_data"]])
+
+
+def test_what_was_passed_over_for_a_change_that_comes_later_is_given_before_the_one_that_fails(begin: Begin) -> None:
+    """P2: a list that ends at a failing change leaves no document behind with an older state than it had there."""
+    lists = begin(coalesce=True)
+    lists.handle = failing(4, tells=True)
+    with ended(WantedError):
+        lists.run(1, *"aabcb")
+    assert lists.calls == [[2, 4, 5], [3]], "of what was finished nothing is given again"
+    assert (lists.letters, lists.rig.image.committed) == ([(4, "failed")], 4)
+
+
+def test_what_a_change_stood_for_is_named_after_its_retries_too(begin: Begin) -> None:
+    """P9: the names stay with the change while it waits."""
+    lists = begin(coalesce=True)
+
+    def handle(_changes: Changes) -> None:
+        raise Retry(exc=WantedError("later"))
+
+    lists.handle = handle
+    with ended(Retry):
+        lists.run(1, *"aaa")
+    assert lists.calls == [[3]]
+    assert lists.rig.image.committed == 2
+    lists.handle = failing(3)
+    with ended(WantedError):
+        lists.run(3, *"ab")
+    (letter,) = lists.find()
+    assert (letter.passed, letter.attempts) == (2, 2)
+    lists.handle = bool
+    lists.run(4, "b")
+    assert "passedOver" not in (lists.rig.document["retry"] or {}), "nothing of it is left for the next one"
+
+
+def test_what_a_change_stood_for_is_named_after_a_halt_too(begin: Begin) -> None:
+    """P9: by the policy as by the command, and over a `retry`."""
+    lists = begin(coalesce=True, failure_policy="halt")
+    lists.handle = failing(2)
+    with ended(WantedError):
+        lists.run(1, *"aa")
+    assert lists.rig.image.state == "halted"
+    assert lists.rig.partitions.retry(lists.rig.image, 0)
+    with ended(WantedError):
+        lists.run(2, "a")
+    assert commands.set_aside(lists.bridge.wiring, SUBSCRIPTION, 0, token=token(2)["_data"]).result == "done"
+    (letter,) = lists.find()
+    assert (letter.passed, letter.passed_over) == (1, [token(1)["_data"]])
+
+
+def test_single_changes_are_coalesced_within_a_run(begin: Begin) -> None:
+    """P2: of a handler of single changes; what fails behind others has its outcome under the same claim."""
+    lists = begin(single=True, coalesce=True)
+    lists.run(1, *"abab")
+    assert lists.calls == [[3], [4]]
+    assert lists.rig.document["handled"]["last"] == 4
+    lists.rig.claims.commit(lists.rig.where)
+    lists.calls.clear()
+    lists.handle = failing(6)
+    with ended(WantedError):
+        lists.run(5, *"abac")
+    assert lists.calls == [[6], [5]], "what a later change stood for is given, where that one is not any more"
+    assert (lists.rig.image.committed, lists.letters) == (6, [(6, "failed")])
+    lists.run(7, *"ac")
+    assert lists.calls[2:] == [[7], [8]]
+
+
+def test_a_coalesced_run_that_takes_too_long_is_cut_and_leaves_nothing_behind(begin: Begin) -> None:
+    """P2: `run_seconds` holds for it."""
+    lists = begin(single=True, coalesce=True, run_seconds=1e-6)
+    lists.run(1, *"abca")
+    assert lists.calls == [[2], [1]]
+    assert lists.rig.document["handled"]["last"] == 2
