@@ -133,6 +133,7 @@ def work(setting: Setting, said: Said, processes: Processes) -> str:
     worker = processes.celery("tests.acceptance.grants_project", *arguments, environment=environment)
     with _led(setting, lambda: said() + worker.text) as listener:
         worker.wait_for_output("ready")
+        listener.wait(lambda: "reading from" in said())  # what is written before has never been
         orders = setting.bridge.wiring
         letters = setting.state["dead_letters"]
         steps: tuple[tuple[Callable[[], object], Callable[[], object]], ...] = (

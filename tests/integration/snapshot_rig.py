@@ -38,7 +38,7 @@ from tests.integration.term_rig import KilledError
 Document = dict[str, Any]
 
 PARTITIONS = 2
-TTL = 5.0
+TTL = 20.0
 HANDLER = "copy"
 
 
