@@ -12,10 +12,9 @@ import os
 from typing import Any
 
 from celery import Celery
-from pymongo import MongoClient
-from pymongo.collection import Collection
+from pymongo import MongoClient, UpdateOne
 
-from mongo_celery import Bridge, Change
+from mongo_celery import Bridge, Change, Changes
 from mongo_celery.forking import PerProcess
 
 NAMES = os.environ["COPIES_NAMES"]
@@ -45,16 +44,18 @@ client: PerProcess[MongoClient[dict[str, Any]]] = PerProcess(
 _HALF_MORE = {"$add": [{"$floor": {"$ifNull": ["$n", 0]}}, 0.5]}
 
 
-@bridge.on_change(f"{DATA}.{PLAIN}", start_from=SNAPSHOT)
-def plain(change: Change) -> None:
+@bridge.on_changes(f"{DATA}.{PLAIN}", start_from=SNAPSHOT, batch_size=500)
+def plain(changes: Changes) -> None:
     """Note the newest number that came, a half more for a delete, and how often the snapshot brought it."""
-    delivered: Collection[dict[str, Any]] = client.get()[COPIES][PLAIN]
+    client.get()[COPIES][PLAIN].bulk_write([_note(change) for change in changes])
+
+
+def _note(change: Change) -> UpdateOne:
+    key = dict(change.document_key)
     if change.operation_type == "delete":
-        delivered.update_one(change.document_key, [{"$set": {"n": _HALF_MORE}}], upsert=True)
-        return
-    document = _written(change)
+        return UpdateOne(key, [{"$set": {"n": _HALF_MORE}}], upsert=True)
     read = int(change.operation_type == SNAPSHOT)
-    delivered.update_one(change.document_key, {"$max": {"n": document["n"]}, "$inc": {"read": read}}, upsert=True)
+    return UpdateOne(key, {"$max": {"n": _written(change)["n"]}, "$inc": {"read": read}}, upsert=True)
 
 
 @bridge.on_change(f"{DATA}.{FENCED}", start_from=SNAPSHOT)

@@ -25,12 +25,12 @@ Document = dict[str, Any]
 
 APP = "tests.acceptance.snapshot_project"
 PLAIN, FENCED, TRANSACTIONAL, LOOKED_UP = "plain", "fenced", "transactional", "looked_up"
-SHARES = {PLAIN: 1.0, FENCED: 0.05, TRANSACTIONAL: 0.02, LOOKED_UP: 0.02}
-"""How many documents a collection has, in relation to the first: a fenced insert is a transaction."""
+SHARES = {PLAIN: 1.0, FENCED: 0.02, TRANSACTIONAL: 0.005, LOOKED_UP: 0.02}
+"""How many documents a collection has, in relation to the first: a fenced insert is a transaction, as each of a
+transactional handler's changes is."""
 
 OPTIONS: Document = {
     "partitions": 4,
-    "run_size": 20,
     "lease_ttl": 2,
     "claim_ttl": 2,
     "dispatch_grace": 1.5,
@@ -41,7 +41,8 @@ OPTIONS: Document = {
 _LEAST = 60
 _BATCH = 40
 _POPULATED_AT_ONCE = 10_000
-_PROBE = "probe"
+_PROBES = tuple(f"probe-{number}" for number in range(12))
+"""So many that each of four partitions has some: a writer would outrun those without."""
 _QUIET = ("--without-gossip", "--without-mingle", "--without-heartbeat")
 _EPOCH = datetime(2020, 1, 1, tzinfo=UTC)
 
@@ -69,8 +70,9 @@ class Writer:
 
     Args:
         source: what is written.
-        copy: what its handler writes to; its probe tells how far that is.
+        copy: what its handler writes to; the probes in it tell how far that is.
         count: how many documents there are at first.
+        batch: how many keys are written at once.
         chance: for the order of keys, and what is done to them.
 
     Attributes:
@@ -79,13 +81,14 @@ class Writer:
     """
 
     def __init__(
-        self, source: Collection[Document], copy: Collection[Document], count: int, chance: random.Random
+        self, source: Collection[Document], copy: Collection[Document], count: int, batch: int, chance: random.Random
     ) -> None:
         self.written = self.deleted = 0
         self.failure: BaseException | None = None
         self._source = source
         self._copy = copy
         self._count = count
+        self._batch = batch
         self._chance = chance
         self._numbers = dict.fromkeys(range(count), 1)
         self._gone: set[int] = set()
@@ -130,11 +133,11 @@ class Writer:
 
     def _write_batch(self) -> None:
         """Each key at most once, so that the order within the batch is free."""
-        chosen = {self._chance.randrange(self._count + self._count // 10) for _ in range(_BATCH)}
+        chosen = {self._chance.randrange(self._count + self._count // 10) for _ in range(self._batch)}
         self._probed += 1
-        probe = ReplaceOne({"_id": _PROBE}, {"_id": _PROBE, **_fields(self._probed)}, upsert=True)
-        self._source.bulk_write([*map(self._request, sorted(chosen)), probe], ordered=False)
-        self.written += len(chosen) + 1
+        probes = [ReplaceOne({"_id": key}, {"_id": key, **_fields(self._probed)}, upsert=True) for key in _PROBES]
+        self._source.bulk_write([*map(self._request, sorted(chosen)), *probes], ordered=False)
+        self.written += len(chosen) + len(probes)
 
     def _request(self, number: int) -> DeleteOne | ReplaceOne[Document] | UpdateOne:
         n = self._numbers[number] = self._numbers.get(number, 0) + 1
@@ -151,8 +154,8 @@ class Writer:
 
     def _arrived(self) -> bool:
         """Whether the batch before the last one has."""
-        wanted = {"_id": _PROBE, "n": {"$gte": self._probed - 1}}
-        return self._probed < 2 or self._copy.find_one(wanted) is not None
+        wanted = {"_id": {"$in": _PROBES}, "n": {"$gte": self._probed - 1}}
+        return self._probed < 2 or self._copy.count_documents(wanted) == len(_PROBES)
 
 
 class CopiesRig:
@@ -165,6 +168,7 @@ class CopiesRig:
         broker: URL of the broker.
         processes: starts and ends the processes.
         documents: of the largest collection.
+        run_size: of all handlers that work in runs.
         seed: for everything that is left to chance.
 
     Attributes:
@@ -181,6 +185,7 @@ class CopiesRig:
         processes: Processes,
         *,
         documents: int,
+        run_size: int,
         seed: int = 1,
     ) -> None:
         names = f"copies_{uuid4().hex[:10]}"
@@ -195,11 +200,17 @@ class CopiesRig:
             "COPIES_MONGO": url,
             "COPIES_BROKER": broker,
             "COPIES_NAMES": names,
-            "COPIES_OPTIONS": json.dumps(OPTIONS),
+            "COPIES_OPTIONS": json.dumps({**OPTIONS, "run_size": run_size}),
         }
         self.counts = {name: max(int(documents * share), _LEAST) for name, share in SHARES.items()}
         self.writers = {
-            name: Writer(self.data[name], self.copies[name], count, random.Random(f"{seed}/{name}"))
+            name: Writer(
+                self.data[name],
+                self.copies[name],
+                count,
+                2 * run_size if name == PLAIN else _BATCH,
+                random.Random(f"{seed}/{name}"),
+            )
             for name, count in self.counts.items()
         }
 

@@ -25,7 +25,7 @@ Make = Callable[..., CopiesRig]
 DOCUMENTS_VARIABLE = "MONGO_CELERY_SNAPSHOT_DOCUMENTS"
 DOCUMENTS = 1_000_000
 FEW_DOCUMENTS = 400
-KILLS_MAX = 500
+KILLS = 120
 _LOCK_SECONDS = 3
 """How long the server keeps the transaction of a worker that was killed."""
 
@@ -35,18 +35,20 @@ def make(make_replica_set: MakeReplicaSet, redis_url: str, processes: Processes)
     """Give what makes a bridge with so many documents, on a set of its own."""
     with ExitStack() as stack:
 
-        def make(documents: int) -> CopiesRig:
+        def make(documents: int, run_size: int) -> CopiesRig:
             lifetime = f"transactionLifetimeLimitSeconds={_LOCK_SECONDS}"
             server = make_replica_set(parameters=[lifetime], oplog_mb=4000)
             client: MongoClient[Any] = stack.enter_context(MongoClient(server.url))
-            return stack.enter_context(CopiesRig(client, server.url, redis_url, processes, documents=documents))
+            return stack.enter_context(
+                CopiesRig(client, server.url, redis_url, processes, documents=documents, run_size=run_size)
+            )
 
         yield make
 
 
 def test_a_snapshot_is_exact_beside_writes_and_a_kill_of_each_kind(make: Make) -> None:
     """P1-P3, P6: some hundred documents; a listener and a worker die in the middle."""
-    rig = make(FEW_DOCUMENTS)
+    rig = make(FEW_DOCUMENTS, run_size=20)
     rig.start()
     for writer in rig.writers.values():
         writer.start()
@@ -60,14 +62,17 @@ def test_a_snapshot_is_exact_beside_writes_and_a_kill_of_each_kind(make: Make) -
 
 @pytest.mark.slow
 def test_a_snapshot_of_a_million_documents_is_exact_while_everything_is_killed(make: Make) -> None:
-    """P1-P3, P6: now and then, when the snapshots have gone on, somebody dies."""
-    rig = make(int(os.environ.get(DOCUMENTS_VARIABLE, DOCUMENTS)))
+    """P1-P3, P6: somebody dies again and again, from the first chunk to the last."""
+    rig = make(int(os.environ.get(DOCUMENTS_VARIABLE, DOCUMENTS)), run_size=200)
     rig.start(listeners=2, workers=2)
     for writer in rig.writers.values():
         writer.start()
     rig.changes("snapshot", TRANSACTIONAL)
-    while not rig.all_done and rig.kills < KILLS_MAX:
-        for _ in range(rig.chance.randint(1, 4)):
+    between = 2 * sum(rig.counts.values()) / KILLS
+    while not rig.all_done:
+        wanted = rig.progress() + rig.chance.uniform(0, between)
+        rig.wait_progress()
+        while rig.progress() < wanted and not rig.all_done:
             rig.wait_progress()
         rig.kill_any()
     assert rig.kills > 1
