@@ -89,6 +89,18 @@ SOUND = (
         together(faulty(1_000, "a dead letter in a run of two", (0, 0), terms=1, faults=1)),
         policy=Policy.DEAD_LETTER,
     ),
+    also(
+        together(faulty(5_000, "inline, runs of two of three changes, a fault", (0, 0, 0), terms=1, faults=1)),
+        commit=Commit.INLINE,
+    ),
+    also(
+        together(faulty(1_000, "inline or chain, a run of two changes, a fault", (0, 0), terms=1, faults=1)),
+        commit=Commit.EITHER,
+    ),
+    also(
+        together(faulty(45_000, "inline, a run of two changes, two terms, a fault", (0, 0), terms=2, faults=1)),
+        commit=Commit.INLINE,
+    ),
     also(together(sound(60_000, "a rewind in a run of two", (0, 0), terms=1, lapses=1)), rewind=Rewind.NUMBER_BACK),
     locked(40_000, "a locked partition, two changes, two terms", (0, 0), terms=2, faults=2),
     locked(50_000, "a locked partition beside another, a mark, two terms", (0, MARK, 1), terms=2, faults=1),
