@@ -196,7 +196,7 @@ def make_handler(
     Raises:
         ConfigurationError: the first thing that is wrong, and its cure.
     """
-    batch_size, coalesce = _checked_batch(arguments), bool(arguments.get("coalesce"))
+    batch_size, coalesce = _checked_batch(arguments, options), bool(arguments.get("coalesce"))
     check_function(function, bind=bool(task_options.get("bind")), given="the change" + "s" * (batch_size is not None))
     check_task_options(task_options)
     if not targets:
@@ -238,7 +238,7 @@ def make_handler(
     return handler
 
 
-def _checked_batch(arguments: Mapping[str, Any]) -> int | None:
+def _checked_batch(arguments: Mapping[str, Any], options: BridgeOptions) -> int | None:
     """The most changes of one list; None for a handler of single changes."""
     batch_size = arguments.get("batch_size")
     if batch_size is None:
@@ -246,6 +246,11 @@ def _checked_batch(arguments: Mapping[str, Any]) -> int | None:
             raise ConfigurationError(
                 "coalesce=True does nothing beside transactional=True, which gives on_change its changes one by one; "
                 "write @bridge.on_changes, whose lists are one transaction each.",
+            )
+        if arguments.get("coalesce") and options.run_size == 1:
+            raise ConfigurationError(
+                "coalesce=True does nothing in runs of one change, which run_size=1 makes: write Bridge(..., "
+                "run_size=200), or @bridge.on_changes.",
             )
         return None
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
@@ -308,6 +313,8 @@ def check_function(function: object, *, bind: bool, given: str = "the change") -
         )
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigurationError("a change handler must be a plain function; Celery does not await coroutines.")
+    if inspect.isgeneratorfunction(function):
+        raise ConfigurationError("a change handler must be a plain function; nobody runs what a generator yields.")
     if not inspect.isfunction(function):
         raise ConfigurationError(f"on_change needs a function, not {type(function).__name__}.")
     parameters = list(inspect.signature(function).parameters.values())

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bson.errors import BSONError
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 
 from mongo_celery.bridge.change import Change, describe
@@ -35,6 +36,7 @@ from mongo_celery.errors import StaleFencingTokenError
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
 
+    from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.state.claims import Claim
     from mongo_celery.bridge.worker.outcomes import Outcomes
 
@@ -66,6 +68,11 @@ class ListExecution(Execution):
             raise SupersededError
 
     @property
+    def handler(self) -> Handler:
+        """Whose function is called."""
+        return self._handler
+
+    @property
     def _recorded(self) -> int:
         """How many changes of the run the position has passed by now."""
         return self._written.claim.first - self._run.first
@@ -95,12 +102,13 @@ class ListExecution(Execution):
         ends = (offset for offset in range(1, len(changes)) if claim.crashes or self._is_parked(offset))
         count = next(ends, len(changes))
         documents = [document_of(raw) for raw in changes[:count]] if self._handler.coalesce and count > 1 else None
-        return Parts(count, documents, head_alone=bool(claim.retries or claim.waits))
+        most = self._handler.batch_size or count  # a listener of another deploy may have sent more
+        return Parts(count, documents, most=most, head_alone=bool(claim.retries or claim.waits))
 
     def _must_end(self) -> bool:
-        if not self._parts.begin:
-            return False
-        return self._written.is_lost or (time.monotonic() > self._until and not self._parts.is_closing)
+        if self._written.is_lost:
+            return True
+        return bool(self._parts.begin) and time.monotonic() > self._until and not self._parts.is_closing
 
     def _run_part(self, claim: Claim, call: Call) -> bool:
         """Give the next part; whether the whole run has ended with it, by its own transaction."""
@@ -110,12 +118,13 @@ class ListExecution(Execution):
         try:
             count = self._give(claim, given, call) if given else 0
         except SupersededError:
+            self._written.leave()
             raise
         except Ignore:
             logger.info("handler ignored %d changes", len(given), extra={"event": "change_ignored"})
             count = len(given)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
-            self._part_failed(error, given)
+            self._part_failed(claim, error, given)
             return False
         except BaseException as error:
             self._written.crashed(None, error)
@@ -158,13 +167,14 @@ class ListExecution(Execution):
                 raise
         return len(given)
 
-    def _part_failed(self, error: Exception, given: Sequence[int]) -> None:
+    def _part_failed(self, claim: Claim, error: Exception, given: Sequence[int]) -> None:
         """Find out which change it is, or give less the next time; raises where the execution ends with it."""
         parts, place = self._parts, 0 if len(given) == 1 else self.told
         if isinstance(error, StaleFencingTokenError):
             self._check_stale(self._written.claim)
         if place is None:
             self._wait_for_outage(error)
+            place = self._unreadable(claim, given, error)
         elif not self._handler.transactional:
             parts.finish(given[:place])
         if place is not None:
@@ -183,6 +193,17 @@ class ListExecution(Execution):
             parts.split(given)
         if self._handler.transactional and not self._is_settled:
             self._written.renew()
+
+    def _unreadable(self, claim: Claim, given: Sequence[int], error: Exception) -> int | None:
+        """The place of the first change that cannot be decoded, where that is what was met."""
+        if not isinstance(error, BSONError):
+            return None
+        for place, offset in enumerate(given):
+            try:
+                self._change(claim, self._run.changes[offset], offset).raw.get("_id")
+            except BSONError:
+                return place
+        return None
 
     @property
     def _is_settled(self) -> bool:
@@ -253,14 +274,18 @@ def telling(function: Callable[..., Any]) -> Callable[..., Any]:
         execution = current.get()
         if execution is None:  # called directly, in a unit test
             return function(*args)
-        execution.told = None
+        # A handler may call that of another one, whose word about its own list is none about this one.
+        is_own = isinstance(execution, ListExecution) and execution.handler.function is function
+        if is_own:
+            execution.told = None
         try:
             return function(*args)
         except ChangeFailed as failed:
-            execution.told = failed.place
-            if not isinstance(failed.__cause__, Exception):
+            if is_own and failed.changes is args[-1]:  # of a list of its own making nobody knows what was finished
+                execution.told = failed.place
+            error = failed.error
+            if error is None or isinstance(error, Ignore):  # what passes over a change is no failure of one
                 raise
-            cause = failed.__cause__
-        raise cause
+        raise error
 
     return run

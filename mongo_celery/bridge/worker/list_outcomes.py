@@ -78,7 +78,9 @@ class ListOutcomes(Outcomes):
         claim, started = self._claim, time.monotonic()
         tokens = [token_data(self._run.token_of(raw)) for raw in passed_over]
         named = {"count": len(tokens), "tokens": tokens[-_NAMED_MAX:]} if tokens else None
-        write = partial(self._claims.advance, claim, *self._reached(count), passed_over=named)
+        write = partial(
+            self._claims.advance, claim, *self._reached(count), following=self._following(count), passed_over=named
+        )
         self._beats.end(self._beat)  # it asks for a claim whose first change is the one before
         try:
             accepted = persisted(write, f"what is done of {claim.partition_id}", self._patience)
@@ -92,7 +94,8 @@ class ListOutcomes(Outcomes):
 
     def advance_in(self, session: ClientSession, count: int, *, ends: bool) -> bool:
         """The same inside a transaction, or with `ends` as `passed`; `follow` when it has committed."""
-        return self._claims.advance(self._claim, *self._reached(count), ends=ends, session=session)
+        reached, following = self._reached(count), self._following(count)
+        return self._claims.advance(self._claim, *reached, following=following, ends=ends, session=session)
 
     def handle_in(self, session: ClientSession, count: int) -> bool:
         """Inside a transaction: all of the run is done, and its commit follows."""
@@ -170,10 +173,18 @@ class ListOutcomes(Outcomes):
         token = self._run.token_of(self._run.changes[count - 1])
         return self._claim.first + count - 1, dict(token)
 
-    def _refused(self, outcome: str) -> NoReturn:
-        """As the original. What it was refused for may be its own doing, of which the answer was lost: none is kept."""
+    def _following(self, count: int) -> str | None:
+        """Comparable part of the token of the change behind so many; None at the end of the run."""
+        changes = self._run.changes
+        return token_data(self._run.token_of(changes[count])) if count < len(changes) else None
+
+    def leave(self) -> None:
+        """End the claim, if it stands. What was refused may be its own doing, of which the answer was lost."""
         try:
             self._relinquish()
         except PyMongoError:
             logger.debug("could not end the claim of %s", self._claim.partition_id)
+
+    def _refused(self, outcome: str) -> NoReturn:
+        self.leave()
         super()._refused(outcome)
