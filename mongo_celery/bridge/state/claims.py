@@ -518,6 +518,7 @@ class Claims:
         token: Mapping[str, Any],
         *,
         passed_over: Mapping[str, Any] | None = None,
+        of: str | None = None,
         ends: bool = False,
         session: ClientSession | None = None,
     ) -> bool:
@@ -529,6 +530,7 @@ class Claims:
         Args:
             last: number of the change, `token` its resume token.
             passed_over: the changes for which the next one stands, as the claim has them.
+            of: comparable part of the next one's token, where that is an existing document.
             ends: whether the whole run is done, so that the claim ends.
             session: of a transactional handler.
         """
@@ -540,7 +542,7 @@ class Claims:
             change |= {"claim": None, "retry": None, "ran": ran}
         else:
             guard["committed"] = {"$in": [claim.first - 1, last]}
-            fresh: dict[str, Any] = {"count": 0, "crashes": 0, "lapsed": [], "notBefore": None, "error": None}
+            fresh: dict[str, Any] = {"count": 0, "crashes": 0, "lapsed": [], "notBefore": None, "error": None, "of": of}
             if passed_over is not None:
                 fresh["passedOver"] = dict(passed_over)
             change |= {
