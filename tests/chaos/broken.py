@@ -25,7 +25,7 @@ from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.spill import Amount, Spill, StoredChange
 from mongo_celery.bridge.window import Window
 from mongo_celery.bridge.worker.execution import Execution
-from mongo_celery.bridge.worker.list_outcomes import ListOutcomes
+from mongo_celery.bridge.worker.run_outcomes import RunOutcomes
 from mongo_celery.mongo.table import Table
 from tests.chaos.plan import Plan, Step
 from tests.chaos.setting import HOT, POISON, keys_in, partition_of
@@ -160,12 +160,12 @@ def _pass_parked() -> None:
 
 def _pass_whole_list() -> None:
     """Of a list that fails in its middle all is recorded as done."""
-    reached = ListOutcomes._reached
+    reached = RunOutcomes._reached
 
-    def whole(self: ListOutcomes, _count: int) -> tuple[int, dict[str, object]]:
+    def whole(self: RunOutcomes, _count: int) -> tuple[int, dict[str, object]]:
         return reached(self, len(self.run.changes))
 
-    ListOutcomes._reached = whole  # type: ignore[method-assign, assignment]
+    RunOutcomes._reached = whole  # type: ignore[method-assign, assignment]
 
 
 BROKEN: Mapping[str, Callable[[], None]] = MappingProxyType(

@@ -517,8 +517,8 @@ class Claims:
         last: int,
         token: Mapping[str, Any],
         *,
-        following: str | None = None,
         passed_over: Mapping[str, Any] | None = None,
+        of: str | None = None,
         ends: bool = False,
         session: ClientSession | None = None,
     ) -> bool:
@@ -529,14 +529,14 @@ class Claims:
 
         Args:
             last: number of the change, `token` its resume token.
-            following: comparable part of the next one's token.
             passed_over: the changes for which the next one stands, as the claim has them.
+            of: comparable part of the next one's token, where that is an existing document.
             ends: whether the whole run is done, so that the claim ends.
             session: of a transactional handler.
         """
         # Not in a transaction: the effects of a body that is repeated behind its own commit would be there twice.
         guard = own(claim)
-        change: Any = _advanced(last, token, following, passed_over)
+        change: Any = _advanced(last, token, of, passed_over)
         if ends:
             change = {"$set": _done(claim, last, token)}
         if session is not None:
@@ -608,10 +608,9 @@ def _done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _advanced(
-    last: int, token: Mapping[str, Any], following: str | None, passed_over: Mapping[str, Any] | None
+    last: int, token: Mapping[str, Any], of: str | None, passed_over: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
     """A position inside of a run, and the claim with the next change as its first."""
-    of = following if following is not None and is_existing(following) else None
     fresh = {"count": 0, "crashes": 0, "lapsed": [], "notBefore": None, "error": None, "of": of}
     change = {
         "committed": Int64(last),

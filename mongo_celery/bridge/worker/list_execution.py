@@ -7,7 +7,7 @@ One execution of a run that is not given change by change: lists for `on_changes
                |
                +- fails -> its first half ... -> the change that fails, alone: its outcome, under the same claim
                              |
-                             +- done: recorded at once, the claim goes on behind it (`list_outcomes`)
+                             +- done: recorded at once, the claim goes on behind it (`run_outcomes`)
 
 What a list fails with counts against no change until one is alone, or named by the handler (`Changes.failed_at`). An
 outage counts against none at all: the run waits. What was tried before is tried alone first, so that its attempts are
@@ -29,7 +29,6 @@ from mongo_celery.bridge.change import Change, describe
 from mongo_celery.bridge.changes import ChangeFailed, Changes
 from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.worker.execution import Execution, SupersededError, current
-from mongo_celery.bridge.worker.list_outcomes import ListOutcomes
 from mongo_celery.bridge.worker.parts import Parts, document_of
 from mongo_celery.errors import StaleFencingTokenError
 
@@ -48,12 +47,9 @@ Call = Callable[[Any, int], None]
 class ListExecution(Execution):
     """One delivery to a worker of a run that is given in parts; arguments as of `Execution`."""
 
-    _outcomes = ListOutcomes
     _parts: Parts
-    _written: ListOutcomes
     _error: Exception | None = None
     _calls = 0
-    _until = 0.0
 
     def handle_in(self, session: ClientSession, change: Change) -> None:
         """The last write of a list's transaction; SupersededError when a newer execution decides."""
@@ -72,29 +68,17 @@ class ListExecution(Execution):
         """Whose function is called."""
         return self._handler
 
-    @property
-    def _recorded(self) -> int:
-        """How many changes of the run the position has passed by now."""
-        return self._written.claim.first - self._run.first
-
-    def _run_changes(self, claim: Claim, outcomes: Outcomes, call: Call, is_lost: Callable[[], bool]) -> None:
-        del is_lost  # the claim's heartbeat begins anew where it goes on behind a part
-        assert isinstance(outcomes, ListOutcomes), "they are made from the class above"
-        outcomes.begin(self._run)
-        self._written = outcomes
-        self._until = time.monotonic() + self._wiring.options.run_seconds
+    def _run_changes(self, claim: Claim, outcomes: Outcomes, call: Call) -> None:
+        self._begin(outcomes)
         parts = self._parts = self._parts_of(claim)
-        try:
-            while True:
-                if parts.failed is not None and not parts.owed(parts.failed):
-                    self._settle_failed(parts.failed)
-                if not parts.has_more or self._must_end():
-                    break
-                if self._run_part(claim, call):
-                    return
-            self._end()
-        finally:
-            outcomes.end()
+        while True:
+            if parts.failed is not None and not parts.owed(parts.failed):
+                self._settle_failed(parts.failed)
+            if not parts.has_more or self._must_end():
+                break
+            if self._run_part(claim, call):
+                return
+        self._end(parts.begin)
 
     def _parts_of(self, claim: Claim) -> Parts:
         """The run up to the first change whose key is parked; after a crash only its first one."""
@@ -127,7 +111,7 @@ class ListExecution(Execution):
             self._part_failed(claim, error, given)
             return False
         except BaseException as error:
-            self._written.crashed(None, error)
+            self._written.crashed(error)
             raise
         if count < len(given):
             parts.finish(given[:count])
@@ -249,17 +233,6 @@ class ListExecution(Execution):
         if written.run.hash is None and failed:  # the listener is of an earlier version: it is named as a head only
             written.single_out(error)
         self._first_failed(written.claim, written, self._run.changes[failed], error)
-
-    def _end(self) -> None:
-        """All that was given is done."""
-        done = self._parts.begin - self._recorded
-        if not done:
-            self._written.released()
-        elif self._recorded:
-            self._written.passed(done)
-        else:
-            last = self._parts.begin - 1
-            self._written.handled(self._run.first + last, self._run.changes[last])
 
 
 def telling(function: Callable[..., Any]) -> Callable[..., Any]:
