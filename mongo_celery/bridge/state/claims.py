@@ -236,8 +236,7 @@ class Claims:
         )
         if document is None:
             return None
-        counts = document["retry"]
-        waiting = counts.get("waiting") or {}
+        counts, waiting = document["retry"], document["retry"].get("waiting") or {}
         return Claim(
             partition_id,
             owner,
