@@ -291,7 +291,7 @@ def test_what_is_counted_of_an_existing_document_in_a_list_is_its_own(begin: Beg
 
     def handle(changes: Changes) -> None:
         if number_of(changes[-1]) > 1:
-            raise Retry(exc=WantedError("later"), when=datetime(2999, 1, 1, tzinfo=UTC))
+            raise Retry(exc=WantedError("later"), when=datetime(2222, 1, 1, tzinfo=UTC))
 
     lists.handle = handle
     with ended(Retry):
