@@ -90,15 +90,15 @@ SOUND = (
         policy=Policy.DEAD_LETTER,
     ),
     also(
-        together(faulty(5_000, "inline, runs of two of three changes, a fault", (0, 0, 0), terms=1, faults=1)),
+        together(faulty(13_000, "inline, runs of two of three changes, a fault", (0, 0, 0), terms=1, faults=1)),
         commit=Commit.INLINE,
     ),
     also(
-        together(faulty(1_000, "inline or chain, a run of two changes, a fault", (0, 0), terms=1, faults=1)),
+        together(faulty(1_700, "inline or chain, a run of two changes, a fault", (0, 0), terms=1, faults=1)),
         commit=Commit.EITHER,
     ),
     also(
-        together(faulty(45_000, "inline, a run of two changes, two terms, a fault", (0, 0), terms=2, faults=1)),
+        together(faulty(80_000, "inline, a run of two changes, two terms, a fault", (0, 0), terms=2, faults=1)),
         commit=Commit.INLINE,
     ),
     also(
