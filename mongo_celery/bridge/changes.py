@@ -6,7 +6,7 @@ Pure but for `fenced`, which is that of a change: all of them were claimed toget
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from mongo_celery.bridge.change import Change, describe
@@ -25,14 +25,25 @@ class ChangeFailed(Exception):  # noqa: N818 - what a handler says, not an error
 
     Attributes:
         place: of the failed change in the list, from 0.
+        changes: that list; empty in a copy that was stored somewhere.
     """
 
-    def __init__(self, message: str, place: int) -> None:
+    def __init__(self, message: str, place: int, changes: Sequence[Change] = ()) -> None:
         super().__init__(message, place)
         self.place = place
+        self.changes = changes
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args  # no documents: a result backend may keep it
+
+    @property
+    def error(self) -> Exception | None:
+        """What the change has failed with; a missing `from` is the error that was being handled. None where none is."""
+        found = self.__context__ if self.__cause__ is None and not self.__suppress_context__ else self.__cause__
+        return found if isinstance(found, Exception) else None
 
 
 class Changes(tuple[Change, ...]):
@@ -82,7 +93,8 @@ class Changes(tuple[Change, ...]):
         What to raise, `from` the error, where one change has failed and all before it in this list are finished.
 
         Then retries and the failure policy concern that change alone, those before it are done, and those behind it
-        are given again. Whoever raises anything else is given smaller lists until the change that fails is alone.
+        are given again. Whoever raises anything else is given smaller lists until the change that fails is alone; so
+        is who says it of another list than the one that was given.
 
         Args:
             failed: its place in this list, from 0, or the change itself.
@@ -96,4 +108,12 @@ class Changes(tuple[Change, ...]):
             place = failed if isinstance(failed, int) and not isinstance(failed, bool) else -1
         if not 0 <= place < len(self):
             raise HandlerUsageError(f"failed_at() takes a change of the list or its place, from 0 to {len(self) - 1}.")
-        return ChangeFailed(f"its handler says that {describe(self[place].raw)} has failed", place)
+        return ChangeFailed(f"its handler says that {_described(self[place])} has failed", place, self)
+
+
+def _described(change: Change) -> str:
+    """In words; of one that cannot even be decoded where it stands."""
+    try:
+        return describe(change.raw)
+    except Exception:  # noqa: BLE001 - whatever its bytes do: it is named, not judged
+        return f"the change with seq={change.seq}"

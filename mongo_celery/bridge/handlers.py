@@ -118,11 +118,19 @@ class Handler:
         """Whether what it is given is not simply the next change of a run."""
         return self.batch_size is not None or self.coalesce
 
-    def run_size(self, options: BridgeOptions) -> int:
-        """Most changes of one of its runs: a list is a run, and a transaction has one change otherwise."""
+    def run_size(self, options: BridgeOptions, *, is_rate_limited: bool = False) -> int:
+        """Most changes of one of its runs; a list is a run."""
         if self.batch_size is not None:
             return self.batch_size
-        return 1 if self.transactional else options.run_size
+        return options.run_size if self.takes_runs(is_rate_limited=is_rate_limited) else 1
+
+    def takes_runs(self, *, is_rate_limited: bool = False) -> bool:
+        """
+        Whether `run_size` is for it: it is called for each change, in no transaction.
+
+        Nor under a rate limit, which users set for changes: Celery counts messages.
+        """
+        return self.batch_size is None and not self.transactional and not is_rate_limited
 
     def selector(self, default_database: str | None) -> Selector:
         """Sources and filter, with the sources resolved."""
@@ -196,9 +204,14 @@ def make_handler(
     Raises:
         ConfigurationError: the first thing that is wrong, and its cure.
     """
-    batch_size, coalesce = _checked_batch(arguments), bool(arguments.get("coalesce"))
+    batch_size, coalesce = _checked_batch(arguments, options), bool(arguments.get("coalesce"))
     check_function(function, bind=bool(task_options.get("bind")), given="the change" + "s" * (batch_size is not None))
     check_task_options(task_options)
+    if coalesce and batch_size is None and task_options.get("rate_limit"):
+        raise ConfigurationError(
+            "coalesce=True does nothing beside a rate_limit, for which on_change sends its changes one by one; write "
+            "@bridge.on_changes, whose lists count as one call each.",
+        )
     if not targets:
         raise ConfigurationError("on_change needs at least one source, such as 'shop.orders'.")
     name = check_name(arguments["name"] or function.__name__, "handler name")
@@ -238,7 +251,7 @@ def make_handler(
     return handler
 
 
-def _checked_batch(arguments: Mapping[str, Any]) -> int | None:
+def _checked_batch(arguments: Mapping[str, Any], options: BridgeOptions) -> int | None:
     """The most changes of one list; None for a handler of single changes."""
     batch_size = arguments.get("batch_size")
     if batch_size is None:
@@ -246,6 +259,11 @@ def _checked_batch(arguments: Mapping[str, Any]) -> int | None:
             raise ConfigurationError(
                 "coalesce=True does nothing beside transactional=True, which gives on_change its changes one by one; "
                 "write @bridge.on_changes, whose lists are one transaction each.",
+            )
+        if arguments.get("coalesce") and options.run_size == 1:
+            raise ConfigurationError(
+                "coalesce=True does nothing in runs of one change, which run_size=1 makes: write Bridge(..., "
+                "run_size=200), or @bridge.on_changes.",
             )
         return None
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
@@ -308,6 +326,8 @@ def check_function(function: object, *, bind: bool, given: str = "the change") -
         )
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigurationError("a change handler must be a plain function; Celery does not await coroutines.")
+    if inspect.isgeneratorfunction(function):
+        raise ConfigurationError("a change handler must be a plain function; nobody runs what a generator yields.")
     if not inspect.isfunction(function):
         raise ConfigurationError(f"on_change needs a function, not {type(function).__name__}.")
     parameters = list(inspect.signature(function).parameters.values())

@@ -25,9 +25,10 @@ from mongo_celery.bridge.state.leases import Leases
 from mongo_celery.bridge.state.spill import Amount, Spill, StoredChange
 from mongo_celery.bridge.window import Window
 from mongo_celery.bridge.worker.execution import Execution
+from mongo_celery.bridge.worker.run_outcomes import RunOutcomes
 from mongo_celery.mongo.table import Table
 from tests.chaos.plan import Plan, Step
-from tests.chaos.setting import HOT
+from tests.chaos.setting import HOT, POISON, keys_in, partition_of
 
 _AHEAD = timedelta(hours=1)
 _LATE_SECONDS = 2.0
@@ -157,6 +158,16 @@ def _pass_parked() -> None:
     Execution._is_parked = lambda *_: False  # type: ignore[method-assign]
 
 
+def _pass_whole_list() -> None:
+    """Of a list that fails in its middle all is recorded as done."""
+    reached = RunOutcomes._reached
+
+    def whole(self: RunOutcomes, _count: int) -> tuple[int, dict[str, object]]:
+        return reached(self, len(self.run.changes))
+
+    RunOutcomes._reached = whole  # type: ignore[method-assign, assignment]
+
+
 BROKEN: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
         "gate removed": _remove_gate,
@@ -170,6 +181,7 @@ BROKEN: Mapping[str, Callable[[], None]] = MappingProxyType(
         "removal above committed": _removal_above_committed,
         "snapshot of now": _snapshot_of_now,
         "parked key passed": _pass_parked,
+        "failed list passed": _pass_whole_list,
     }
 )
 
@@ -178,6 +190,8 @@ _SPILLS = (
     Step(16.0, "person: resume", where="quick", partition=0),
     Step(18.0, "kill listener"),
 )
+_LISTED = partition_of("listed", HOT)
+_BAD = next(keys_in("listed", _LISTED, f"{POISON}raises"))
 _SHOWS: Mapping[str, tuple[float, int, tuple[Step, ...]]] = MappingProxyType(
     {
         "gate removed": (
@@ -223,7 +237,7 @@ _SHOWS: Mapping[str, tuple[float, int, tuple[Step, ...]]] = MappingProxyType(
                 step
                 for n in range(8)
                 for step in (
-                    Step(2.0 + 2 * n, "snapshot", choice=0.59),
+                    Step(2.0 + 2 * n, "snapshot", choice=0.65),
                     Step(2.1 + 2 * n, "person: burst", where="quick", key=HOT),
                 )
             ),
@@ -237,6 +251,17 @@ _SHOWS: Mapping[str, tuple[float, int, tuple[Step, ...]]] = MappingProxyType(
                 Step(5.0, "person: discard a letter", where="parking"),
                 Step(7.0, "person: burst", where="parking", key=HOT),
                 Step(10.0, "person: replay letters", where="parking"),
+            ),
+        ),
+        "failed list passed": (
+            14.0,
+            1,
+            (
+                Step(2.0, "person: pause", where="listed", partition=_LISTED),
+                Step(4.0, "person: burst", where="listed", key=HOT),
+                Step(5.0, "poison: raises", where="listed", partition=_LISTED, key=_BAD),
+                Step(6.0, "person: burst", where="listed", key=HOT),
+                Step(8.0, "person: resume", where="listed", partition=_LISTED),
             ),
         ),
     }

@@ -103,13 +103,13 @@ def _shuffled(chance: random.Random, kinds: Sequence[Kind]) -> Iterator[Kind]:
 
 
 POISONS = {
-    "raises": ("quick", "letters", "together"),
-    "kills its process": ("quick", "letters"),
-    "broken UTF-8": ("slow", "together"),
-    "year 20000": ("quick", "slow", "letters", "together"),
+    "raises": ("quick", "letters", "together", "listed"),
+    "kills its process": ("quick", "letters", "listed"),
+    "broken UTF-8": ("slow", "together", "listed"),
+    "year 20000": ("quick", "slow", "letters", "together", "listed"),
     "no partition": ("letters",),
     "huge": ("quick",),
-    "retries in 30 000 years": ("slow", "together"),
+    "retries in 30 000 years": ("slow", "together", "listed"),
 }
 """For each poison, the subscriptions that may meet it."""
 

@@ -2,7 +2,8 @@
 The app of a run: `celery -A tests.chaos.project listener` and `... worker`.
 
 One handler for each flow, with the same body: it records its start, is slow, takes its effect through the fence, or in
-its transaction, and does whatever the poison in its document is.
+its transaction, and does whatever the poison in its document is. One that gets lists takes the effects of each by one
+fenced bulk write, and says which change has failed.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import os
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from celery import Celery
-from pymongo import MongoClient
+from pymongo import MongoClient, UpdateOne
 
-from mongo_celery import Bridge, Change
+from mongo_celery import Bridge, Change, Changes
 from mongo_celery.forking import PerProcess
 from tests.chaos import broken
 from tests.chaos.setting import BRIDGE, DATA, FACTS, FLOWS, OPTIONS, SINK, Flow, order_of
@@ -47,11 +49,12 @@ def owner(event: Mapping[str, Any]) -> Any:
 
 
 def _register(flow: Flow) -> None:
-    def handle(task: Any, change: Change) -> None:
-        _handle(task, flow, change)
+    def handle(task: Any, given: Any) -> None:
+        (_handle if flow.batch is None else _handle_list)(task, flow, given)
 
     handle.__name__ = handle.__qualname__ = flow.name
-    bridge.on_change(
+    register = bridge.on_change if flow.batch is None else partial(bridge.on_changes, batch_size=flow.batch)
+    register(
         f"{DATA}.{flow.name}",
         name=flow.name,
         bind=True,
@@ -65,8 +68,36 @@ def _register(flow: Flow) -> None:
 
 
 def _handle(task: Any, flow: Flow, change: Change) -> None:
-    document = change.full_document
-    assert document is not None, "inserts, replaces and snapshots carry their document"
+    fact = _start(task, flow, change)
+    _act(task, _document_of(change))
+    _take_time(flow.seconds)
+    _take_effect(change, f"{flow.name}-{fact['partition']}", fact)
+    _take_time(_document_of(change).get("lingers", 0.0))
+
+
+def _handle_list(task: Any, flow: Flow, changes: Changes) -> None:
+    """What fails leaves everything before it done, and everything behind it unstarted."""
+    effects: list[UpdateOne] = []
+    for change in changes:
+        try:
+            fact = _start(task, flow, change)
+            _act(task, _document_of(change))
+        except Exception as error:
+            _take_effects(changes, effects)
+            raise changes.failed_at(change) from error
+        effects.append(UpdateOne({"_id": f"{flow.name}-{fact['partition']}"}, {"$set": {"last": fact}}, upsert=True))
+    _take_effects(changes, effects)
+    _take_time(max(_document_of(change).get("lingers", 0.0) for change in changes))
+
+
+def _document_of(change: Change) -> dict[str, Any]:
+    assert change.full_document is not None, "inserts, replaces and snapshots carry their document"
+    return change.full_document
+
+
+def _start(task: Any, flow: Flow, change: Change) -> dict[str, Any]:
+    """Record a start; what is known of the change, which its effect carries too."""
+    document = _document_of(change)
     order = order_of(flow.name, str(document["_id"]), change.partition)
     fact = {
         "handler": flow.name,
@@ -80,10 +111,7 @@ def _handle(task: Any, flow: Flow, change: Change) -> None:
     if change.operation_type == "snapshot":
         facts.get()[FACTS]["brought"].insert_one({"fact": start, "place": change.resume_token["_data"]})
     facts.get()[FACTS]["start"].insert_one({"fact": start})
-    _act(task, document)
-    _take_time(flow.seconds)
-    _take_effect(change, f"{flow.name}-{order}", fact)
-    _take_time(document.get("lingers", 0.0))
+    return fact
 
 
 def _take_effect(change: Change, sink: str, fact: Mapping[str, Any]) -> None:
@@ -93,6 +121,12 @@ def _take_effect(change: Change, sink: str, fact: Mapping[str, Any]) -> None:
         bridge.client[DATA][SINK].update_one({"_id": sink}, last, upsert=True, session=change.session)
     else:
         change.fenced(f"{DATA}.{SINK}").update_one({"_id": sink}, last, upsert=True)
+
+
+def _take_effects(changes: Changes, effects: Sequence[UpdateOne]) -> None:
+    """One document for each key has its last effect."""
+    if effects:
+        changes.fenced(f"{DATA}.{SINK}").bulk_write(effects)
 
 
 def _act(task: Any, document: Mapping[str, Any]) -> None:

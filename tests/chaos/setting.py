@@ -73,6 +73,7 @@ class Flow:
         group: of workers, where it has one.
         owned: whether the partition is chosen by the field `owner`, by a function that fails without it.
         commit: who writes its positions.
+        batch: most changes of a list, where its handler gets lists; else None.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Flow:
     group: str | None = None
     owned: bool = False
     commit: str = "chain"
+    batch: int | None = None
 
     @property
     def parks(self) -> bool:
@@ -101,6 +103,7 @@ FLOWS: Mapping[str, Flow] = MappingProxyType(
             Flow("letters", keys=16, rate=4.0, policy="dead_letter", owned=True),
             Flow("together", keys=12, rate=2.0, policy="dead_letter", transactional=True),
             Flow("parking", keys=16, rate=3.0, hot=0.3, policy="park_key"),
+            Flow("listed", keys=16, rate=4.0, hot=0.2, policy="dead_letter", commit="inline", batch=20),
         )
     }
 )
@@ -124,8 +127,13 @@ BROKEN_TEXT = "\ufffd" * 4
 
 
 def order_of(subscription: str, key: str, partition: int) -> int:
-    """A number for everything whose effects are in one order: a partition, or a key where these are parked."""
-    return zlib.crc32(key.encode()) if FLOWS[subscription].parks else partition
+    """
+    A number for everything whose effects are in one order: a partition, or a key.
+
+    Where keys are parked, others pass; and of a bulk write the order is that of each document.
+    """
+    flow = FLOWS[subscription]
+    return zlib.crc32(key.encode()) if flow.parks or flow.batch is not None else partition
 
 
 def keys_in(subscription: str, partition: int, prefix: str) -> Iterator[str]:

@@ -59,10 +59,10 @@ class Lists:
         (handler,) = self.bridge.handlers
         return self.bridge.app.tasks[handler.task_name]
 
-    def run(self, first: int, *keys: str, **options: Any) -> None:
-        """Let the worker have a run of changes of these keys, numbered from the first on."""
+    def run(self, first: int, *keys: str, exist: bool = False, **options: Any) -> None:
+        """Let the worker have a run of changes of these keys, from this number on; or as a snapshot gives them."""
         numbers = range(first, first + len(keys))
-        raws = tuple(bson.encode(event_of_key(n, key)) for n, key in zip(numbers, keys, strict=True))
+        raws = tuple(bson.encode(event_of_key(n, key, exists=exist)) for n, key in zip(numbers, keys, strict=True))
         given = {"hash": hash_of(keys[0]), "hashes": tuple(map(hash_of, keys)), **options}
         run = Run(
             BRIDGE, SUBSCRIPTION, 0, 0, VERSION, first, first + len(keys) - 1, **{"changes": raws, **given}
@@ -146,7 +146,16 @@ def lists_on(
     client[database]["leases"].insert_one({"_id": BRIDGE, "version": VERSION})
     client[database]["subscriptions"].insert_one({"_id": f"{BRIDGE}/{SUBSCRIPTION}", "layout": layout})
     app = Celery("lists", broker="memory://", set_as_current=False)
-    bridge = Bridge(app, url, name=BRIDGE, database=database, partitions=1, autodiscover=False, run_seconds=run_seconds)
+    bridge = Bridge(
+        app,
+        url,
+        name=BRIDGE,
+        database=database,
+        partitions=1,
+        autodiscover=False,
+        run_size=200,
+        run_seconds=run_seconds,
+    )
     made = Lists(rig, bridge)
     register = bridge.on_change if single else bridge.on_changes
 

@@ -198,6 +198,34 @@ def test_a_bulk_write_does_all_kinds_in_the_users_order(target: Collection[Docum
     assert (result.matched_count, result.deleted_count, result.upserted_count) == (5, 1, 3)
 
 
+def test_deletes_of_a_bulk_write_bury_all_that_they_name(target: Collection[Document]) -> None:
+    """P3: also what was not there; an older execution revives none of it, and what is named twice goes once."""
+    target.insert_many([{"_id": 1, FENCE: stamp(4, key="shop/other")}, {"_id": 2, FENCE: stamp(4)}, {"_id": 4}])
+    result = view(target, 5).bulk_write([DeleteOne({"_id": i}) for i in (1, 2, 3, 2)])
+    assert (result.deleted_count, [each["_id"] for each in target.find()]) == (2, [4])
+    buried = {each["_id"]: each[FENCE] for each in graves(target).find()}
+    assert buried == {1: stamp(5) | stamp(4, key="shop/other"), 2: stamp(5), 3: stamp(5)}
+    for i in (1, 2, 3):
+        with pytest.raises(StaleFencingTokenError):
+            view(target, 4).replace_one({"_id": i}, {}, upsert=True)
+    assert view(target, 5).bulk_write([ReplaceOne({"_id": i}, {}, upsert=True) for i in (1, 2, 3)]).upserted_count == 3
+
+
+@pytest.mark.parametrize("newer", ["document", "tombstone"])
+def test_a_stale_delete_of_a_bulk_write_is_told_behind_what_was_admitted(
+    target: Collection[Document], newer: str
+) -> None:
+    """P3: as of all its requests: those before are done, those behind are not tried."""
+    target.insert_many([{"_id": i} for i in (1, 2, 3)])
+    view(target, 6).update_one({"_id": 2}, {"$set": {"by": "newer"}})
+    if newer == "tombstone":
+        view(target, 6).delete_one({"_id": 2})
+    with pytest.raises(StaleFencingTokenError) as caught:
+        view(target, 5).bulk_write([DeleteOne({"_id": i}) for i in (1, 2, 3)])
+    assert vars(caught.value)["document_id"] == 2
+    assert {each["_id"] for each in target.find()} == {2, 3} - ({2} if newer == "tombstone" else set())
+
+
 def test_a_bulk_writes_errors_name_the_users_places(target: Collection[Document]) -> None:
     """P9: ordered stops at the first, unordered goes on; both report PyMongo's error."""
     target.create_index("email", unique=True)
@@ -318,6 +346,10 @@ COSTS: dict[str, tuple[Act, list[str]]] = {
     "insert": (
         lambda c: c.replace_one({"_id": 2}, {}, upsert=True),
         ["update", "findAndModify", "update", "delete", "commitTransaction"],
+    ),
+    "bulk of two deletes": (
+        lambda c: c.bulk_write([DeleteOne({"_id": i}) for i in (1, 2)]),
+        ["update", "find", "find", "delete", "update", "commitTransaction"],
     ),
     "bulk of two inserts": (
         lambda c: c.bulk_write([ReplaceOne({"_id": i}, {}, upsert=True) for i in (2, 3)]),

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import bson
 import pytest
+from bson.errors import InvalidBSON
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 from pymongo import DeleteOne, MongoClient, ReplaceOne, UpdateOne
 from pymongo.errors import AutoReconnect
 
 from mongo_celery import Changes, StaleFencingTokenError
+from mongo_celery.bridge.changes import ChangeFailed
 from mongo_celery.bridge.operations import commands
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.worker.envelope import Reference
+from mongo_celery.bridge.worker.list_execution import telling
 from tests.integration.list_rig import Lists, failing, lists_on, number_of, numbers
 from tests.integration.parking_rig import WantedError, event_of_key, hash_of
 from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, token
@@ -279,6 +283,141 @@ def test_a_list_that_travels_by_reference_fails_like_others(begin: Begin) -> Non
     with ended(WantedError):
         lists.run(1, *"abcd", changes=(), reference=Reference.to(tokens, raws))
     assert (lists.rig.image.committed, lists.letters) == (3, [(3, "failed")])
+
+
+def test_what_is_counted_of_an_existing_document_in_a_list_is_its_own(begin: Begin) -> None:
+    """P6: a term that ends before its retry reads it again elsewhere, and another change comes first."""
+    lists = begin()
+
+    def handle(changes: Changes) -> None:
+        if number_of(changes[-1]) > 1:
+            raise Retry(exc=WantedError("later"), when=datetime(2222, 1, 1, tzinfo=UTC))
+
+    lists.handle = handle
+    with ended(Retry):
+        lists.run(1, *"abc", exist=True)
+    assert lists.rig.document["retry"]["count"] == 1
+    lists.handle = failing(2)
+    with ended(WantedError):
+        lists.run(2, "d")
+    (letter,) = lists.find()
+    assert letter.attempts == 1, "of its own"
+
+
+def test_a_change_that_cannot_be_decoded_is_found_without_halving(begin: Begin) -> None:
+    """P6: what it fails with says which it is; what is before it is given, and the others are not asked for it."""
+    lists = begin()
+    lists.handle = lambda changes: [number_of(change) for change in changes]
+    raws = [bson.encode(event_of_key(number, key)) for number, key in enumerate("abcdefgh", 1)]
+    raws[4] = raws[4].replace(b"insert", b"ins\xffrt")
+    with ended(InvalidBSON):
+        lists.run(1, *"abcdefgh", changes=tuple(raws))
+    assert lists.calls[-1:] == [[1, 2, 3, 4]]
+    assert len(lists.calls) <= 2
+    assert lists.rig.image.committed == 5
+    (letter,) = lists.find()
+    assert letter.attempts == 1
+
+
+def test_no_list_is_longer_than_its_handler_wants(begin: Begin) -> None:
+    """P12: a listener of an earlier deploy, or of an earlier handler, has sent more."""
+    lists = begin(batch_size=2)
+    lists.run(1, *"abcde")
+    assert lists.calls == [[1, 2], [3, 4], [5]]
+    assert lists.rig.image.committed == 5
+
+
+@pytest.mark.parametrize("how", ["a part of the list", "another handler's list"])
+def test_what_is_said_of_another_list_finishes_nothing(begin: Begin, how: str) -> None:
+    """P2: what was finished of the list that was given is not known from it."""
+    lists = begin()
+
+    def handle(changes: Changes) -> None:
+        late = Changes([change for change in changes if number_of(change) > 2] or changes)
+        if any(number_of(change) == 4 for change in changes):
+            if how == "a part of the list":
+                raise late.failed_at(len(late) - 1) from WantedError("as asked")
+            telling(failing(4, tells=True))(changes)
+
+    lists.handle = handle
+    with ended(WantedError):
+        lists.run(1, *"abcd")
+    assert (lists.letters, lists.rig.image.committed) == ([(4, "failed")], 4)
+    assert {1, 2, 3} <= {*numbers([call for call in lists.calls if 4 not in call])}, "given without the one that fails"
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_the_error_that_was_being_handled_is_the_one_that_counts(begin: Begin, chained: bool) -> None:
+    """P6: a `from` that was forgotten makes an outage no failure of the change."""
+    lists = begin()
+
+    def handle(changes: Changes) -> None:
+        try:
+            raise AutoReconnect("no primary")
+        except AutoReconnect as error:
+            if chained:
+                raise changes.failed_at(1) from error
+            raise changes.failed_at(1)  # noqa: B904 - a `from` that was forgotten
+
+    lists.handle = handle
+    with ended(Ignore):
+        lists.run(1, *"abc")
+    image = lists.rig.image
+    assert image.waiting is not None
+    assert (lists.calls, image.committed, image.retries, lists.letters) == ([[1, 2, 3]], 1, 0, [])
+
+
+def test_a_change_that_is_said_to_have_failed_with_ignore_has_failed(begin: Begin) -> None:
+    """P2: `Ignore` passes over what was given, and behind this change nothing was done."""
+    lists = begin()
+
+    def handle(changes: Changes) -> None:
+        if len(changes) > 1:
+            raise changes.failed_at(1) from Ignore()
+
+    lists.handle = handle
+    with ended(ChangeFailed):
+        lists.run(1, *"abc")
+    assert (lists.rig.image.committed, lists.letters) == (2, [(2, "failed")])
+
+
+def test_a_handler_that_ignores_its_list_passes_over_all_of_it(begin: Begin) -> None:
+    """P1: as it does with a single change."""
+    lists = begin()
+
+    def handle(_changes: Changes) -> None:
+        raise Ignore
+
+    lists.handle = handle
+    lists.run(1, *"abc")
+    assert lists.rig.document["handled"]["last"] == 3
+
+
+def test_the_end_of_a_list_that_was_recorded_in_parts_may_be_written_twice(begin: Begin) -> None:
+    """P3: its answer may be lost; another execution's position is not taken for it."""
+    lists = begin()
+    claim = lists.rig.claim(1, 3)
+    claims = lists.rig.claims
+    assert claims.advance(claim, 3, token(3), ends=True)
+    assert claims.advance(claim, 3, token(3), ends=True)
+    later = lists.rig.claim(4, 5)
+    assert not claims.advance(claim, 3, token(3), ends=True)
+    assert claims.advance(later, 4, token(4))
+    assert claims.advance(later, 4, token(4))
+    assert not claims.advance(claim, 3, token(3))
+
+
+def test_a_position_is_not_moved_twice_by_the_body_of_a_transaction(
+    begin: Begin, mongo_client: MongoClient[Document]
+) -> None:
+    """P5: a body that the driver repeats behind its own commit would have its effects twice."""
+    lists = begin(transactional=True)
+    claim = lists.rig.claim(1, 3)
+    for ends in (False, True):
+        with mongo_client.start_session() as session:
+            for expected in (not ends, False):
+                with session.start_transaction():
+                    assert lists.rig.claims.advance(claim, 2, token(2), ends=ends, session=session) is expected
 
 
 def test_a_replay_is_a_list_of_one(begin: Begin) -> None:

@@ -55,11 +55,24 @@ def misfortune_of_runs(world: World, state: State, run: Run) -> Steps:
     if possible(world, state, Fault.CRASH):
         yield Step("crash", run, fair=False), hit(others, run.partition)
     guarded = owns(partition, run) or world.broken is Broken.OUTCOME_WITHOUT_FENCE
+    if run.done and world.broken is Broken.FAILURE_CUTS_RUN and guarded and possible(world, state, Fault.RETRY):
+        *also, last = run.done
+        done = Handled(run.first + len(also), last, run.config, tuple(also))
+        cut = with_partition(others, run.partition, partition._replace(handled=done))
+        yield Step("cut", run, fair=False), cut._replace(budget=cut.budget - 1)
+    if run.done and world.broken is not Broken.FAILURE_BEFORE_PROGRESS:
+        return
     if guarded and possible(world, state, Fault.RETRY):
         retried = with_partition(others, run.partition, partition._replace(claim=None))
-        yield Step("retry", run, fair=False), hit(retried, run.partition)
+        yield Step("retry", run, fair=False), answered(retried, run)
     if guarded and possible(world, state, Fault.FAILURE):
-        yield Step(world.policy, run, fair=False), hit(given_up(world, others, run), run.partition)
+        yield Step(world.policy, run, fair=False), answered(given_up(world, others, run), run)
+
+
+def answered(state: State, run: Run) -> State:
+    """Return the state with one fault less to come, which is that of one change alone."""
+    asked = put(state.asked, run.token - 1, state.asked[run.token - 1] + 1)
+    return state._replace(asked=asked, budget=state.budget - 1)
 
 
 def given_up(world: World, state: State, run: Run) -> State:

@@ -14,7 +14,8 @@ enough to try every interleaving (see ``protocol_search``). What stands behind i
 - *A locked partition* is left behind by a take-over, which leads and wins it later. Meanwhile everybody else may act
   there as before, which is more than its lock allows.
 - *Runs carry one change*, and any message or listener may commit what is handled, as the design allows. Where a
-  scenario says so, they carry two, and the position moves between them while the claim stands.
+  scenario says so, they carry two: the execution goes on with the next one, and at any time, or never, moves the
+  position behind those that are done, while the claim stands.
 - *A position that is written inline* is not of a majority at once: a failover may bring back the document of before,
   until it is replicated or anything else is written there. Looks see what a majority has. Nobody waits for it, as the
   execution does, so w:1 would be as safe.
@@ -62,6 +63,9 @@ class Broken(StrEnum):
     INLINE_BEFORE_SUCCESS = "the position is written inline before the handler has succeeded"
     PROGRESS_WITHOUT_FENCE = "the position moves inside a run without fence, owner and committed"
     PROGRESS_ENDS_CLAIM = "the claim ends where the position moves inside a run"
+    PROGRESS_BEFORE_SUCCESS = "the position moves inside a run behind the change that is under way"
+    FAILURE_BEFORE_PROGRESS = "a change that fails inside a run has its outcome while those before it are not recorded"
+    FAILURE_CUTS_RUN = "a change that fails inside a run ends it, and is the first of the next one"
     REWIND_COUNTS_ALONE = "a rewind takes each document's epoch plus one, not the lease's next version"
 
 
@@ -165,11 +169,12 @@ class Claim(NamedTuple):
 
 
 class Handled(NamedTuple):
-    """The durable success of a handler; ``config`` is ghost."""
+    """The durable success of a handler; ``config`` is ghost, and so is ``also``: what else of its run is done."""
 
     last: int
     token: int
     config: int
+    also: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """Return the mark as a part of a trace."""
@@ -242,7 +247,11 @@ class Message(NamedTuple):
 
 
 class Run(NamedTuple):
-    """An execution between its claim and its outcome; ``config`` and ``era`` are ghost."""
+    """An execution between its claim and its outcome; ``config`` and ``era`` are ghost.
+
+    ``first`` is the number of the first change that is not recorded, ``done`` are those in front of the one under way,
+    and ``moved`` says whether any was recorded.
+    """
 
     partition: int
     config: int
@@ -253,6 +262,13 @@ class Run(NamedTuple):
     era: int
     wrote: bool = False
     rest: tuple[int, ...] = ()
+    done: tuple[int, ...] = ()
+    moved: bool = False
+
+    @property
+    def success(self) -> Handled:
+        """What is done once the change that is under way is."""
+        return Handled(self.first + len(self.done), self.token, self.config, self.done)
 
     def __str__(self) -> str:
         """Return the execution as a part of a trace."""
@@ -273,7 +289,8 @@ class State(NamedTuple):
     """Everything: MongoDB, the listeners of all terms, the broker, the workers, the target, the ghosts.
 
     ``settled`` is ghost: positions that are committed or dead-lettered, or were passed under a configuration
-    that does not match them. ``starts`` counts handler starts per position; ``era`` counts rewinds.
+    that does not match them. ``starts`` counts handler starts per position, ``asked`` those that ended with an outcome
+    of the change's own: a retry, a failure; ``era`` counts rewinds.
     """
 
     version: int
@@ -289,6 +306,7 @@ class State(NamedTuple):
     era: int
     settled: frozenset[int]
     starts: tuple[int, ...]
+    asked: tuple[int, ...]
 
 
 class Step(NamedTuple):
@@ -313,7 +331,7 @@ def initial(world: World) -> State:
         version=0, holder=0, epoch=0, watermark=0,
         partitions=(Partition(),) * count, listeners=(), messages=frozenset(), runs=frozenset(),
         targets=(Target(),) * count, budget=world.budget, era=0,
-        settled=frozenset(), starts=(0,) * len(world.stream),
+        settled=frozenset(), starts=(0,) * len(world.stream), asked=(0,) * len(world.stream),
     )  # fmt: skip
 
 

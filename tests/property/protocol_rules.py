@@ -52,7 +52,7 @@ def moved(world: World, state: State, index: int, to: Handled, done: int) -> Sta
         for token in excused(world, to.config, old.token + 1, to.token)
         if world.partition(to.config, token) == index
     )
-    return with_partition(state, index, new)._replace(settled=state.settled | passed | {done})
+    return with_partition(state, index, new)._replace(settled=state.settled | passed | {done, *to.also})
 
 
 def committed(world: World, state: State, index: int) -> State:
@@ -284,14 +284,20 @@ def execute(world: World, state: State, run: Run) -> Steps:
         targets = put(state.targets, run.partition, stamp)
         after = state._replace(targets=targets, runs=others | {run._replace(wrote=True)})
         yield Step("effect", run), after
-    elif run.rest and (owns(partition, run) or world.broken is Broken.PROGRESS_WITHOUT_FENCE):
-        yield Step("progress", run), gone_on(world, state._replace(runs=others), run)
+    elif run.rest:
+        token, *rest = run.rest
+        following = run._replace(token=token, rest=tuple(rest), done=(*run.done, run.token), wrote=False)
+        starts = put(state.starts, token - 1, state.starts[token - 1] + 1)
+        yield Step("go on", run), state._replace(runs=others | {following}, starts=starts)
     elif owns(partition, run) or world.broken is Broken.OUTCOME_WITHOUT_FENCE:
         ended = state._replace(runs=others)
+        if run.moved:  # its message asks for a first change that is passed
+            yield Step("position", run), moved(world, ended, run.partition, run.success, run.token)
+            return
         if world.commit is not Commit.CHAIN:
             yield Step("position", run), inline(world, ended, run)
         if world.commit is not Commit.INLINE:
-            done = partition.replicated()._replace(handled=Handled(run.first, run.token, run.config))
+            done = partition.replicated()._replace(handled=run.success)
             yield Step("handled", run), with_partition(ended, run.partition, done)
     else:
         yield Step("refused outcome", run), state._replace(runs=others)
@@ -301,8 +307,8 @@ def inline(world: World, state: State, run: Run) -> State:
     """Return the state in which an execution has written the position, for now without a majority."""
     before = state.partitions[run.partition]
     done = run.token if run.wrote else 0
-    after = moved(world, state, run.partition, Handled(run.first, run.token, run.config), done)
-    settling = before.settling | ({done} - state.settled)
+    after = moved(world, state, run.partition, run.success, done)
+    settling = before.settling | ({done, *run.done} - state.settled)
     unsure = after.partitions[run.partition]._replace(before=before.seen, settling=settling)
     return with_partition(after, run.partition, unsure)
 
@@ -314,16 +320,27 @@ def replicate(state: State) -> Steps:
             yield Step("replicated"), with_partition(state, index, partition.replicated())
 
 
-def gone_on(world: World, state: State, run: Run) -> State:
-    """The position moves behind the first change of a run; the claim stands, and the handler starts for the next."""
-    done = moved(world, state, run.partition, Handled(run.first, run.token, run.config), run.token)
+def progress(world: World, state: State, run: Run) -> Steps:
+    """The position moves behind what is done of a run, at any time; the claim stands."""
+    too_far = world.broken is Broken.PROGRESS_BEFORE_SUCCESS and run.rest and not run.wrote
+    if not run.done and not too_far:
+        return
+    others = state.runs - {run}
+    if not owns(state.partitions[run.partition], run) and world.broken is not Broken.PROGRESS_WITHOUT_FENCE:
+        yield Step("refused progress", run), state._replace(runs=others)
+        return
+    *also, last = (*run.done, run.token) if too_far else run.done
+    count = len(also) + 1
+    to = Handled(run.first + count - 1, last, run.config, tuple(also))
+    after = moved(world, state, run.partition, to, 0 if too_far else last)
     if world.broken is not Broken.PROGRESS_ENDS_CLAIM:
-        partition = done.partitions[run.partition]
-        done = with_partition(done, run.partition, partition._replace(claim=state.partitions[run.partition].claim))
-    token, *rest = run.rest
-    following = run._replace(first=run.first + 1, token=token, rest=tuple(rest), wrote=False)
-    starts = put(done.starts, token - 1, done.starts[token - 1] + 1)
-    return done._replace(runs=done.runs | {following}, starts=starts)
+        partition = after.partitions[run.partition]
+        after = with_partition(after, run.partition, partition._replace(claim=state.partitions[run.partition].claim))
+    following = run._replace(first=run.first + count, done=(), moved=True)
+    if too_far:
+        token, *rest = run.rest
+        following = following._replace(token=token, rest=tuple(rest))
+    yield Step("progress", run), after._replace(runs=others | {following})
 
 
 def commit(world: World, state: State) -> Steps:

@@ -18,6 +18,7 @@ from tests.property.protocol_rules import (
     dispatch,
     execute,
     in_office,
+    progress,
     read,
     release,
     replicate,
@@ -67,11 +68,15 @@ def order(move: Move) -> Iterator[str]:
     """P2: accepted effects of a partition never go back to an earlier change (but by a rewind).
 
     A change that the writer of the later effect did not match was not earlier for it: a new configuration
-    that matches more may still run it first, and then runs again what was begun behind it and not committed.
+    that matches more may still run it first, and then runs again what was begun behind it and not committed. And a run
+    of several changes is repeated by a newer execution from the first one that is not recorded.
     """
-    for old, new in changed(move.before.targets, move.after.targets):
+    for partition, (old, new) in zip(
+        move.before.partitions, zip(move.before.targets, move.after.targets, strict=True), strict=True
+    ):
+        again = move.world.runs and new.owner > old.owner and new.token > partition.token
         back = old.era == new.era and new.token < old.token and move.world.matched(old.config, new.token)
-        if back or new.era < old.era:
+        if (back and not again) or new.era < old.era:
             yield f"the effect of change {new.token} was accepted after that of change {old.token}"
 
 
@@ -116,13 +121,13 @@ def prefix(move: Move) -> Iterator[str]:
 
 
 def bounded_duplicates(move: Move) -> Iterator[str]:
-    """P6: a handler starts once per change, and at most once more per fault that hits the partition."""
+    """P6: a handler starts once per change, once more for each outcome of its own, and per fault of the partition."""
     run = move.step.who
-    if not isinstance(run, Run) or move.step.kind not in {"claim", "progress"}:
+    if not isinstance(run, Run) or move.step.kind not in {"claim", "go on"}:
         return
-    token = run.rest[0] if move.step.kind == "progress" else run.token
+    token = run.rest[0] if move.step.kind == "go on" else run.token
     starts, faults = move.after.starts[token - 1], move.before.partitions[run.partition].faults
-    if starts > 1 + faults:
+    if starts > 1 + faults + move.before.asked[token - 1]:
         yield f"change {token} has started {starts} times with {faults} faults"
 
 
@@ -172,6 +177,7 @@ def steps(world: World, state: State) -> Steps:
     yield from deliver(world, state)
     for run in state.runs:
         yield from execute(world, state, run)
+        yield from progress(world, state, run)
         yield from misfortune_of_runs(world, state, run)
     yield from commit(world, state)
     yield from replicate(state)

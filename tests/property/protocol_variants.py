@@ -39,7 +39,7 @@ def also(
 
 
 def together(base: Sound[World]) -> Sound[World]:
-    """Return a scenario in which a run carries two changes, and its position moves between them."""
+    """Return a scenario in which a run carries two changes, and its position may move between them."""
     return base._replace(world=base.world._replace(runs=True))
 
 
@@ -82,14 +82,30 @@ SOUND = (
     ),
     also(faulty(13_000, "inline or chain, two terms, a fault", (0, 0), terms=2, faults=1), commit=Commit.EITHER),
     also(locked(7_500, "inline, a locked partition", (0, 0), terms=2, faults=1), commit=Commit.INLINE),
-    together(faulty(9_000, "a run of two changes, two faults", (0, 0), terms=1, faults=2)),
-    together(faulty(10_000, "runs of two of three changes, a fault", (0, 0, 0), terms=1, faults=1)),
+    together(faulty(15_000, "a run of two changes, two faults", (0, 0), terms=1, faults=2)),
+    together(faulty(13_000, "runs of two of three changes, a fault", (0, 0, 0), terms=1, faults=1)),
     together(sound(40_000, "a run of two changes, two terms, a lapse", (0, 0), terms=2, lapses=1)),
     also(
-        together(faulty(1_000, "a dead letter in a run of two", (0, 0), terms=1, faults=1)),
+        together(faulty(1_500, "a dead letter in a run of two", (0, 0), terms=1, faults=1)),
         policy=Policy.DEAD_LETTER,
     ),
-    also(together(sound(60_000, "a rewind in a run of two", (0, 0), terms=1, lapses=1)), rewind=Rewind.NUMBER_BACK),
+    also(
+        together(faulty(13_000, "inline, runs of two of three changes, a fault", (0, 0, 0), terms=1, faults=1)),
+        commit=Commit.INLINE,
+    ),
+    also(
+        together(faulty(1_700, "inline or chain, a run of two changes, a fault", (0, 0), terms=1, faults=1)),
+        commit=Commit.EITHER,
+    ),
+    also(
+        together(faulty(80_000, "inline, a run of two changes, two terms, a fault", (0, 0), terms=2, faults=1)),
+        commit=Commit.INLINE,
+    ),
+    also(
+        together(faulty(14_000, "inline, a run of two changes, two faults", (0, 0), terms=1, faults=2)),
+        commit=Commit.INLINE,
+    ),
+    also(together(sound(85_000, "a rewind in a run of two", (0, 0), terms=1, lapses=1)), rewind=Rewind.NUMBER_BACK),
     locked(40_000, "a locked partition, two changes, two terms", (0, 0), terms=2, faults=2),
     locked(50_000, "a locked partition beside another, a mark, two terms", (0, MARK, 1), terms=2, faults=1),
     also(locked(35_000, "a locked partition, a later term matches more", (0, 0, 0), terms=2, faults=1), matches=WIDER),
@@ -112,6 +128,7 @@ INLINE = World("inline", (0, 0), terms=1, commit=Commit.INLINE)
 TAKEN_BACK = INLINE._replace(name="inline, a failover", budget=1, faults=frozenset({Fault.ROLLBACK}))
 MATCHES_MORE = World("a later term matches more", (0, 0, 0), terms=2, matches=WIDER)
 RUNS = World("a run of two changes, a lapse", (0, 0), terms=1, budget=1, faults=LAPSE, runs=True)
+FAILING_RUN = RUNS._replace(name="a run of two changes, a retry", faults=frozenset({Fault.RETRY}))
 MOVING = World("two partitions, a key that changes", (0, 1), terms=2, moved=(1, 1))
 
 CAUGHT = (
@@ -139,6 +156,9 @@ CAUGHT = (
     caught(Broken.WATERMARK_PASSES_LOCKED, LOCKED, "P5"),
     caught(Broken.PROGRESS_WITHOUT_FENCE, RUNS, "P3"),
     caught(Broken.PROGRESS_ENDS_CLAIM, RUNS, "P6"),
+    caught(Broken.PROGRESS_BEFORE_SUCCESS, RUNS, "P1"),
+    caught(Broken.FAILURE_BEFORE_PROGRESS, FAILING_RUN, "P6"),
+    caught(Broken.FAILURE_CUTS_RUN, FAILING_RUN, "P6"),
     caught(Broken.REWIND_IN_TWO_WRITES, KEPT, "P1", watched="P1"),
     caught(Broken.REWIND_COUNTS_ALONE, TWO_TERMS._replace(rewind=Rewind.NUMBER_BACK), "P1"),
 )

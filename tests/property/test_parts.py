@@ -73,14 +73,15 @@ def _last(of: Sequence[bytes | None], upto: int) -> set[int]:
 
 
 @settings(max_examples=300)
-@given(documents, st.sets(st.integers(0, 11)), st.booleans(), st.booleans(), st.booleans())
+@given(documents, st.sets(st.integers(0, 11)), st.booleans(), st.booleans(), st.booleans(), st.integers(1, 12))
 def test_what_fails_is_found_with_all_before_it_done(
-    of: list[bytes | None], bad: set[int], tells: bool, coalesces: bool, head_alone: bool
+    of: list[bytes | None], bad: set[int], tells: bool, coalesces: bool, head_alone: bool, most: int
 ) -> None:
     """P2, P6: exactly one change is charged, the first that cannot be done; nothing before it is left behind."""
-    parts = Parts(len(of), of if coalesces else None, head_alone=head_alone)
+    parts = Parts(len(of), of if coalesces else None, most=most, head_alone=head_alone)
     driver = Driver(parts, bad, tells=tells)
     failed = driver.drive()
+    assert all(len(call) <= most for call in driver.calls)
 
     assert failed is None or failed in bad
     end = len(of) if failed is None else failed
@@ -122,6 +123,13 @@ def test_a_change_that_was_tried_before_is_given_alone() -> None:
     assert parts.given() == [0]
     parts.done()
     assert parts.given() == [1, 2, 3]
+
+
+def test_no_part_is_longer_than_its_handler_wants() -> None:
+    """A listener of another deploy may have sent more."""
+    driver = Driver(Parts(7, most=3, head_alone=True), set(), tells=False)
+    driver.drive()
+    assert driver.calls == [[0], [1, 2], [3, 4, 5], [6]]
 
 
 def test_a_change_stands_for_those_of_its_document_up_to_an_event_without_one() -> None:

@@ -103,6 +103,9 @@ def test_a_run_beside_parked_keys_carries_the_hashes_of_all_its_keys(refused: di
     """And a worker of an older version, which would overtake what waits, does not read it."""
     changes = EVENTS[:1] if refused else EVENTS
     run = replace(REFERRING, reference=None, changes=tuple(changes), hashes=(2**64 - 5,) * len(changes), **refused)
+    plain = bson.decode(base64.b64decode(seal("run", run, KEY))[SIGNATURE_BYTES:])
+    assert plain["f"] == (2 if refused else 1), "elsewhere it is read by any worker"
+    run = replace(run, is_strict=True)
     sealed = seal("run", run, KEY)
     assert unseal("run", sealed, KEY) == run
     assert [run.hash_at(place) for place in (1, 99)] == [2**64 - 5 if not refused else None, None]

@@ -60,6 +60,11 @@ async def handle_stream(change: Change) -> Any:
     yield change
 
 
+def handle_yielding(change: Change) -> Iterator[str]:
+    """A generator, which would do nothing when it is called."""
+    yield change.namespace
+
+
 def handle_without(*, change: Change) -> None:
     """Takes the change by name only."""
 
@@ -147,6 +152,7 @@ def test_an_option_that_would_replace_what_is_ours_is_refused(bridge: Bridge, op
     [
         (handle_later, {}, "must be a plain function; Celery does not await coroutines"),
         (handle_stream, {}, "must be a plain function; Celery does not await coroutines"),
+        (handle_yielding, {}, "must be a plain function; nobody runs what a generator yields"),
         (Shop.handle, {}, "cannot be a method; use a function, with bind=True"),
         (Shop().handle, {}, "needs a function, not method"),
         (Shop(), {}, "needs a function, not Shop"),
@@ -414,6 +420,7 @@ def test_a_bulk_handler_says_which_change_has_failed() -> None:
     for failed in (1, changes[1]):
         said = pickle.loads(pickle.dumps(changes.failed_at(failed)))
         assert (said.place, str(said)) == (1, "its handler says that shop.orders insert 7 has failed")
+        assert said.changes == (), "no documents travel with it"
     for wrong in (2, -1, True, "1", CHANGE):
         with pytest.raises(HandlerUsageError, match="from 0 to 1"):
             changes.failed_at(wrong)  # type: ignore[arg-type]
@@ -438,6 +445,7 @@ def test_the_fence_of_a_list_is_one() -> None:
         ("on_changes", {"run_size": 5}, r"write Bridge\(..., run_size=...\)"),
         ("on_changes", {"coalesc": True}, "did you mean 'coalesce'"),
         ("on_change", {"coalesce": True, "transactional": True}, "write @bridge.on_changes"),
+        ("on_change", {"coalesce": True}, r"run_size=200\), or @bridge.on_changes"),
     ],
 )
 def test_what_lists_cannot_be_is_refused(

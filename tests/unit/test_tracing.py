@@ -372,6 +372,7 @@ def test_attributes_that_cannot_be_had_cost_themselves_only(spans: InMemorySpanE
     assert ended(spans).attributes == {"messaging.system": "celery"}
 
 
+@pytest.mark.usefixtures("spans")
 def test_a_soft_time_limit_of_the_handler_is_not_taken_for_an_error_of_tracing() -> None:
     """It comes at any moment of the handler's time, also while a span begins; nothing stays current behind it."""
 

@@ -16,22 +16,24 @@ mine                                     done, now or by an earlier write of thi
 older, yet not matched                   tried alone
 =======================================  ==============================================================
 
-Deletes and whatever is not plain equality on `_id` run one by one, in their place.
+Deletes that follow each other are one transaction, all or none; where one of them is stale they run one by one, so that
+what stands before it is done. Whatever is not plain equality on `_id` runs one by one, in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pymongo import UpdateOne
 from pymongo.client_session import ClientSession
-from pymongo.errors import BulkWriteError, WriteError
+from pymongo.errors import BulkWriteError, OperationFailure, WriteError
 from pymongo.results import DeleteResult, UpdateResult
 
 from mongo_celery.bridge.fenced.documents import Documents, FencedUpdate
 from mongo_celery.bridge.fenced.tombstones import stamps_of
+from mongo_celery.errors import StaleFencingTokenError
 from mongo_celery.mongo.identity import id_key
 from mongo_celery.mongo.writes import COUNTS, Target, as_bulk_error
 
@@ -49,9 +51,20 @@ class BulkItem:
     upsert: bool
 
 
-def batches(items: Iterator[BulkItem], documents: Documents) -> Iterator[list[BulkItem]]:
+@dataclass(frozen=True, slots=True)
+class BulkDelete:
+    """One delete of one document, by its place in the user's list."""
+
+    place: int
+    target: Target
+
+
+ItemT = TypeVar("ItemT", BulkItem, BulkDelete)
+
+
+def batches(items: Iterable[ItemT], documents: Documents) -> Iterator[list[ItemT]]:
     """Runs of `items` in which no `_id` repeats, up to `BATCH` long."""
-    batch: list[BulkItem] = []
+    batch: list[ItemT] = []
     seen: set[Any] = set()
     for item in items:
         key = id_key(item.target.id, documents.collection.codec_options)
@@ -236,3 +249,33 @@ def alone(place: int, act: Callable[[], UpdateResult | DeleteResult]) -> Alone:
             tally.add(place, result)
 
     return step
+
+
+def deletes(documents: Documents, batch: Sequence[BulkDelete], session: ClientSession | None) -> Alone:
+    """
+    A step that deletes what a batch names.
+
+    Where a document, or its tombstone, is stamped newer it raises StaleFencingTokenError; what stands before is done.
+    """
+
+    def step(tally: Tally) -> None:
+        if len(batch) > 1 and documents.tombstones is not None:
+            try:
+                tally.details["nRemoved"] += documents.delete_all([item.target.id for item in batch], session)
+            except (StaleFencingTokenError, OperationFailure):
+                # As of creations: nothing of it is left, so each may be tried alone, but in the user's transaction.
+                if session is not None and session.in_transaction:
+                    raise
+            else:
+                return
+        for item in batch:
+            tally.details["nRemoved"] += _deleted(documents, item, session)
+
+    return step
+
+
+def _deleted(documents: Documents, item: BulkDelete, session: ClientSession | None) -> int:
+    try:
+        return documents.delete(item.target, session)
+    except WriteError as error:
+        raise as_bulk_error(error, item.place) from error

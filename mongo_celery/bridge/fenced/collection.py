@@ -15,6 +15,7 @@ without tombstones                     insert 2, delete 1
 a write that matches nothing           at most 4, to find out why
 `update_many`                          1 + n
 `bulk_write` of updates by `_id`       n; a batch with new documents: 7 more, all of them together
+`bulk_write` of deletes by `_id`       6 for all that follow each other, up to 500; one alone as above
 `bulk_write` of anything else          as the single operation
 =====================================  ================================================================
 
@@ -261,7 +262,7 @@ class FencedCollection:
         command = _given(bypass_document_validation=bypass_document_validation, comment=comment, let=let)
         steps = [self._step(place, request, command, session) for place, request in enumerate(requests)]
         tally = bulk.Tally()
-        for step in self._grouped(steps):
+        for step in self._grouped(steps, session):
             try:
                 if callable(step):
                     step(tally)
@@ -276,7 +277,7 @@ class FencedCollection:
 
     def _step(
         self, place: int, request: Any, command: Mapping[str, Any], session: ClientSession | None
-    ) -> bulk.BulkItem | bulk.Alone:
+    ) -> bulk.BulkItem | bulk.BulkDelete | bulk.Alone:
         """A request as an item of a batch, or as something to be run in its place."""
         facts = BulkRequest.of(request)
         if isinstance(request, UpdateMany):
@@ -284,12 +285,11 @@ class FencedCollection:
             _changing(facts.document)
             return bulk.alone(place, lambda: self.update_many(facts.filter, facts.document, **many))
         if isinstance(request, DeleteOne):
-            one = {
-                **facts.options,
-                **_given(let=command.get("let"), comment=command.get("comment")),
-                "session": session,
-            }
-            return bulk.alone(place, lambda: self.delete_one(facts.filter, **one))
+            one = {**facts.options, **_given(let=command.get("let"), comment=command.get("comment"))}
+            target = _named(facts.filter, one)
+            if not one and target is not None and not target.rest:
+                return bulk.BulkDelete(place, target)
+            return bulk.alone(place, lambda: self.delete_one(facts.filter, **one, session=session))
         if not isinstance(request, UpdateOne | ReplaceOne):
             raise ConfigurationError(
                 f"A fenced bulk write takes no {type(request).__name__}: take ReplaceOne or DeleteOne."
@@ -301,13 +301,17 @@ class FencedCollection:
             return bulk.alone(place, lambda: self._write(write, facts.filter, facts.upsert, facts.sort, session))
         return bulk.BulkItem(place, write, target, facts.upsert)
 
-    def _grouped(self, steps: Iterable[bulk.BulkItem | bulk.Alone]) -> Iterator[list[bulk.BulkItem] | bulk.Alone]:
-        """Runs of batched items, with what runs alone in its place between them."""
-        for alone, run in groupby(steps, callable):
-            if alone:
-                yield from (step for step in run if not isinstance(step, bulk.BulkItem))
-            else:
-                yield from bulk.batches((step for step in run if isinstance(step, bulk.BulkItem)), self._documents)
+    def _grouped(
+        self, steps: Iterable[bulk.BulkItem | bulk.BulkDelete | bulk.Alone], session: ClientSession | None
+    ) -> Iterator[list[bulk.BulkItem] | bulk.Alone]:
+        """Runs of batched items, with what runs by itself in its place between them."""
+        documents = self._documents
+        for _, run in groupby(steps, type):
+            found = list(run)
+            yield from bulk.batches((step for step in found if isinstance(step, bulk.BulkItem)), documents)
+            deletes = (step for step in found if isinstance(step, bulk.BulkDelete))
+            yield from (bulk.deletes(documents, batch, session) for batch in bulk.batches(deletes, documents))
+            yield from (step for step in found if callable(step))
 
     def _write(
         self,

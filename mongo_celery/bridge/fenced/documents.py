@@ -261,6 +261,25 @@ class Documents:
 
         return self._atomically(tombstones, body, session)
 
+    def delete_all(self, ids: Sequence[Any], session: ClientSession | None) -> int:
+        """Delete several documents in one transaction, all or none, with tombstones; how many there were."""
+        tombstones = self.tombstones
+        assert tombstones is not None
+
+        def body(inside: ClientSession) -> int:
+            buried = tombstones.take(ids, inside)
+            current = stamps_of(self.collection, ids, inside, bare={})
+            for document_id, *stamps in zip(ids, buried, current, strict=True):
+                for each in stamps:
+                    self.demand(document_id, each)
+            there = [i for i, stamps in zip(ids, current, strict=True) if stamps is not None]
+            count = self.collection.delete_many({"_id": {"$in": there}}, session=inside).deleted_count if there else 0
+            left = [self.fence.stamp(merge(*stamps)) for stamps in zip(buried, current, strict=True)]
+            tombstones.settle([*zip(ids, left, strict=True)], inside)
+            return count
+
+        return self._atomically(tombstones, body, session)
+
     def _remove(
         self, target: Target, buried: Stamps | None, session: ClientSession, options: Mapping[str, Any]
     ) -> tuple[int, Stamps | None]:

@@ -244,6 +244,7 @@ class Leader:
                 start.time,
                 start.watermark,
                 takeover.documents[handler.name].get("refused"),
+                is_rate_limited=token_seconds(self._wiring.app, handler.task_name) > 0,
             )
             images = takeover.images[handler.name]
             generation = plan.layout.generation

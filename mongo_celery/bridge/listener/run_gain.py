@@ -3,7 +3,8 @@ What a handler that is late would gain from runs of several changes (`run_size`)
 
 From claim to commit, a change takes its handler's own time and that of the protocol. A run pays the second once. So
 where handlers are quick, runs help far more than workers do; where they are slow, they do not, and nothing is said.
-The time between a commit and the next claim, of which runs save as much, is not counted: it is at least so much.
+The time between a commit and the next claim, of which runs save as much, is not counted, and the handler's is known in
+whole milliseconds, of which the longest that it may be is taken: so it is at least so much.
 
 Pure but for the log record: fed with times and counts.
 """
@@ -30,6 +31,9 @@ LEAST_GAIN = 2.0
 """What is less is not worth a sentence."""
 
 _SIZE = 100
+_UNKNOWN = 0.0005
+"""Seconds that a time in whole milliseconds may leave out."""
+
 _LOOK_SECONDS = 30.0
 _REPEAT_SECONDS = 3600.0
 
@@ -55,7 +59,7 @@ class RunGain:
     def sentence(self) -> str:
         """For people, behind what says that the handler is late."""
         return (
-            f"run_size={self.size} would handle at least {self.factor:.0f} times as many changes of a partition: of "
+            f"run_size={self.size} would handle at least {int(self.factor)} times as many changes of a partition: of "
             f"the {self.whole * 1000:.0f} ms of one from claim to commit its handler takes {self.handler * 1000:.0f} ms"
         )
 
@@ -70,23 +74,24 @@ class RunGain:
         }
 
 
-def run_gain(handler: float, whole: float, options: BridgeOptions, *, transactional: bool) -> RunGain | None:
+def run_gain(handler: float, whole: float, options: BridgeOptions, *, takes_runs: bool = True) -> RunGain | None:
     """
-    The gain of a handler; None where there is little, or where its changes run alone by its own definition.
+    The gain of a handler; None where there is little, or where `run_size` is not for it.
 
     Args:
-        handler: seconds that it takes for a change.
+        handler: seconds that it takes for a change, of whole milliseconds.
         whole: seconds from claim to commit of a change.
         options: of the bridge; who has set `run_size` knows of it.
-        transactional: whether each change is a transaction of its own.
+        takes_runs: whether it is called for each change, in no transaction and under no rate limit.
     """
-    if transactional or options.run_size > 1 or whole <= 0:
+    if not takes_runs or options.run_size > 1 or whole <= 0:
         return None
     handler = min(max(handler, 0.0), whole)
     size = _SIZE if handler * _SIZE <= options.run_seconds else int(options.run_seconds / handler)
     if size <= 1:
         return None
-    factor = whole / (handler + (whole - handler) / size)
+    longest = min(handler + _UNKNOWN, whole)
+    factor = whole / (longest + (whole - longest) / size)
     return RunGain(handler, whole, size, factor) if factor >= LEAST_GAIN else None
 
 
@@ -124,8 +129,9 @@ class RunAdvice:
         if before is None or count <= 0 or now < self._told.get(name, now):
             return
         handler, commit = ((new - old) / count for new, old in zip(measured[1:], before[1:], strict=True))
-        is_alone = subscription.plan.handler.transactional
-        gain = run_gain(handler, handler + commit, self._options, transactional=is_alone)
+        plan = subscription.plan
+        takes_runs = plan.handler.takes_runs(is_rate_limited=plan.is_rate_limited)
+        gain = run_gain(handler, handler + commit, self._options, takes_runs=takes_runs)
         if gain is None:
             return
         self._told[name] = now + _REPEAT_SECONDS

@@ -36,6 +36,7 @@ class Plan:
 
     Attributes:
         refused: what an earlier term has noted of refused changes, as it is stored.
+        is_rate_limited: whether workers pace its messages.
     """
 
     handler: Handler
@@ -46,6 +47,7 @@ class Plan:
     start: Timestamp
     watermark: Mark | None
     refused: Mapping[str, Any] | None = None
+    is_rate_limited: bool = False
 
 
 class Subscription:
@@ -86,7 +88,7 @@ class Subscription:
         self.has_gap = False
         self.stored: Mark | None = plan.watermark
         self.admission = Admission(plan.selector, plan.partitioner, plan.layout, plan.refused)
-        self.run_size = plan.handler.run_size(options)
+        self.run_size = plan.handler.run_size(options, is_rate_limited=plan.is_rate_limited)
         self._options = options
         self._run_bytes = min(options.run_bytes, options.max_message_bytes)
         self._candidates: set[int] = set()
@@ -345,7 +347,7 @@ class Subscription:
 
     def _dispatch(self, tracker: Tracker, changes: Sequence[PendingChange | StoredChange]) -> Dispatch:
         first = tracker.next_sequence
-        is_hashed = tracker.image.parked_keys or (self.plan.handler.is_parted and len(changes) > 1)
+        is_parked = bool(tracker.image.parked_keys)
         run = Run(
             self._options.name,
             self.name,
@@ -358,7 +360,8 @@ class Subscription:
             refusal=changes[0].refusal,
             token=changes[0].token,
             hash=changes[0].hash,
-            hashes=tuple(change.hash for change in changes) if is_hashed else (),
+            hashes=tuple(change.hash for change in changes) if is_parked or len(changes) > 1 else (),
+            is_strict=is_parked,
         )
         buffered = [change for change in changes if isinstance(change, PendingChange)]
         handler, label, queue = self.plan.handler, _label(changes, first), self.queue_of(run.index)
@@ -379,6 +382,7 @@ class Subscription:
             letter=replay.letter,
             starts=replay.starts,
             hashes=(replay.hash,) if replay.parked and replay.hash is not None else (),
+            is_strict=replay.parked and replay.hash is not None,
         )
         label, queue = f"({replay.key} replayed)", self.queue_of(index)
         # It moves no position: its outcome is written by its execution alone.

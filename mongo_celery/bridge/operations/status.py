@@ -21,6 +21,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.listener.activity import times_of
+from mongo_celery.bridge.listener.evidence import token_seconds
 from mongo_celery.bridge.listener.run_gain import run_gain
 from mongo_celery.bridge.operations.amounts import Place, StoredAmounts, counted, reported
 from mongo_celery.bridge.operations.snapshot_progress import snapshots_shown
@@ -37,6 +38,7 @@ from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, oplog_or_none, time_of_token
 
 if TYPE_CHECKING:
+    from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
 
 _READ_SECONDS = 10.0
@@ -67,7 +69,7 @@ class Facts:
         groups: of the registered subscriptions, by name.
         heads: the changes at which parked and waiting partitions stand, as far as they were looked at.
         snapshots: all that are stored.
-        transactional: of the registered subscriptions, those whose changes are a transaction each.
+        without_runs: of the registered subscriptions, those that `run_size` is not for.
     """
 
     options: BridgeOptions
@@ -85,7 +87,7 @@ class Facts:
     heads: Mapping[Place, Mapping[str, str]] = field(default_factory=dict)
     snapshots: Sequence[Snapshot] = ()
     replaying: Mapping[str, int] = field(default_factory=dict)
-    transactional: frozenset[str] = frozenset()
+    without_runs: frozenset[str] = frozenset()
 
 
 def read_status(wiring: Wiring) -> dict[str, Any]:
@@ -183,7 +185,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         replaying=store.replays.count_selected(),  # first: one that ends in between was not set aside
         dead_letters=store.dead_letters.count(),
         snapshots=store.snapshots.read(),
-        transactional=frozenset(handler.name for handler in wiring.handlers if handler.transactional),
+        without_runs=frozenset(each.name for each in wiring.handlers if not _takes_runs(wiring, each)),
         now=operation_time(client),
         oplog=oplog,
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
@@ -338,13 +340,17 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
     return shaped
 
 
+def _takes_runs(wiring: Wiring, handler: Handler) -> bool:
+    return handler.takes_runs(is_rate_limited=token_seconds(wiring.app, handler.task_name) > 0)
+
+
 def _run_gain(facts: Facts, name: str, images: Sequence[Image]) -> dict[str, Any] | None:
     """What the last changes of its partitions say of runs."""
     times = [found for image in images if (found := times_of(image)) is not None]
     if not times or name not in facts.registered:
         return None
     handler, whole = (median(each) for each in zip(*times, strict=True))
-    gain = run_gain(handler, whole, facts.options, transactional=name in facts.transactional)
+    gain = run_gain(handler, whole, facts.options, takes_runs=name not in facts.without_runs)
     return None if gain is None else gain.plain()
 
 

@@ -236,8 +236,7 @@ class Claims:
         )
         if document is None:
             return None
-        counts = document["retry"]
-        waiting = counts.get("waiting") or {}
+        counts, waiting = document["retry"], document["retry"].get("waiting") or {}
         return Claim(
             partition_id,
             owner,
@@ -518,39 +517,32 @@ class Claims:
         token: Mapping[str, Any],
         *,
         passed_over: Mapping[str, Any] | None = None,
+        of: str | None = None,
         ends: bool = False,
         session: ClientSession | None = None,
     ) -> bool:
         """
         Move the position up to a change of the run that is done; the claim goes on with the next one as its first.
 
-        Of that one nothing is counted yet. Repeating it is harmless, unless the claim ends with it.
+        Of that one nothing is counted yet. Outside of a transaction repeating it is harmless.
 
         Args:
             last: number of the change, `token` its resume token.
             passed_over: the changes for which the next one stands, as the claim has them.
+            of: comparable part of the next one's token, where that is an existing document.
             ends: whether the whole run is done, so that the claim ends.
             session: of a transactional handler.
         """
-        change: dict[str, Any] = {"committed": Int64(last), "resumeToken": literal(dict(token))}
+        # Not in a transaction: the effects of a body that is repeated behind its own commit would be there twice.
         guard = own(claim)
+        change: Any = _advanced(last, token, of, passed_over)
         if ends:
-            took = millis(time.monotonic() - claim.taken)
-            ran = {"last": Int64(last), "took": took, "claimed": "$claim.at", "at": "$$NOW"}
-            change |= {"claim": None, "retry": None, "ran": ran}
-        else:
-            guard["committed"] = {"$in": [claim.first - 1, last]}
-            fresh: dict[str, Any] = {"count": 0, "crashes": 0, "lapsed": [], "notBefore": None, "error": None}
-            if passed_over is not None:
-                fresh["passedOver"] = dict(passed_over)
-            change |= {
-                "retry": literal(fresh),
-                "claim.first": Int64(last + 1),
-                "claim.until": {"$add": ["$$NOW", "$claim.ttl"]},
-            }
+            change = {"$set": _done(claim, last, token)}
         if session is not None:
-            return self._table.collection.update_one(guard, [{"$set": change}], session=session).matched_count == 1
-        return self._table.update(guard, [{"$set": change}])
+            return self._table.collection.update_one(guard, change, session=session).matched_count == 1
+        if ends:
+            return self._table.update(_own_or_done(claim, last, token), change)
+        return self._table.update({**guard, "committed": {"$in": [claim.first - 1, last]}}, change)
 
     def single_out(self, claim: Claim) -> bool:
         """End a claim whose changes are to be run one by one from now on; nothing is counted."""
@@ -612,6 +604,21 @@ def _done(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
         "retry": None,
         "ran": {"last": Int64(last), "took": took, "claimed": claim.at, "at": at},
     }
+
+
+def _advanced(
+    last: int, token: Mapping[str, Any], of: str | None, passed_over: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """A position inside of a run, and the claim with the next change as its first."""
+    fresh = {"count": 0, "crashes": 0, "lapsed": [], "notBefore": None, "error": None, "of": of}
+    change = {
+        "committed": Int64(last),
+        "resumeToken": literal(dict(token)),
+        "retry": literal(fresh if passed_over is None else {**fresh, "passedOver": dict(passed_over)}),
+        "claim.first": Int64(last + 1),
+        "claim.until": {"$add": ["$$NOW", "$claim.ttl"]},
+    }
+    return [{"$set": change}]
 
 
 def _took(claim: Claim) -> Int64:

@@ -20,8 +20,9 @@ Who can only write to the broker can neither invent changes nor commits; who rep
 meets the claim in MongoDB, which drops it. What a worker honours of the message around an envelope, its id
 and the link behind it, is signed with it (`Carrier`); `worker/request.py` sees to the rest.
 
-While keys of a partition are parked, its runs carry the hash of each change's key, in a fifth format: a worker stops in
-front of one that is parked. A worker of an older version, which knows of no such keys, drops it.
+A run of several changes carries the hash of each one's key, since any of them may fail. While keys of the partition are
+parked, it does so in a fifth format: a worker stops in front of one that is parked. A worker of an older version, which
+knows of no such keys, drops it.
 
 The id of the installation can be read before the signature is checked, so that a message of another
 installation is told from a forgery.
@@ -121,7 +122,8 @@ class Run:
         reference: to changes that are stored; None for those that travel in the message.
         letter: `_id` of the dead letter that is replayed; None for a run of changes.
         starts: how often that letter was started before.
-        hashes: of the partition keys of all its changes; empty where none of the partition's keys was parked.
+        hashes: of the partition keys of all its changes; empty for one change of a partition without parked keys.
+        is_strict: whether a worker that knows nothing of parked keys has to drop it.
     """
 
     bridge: str
@@ -140,6 +142,7 @@ class Run:
     letter: str | None = None
     starts: int = 0
     hashes: tuple[int, ...] = ()
+    is_strict: bool = False
 
     @property
     def partition_id(self) -> str:
@@ -209,7 +212,9 @@ def seal(kind: str, run: Run, key: bytes, installation: str = "", carrier: Carri
         document |= {"f": _REPLAY_FORMAT, "e": run.letter, "m": Int64(run.starts)}
     if run.hashes:
         hashes = b"".join(each.to_bytes(_HASH_BYTES, "big") for each in run.hashes)
-        document |= {"f": _PARKED_FORMAT, "w": Binary(hashes)}
+        document["w"] = Binary(hashes)
+    if run.is_strict:
+        document["f"] = _PARKED_FORMAT
     body = bson.encode(document)
     return base64.b64encode(_sign(key, body) + body).decode("ascii")
 
@@ -265,6 +270,7 @@ def unseal(kind: str, envelope: object, key: bytes) -> Run:
         document.get("e"),
         document.get("m", 0),
         tuple(_hashes(bytes(document.get("w", b"")))),
+        document["f"] == _PARKED_FORMAT,
     )
 
 

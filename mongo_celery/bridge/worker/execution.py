@@ -12,8 +12,9 @@ One execution of a run in a worker: claim, handlers, outcome.
 
 Every way out writes at most one outcome (`outcomes`), guarded by this execution's fence.
 
-A run means what one chain per change would mean: a change at a later position that fails ends the run
-before itself, so that a failing change always fails, retries and times out as the head of its own run.
+A run means what one chain per change would mean. What is done of one that takes long is recorded now and then, so that
+a crash repeats what was done since; and before a change that fails, so that this one is the claim's first, and fails,
+retries and is charged as such. Time limits are those of a change (`limits`).
 
 Nothing here waits for a turn. What may not run now is dropped; the listener dispatches it when it is due.
 """
@@ -50,6 +51,7 @@ from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.envelope import Reference, Run
 from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, Outcomes, Waiting, persisted
 from mongo_celery.bridge.worker.retry_times import retry_time
+from mongo_celery.bridge.worker.run_outcomes import RunOutcomes
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, RefusedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.verdicts import brief, explained, is_transient
@@ -67,6 +69,9 @@ _TIME_OUTS_MAX = 3
 _CONFLICTS_MAX = 10  # some minutes: a dead client's transaction holds its documents for one by default
 _TOO_LONG = "the transaction took longer than its limit"
 _TOKEN_CHARS = 64
+_PROGRESS_SECONDS = 0.2
+"""What a crash repeats of a run at most, in time of its handler."""
+
 _MISSING = (
     "%s: nothing is charged, and they are stored again before the change is sent again. Stop whatever else removes "
     "documents of the collection `spill`"
@@ -90,22 +95,32 @@ class Execution:
         handler: the subscription's handler.
         run: the verified envelope.
         patience: seconds for which MongoDB may keep an outcome waiting before the execution ends without it.
+        run_seconds: after which no further change of the run is begun; those of the bridge by default.
 
     Attributes:
         begun: whether `before_start` has run under its claim.
         told: the place, in the list that a bulk handler was given, of the change that it says has failed.
     """
 
-    _outcomes = Outcomes
+    _outcomes: type[Outcomes] = RunOutcomes
+    _written: RunOutcomes
     begun = False
     told: int | None = None
 
-    def __init__(self, wiring: Wiring, handler: Handler, run: Run, patience: float = ANSWER_SECONDS) -> None:
+    def __init__(
+        self,
+        wiring: Wiring,
+        handler: Handler,
+        run: Run,
+        patience: float = ANSWER_SECONDS,
+        run_seconds: float | None = None,
+    ) -> None:
         self._wiring = wiring
         self._handler = handler
         self._run = run
         self._patience = patience
         options = wiring.options
+        self._until = time.monotonic() + (options.run_seconds if run_seconds is None else run_seconds)
         self._ttl = options.claim_ttl + (options.transaction_seconds if handler.transactional else 0)
         self._store = wiring.store
         self._codec = wiring.client.codec_options
@@ -161,11 +176,10 @@ class Execution:
                 outcomes.fail(RefusedChangeError(self._run.refusal.reason), self._run.changes[0])
             if claim.crashes > self._wiring.options.max_crashes:
                 outcomes.fail(self._crashed(claim), self._run.changes[0])
-            self._run_changes(claim, outcomes, call, lambda: beat.lost)
+            self._run_changes(claim, outcomes, call)
         finally:
             current.reset(token)
-            if not outcomes.owed:
-                beats.end(beat)
+            outcomes.end()
 
     def handle_in(self, session: ClientSession, change: Change) -> None:
         """The last write of a transactional handler's transaction; SupersededError when a newer execution decides."""
@@ -307,25 +321,52 @@ class Execution:
             outcomes.wait(Waiting(missing), what, LookupError(missing))
         self._run = replace(run, changes=changes)
 
-    def _run_changes(
-        self,
-        claim: Claim,
-        outcomes: Outcomes,
-        call: Callable[[Any, int], None],
-        is_lost: Callable[[], bool],
-    ) -> None:
-        done: Change | None = None
-        until = time.monotonic() + self._wiring.options.run_seconds
-        for offset, raw in enumerate(self._run.changes):
+    def _run_changes(self, claim: Claim, outcomes: Outcomes, call: Callable[[Any, int], None]) -> None:
+        self._begin(outcomes)
+        recorded_at, done = time.monotonic(), 0
+        for offset in range(len(self._run.changes)):
             # Sent before the listener could know of a crash: its changes run one by one from now on.
-            if offset and (claim.crashes or is_lost() or time.monotonic() > until or self._is_parked(offset)):
+            if offset and (claim.crashes or self._must_end() or self._is_parked(offset)):
                 break
-            outcome = self._run_one(claim, outcomes, raw, offset, done, call)
-            if outcome is None:
-                break
-            done = outcome
-        if done is not None and not self._handled_in_transaction:
-            outcomes.handled(done.seq, self._bytes_of(done))
+            if offset and time.monotonic() - recorded_at > _PROGRESS_SECONDS:
+                self._record(offset)
+                recorded_at = time.monotonic()
+                if self._must_end():
+                    break
+            self._run_one(offset, call)
+            done = offset + 1
+        if not self._handled_in_transaction:
+            self._end(done)
+
+    def _begin(self, outcomes: Outcomes) -> None:
+        assert isinstance(outcomes, RunOutcomes), "they are made from the class above"
+        outcomes.begin(self._run)
+        self._written = outcomes
+
+    @property
+    def _recorded(self) -> int:
+        """How many changes of the run the position has passed by now."""
+        return self._written.claim.first - self._run.first
+
+    def _must_end(self) -> bool:
+        """Whether nothing more of the run is to be begun."""
+        return self._written.is_lost or time.monotonic() > self._until
+
+    def _record(self, count: int) -> None:
+        """The position passes so many changes of the run; the next one is the claim's first."""
+        if count > self._recorded:
+            self._written.advance(count - self._recorded)
+            self.claim = self._written.claim
+
+    def _end(self, done: int) -> None:
+        """So many changes of the run are done, and no more of it is begun."""
+        rest = done - self._recorded
+        if not rest:
+            self._written.released()
+        elif self._recorded:
+            self._written.passed(rest)
+        else:
+            self._written.handled(self._run.first + done - 1, self._run.changes[done - 1])
 
     def _is_parked(self, offset: int) -> bool:
         """Whether the key of a change is parked, or may be: then it becomes the head of a run of its own."""
@@ -335,38 +376,28 @@ class Execution:
         hash_ = self._run.hash_at(offset)
         return hash_ in self.claim.parked if hash_ is not None else True
 
-    def _run_one(
-        self,
-        claim: Claim,
-        outcomes: Outcomes,
-        raw: bytes,
-        offset: int,
-        done: Change | None,
-        call: Callable[[Change, int], None],
-    ) -> Change | None:
-        """The change when it is done; None when a later change of the run must become the head of its own."""
+    def _run_one(self, offset: int, call: Callable[[Change, int], None]) -> None:
+        """Give one change to the handler; it raises where the execution ends with it."""
+        raw, claim = self._run.changes[offset], self._written.claim
         try:
-            change = self._change(claim, raw, offset)
-            call(change, claim.retries if offset == 0 else 0)
-            return change
+            call(self._change(claim, raw, offset), claim.retries if offset == self._recorded else 0)
         except SupersededError:
             raise
         except Ignore:
             logger.info("handler ignored %s", describe(raw), extra={"event": "change_ignored"})
-            return change
         except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
-            if offset == 0:
-                self._first_failed(claim, outcomes, raw, error)
-            logger.info(
-                "%s will be the head of its own run: %s",
-                describe(raw),
-                error_text(error),
-                extra={"event": "run_cut"},
-            )
-            return None
+            self._failed(offset, error)
         except BaseException as error:
-            outcomes.crashed(None if done is None else (done.seq, self._bytes_of(done)), error)
+            self._written.crashed(error, offset - self._recorded)
             raise
+
+    def _failed(self, offset: int, error: Exception) -> NoReturn:
+        """Write the outcome of a change that has failed, behind those that are done; always raises."""
+        self._record(offset)
+        written = self._written
+        if written.run.hash is None and offset:  # the listener is of an earlier version: it is named as a head only
+            written.single_out(error)
+        self._first_failed(written.claim, written, self._run.changes[offset], error)
 
     def _first_failed(self, claim: Claim, outcomes: Outcomes, raw: bytes, error: Exception) -> NoReturn:
         """Write the outcome of a failed head; always raises."""
@@ -440,7 +471,7 @@ class Execution:
         return Change(
             event,
             partition=self._run.index,
-            seq=claim.first + offset,
+            seq=self._run.first + offset,
             fencing_token=claim.fence,
             _fencer=self._fenced,
         )

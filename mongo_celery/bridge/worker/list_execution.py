@@ -7,7 +7,7 @@ One execution of a run that is not given change by change: lists for `on_changes
                |
                +- fails -> its first half ... -> the change that fails, alone: its outcome, under the same claim
                              |
-                             +- done: recorded at once, the claim goes on behind it (`list_outcomes`)
+                             +- done: recorded at once, the claim goes on behind it (`run_outcomes`)
 
 What a list fails with counts against no change until one is alone, or named by the handler (`Changes.failed_at`). An
 outage counts against none at all: the run waits. What was tried before is tried alone first, so that its attempts are
@@ -22,19 +22,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bson.errors import BSONError
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 
 from mongo_celery.bridge.change import Change, describe
 from mongo_celery.bridge.changes import ChangeFailed, Changes
 from mongo_celery.bridge.error_text import error_text
 from mongo_celery.bridge.worker.execution import Execution, SupersededError, current
-from mongo_celery.bridge.worker.list_outcomes import ListOutcomes
 from mongo_celery.bridge.worker.parts import Parts, document_of
 from mongo_celery.errors import StaleFencingTokenError
 
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
 
+    from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.state.claims import Claim
     from mongo_celery.bridge.worker.outcomes import Outcomes
 
@@ -46,12 +47,9 @@ Call = Callable[[Any, int], None]
 class ListExecution(Execution):
     """One delivery to a worker of a run that is given in parts; arguments as of `Execution`."""
 
-    _outcomes = ListOutcomes
     _parts: Parts
-    _written: ListOutcomes
     _error: Exception | None = None
     _calls = 0
-    _until = 0.0
 
     def handle_in(self, session: ClientSession, change: Change) -> None:
         """The last write of a list's transaction; SupersededError when a newer execution decides."""
@@ -66,28 +64,21 @@ class ListExecution(Execution):
             raise SupersededError
 
     @property
-    def _recorded(self) -> int:
-        """How many changes of the run the position has passed by now."""
-        return self._written.claim.first - self._run.first
+    def handler(self) -> Handler:
+        """Whose function is called."""
+        return self._handler
 
-    def _run_changes(self, claim: Claim, outcomes: Outcomes, call: Call, is_lost: Callable[[], bool]) -> None:
-        del is_lost  # the claim's heartbeat begins anew where it goes on behind a part
-        assert isinstance(outcomes, ListOutcomes), "they are made from the class above"
-        outcomes.begin(self._run)
-        self._written = outcomes
-        self._until = time.monotonic() + self._wiring.options.run_seconds
+    def _run_changes(self, claim: Claim, outcomes: Outcomes, call: Call) -> None:
+        self._begin(outcomes)
         parts = self._parts = self._parts_of(claim)
-        try:
-            while True:
-                if parts.failed is not None and not parts.owed(parts.failed):
-                    self._settle_failed(parts.failed)
-                if not parts.has_more or self._must_end():
-                    break
-                if self._run_part(claim, call):
-                    return
-            self._end()
-        finally:
-            outcomes.end()
+        while True:
+            if parts.failed is not None and not parts.owed(parts.failed):
+                self._settle_failed(parts.failed)
+            if not parts.has_more or self._must_end():
+                break
+            if self._run_part(claim, call):
+                return
+        self._end(parts.begin)
 
     def _parts_of(self, claim: Claim) -> Parts:
         """The run up to the first change whose key is parked; after a crash only its first one."""
@@ -95,12 +86,13 @@ class ListExecution(Execution):
         ends = (offset for offset in range(1, len(changes)) if claim.crashes or self._is_parked(offset))
         count = next(ends, len(changes))
         documents = [document_of(raw) for raw in changes[:count]] if self._handler.coalesce and count > 1 else None
-        return Parts(count, documents, head_alone=bool(claim.retries or claim.waits))
+        most = self._handler.batch_size or count  # a listener of another deploy may have sent more
+        return Parts(count, documents, most=most, head_alone=bool(claim.retries or claim.waits))
 
     def _must_end(self) -> bool:
-        if not self._parts.begin:
-            return False
-        return self._written.is_lost or (time.monotonic() > self._until and not self._parts.is_closing)
+        if self._written.is_lost:
+            return True
+        return bool(self._parts.begin) and time.monotonic() > self._until and not self._parts.is_closing
 
     def _run_part(self, claim: Claim, call: Call) -> bool:
         """Give the next part; whether the whole run has ended with it, by its own transaction."""
@@ -110,15 +102,16 @@ class ListExecution(Execution):
         try:
             count = self._give(claim, given, call) if given else 0
         except SupersededError:
+            self._written.leave()
             raise
         except Ignore:
             logger.info("handler ignored %d changes", len(given), extra={"event": "change_ignored"})
             count = len(given)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
-            self._part_failed(error, given)
+            self._part_failed(claim, error, given)
             return False
         except BaseException as error:
-            self._written.crashed(None, error)
+            self._written.crashed(error)
             raise
         if count < len(given):
             parts.finish(given[:count])
@@ -158,13 +151,14 @@ class ListExecution(Execution):
                 raise
         return len(given)
 
-    def _part_failed(self, error: Exception, given: Sequence[int]) -> None:
+    def _part_failed(self, claim: Claim, error: Exception, given: Sequence[int]) -> None:
         """Find out which change it is, or give less the next time; raises where the execution ends with it."""
         parts, place = self._parts, 0 if len(given) == 1 else self.told
         if isinstance(error, StaleFencingTokenError):
             self._check_stale(self._written.claim)
         if place is None:
             self._wait_for_outage(error)
+            place = self._unreadable(claim, given, error)
         elif not self._handler.transactional:
             parts.finish(given[:place])
         if place is not None:
@@ -183,6 +177,17 @@ class ListExecution(Execution):
             parts.split(given)
         if self._handler.transactional and not self._is_settled:
             self._written.renew()
+
+    def _unreadable(self, claim: Claim, given: Sequence[int], error: Exception) -> int | None:
+        """The place of the first change that cannot be decoded, where that is what was met."""
+        if not isinstance(error, BSONError):
+            return None
+        for place, offset in enumerate(given):
+            try:
+                self._change(claim, self._run.changes[offset], offset).raw.get("_id")
+            except BSONError:
+                return place
+        return None
 
     @property
     def _is_settled(self) -> bool:
@@ -229,17 +234,6 @@ class ListExecution(Execution):
             written.single_out(error)
         self._first_failed(written.claim, written, self._run.changes[failed], error)
 
-    def _end(self) -> None:
-        """All that was given is done."""
-        done = self._parts.begin - self._recorded
-        if not done:
-            self._written.released()
-        elif self._recorded:
-            self._written.passed(done)
-        else:
-            last = self._parts.begin - 1
-            self._written.handled(self._run.first + last, self._run.changes[last])
-
 
 def telling(function: Callable[..., Any]) -> Callable[..., Any]:
     """
@@ -253,14 +247,18 @@ def telling(function: Callable[..., Any]) -> Callable[..., Any]:
         execution = current.get()
         if execution is None:  # called directly, in a unit test
             return function(*args)
-        execution.told = None
+        # A handler may call that of another one, whose word about its own list is none about this one.
+        is_own = isinstance(execution, ListExecution) and execution.handler.function is function
+        if is_own:
+            execution.told = None
         try:
             return function(*args)
         except ChangeFailed as failed:
-            execution.told = failed.place
-            if not isinstance(failed.__cause__, Exception):
+            if is_own and failed.changes is args[-1]:  # of a list of its own making nobody knows what was finished
+                execution.told = failed.place
+            error = failed.error
+            if error is None or isinstance(error, Ignore):  # what passes over a change is no failure of one
                 raise
-            cause = failed.__cause__
-        raise cause
+        raise error
 
     return run

@@ -139,6 +139,7 @@ class Outcomes:
         self._patience = patience
         self._before = before
         self._claims = wiring.store.claims
+        self._beats = wiring.of_process(WorkerRuntime).heartbeats
         self._is_stored = run.reference is not None
 
     def wait(self, waiting: Waiting, what: str, error: BaseException) -> NoReturn:
@@ -244,20 +245,16 @@ class Outcomes:
         token, after_transaction = self._run.token_of(raw), self._handler.transactional
         self._settle({"handled": lambda: self._claims.handle(self._claim, last, token, retryable=after_transaction)})
 
-    def crashed(self, done: tuple[int, bytes] | None, error: BaseException) -> None:
-        """
-        The process is about to end (a hard time limit, a shutdown): best effort, once.
+    def end(self) -> None:
+        """Renew the claim no more, unless something is still to be written under it."""
+        if not self.owed:
+            self._beats.end(self._beat)
 
-        Args:
-            done: number and bytes of the last change that is done.
-            error: what ends the process.
-        """
+    def crashed(self, error: BaseException) -> None:
+        """The process is about to end under the first change (a hard time limit, a shutdown): best effort, once."""
         claim = self._claim
         try:
-            if done is not None:
-                last, raw = done
-                self._claims.handle(claim, last, self._run.token_of(raw))
-            elif is_leaving():  # a shutdown that was announced is nobody's crash
+            if is_leaving():  # a shutdown that was announced is nobody's crash
                 self._claims.relinquish(claim.partition_id, claim.owner)
             else:
                 self._claims.crash(claim, error_text(error))
@@ -370,7 +367,7 @@ class Outcomes:
         return outcome
 
     def _defer(self, outcome: str, write: Callable[[], bool], error: Exception) -> NoReturn:
-        claim, beat = self._claim, self._beat
+        claim, beat, beats = self._claim, self._beat, self._beats
         logger.warning(
             "MongoDB does not answer: %s of %s is written as soon as it does (%s)",
             outcome,
@@ -378,7 +375,6 @@ class Outcomes:
             error_text(error),
             extra={"event": "outcome_deferred", "outcome": outcome},
         )
-        beats = self._wiring.of_process(WorkerRuntime).heartbeats
         self.owed = True
 
         def write_late() -> bool:

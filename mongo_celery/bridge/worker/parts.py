@@ -27,6 +27,7 @@ class Parts:
     Args:
         count: of its changes that may be given.
         documents: what tells the document of each; None for each that has none; None where nothing is coalesced.
+        most: of the changes of one part; all of them by default.
         head_alone: whether the first change is a part of its own: it has been tried before.
 
     Attributes:
@@ -36,15 +37,20 @@ class Parts:
     """
 
     def __init__(
-        self, count: int, documents: Sequence[bytes | None] | None = None, *, head_alone: bool = False
+        self,
+        count: int,
+        documents: Sequence[bytes | None] | None = None,
+        *,
+        most: int | None = None,
+        head_alone: bool = False,
     ) -> None:
         self.begin = 0
         self.failed: int | None = None
         self.is_closing = False
         self._documents = documents
-        self._ends = [count]
+        self._ends = [count, *reversed(range(most or count, count, most or count))]
         self._finished: set[int] = set()
-        if head_alone and count > 1:
+        if head_alone and self._ends[-1] > 1:
             self._ends.append(1)
 
     @property
@@ -127,8 +133,8 @@ def document_of(raw: bytes) -> bytes | None:
     """What tells the document of an event from all others; None where it has none, or cannot be read."""
     try:
         event = event_of(raw)
-        parts = [event.get(name) for name in ("ns", "documentKey")]
-        found = [bytes(part.raw) for part in parts if isinstance(part, RawBSONDocument)]
+        namespace, key = event.get("ns"), event.get("documentKey")
+        is_there = isinstance(namespace, RawBSONDocument) and isinstance(key, RawBSONDocument) and "_id" in key
+        return b"".join((namespace.raw, key.raw)) if is_there else None
     except Exception:  # noqa: BLE001 - whatever broken bytes do: nothing stands for what cannot be read
         return None
-    return b"".join(found) if len(found) == len(parts) else None

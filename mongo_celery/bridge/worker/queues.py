@@ -10,6 +10,7 @@ from celery import signals
 
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.bridge.worker.dropping import named_by_itself
+from mongo_celery.bridge.worker.limits import worker_limits
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs
 
@@ -49,6 +50,13 @@ def _declare_partition_queues(instance: Any = None, options: Mapping[str, Any] |
 def _set_up_logging(worker: Any, options: Mapping[str, Any]) -> None:
     """As the worker would do it later: a detached one has nothing but its log file to say why it ends."""
     worker.app.log.setup(logging.INFO, options.get("logfile"), redirect_stdouts=False, hostname=worker.hostname)
+
+
+@signals.celeryd_after_setup.connect(weak=False)
+def _note_limits(instance: Any = None, **_: Any) -> None:
+    """The time limits of the whole worker, by its command line or configuration: handlers have them, too."""
+    if instance is not None:
+        worker_limits[instance.app] = (instance.time_limit, instance.soft_time_limit)
 
 
 @signals.celeryd_after_setup.connect(weak=False)

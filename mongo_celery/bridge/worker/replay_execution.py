@@ -27,6 +27,7 @@ from mongo_celery.bridge.worker.attribution import cause_text
 from mongo_celery.bridge.worker.departure import is_leaving
 from mongo_celery.bridge.worker.execution import Execution, SupersededError
 from mongo_celery.bridge.worker.outcomes import WAITS, Outcomes, Waiting, attempts_in
+from mongo_celery.bridge.worker.run_outcomes import RunOutcomes
 from mongo_celery.errors import CommandRefusedError, StaleFencingTokenError
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ OVERTAKES = (
 KEPT = "Its handler has succeeded, but the dead letter cannot be removed; the worker's log says why. Discard it."
 
 
-class ReplayOutcomes(Outcomes):
-    """What becomes of a dead letter that was started again."""
+class ReplayOutcomes(RunOutcomes):
+    """What becomes of a dead letter that was started again: a run of one change, which moves no position."""
 
     replay: ReplayRequest
     """What was started; set before the first outcome."""
@@ -150,13 +151,11 @@ class ReplayOutcomes(Outcomes):
         else:
             self._say_failed(KEPT)
 
-    def crashed(self, done: tuple[int, bytes] | None, error: BaseException) -> None:
+    def crashed(self, error: BaseException, done: int = 0) -> None:
         """The process is about to end; a start without an outcome counts by itself, unless a shutdown was announced."""
-        del error
+        del error, done
         try:
-            if done is not None:
-                self._wiring.store.replays.succeed(self._claim, self.replay.letter)
-            elif is_leaving():
+            if is_leaving():
                 self._wiring.store.replays.release(self._claim, self.replay.letter)
             else:
                 self._wiring.store.claims.relinquish(self._claim.partition_id, self._claim.owner)
@@ -175,6 +174,11 @@ class ReplayExecution(Execution):
     _replay: ReplayRequest | None = None
     _place: Place | None = None
     _token = 0
+
+    @property
+    def _recorded(self) -> int:
+        """None: it moves no position."""
+        return 0
 
     @property
     def _letter(self) -> str:

@@ -6,7 +6,7 @@ stamps, links, chords. None of it is needed, since the listener sends none, and 
 drive a change into its failure policy by it. So the request is made anew from the parts that carry no power: the ids,
 labels for logs, headers that Celery does not know (of tracing), the argument, and the chain. Id and chain are signed in
 the envelope, and compared where the key is known: in the process of the pool. What else a message asks for is noted,
-and the message is dropped there, before anything happens.
+and the message is dropped there, before anything happens. Time limits are the handler's (`limits`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from celery.app.task import Context
 from celery.worker.request import Request
 from kombu.utils.uuid import uuid
 
+from mongo_celery.bridge.worker.limits import RUN_SECONDS
 from mongo_celery.bridge.worker.runtime import STRANGE
 
-_HONOURED = frozenset(name for name in vars(Context) if not name.startswith("__")) | {STRANGE}
+_HONOURED = frozenset(name for name in vars(Context) if not name.startswith("__")) | {STRANGE, RUN_SECONDS}
 _CARRIED = frozenset({"id", "task", "root_id", "parent_id", "argsrepr", "kwargsrepr", "origin"})
 _HARMLESS = frozenset({"ignore_result", "hostname", "delivery_info", "properties", "correlation_id"})
 """Set by the request itself, whatever the message says."""
@@ -56,6 +57,15 @@ def _strange(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> list[
     return [*strange, "reply_to"] if properties.get("reply_to") else strange
 
 
+def _limits(task: Any) -> dict[str, Any]:
+    """What a handler's limits make of a message; nothing for a commit."""
+    limits = getattr(task, "limits_of_runs", None)
+    if limits is None:
+        return {}
+    found = limits()
+    return {"timelimit": found.time_limits, RUN_SECONDS: found.seconds}
+
+
 def _asks(value: object) -> bool:
     return bool(value) and value not in _NO_LIMITS
 
@@ -85,13 +95,20 @@ def sealed(base: type[Request]) -> type[Request]:
         """See the module."""
 
         def __init__(
-            self, message: Any, *, headers: Any = None, body: Any = None, decoded: bool = False, **options: Any
+            self,
+            message: Any,
+            *,
+            headers: Any = None,
+            body: Any = None,
+            decoded: bool = False,
+            task: Any = None,
+            **options: Any,
         ) -> None:
             given = message.headers if headers is None else headers
             payload, strange = _disarmed(body if decoded else message.payload)
             strange += _strange(given, message.properties or {})
-            request = {**_powerless(given), STRANGE: strange}
-            super().__init__(message, headers=request, body=payload, decoded=True, **options)
+            request = {**_powerless(given), STRANGE: strange, **_limits(task)}
+            super().__init__(message, headers=request, body=payload, decoded=True, task=task, **options)
             self._request_dict["reply_to"] = None
 
     return SealedRequest

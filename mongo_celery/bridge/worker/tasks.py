@@ -36,6 +36,7 @@ from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.envelope import Run, bridge_of
 from mongo_celery.bridge.worker.execution import Execution, ParkedSignature, current, refuse_new_arguments
+from mongo_celery.bridge.worker.limits import RUN_SECONDS, RunLimits, run_limits
 from mongo_celery.bridge.worker.list_execution import ListExecution, telling
 from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, persisted
 from mongo_celery.bridge.worker.replay_execution import ReplayExecution
@@ -136,10 +137,18 @@ class ChangeTask(SealedMessages):
         run = runtime.open("run", args[0] if args else None, self.handler.name, self.request)
         if run is None:
             raise Ignore
-        execution = self._kind(run)(self.wiring, self.handler, run, self._patience())
+        run_seconds = self.request.get(RUN_SECONDS)
+        execution = self._kind(run)(self.wiring, self.handler, run, self._patience(), run_seconds)
         with received(self.request):
             execution.execute(functools.partial(self._traced_call, run))
         return None
+
+    def limits_of_runs(self) -> RunLimits:
+        """Of a message that comes now; asked in the worker's parent process."""
+        handler, options = self.handler, self.wiring.options
+        is_one_call = handler.batch_size is not None or handler.transactional
+        may_be_several = handler.run_size(options) > 1
+        return run_limits(self, options.run_seconds, is_one_call=is_one_call, may_be_several=may_be_several)
 
     def _kind(self, run: Run) -> type[Execution]:
         if run.letter is not None:

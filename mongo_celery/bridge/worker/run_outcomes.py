@@ -1,11 +1,13 @@
 """
-The outcomes of a run that is given in parts: its position may move while the claim stands.
+The outcomes of a run of several changes: its position may move while the claim stands.
 
-A part that is done, with more of the run behind it, is recorded at once: number and token move under the fence of this
-execution, and the claim goes on with the next change as its first one, of which nothing is counted yet. So what is
-finished is not repeated, whatever becomes of the rest, and all other outcomes are those of a first change, as ever.
+What is done, with more of the run behind it, is recorded now and then, and before a change that fails: number and token
+move under the fence of this execution, and the claim goes on with the next change as its first one, of which nothing is
+counted yet. So what is finished is not repeated, whatever becomes of the rest, and all other outcomes are those of a
+first change, as ever.
 
-A run of which nothing failed moves no position here: it is marked as handled, and its commit follows as for all others.
+A quick run of which nothing failed moves no position here: it is marked as handled, and its commit follows as for a run
+of one change.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.error_text import error_text
+from mongo_celery.bridge.existing import is_existing
 from mongo_celery.bridge.worker.outcomes import Outcomes, persisted
-from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.mongo.verdicts import is_transient
 
 if TYPE_CHECKING:
@@ -31,15 +33,14 @@ if TYPE_CHECKING:
 
     from mongo_celery.bridge.state.claims import Claim
     from mongo_celery.bridge.worker.envelope import Run
-    from mongo_celery.bridge.worker.heartbeat import Heartbeats
 
 logger = logging.getLogger("mongo_celery.worker")
 
 _NAMED_MAX = 20
 
 
-class ListOutcomes(Outcomes):
-    """What becomes of a run that is given in parts; arguments as of `Outcomes`."""
+class RunOutcomes(Outcomes):
+    """What becomes of a run of changes; arguments as of `Outcomes`."""
 
     @property
     def claim(self) -> Claim:
@@ -55,10 +56,6 @@ class ListOutcomes(Outcomes):
     def is_lost(self) -> bool:
         """Whether the claim belongs to somebody else."""
         return self._beat.lost
-
-    @property
-    def _beats(self) -> Heartbeats:
-        return self._wiring.of_process(WorkerRuntime).heartbeats
 
     def begin(self, run: Run) -> None:
         """The run with its changes, which may have travelled by reference."""
@@ -78,7 +75,7 @@ class ListOutcomes(Outcomes):
         claim, started = self._claim, time.monotonic()
         tokens = [token_data(self._run.token_of(raw)) for raw in passed_over]
         named = {"count": len(tokens), "tokens": tokens[-_NAMED_MAX:]} if tokens else None
-        write = partial(self._claims.advance, claim, *self._reached(count), passed_over=named)
+        write = partial(self._claims.advance, claim, *self._reached(count), passed_over=named, of=self._of(count))
         self._beats.end(self._beat)  # it asks for a claim whose first change is the one before
         try:
             accepted = persisted(write, f"what is done of {claim.partition_id}", self._patience)
@@ -87,12 +84,14 @@ class ListOutcomes(Outcomes):
                 self._defer("progress", lambda: write() and self._relinquish(), error)
             raise
         if not accepted:
+            self._beats.end(self._beat)  # again: it may have lapsed while this was waited for, which is nobody's crash
             self._refused("progress")
         self.follow(count, started, named)
 
     def advance_in(self, session: ClientSession, count: int, *, ends: bool) -> bool:
         """The same inside a transaction, or with `ends` as `passed`; `follow` when it has committed."""
-        return self._claims.advance(self._claim, *self._reached(count), ends=ends, session=session)
+        reached, of = self._reached(count), self._of(count)
+        return self._claims.advance(self._claim, *reached, of=of, ends=ends, session=session)
 
     def handle_in(self, session: ClientSession, count: int) -> bool:
         """Inside a transaction: all of the run is done, and its commit follows."""
@@ -157,23 +156,46 @@ class ListOutcomes(Outcomes):
             self._refused("renewal")
         self._beat.renewed = started
 
-    def end(self) -> None:
-        """Renew the claim no more, unless something is still to be written under it."""
-        if not self.owed:
-            self._beats.end(self._beat)
+    def crashed(self, error: BaseException, done: int = 0) -> None:
+        """As the original, for the first change that is not done; so many of those that are were not recorded yet."""
+        if done:
+            self._beats.end(self._beat)  # it asks for a claim whose first change is the one before
+            try:
+                recorded = self._claims.advance(self._claim, *self._reached(done), of=self._of(done))
+            except PyMongoError:
+                recorded = False
+            if not recorded:
+                logger.warning(
+                    "could not record the crash of %s; its claim will lapse",
+                    self._claim.partition_id,
+                    extra={"event": "crash_not_recorded"},
+                )
+                return
+            self.follow(done, time.monotonic())
+        super().crashed(error)
 
     def _relinquish(self) -> bool:
         return self._claims.relinquish(self._claim.partition_id, self._claim.owner)
+
+    def _of(self, count: int) -> str | None:
+        """By which the change behind so many is known, where what is counted of it is its own."""
+        if count >= len(self._run.changes):
+            return None
+        token = token_data(self._run.token_of(self._run.changes[count]))
+        return token if is_existing(token) else None
 
     def _reached(self, count: int) -> tuple[int, dict[str, object]]:
         """Number and token of the last of so many changes."""
         token = self._run.token_of(self._run.changes[count - 1])
         return self._claim.first + count - 1, dict(token)
 
-    def _refused(self, outcome: str) -> NoReturn:
-        """As the original. What it was refused for may be its own doing, of which the answer was lost: none is kept."""
+    def leave(self) -> None:
+        """End the claim, if it stands. What was refused may be its own doing, of which the answer was lost."""
         try:
             self._relinquish()
         except PyMongoError:
             logger.debug("could not end the claim of %s", self._claim.partition_id)
+
+    def _refused(self, outcome: str) -> NoReturn:
+        self.leave()
         super()._refused(outcome)

@@ -1,0 +1,70 @@
+"""
+What the limits of a handler mean for a run of several changes: users set them for one call, Celery knows messages.
+
+- `rate_limit`: the listener sends runs of one change. A worker that has been given a limit since (`celery control
+  rate_limit`) begins no second change of a run.
+- `time_limit`, `soft_time_limit`: no change of a run is begun later than `seconds` after the message, and the message's
+  limits are longer by that. So each change has all of its time, and at most a tenth more.
+
+A list is one call, and so is a run of a transactional handler: their limits are Celery's own. Decided in the worker's
+parent process, which has the limits that hold at this moment, also those of the worker as a whole.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from celery.utils.time import rate
+
+RUN_SECONDS = "mongo_celery_run_seconds"
+"""Header of a request, never of a message: seconds after which no further change of the run is begun."""
+
+_SHARE = 10
+"""Of the smaller time limit: for so long changes are begun."""
+
+TimeLimits = tuple[float | None, float | None]
+"""Hard and soft, in seconds."""
+
+worker_limits: WeakKeyDictionary[Any, TimeLimits] = WeakKeyDictionary()
+"""The time limits of the worker as a whole, by its app; a task's own hold before them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """
+    The limits of one message.
+
+    Attributes:
+        seconds: after which no further change of its run is begun.
+        time_limits: the message's own; None where Celery's hold.
+    """
+
+    seconds: float
+    time_limits: TimeLimits = (None, None)
+
+
+def run_limits(task: Any, run_seconds: float, *, is_one_call: bool, may_be_several: bool) -> RunLimits:
+    """
+    The limits of a message for a handler.
+
+    Args:
+        task: the handler's, as the worker has it.
+        run_seconds: of the bridge.
+        is_one_call: whether all of a run is given in one call.
+        may_be_several: whether runs of several changes are sent, by this worker's configuration.
+    """
+    if is_one_call:
+        return RunLimits(run_seconds)
+    hard, soft = worker_limits.get(task.app, (None, None))
+    hard, soft = task.time_limit or hard, task.soft_time_limit or soft
+    limits = [each for each in (hard, soft) if each]
+    if (task.rate_limit and rate(task.rate_limit)) or (limits and not may_be_several):
+        return RunLimits(0.0)
+    if not limits:
+        return RunLimits(run_seconds)
+    seconds = min(run_seconds, min(limits) / _SHARE)
+    return RunLimits(seconds, (hard and hard + seconds, soft and soft + seconds))

@@ -1,0 +1,99 @@
+"""Runs of many changes in real workers: what a SIGKILL repeats, and that every limit is one of a change."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from pymongo import MongoClient
+
+from mongo_celery.demo.history import Due
+from tests.acceptance.chain_rig import Chain
+
+Document = dict[str, Any]
+
+LARGE = {"run_size": 1000, "run_seconds": 30, "partitions": 1}
+LINGERING = {"act": "linger", "linger": 0.25}
+"""Four of them are as much as the limit of a handler, and five are more."""
+
+
+@pytest.fixture
+def chain(
+    mongo_client: MongoClient[Document], mongo_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Chain]:
+    """Give a listener that leads, with runs that end by nothing but what a test is about; the worker is to be begun."""
+    handlers = ["plain", "letters", "limited", "soft", "hard"]
+    directory = tmp_path_factory.mktemp("runs")
+    with Chain(mongo_client, mongo_url, directory, handlers=handlers, options=LARGE) as started:
+        started.listener()
+        yield started
+
+
+def test_a_run_obeys_the_limits_of_its_handler_and_each_change_has_all_of_its_time(chain: Chain) -> None:
+    """P6: a failure at any place is started once, a rate limit counts changes, and a time limit is for one."""
+    good, bad = _filled(chain, "letters", act="raise")
+    in_time = {name: _filled(chain, name, act="linger", linger=30) for name in ("soft", "hard")}
+    chain.allow(in_time["hard"][1])
+    limited = [chain.write("limited", "key", n) for n in range(1, 7)]
+    chain.worker()
+    chain.wait_done()
+    chain.judge()
+
+    (started,) = chain.starts(bad)
+    assert chain.starts(good[6])[0].fence == started.fence, "its outcome is of the run in which it failed"
+    (letter,) = chain.letters("letters")
+    assert (letter["change"]["fullDocument"]["n"], letter["attempts"]) == (bad.n, 1)
+
+    errors = {name: [letter["error"] for letter in chain.letters(name)] for name in ("soft", "hard")}
+    assert [error.split(":")[0] for error in errors["soft"]] == ["SoftTimeLimitExceeded"]
+    assert [error.split(":")[0] for error in errors["hard"]] == ["HandlerCrashedError"]
+    assert len(chain.starts(in_time["soft"][1])) == 1
+    assert len(chain.starts(in_time["hard"][1])) == 2, "it is tried `max_crashes` times more"
+
+    fences = [each.fence for each in chain.starts(*limited)]
+    assert len({*fences}) == len(limited), "each was a message of its own, for which the worker waited"
+
+
+def _filled(chain: Chain, handler: str, **do: Any) -> tuple[list[Due], Due]:
+    """Write changes that take their time, then quick ones, and among these one that fails; the others and that one."""
+    slow = [chain.write(handler, "key", n, **LINGERING, times=9) for n in range(1, 6)]
+    quick = [chain.write(handler, "key", n) for n in (6, 7)]
+    bad = chain.give_up(chain.write(handler, "key", 8, **do, times=9))
+    return [*slow, *quick, chain.write(handler, "key", 9)], bad
+
+
+@pytest.mark.parametrize(("count", "killed_at"), [(400, 300), pytest.param(1000, 700, marks=pytest.mark.slow)])
+def test_sigkill_in_the_middle_of_a_run_repeats_what_was_done_in_the_last_moments(
+    chain: Chain, count: int, killed_at: int
+) -> None:
+    """P2, P6: those of its changes that are recorded are not started again, and none is charged for good."""
+    chain.worker()
+    chain.wait_started(chain.write("plain", "first", 1, gate="first"))
+    items = [chain.write("plain", f"k{n % 10}", n) for n in range(1, count + 1)]
+    chain.open_gate("first")
+    running = chain.wait_started(items[killed_at])
+    os.kill(running.pid, signal.SIGKILL)
+    begun = chain.starts()
+    recorded = chain.partition("plain", 0)["committed"]
+    assert recorded > 1, "how far it is was written while it ran"
+    for item in items:
+        chain.allow(item)
+    chain.wait_done()
+    chain.judge()
+
+    starts = chain.starts()
+    repeated = {each.seq for each, _ in _pairs(starts)}
+    assert min(repeated) > recorded
+    assert len(repeated) <= len(begun) - recorded
+    assert len(repeated) < recorded, "few"
+    assert chain.letters("plain") == []
+
+
+def _pairs(starts: list[Any]) -> list[tuple[Any, Any]]:
+    """Starts of one change, one behind the other."""
+    by_place = sorted(starts, key=lambda each: each.seq)
+    return [(one, next_) for one, next_ in pairwise(by_place) if one.seq == next_.seq]

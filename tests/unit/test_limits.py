@@ -1,0 +1,131 @@
+"""What the limits of a handler make of a message that may carry several changes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.worker.request import Request
+from kombu.message import Message
+
+from mongo_celery import Bridge
+from mongo_celery.bridge.worker import limits
+from mongo_celery.bridge.worker.limits import RUN_SECONDS, RunLimits
+from mongo_celery.bridge.worker.runtime import STRANGE
+from mongo_celery.errors import ConfigurationError
+
+
+class Handlers:
+    """An app whose handlers have these options."""
+
+    def __init__(self, **options: Any) -> None:
+        self.app = Celery("limits", broker="memory://", set_as_current=False)
+        given = {"run_size": 100, "run_seconds": 2.0, **options}
+        self.bridge = Bridge(self.app, "mongodb://localhost/?replicaSet=none", name="shop", autodiscover=False, **given)
+
+    def task(self, *, lists: bool = False, **options: Any) -> Any:
+        """The task of a new handler."""
+
+        def handle(_given: object) -> None:
+            """Do nothing."""
+
+        register = self.bridge.on_changes if lists else self.bridge.on_change
+        register("shop.orders", name="handle", **options)(handle)
+        self.app.finalize()
+        (handler,) = self.bridge.handlers
+        return self.app.tasks[handler.task_name]
+
+    def of(self, **options: Any) -> RunLimits:
+        """The limits of its messages."""
+        found: RunLimits = self.task(**options).limits_of_runs()
+        return found
+
+
+@pytest.fixture
+def handlers() -> Handlers:
+    """A bridge with runs of a hundred changes, of two seconds."""
+    return Handlers()
+
+
+def test_without_limits_a_run_takes_its_seconds(handlers: Handlers) -> None:
+    """Celery's own limits hold, which are none."""
+    assert handlers.of() == RunLimits(2.0, (None, None))
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds", "of_message"),
+    [
+        ({"time_limit": 10}, 1.0, (11.0, None)),
+        ({"soft_time_limit": 5, "time_limit": 10}, 0.5, (10.5, 5.5)),
+        ({"soft_time_limit": 60}, 2.0, (None, 62.0)),
+    ],
+)
+def test_each_change_has_all_of_its_time(
+    handlers: Handlers, options: dict[str, Any], seconds: float, of_message: tuple[float | None, float | None]
+) -> None:
+    """Whatever is begun before `seconds` are over ends before the message does."""
+    assert handlers.of(**options) == RunLimits(seconds, of_message)
+
+
+@pytest.mark.parametrize("options", [{"lists": True}, {"transactional": True}], ids=["a list", "a transaction"])
+def test_what_is_one_call_has_celerys_own_limits(handlers: Handlers, options: dict[str, Any]) -> None:
+    """They are exact."""
+    assert handlers.of(time_limit=10, rate_limit="1/s", **options) == RunLimits(2.0, (None, None))
+
+
+def test_a_limited_handler_of_single_changes_has_celerys_own_limits() -> None:
+    """Nor is a second change begun of a run that a listener of another configuration has sent."""
+    assert Handlers(run_size=1).of(time_limit=10) == RunLimits(0.0, (None, None))
+    assert Handlers(run_size=1).of() == RunLimits(2.0, (None, None))
+
+
+@pytest.mark.parametrize("where", ["handler", "annotation", "default", "control"])
+def test_under_a_rate_limit_no_second_change_is_begun(where: str) -> None:
+    """Wherever it was set, and whenever: Celery counts messages."""
+    handlers = Handlers()
+    if where == "annotation":
+        handlers.app.conf.task_annotations = {"*": {"rate_limit": "10/m"}}
+    if where == "default":
+        handlers.app.conf.task_default_rate_limit = "10/m"
+    options: dict[str, Any] = {"rate_limit": "10/m"} if where == "handler" else {}
+    task = handlers.task(**options)
+    if where == "control":
+        task.rate_limit = "10/m"
+    assert task.limits_of_runs() == RunLimits(0.0)
+    task.rate_limit = "0"
+    assert task.limits_of_runs() == RunLimits(2.0), "Celery takes that for none"
+
+
+def test_limits_of_the_whole_worker_are_those_of_a_change_too(handlers: Handlers) -> None:
+    """By its command line, or by configuration; a handler's own come before them."""
+    task = handlers.task()
+    limits.worker_limits[handlers.app] = (5, 4)
+    assert task.limits_of_runs() == RunLimits(0.4, (5.4, 4.4))
+    task.time_limit = 8
+    assert task.limits_of_runs() == RunLimits(0.4, (8.4, 4.4))
+    others = Handlers()
+    others.app.conf.task_time_limit = 10
+    assert others.of() == RunLimits(1.0, (11.0, None))
+
+
+def test_a_message_has_the_limits_of_its_handler_and_none_of_its_own(handlers: Handlers) -> None:
+    """P10: what is written beside an envelope has no power; who tries is dropped."""
+    task = handlers.task(soft_time_limit=5)
+    headers = {"id": "a", "task": task.name, "timelimit": [1, 1], RUN_SECONDS: 3600.0}
+    body = json.dumps([["envelope"], {}, {}])
+    message = Message(body=body, headers=headers, content_type="application/json", content_encoding="utf-8")
+    request = task.Request
+    assert issubclass(request, Request)
+    made = request(message, app=handlers.app, task=task)
+    assert made.time_limits == (None, 5.5)
+    assert made.request_dict[RUN_SECONDS] == 0.5
+    assert sorted(made.request_dict[STRANGE]) == [RUN_SECONDS, "timelimit"]
+
+
+def test_coalescing_single_changes_is_refused(handlers: Handlers) -> None:
+    """It would do nothing; a list is one call."""
+    with pytest.raises(ConfigurationError, match=r"coalesce=True does nothing beside a rate_limit.*on_changes"):
+        handlers.task(coalesce=True, rate_limit="1/s")
+    Handlers().task(coalesce=True, rate_limit="1/s", lists=True)
