@@ -87,9 +87,9 @@ def _carried(capacity: Capacity) -> RenderableType:
                 f"{each.workers}",
                 _rate(each.rate),
                 "measured" if each.measured else "computed",
-                each.limit,
+                _words(each.limit),
                 _rate(each.apart),
-                each.apart_limit,
+                _words(each.apart_limit),
             )
     return table
 
@@ -97,10 +97,14 @@ def _carried(capacity: Capacity) -> RenderableType:
 def _limits(capacity: Capacity) -> RenderableType:
     table = plain_table("Changes per second at which each part is full, computed", "mode")
     for part in _PARTS:
-        table.add_column(part, justify="right", no_wrap=True)
+        table.add_column(_words(part), justify="right", no_wrap=True)
     for name, found in capacity.modes.items():
         table.add_row(name, *(_rate(found.limits[part]) if part in found.limits else "?" for part in _PARTS))
     return table
+
+
+def _words(part: str) -> str:
+    return part.replace("_", " ")
 
 
 def _rate(rate: float) -> str:

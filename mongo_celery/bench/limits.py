@@ -14,10 +14,10 @@ from dataclasses import dataclass
 WORKERS, PARTITIONS, LISTENER, BROKER, MONGOD, CORES = (
     "workers",
     "partitions",
-    "listener core",
+    "listener_core",
     "broker",
     "mongod",
-    "cores here",
+    "cores_here",
 )
 _SINGLE_THREADED = {LISTENER: "listener", BROKER: "redis"}
 """Parts that have one core each, whatever the machine has, and the process whose time they are."""

@@ -19,4 +19,5 @@ def load_remarks(others: float | None, uncounted: Sequence[str]) -> Iterator[str
     if uncounted:
         yield f"The processor time of {' and '.join(uncounted)} is in no figure, since the servers were given."
     if others is not None and others > _NOISE:
-        yield f"Other processes took {others:.0%} of the cores meanwhile: trust ratios alone, those by CPU most."
+        who = "Other processes, the given servers among them," if uncounted else "Other processes"
+        yield f"{who} took {others:.0%} of the cores meanwhile: trust ratios alone, those by CPU most."

@@ -37,7 +37,7 @@ class BenchSizes:
 
     only: Sequence[str] = ()
     rounds: int = 5
-    changes: int = 800
+    changes: int = 500
     warm_up: int = 100
     samples: int = 200
     load_seconds: float = 10.0

@@ -118,9 +118,9 @@ def test_what_a_machine_carries_of_changes_and_handlers_of_ones_own(
     one, more = mode["workers"]
     assert [one["workers"], one["measured"], more["workers"], more["measured"]] == [1, True, 1000, False]
     assert 0 < one["changes_per_second"] <= found["worker_processes"] / 0.02 * 1.1
-    limits = {"workers", "partitions", "listener core", "cores here"}
+    limits = {"workers", "partitions", "listener_core", "cores_here"}
     assert {one["limit"], more["limit"], one["apart_limit"], more["apart_limit"]} <= limits
     assert limits - mode["limits"].keys() == {"workers"}
-    assert more["changes_per_second"] <= mode["limits"]["cores here"]
+    assert more["changes_per_second"] <= mode["limits"]["cores_here"]
     assert mode["cpu_us_per_change"]["worker_children"] >= 5000 * 0.5  # of the processor time that was asked for
     assert not list(redis_client.scan_iter("*bench-*"))

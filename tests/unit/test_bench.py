@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import bson
 import pytest
@@ -14,6 +16,7 @@ from bson import ObjectId
 from click.testing import CliRunner
 from rich.console import Console
 
+from mongo_celery.bench import stage
 from mongo_celery.bench.aims import aims
 from mongo_celery.bench.capacity import Capacity, Carried, ModeCapacity
 from mongo_celery.bench.capacity_view import capacity_as_json, show_capacity
@@ -29,15 +32,16 @@ from mongo_celery.bench.payload import event_text, order_bytes
 from mongo_celery.bench.plot import Plot
 from mongo_celery.bench.rates import Measured
 from mongo_celery.bench.report import as_json
-from mongo_celery.bench.run import Results
+from mongo_celery.bench.run import LATENCY_MODES, Results, run
 from mongo_celery.bench.sizes import FULL, QUICK, BenchSizes
+from mongo_celery.bench.stage import Stage
 from mongo_celery.bench.tables import show
 from mongo_celery.bench.takeover import TakeOver
 from mongo_celery.bench.usage import Usage, available_mb, machine_seconds
 from mongo_celery.bench.workload import Workload, content_of
 
 WIDTH = 80
-NOWHERE = ["--mongo-url", "mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=300", "--redis-url", "redis://127.0.0.1:1/0"]
+NOWHERE = ["--mongo-url", "mongodb://127.0.0.1:1", "--redis-url", "redis://127.0.0.1:1/0"]
 BRIDGE_CPU = {"mongod": 3900.0, "redis": 600.0, "worker_parent": 4600.0, "worker_children": 4400.0, "listener": 1300.0}
 
 
@@ -166,7 +170,7 @@ def test_people_are_told_all_of_a_run() -> None:
     assert "bridge_chain / raw_chain: 0.52 by rate, 0.49 by CPU (aim 0.6: missed)" in text
     assert "idle latency p50, bridge_chain / watch_delay: 1.88 (aim 2: met)" in text
     assert "The processor time of mongod and redis is in no figure" in text
-    assert "Other processes took 43% of the cores meanwhile" in text
+    assert "Other processes, the given servers among them, took 43% of the cores meanwhile" in text
     assert "Left out, since the time was over: raw_task, latency of watch_delay." in text
     assert "This is rough" in text
     assert "rough" not in shown(show, Results())
@@ -269,8 +273,9 @@ def test_what_is_no_payload_is_said_so(tmp_path: Path, text: str | None, words: 
         ([], "MongoDB did not answer"),
     ],
 )
-def test_wrong_arguments_end_in_one_sentence(arguments: list[str], words: str) -> None:
+def test_wrong_arguments_end_in_one_sentence(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A misspelt mode, what does not go together, or an impossible address: no traceback, and nothing on stdout."""
+    monkeypatch.setattr(stage, "_ANSWER_MILLISECONDS", 300)
     ended = CliRunner().invoke(bench, [*NOWHERE, *arguments])
     assert ended.exit_code != 0
     assert words in ended.stderr
@@ -319,6 +324,18 @@ def test_the_modes_are_those_of_the_published_figures() -> None:
     raw = ["raw_stream", "raw_task", "raw_chain", "watch_delay", "watch_loop", "listener_alone"]
     bridge = ["bridge_chain", "bridge_inline", "bridge_transactional", "bridge_runs", "bridge_bulk"]
     assert list(MODES) == [*raw, *bridge]
+
+
+def test_a_run_begins_nothing_for_which_there_is_no_time() -> None:
+    """What it leaves out is named, and `--only` takes the bound away."""
+    found = run(cast("Stage", SimpleNamespace(uncounted=())), replace(QUICK, seconds_max=0.0), lambda _: None)
+    assert found.left_out[: len(MODES)] == QUICK.order
+    assert set(found.left_out[len(MODES) :]) == {
+        *(f"latency of {name}" for name in LATENCY_MODES),
+        "memory",
+        "take_over",
+    }
+    assert not found.figures
 
 
 def test_only_restricts_what_is_measured() -> None:
