@@ -22,6 +22,7 @@ from mongo_celery.bench.stage import Scene, Stage, pause
 from mongo_celery.bench.usage import Usage, available_mb
 from mongo_celery.bench.workload import Workload
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.embedded.crew import ChildProcess
 
 CAPACITY_MODES = tuple(mode.name for mode in MODES.values() if mode.is_bridge)
 DEFAULT_MODES = ("bridge_chain", "bridge_inline", "bridge_runs")
@@ -215,7 +216,8 @@ class _Measuring:
             ]
             backlog = self._backlog(workers)
             write_documents(scene.orders, workload.document, backlog)
-            scene.wait("the workers", lambda: all(len(each.children()) >= WORKER_PROCESSES for each in started))
+            processes = workers * WORKER_PROCESSES
+            scene.wait("the workers", lambda: _pools(started) >= processes, lambda: _pools(started))
             mode.feeder(scene, backlog)
             warm_up = self._warm_up(workers)
             scene.wait("the first handlers", lambda: scene.started.count() >= warm_up, scene.started.count)
@@ -248,6 +250,11 @@ class _Measuring:
             rate = min(rate, slots / work)
         wanted = int(rate * (self._seconds + 2) * 1.5) + _WARM_UP_CHANGES + 2 * slots
         return max(min(wanted, _BACKLOG_BYTES // self._workload.document_bytes), _BACKLOG_MIN)
+
+
+def _pools(workers: Sequence[ChildProcess]) -> int:
+    """How many processes the workers have to run handlers in."""
+    return sum(len(each.children()) for each in workers)
 
 
 def _cores() -> int:

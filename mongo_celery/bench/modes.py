@@ -26,7 +26,7 @@ class Mode:
     Attributes:
         name: as in figures.
         feeder: starts what feeds the worker, or does everything itself, for a number of changes.
-        role: what figures call the feeder: `publisher`, `reader` or `listener`.
+        role: what figures call the feeder, where that is not the name of its process.
         app: the worker's module; None for a mode without a worker.
         reads: whether changes are documents, written beforehand.
         ends: what says that a change is done: the times `started` or `ended`, `committed` (the partitions'
@@ -38,10 +38,10 @@ class Mode:
 
     name: str
     feeder: Callable[[Scene, int], ChildProcess]
-    role: str = "listener"
+    role: str | None = None
     app: str | None = None
     reads: bool = True
-    ends: str = "committed"
+    ends: str = "started"
     bridge: Mapping[str, Any] = field(default_factory=dict)
     handler: Mapping[str, Any] = field(default_factory=dict)
     scale: float = 1.0
@@ -49,7 +49,7 @@ class Mode:
     @property
     def is_bridge(self) -> bool:
         """Whether a listener feeds a worker."""
-        return self.role == "listener" and self.app is not None
+        return self.ends == "committed"
 
 
 def _program(name: str) -> Callable[[Scene, int], ChildProcess]:
@@ -69,17 +69,17 @@ def _bulk_listener(scene: Scene, count: int) -> ChildProcess:
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode("raw_stream", _program("raw_stream"), "reader", ends="started", scale=25),
-        Mode("raw_task", _program("publish_tasks"), "publisher", _RAW_APP, reads=False, ends="started", scale=2),
+        Mode("raw_stream", _program("raw_stream"), "reader", scale=25),
+        Mode("raw_task", _program("publish_tasks"), "publisher", _RAW_APP, reads=False, scale=2),
         Mode("raw_chain", _program("publish_chains"), "publisher", _RAW_APP, reads=False, ends="ended"),
-        Mode("watch_delay", _program("watch_delay"), "publisher", _RAW_APP, ends="started", scale=2),
+        Mode("watch_delay", _program("watch_delay"), "publisher", _RAW_APP, scale=2),
         Mode("watch_loop", _program("watch_loop"), "reader", ends="ended", scale=2),
         Mode("listener_alone", _listener, ends="delivered", bridge={"run_size": 200, **_WITHOUT_BOUNDS}, scale=25),
-        Mode("bridge_chain", _listener, app=BRIDGE_APP, bridge={"run_size": 1}),
-        Mode("bridge_inline", _listener, app=BRIDGE_APP, bridge={"run_size": 1, "commit": "inline"}),
-        Mode("bridge_transactional", _listener, app=BRIDGE_APP, handler={"transactional": True}),
-        Mode("bridge_runs", _listener, app=BRIDGE_APP, bridge={"run_size": 200}, scale=20),
-        Mode("bridge_bulk", _bulk_listener, app=_BULK_APP, scale=40),
+        Mode("bridge_chain", _listener, app=BRIDGE_APP, ends="committed", bridge={"run_size": 1}),
+        Mode("bridge_inline", _listener, app=BRIDGE_APP, ends="committed", bridge={"run_size": 1, "commit": "inline"}),
+        Mode("bridge_transactional", _listener, app=BRIDGE_APP, ends="committed", handler={"transactional": True}),
+        Mode("bridge_runs", _listener, app=BRIDGE_APP, ends="committed", bridge={"run_size": 200}, scale=20),
+        Mode("bridge_bulk", _bulk_listener, app=_BULK_APP, ends="committed", scale=40),
     )
 }
 """All modes, in the order of a round."""

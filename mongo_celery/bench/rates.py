@@ -10,6 +10,7 @@ from mongo_celery.bench.modes import Mode
 from mongo_celery.bench.payload import write_orders
 from mongo_celery.bench.stage import Scene, Stage, pause
 from mongo_celery.bench.usage import Usage
+from mongo_celery.embedded.crew import ChildProcess
 
 _LAST_COMMIT_LOOK_SECONDS = 0.002
 
@@ -55,7 +56,7 @@ def measure(stage: Stage, mode: Mode, changes: int, warm_up: int, *, rough: bool
         feeding = _Feeding(scene, mode, done, changes, ahead=done if rough else 0)
         first = scene.started.times()[done]
         last = feeding.committed_at if mode.ends == "committed" else scene.laps(mode.ends).times()[-1]
-        return _measured(feeding.usage, changes, (changes - 1) / (last - first), {feeding.feeder.name: mode.role})
+        return _measured(feeding.usage, changes, (changes - 1) / (last - first), _roles(feeding.feeder, mode))
 
 
 class _Feeding:
@@ -116,7 +117,11 @@ def _deliveries(scene: Scene, mode: Mode, changes: int) -> Measured:
     scene.wait("the last batch", lambda: scene.deliveries() >= total, scene.deliveries)
     ended, usage = time.monotonic(), scene.usage().since(before)
     count = max(total - first, 1)
-    return _measured(usage, count, count / (ended - began), {feeder.name: mode.role})
+    return _measured(usage, count, count / (ended - began), _roles(feeder, mode))
+
+
+def _roles(feeder: ChildProcess, mode: Mode) -> dict[str, str]:
+    return {} if mode.role is None else {feeder.name: mode.role}
 
 
 def _measured(usage: Usage, count: int, rate: float, roles: Mapping[str, str]) -> Measured:
