@@ -1,8 +1,8 @@
-"""The document that every mode carries: an order of some 600 bytes."""
+"""The document that every mode carries, an order of some 600 bytes, and how documents are written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -54,6 +54,12 @@ def write_orders(collection: Collection[dict[str, Any]], count: int) -> None:
     """Insert that many orders, in batches."""
     for batch in _batches(count):
         collection.insert_many([order(number) for number in batch], ordered=False)
+
+
+def write_documents(collection: Collection[dict[str, Any]], make: Callable[[], dict[str, Any]], count: int) -> None:
+    """Insert that many documents of another making, in batches."""
+    for batch in _batches(count):
+        collection.insert_many([make() for _ in batch], ordered=False)
 
 
 def present_time(client: MongoClient[dict[str, Any]]) -> Timestamp:

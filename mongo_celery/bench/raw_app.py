@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bson import json_util
 from celery import Celery
 
+from mongo_celery.bench.handler_work import handler_work
 from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Stopwatch
 
@@ -13,13 +15,15 @@ app.conf.task_default_queue = setting.name
 
 _started = Stopwatch(setting.clock, "started")
 _ended = Stopwatch(setting.clock, "ended")
+_work = handler_work(setting)
 
 
 @app.task(ignore_result=True)
 def only(event: str) -> None:
     """The one task of an event."""
-    del event
-    _started.lap()
+    now = _started.lap()
+    if _work is not None:
+        _work.on(json_util.loads(event)["fullDocument"], now)
 
 
 @app.task(ignore_result=True)

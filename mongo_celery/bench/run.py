@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mongo_celery.bench.latency import Latency, measure_latency
+from mongo_celery.bench.figures import Figure, figures_of, others_share
+from mongo_celery.bench.latency import Latency, measure_latency, measure_latency_under_load
 from mongo_celery.bench.memory import Memory, measure_memory
-from mongo_celery.bench.modes import MODES, Measured, measure
+from mongo_celery.bench.modes import MODES
+from mongo_celery.bench.rates import Measured, measure
 from mongo_celery.bench.sizes import BenchSizes
 from mongo_celery.bench.stage import Stage
 from mongo_celery.bench.takeover import TakeOver, measure_takeover
 
-REFERENCE = "raw_chain"
-IDLE_MODES = ("watch_delay", "bridge_chain")
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A mode's changes per second: the median of its rounds, and its relation to that of `raw_chain`."""
-
-    changes: int
-    rate: float
-    ratio: float | None
-    rounds: tuple[float, ...]
-    cpu_us: Mapping[str, float]
+LATENCY_MODES = ("watch_delay", "bridge_chain", "bridge_inline")
+_LOAD_SAMPLES_MIN = 20
+_LOAD = 0.5
 
 
 @dataclass(slots=True)
 class Results:
-    """What a run has found; parts that were not asked for are empty."""
+    """
+    What a run has found; parts that were not asked for are empty.
+
+    Attributes:
+        latency: while idle.
+        latency_under_load: at half of what the mode carries.
+        others: which share of the cores went to processes that have nothing to do with the run.
+        uncounted: servers whose processor time is not in the figures, since they were given.
+        left_out: what was not begun, since the time was over.
+        rough: whether one round of little had to do.
+    """
 
     seconds: float = 0.0
     figures: dict[str, Figure] = field(default_factory=dict)
     latency: dict[str, Latency] = field(default_factory=dict)
+    latency_under_load: dict[str, Latency] = field(default_factory=dict)
     memory: Memory | None = None
     take_over: TakeOver | None = None
+    others: float | None = None
+    uncounted: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    rough: bool = False
 
 
-def run(stage: Stage, sizes: BenchSizes, announce: Callable[[str], None]) -> Results:
+def run(stage: Stage, sizes: BenchSizes, announce: Callable[[str], None], began: float | None = None) -> Results:
     """
     Measure what the sizes ask for.
 
@@ -48,45 +54,93 @@ def run(stage: Stage, sizes: BenchSizes, announce: Callable[[str], None]) -> Res
         stage: the servers, started.
         sizes: how much, and of what.
         announce: called with a line about what is being measured now.
+        began: when the time of the sizes began to run, by the monotonic clock; now by default.
     """
-    began = time.monotonic()
-    results = Results()
-    results.figures = _figures(_rounds(stage, sizes, announce))
-    if sizes.wants("latency"):
-        for name in IDLE_MODES:
-            announce(f"latency of {name}")
-            results.latency[name] = measure_latency(stage, MODES[name], sizes.samples, sizes.warm_up)
-    if sizes.wants("memory"):
-        announce("the listener's memory under a backlog")
-        results.memory = measure_memory(stage, sizes.backlog)
-    if sizes.wants("take_over"):
-        announce("take-over")
-        results.take_over = measure_takeover(stage, sizes.lease_ttl, sizes.takeovers)
-    results.seconds = time.monotonic() - began
-    return results
+    return _BenchRun(stage, sizes, announce, time.monotonic() if began is None else began).results()
 
 
-def _rounds(stage: Stage, sizes: BenchSizes, announce: Callable[[str], None]) -> dict[str, list[Measured]]:
-    """Every mode once, then every mode once more: a machine that slows down slows all of them."""
-    measured: dict[str, list[Measured]] = {name: [] for name in MODES if sizes.wants(name)}
-    for number in range(sizes.rounds):
-        for name, found in measured.items():
-            announce(f"round {number + 1} of {sizes.rounds}: {name}")
+class _BenchRun:
+    """The steps of one run, as long as there is time for them."""
+
+    def __init__(self, stage: Stage, sizes: BenchSizes, announce: Callable[[str], None], began: float) -> None:
+        self._stage = stage
+        self._sizes = sizes
+        self._announce = announce
+        self._began = began
+        self._longest = 0.0
+        self._left_out: list[str] = []
+        self._measured: dict[str, list[Measured]] = {}
+
+    def results(self) -> Results:
+        """Everything, one after the other."""
+        results = Results(rough=self._sizes.rough, uncounted=self._stage.uncounted)
+        self._measure_rounds()
+        # In the order of modes, whatever the order was in which they were measured.
+        measured = {name: self._measured[name] for name in MODES if self._measured.get(name)}
+        results.figures, results.others = figures_of(measured), others_share(measured)
+        if self._sizes.wants("latency"):
+            self._measure_latencies(results)
+        if self._wants("memory"):
+            self._step("the listener's memory under a backlog", lambda: self._measure_memory(results))
+        if self._wants("take_over"):
+            self._step("take-over", lambda: self._measure_take_over(results))
+        results.left_out = tuple(self._left_out)
+        results.seconds = time.monotonic() - self._began
+        return results
+
+    def _measure_rounds(self) -> None:
+        """Every mode once, then every mode once more: a machine that slows down slows all of them."""
+        sizes = self._sizes
+        for number in range(sizes.rounds):
+            for name in self._in_time(sizes.order):
+                self._step(f"round {number + 1} of {sizes.rounds}: {name}", lambda name=name: self._measure(name))  # type: ignore[misc]
+
+    def _measure(self, name: str) -> None:
+        mode = MODES[name]
+        sizes = self._sizes
+        changes = max(int(sizes.changes * mode.scale), 2)
+        found = measure(self._stage, mode, changes, sizes.warm_up, rough=sizes.rough)
+        self._measured.setdefault(name, []).append(found)
+
+    def _measure_latencies(self, results: Results) -> None:
+        stage, sizes = self._stage, self._sizes
+        for name in self._in_time(LATENCY_MODES, "latency of "):
             mode = MODES[name]
-            found.append(measure(stage, mode, max(int(sizes.changes * mode.scale), 2), sizes.warm_up))
-    return measured
+            self._announce(f"latency of {name}, idle")
+            results.latency[name] = measure_latency(stage, mode, sizes.samples, sizes.warm_up)
+            if sizes.load_seconds:
+                self._announce(f"latency of {name}, at half load")
+                rate = self._rate_of(name, results.figures) * _LOAD
+                samples = max(int(rate * sizes.load_seconds), _LOAD_SAMPLES_MIN)
+                found = measure_latency_under_load(stage, mode, samples, sizes.warm_up, rate)
+                results.latency_under_load[name] = found
 
+    def _rate_of(self, name: str, figures: Mapping[str, Figure]) -> float:
+        """What a mode carries: as the rounds say, or one measurement where it was not among their modes."""
+        if name in figures:
+            return figures[name].rate
+        return measure(self._stage, MODES[name], self._sizes.changes, self._sizes.warm_up).rate
 
-def _figures(measured: Mapping[str, Sequence[Measured]]) -> dict[str, Figure]:
-    rates = {name: statistics.median(each.rate for each in found) for name, found in measured.items()}
-    reference = rates.get(REFERENCE)
-    return {
-        name: Figure(
-            found[0].changes,
-            rates[name],
-            rates[name] / reference if reference else None,
-            tuple(each.rate for each in found),
-            {process: statistics.median(each.cpu_us[process] for each in found) for process in found[0].cpu_us},
-        )
-        for name, found in measured.items()
-    }
+    def _measure_memory(self, results: Results) -> None:
+        results.memory = measure_memory(self._stage, self._sizes.backlog)
+
+    def _measure_take_over(self, results: Results) -> None:
+        results.take_over = measure_takeover(self._stage, self._sizes.lease_ttl, self._sizes.takeovers)
+
+    def _step(self, what: str, act: Callable[[], None]) -> None:
+        self._announce(what)
+        began = time.monotonic()
+        act()
+        self._longest = max(self._longest, time.monotonic() - began)
+
+    def _wants(self, name: str) -> bool:
+        return self._sizes.wants(name) and any(self._in_time([name]))
+
+    def _in_time(self, names: Iterable[str], what: str = "") -> Iterable[str]:
+        """Those for which there is time, if the next takes as long as the longest did; the others are noted."""
+        for name in names:
+            limit = self._sizes.seconds_max
+            if limit is None or time.monotonic() - self._began + self._longest < limit:
+                yield name
+            else:
+                self._left_out.append(f"{what}{name}")

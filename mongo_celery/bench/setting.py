@@ -23,6 +23,8 @@ class BenchSetting:
         clock: directory of the stopwatch.
         start: cluster time at which streams begin, as seconds and increment.
         bridge: options of the bridge, or of the outbox.
+        handler: options of the handler's decorator.
+        work: what the handler does with a change, as `HandlerWork` takes it; nothing when empty.
     """
 
     mongo_url: str = "mongodb://127.0.0.1:27017/?replicaSet=rs0"
@@ -31,6 +33,8 @@ class BenchSetting:
     clock: str = ""
     start: tuple[int, int] = (1, 1)
     bridge: Mapping[str, Any] = field(default_factory=dict)
+    handler: Mapping[str, Any] = field(default_factory=dict)
+    work: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def database(self) -> str:

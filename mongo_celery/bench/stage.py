@@ -24,14 +24,16 @@ from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.payload import present_time
 from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Laps
-from mongo_celery.bench.usage import cpu_seconds
+from mongo_celery.bench.usage import Usage, cpu_seconds, machine_seconds
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
-from mongo_celery.embedded.crew import ChildProcess, Supervisor
+from mongo_celery.embedded.crew import GRACE_SECONDS, ChildProcess, Supervisor
 
 _OPLOG_MB = 2048
 _ANSWER_MILLISECONDS = 5_000
 _STALL_SECONDS_MAX = 60.0
 _LOOK_SECONDS = 0.01
+_SERVERS = {"mongodb": "mongod"}
+"""Of those programs whose name is another one."""
 _PATH = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
 
 
@@ -82,6 +84,16 @@ class Stage:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    @property
+    def owns_broker(self) -> bool:
+        """Whether the broker ends with this run."""
+        return "redis" in self.server_pids
+
+    @property
+    def uncounted(self) -> tuple[str, ...]:
+        """Servers that were given, whose processor time is not known."""
+        return tuple(_SERVERS.get(name, name) for name in ("mongodb", "redis") if name not in self.server_pids)
+
     def _greet(self) -> None:
         """Given servers must answer, and have an oplog: raise BenchError otherwise."""
         try:
@@ -97,19 +109,34 @@ class Stage:
             raise BenchError(f"Redis did not answer: {error}. Check --redis-url and the server.") from error
 
     @contextlib.contextmanager
-    def scene(self, mode: str, **bridge: Any) -> Iterator[Scene]:
+    def scene(
+        self,
+        mode: str,
+        handler: Mapping[str, Any] | None = None,
+        work: Mapping[str, float] | None = None,
+        /,
+        **bridge: Any,
+    ) -> Iterator[Scene]:
         """
         One measurement: names of its own, and whatever it starts and writes is gone afterwards.
 
         Args:
             mode: part of its names.
+            handler: options of the handler's decorator.
+            work: what the handler does with a change.
             bridge: options of the bridge.
         """
         name = f"bench-{self._token}-{next(self._numbers)}-{mode}"
         clock = self.directory / name
         clock.mkdir()
         setting = BenchSetting(
-            mongo_url=self.mongo_url, redis_url=self.redis_url, name=name, clock=str(clock), bridge=bridge
+            mongo_url=self.mongo_url,
+            redis_url=self.redis_url,
+            name=name,
+            clock=str(clock),
+            bridge=bridge,
+            handler=handler or {},
+            work=work or {},
         )
         scene = Scene(self, setting)
         scene.begin_now()
@@ -126,7 +153,9 @@ class Scene:
         self._stage = stage
         self.setting = setting
         self._laps: dict[str, Laps] = {}
-        self._processes = Supervisor(Path(setting.clock), ChildProcess)
+        # A worker that is killed leaves what it has not acknowledged in keys that all apps of a Redis share.
+        grace = 0.0 if stage.owns_broker else GRACE_SECONDS
+        self._processes = Supervisor(Path(setting.clock), ChildProcess, grace=grace)
 
     @property
     def orders(self) -> Collection[dict[str, Any]]:
@@ -172,11 +201,19 @@ class Scene:
                 pipeline.llen(f"{self.setting.name}.{index}")
             return sum(pipeline.execute())
 
-    def worker(self, app: str, queues: str | None = None) -> ChildProcess:
-        """A Celery worker as all modes use it: prefork, two processes, everything else at its default."""
-        arguments = ["-c", "2", "-l", "WARNING", "--without-gossip", "--without-mingle", "--without-heartbeat"]
-        arguments += ["-Q", queues] if queues else []
-        return self._celery(app, "worker", *arguments, "-n", f"{self.setting.name}@{socket.gethostname()}")
+    def worker(self, app: str, queues: str | None = None, *, processes: int = 2, number: int = 1) -> ChildProcess:
+        """
+        A Celery worker as all modes use it: prefork, everything but its size at its default.
+
+        Args:
+            app: the name of its module.
+            queues: which it takes from; all by default.
+            processes: of its pool.
+            number: tells it from others of this measurement.
+        """
+        arguments = ["-c", f"{processes}", "-l", "WARNING", "--without-gossip", "--without-mingle"]
+        arguments += ["--without-heartbeat", *(["-Q", queues] if queues else [])]
+        return self._celery(app, "worker", *arguments, "-n", f"{self.setting.name}-{number}@{socket.gethostname()}")
 
     def listener(self, app: str) -> ChildProcess:
         """A listener of an app, given as the name of its module."""
@@ -209,6 +246,29 @@ class Scene:
         failed = self._processes.failed()
         if failed is not None:
             raise BenchError(f"{failed.name} ended with status {failed.returncode}: {failed.last_words}")
+
+    def deliveries(self) -> int:
+        """How many events MongoDB has given to the streams that are open on the data."""
+        operations = self._stage.client.admin.aggregate(
+            [
+                {"$currentOp": {"idleCursors": True}},
+                {"$match": {"ns": {"$regex": f"^{self.setting.database}\\."}, "cursor.tailable": True}},
+                {"$project": {"count": "$cursor.nDocsReturned"}},
+            ]
+        )
+        return sum(int(each.get("count", 0)) for each in operations)
+
+    def usage(self) -> Usage:
+        """Processor time so far: of each process, a worker's pool apart, and of the whole machine."""
+        used = {_SERVERS.get(name, name): cpu_seconds([pid]) for name, pid in self._stage.server_pids.items()}
+        for process in self._processes.started:
+            children = process.children()
+            name = f"{process.name}_parent" if children else process.name
+            used[name] = used.get(name, 0.0) + cpu_seconds([process.pid])
+            if children:
+                pool = f"{process.name}_children"
+                used[pool] = used.get(pool, 0.0) + cpu_seconds(children)
+        return Usage(used, *machine_seconds())
 
     def cpu_seconds(self) -> dict[str, float]:
         """Processor time so far of every process, servers that are not embedded excepted."""

@@ -33,13 +33,19 @@ class Stopwatch:
         self._count = 0
         os.register_at_fork(after_in_child=self._forget)
 
-    def lap(self) -> None:
-        """Note the present time. Used by one thread of a process."""
+    def lap(self) -> float:
+        """Note the present time, and return it."""
+        now = time.monotonic()
+        self.note(now)
+        return now
+
+    def note(self, value: float) -> None:
+        """Note a time, or how long something took. Used by one thread of a process."""
         view = self._view
         if view is None:
             view = self._open()
         self._count = count = self._count + 1
-        view[count] = time.monotonic()
+        view[count] = value
         view[0] = count  # last: the reader trusts what this counts
 
     def _forget(self) -> None:

@@ -86,6 +86,7 @@ def _facts(status: Mapping[str, Any], *, everything: bool) -> Iterable[Renderabl
     yield from _stored(status)
     yield from (_line(f"snapshot {progress_line(each)}", progress_style(each)) for each in status["snapshots"])
     yield from _handlers(status["subscriptions"], everything=everything)
+    yield from _inline([each["name"] for each in status["subscriptions"] if each["commit"] == "inline"])
     yield from (_new_layout(each) for each in status["subscriptions"] if each["new_layout"])
     yield from _partitions(status["partitions"], everything=everything)
 
@@ -186,6 +187,14 @@ def _handlers(subscriptions: Sequence[Mapping[str, Any]], *, everything: bool) -
     if shown:
         yield Padding(_HandlerTable(shown), _INDENT, expand=False)
     yield from _more(len(subscriptions) - len(shown), "handler", "handlers")
+
+
+def _inline(names: Sequence[str]) -> Iterable[RenderableType]:
+    """Those that commit by themselves; what commits by a task of its own, as is the default, needs no word."""
+    if names:
+        hidden = len(names) - _ROWS
+        more = f" and {number(hidden, 'more handler', 'more handlers')}" if hidden > 0 else ""
+        yield _line(f"commit inline: {', '.join(names[:_ROWS])}{more}")
 
 
 class _HandlerTable:

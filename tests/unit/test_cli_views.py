@@ -103,6 +103,20 @@ def test_what_needs_attention(change: dict[str, Any], wanted: bool) -> None:
     assert needs_attention(partition) is wanted
 
 
+def test_who_commits_inline_is_named() -> None:
+    """In `--json` of each handler that is in the app; for people only where it is not the default."""
+    stored = [subscription(), subscription("bill"), subscription("gone")]
+    names = ("summarise", "bill")
+    status = shape(facts(registered=names, subscriptions=stored, commits={"summarise": "chain", "bill": "inline"}))
+    assert {each["name"]: each["commit"] for each in status["subscriptions"]} == {
+        "summarise": "chain",
+        "bill": "inline",
+        "gone": None,
+    }
+    assert "  commit inline: bill\n" in shown(view_of(status, everything=False))
+    assert "commit inline" not in shown(view_of(shape(facts(commits={"summarise": "chain"})), everything=False))
+
+
 def test_a_listener_that_does_not_say_whose_handlers_it_serves_is_not_said_to_serve_none() -> None:
     """One of an earlier version."""
     silent = shown(view_of(shape(facts()), everything=False))

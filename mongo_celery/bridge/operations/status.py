@@ -70,6 +70,7 @@ class Facts:
         heads: the changes at which parked and waiting partitions stand, as far as they were looked at.
         snapshots: all that are stored.
         without_runs: of the registered subscriptions, those that `run_size` is not for.
+        commits: who writes the positions of the registered subscriptions, by name: `chain` or `inline`.
     """
 
     options: BridgeOptions
@@ -88,6 +89,7 @@ class Facts:
     snapshots: Sequence[Snapshot] = ()
     replaying: Mapping[str, int] = field(default_factory=dict)
     without_runs: frozenset[str] = frozenset()
+    commits: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_status(wiring: Wiring) -> dict[str, Any]:
@@ -138,6 +140,8 @@ def read_status(wiring: Wiring) -> dict[str, Any]:
     - a subscription's `state` is that of its worst partition (`halted`, `paused`, `waiting`, `parked`, `moving`,
       `flowing`), or `new` (registered, but no listener has led with it yet), or `unregistered`; `history_lost` where
       the oplog no longer holds its place: then `lost` says since when and where, and what was `decided`.
+    - a subscription's `commit`: who writes its positions, `chain` (the commit task) or `inline` (the execution itself);
+      None where it is `unregistered`.
     - a subscription's `generation` and `partitions` are those of its layout in force; None where it is `new`.
     - a subscription's `new_layout`: while one is being prepared, how many `partitions` it will have, since when, and
       what it `waits` for.
@@ -186,6 +190,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         dead_letters=store.dead_letters.count(),
         snapshots=store.snapshots.read(),
         without_runs=frozenset(each.name for each in wiring.handlers if not _takes_runs(wiring, each)),
+        commits={handler.name: handler.commit or options.commit for handler in wiring.handlers},
         now=operation_time(client),
         oplog=oplog,
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),
@@ -321,6 +326,7 @@ def _subscriptions(facts: Facts, report: Mapping[str, Any]) -> list[dict[str, An
             {
                 "name": name,
                 "state": _subscription_state(facts, name, document, images),
+                "commit": facts.commits.get(name),
                 "generation": int(layout.generation) if layout else None,
                 "partitions": layout.partitions if layout else None,
                 "new_layout": _new_layout(moving[name]) if name in moving else None,
