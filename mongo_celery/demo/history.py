@@ -227,7 +227,7 @@ def out_of_sequence(history: Sequence[Fact]) -> list[str]:
     """
     P2: accepted effects of a partition never go back by their numbers, nor do those of a key.
 
-    A run of several changes that was cut by a crash is repeated from its beginning, under a larger token:
+    A run of several changes that was cut by a crash is repeated from what is recorded of it, under a larger token:
     that is the one way back.
     """
     wrong = []

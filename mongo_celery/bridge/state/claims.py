@@ -33,6 +33,9 @@ The partition's document is the authority on who may run what::
    there is no `handled`, and nothing between success and position. It waits for a majority, which is a matter of speed:
    whoever looks at positions reads what a majority has, and what is written behind one, the next claim first, is a
    majority write and keeps it. So one without an answer that a failover takes back costs one more start.
+9. While a run is under way its execution may move the position behind what is done of it (`advance`), under its own
+   guard (3), by majority: the claim goes on with the next change as its first, of which nothing is counted yet. Before
+   a later change has an outcome it must, since every outcome is that of the claim's first.
 
 | failure | what happens |
 |---|---|
