@@ -173,7 +173,7 @@ class _Measuring:
         seen = self.observed.get(count)
         if seen is not None:
             rate = seen.rate
-            if seen.usage.busy >= seen.usage.total * _FULL_SHARE:
+            if _fills_cores(seen.usage):
                 limit = CORES
         return Carried(
             workers=count,
@@ -250,6 +250,11 @@ class _Measuring:
             rate = min(rate, slots / work)
         wanted = int(rate * (self._seconds + 2) * 1.5) + _WARM_UP_CHANGES + 2 * slots
         return max(min(wanted, _BACKLOG_BYTES // self._workload.document_bytes), _BACKLOG_MIN)
+
+
+def _fills_cores(usage: Usage) -> bool:
+    """Whether the cores were full, and mostly of the run's own processes: of others the run says how much they took."""
+    return usage.busy >= usage.total * _FULL_SHARE and usage.others < usage.busy / 2
 
 
 def _pools(workers: Sequence[ChildProcess]) -> int:

@@ -12,7 +12,7 @@ from mongo_celery.bench.capacity import WORKER_PROCESSES, Capacity
 from mongo_celery.bench.limits import BROKER, CORES, LISTENER, MONGOD, PARTITIONS
 from mongo_celery.bench.remarks import load_remarks
 from mongo_celery.bench.report import machine
-from mongo_celery.bench.tables import plain_table
+from mongo_celery.bench.tables import plain_table, titled
 from mongo_celery.quantities import size
 
 _PARTS = (PARTITIONS, LISTENER, BROKER, MONGOD, CORES)
@@ -75,7 +75,7 @@ def _renderables(capacity: Capacity) -> Iterator[RenderableType]:
 
 
 def _carried(capacity: Capacity) -> RenderableType:
-    table = plain_table("Changes per second by the number of workers", "mode")
+    table = plain_table()
     for column, justify in (("workers", "right"), ("here", "right"), ("", "left"), ("limit", "left")):
         table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("apart", justify="right", no_wrap=True)
@@ -91,16 +91,16 @@ def _carried(capacity: Capacity) -> RenderableType:
                 _rate(each.apart),
                 _words(each.apart_limit),
             )
-    return table
+    return titled("Changes per second by the number of workers", table)
 
 
 def _limits(capacity: Capacity) -> RenderableType:
-    table = plain_table("Changes per second at which each part is full, computed", "mode")
+    table = plain_table()
     for part in _PARTS:
         table.add_column(_words(part), justify="right", no_wrap=True)
     for name, found in capacity.modes.items():
         table.add_row(name, *(_rate(found.limits[part]) if part in found.limits else "?" for part in _PARTS))
-    return table
+    return titled("Changes per second at which each part is full, computed", table)
 
 
 def _words(part: str) -> str:

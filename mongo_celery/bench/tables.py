@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -50,9 +50,9 @@ def _parts(results: Results) -> Iterator[RenderableType]:
     yield from map(Text, _remarks(results))
 
 
-def rates_table(figures: Mapping[str, Figure]) -> Table:
+def rates_table(figures: Mapping[str, Figure]) -> RenderableType:
     """Changes per second, and what one costs, beside `raw_chain`."""
-    table = plain_table("Changes per second, and processor time of all processes for one", "mode")
+    table = plain_table()
     for column in ("changes/s", "lowest", "highest", f"x {REFERENCE}", "CPU us", "x by CPU"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, figure in figures.items():
@@ -60,23 +60,23 @@ def rates_table(figures: Mapping[str, Figure]) -> Table:
         table.add_row(
             name, *rates, ratio_text(figure.ratio), f"{figure.cpu_total_us:,.0f}", ratio_text(figure.cpu_ratio)
         )
-    return table
+    return titled("Changes per second, and processor time of all processes for one", table)
 
 
-def cpu_table(figures: Mapping[str, Figure]) -> Table:
+def cpu_table(figures: Mapping[str, Figure]) -> RenderableType:
     """Processor time for one change by process."""
     present = [name for name in PROCESSES if any(name in figure.cpu_us for figure in figures.values())]
-    table = plain_table("Processor time for one change by process, in us", "mode")
+    table = plain_table()
     for process in present:
         table.add_column(PROCESSES[process], justify="right", no_wrap=True)
     for name, figure in figures.items():
         table.add_row(name, *(f"{figure.cpu_us[each]:,.0f}" if each in figure.cpu_us else "" for each in present))
-    return table
+    return titled("Processor time for one change by process, in us", table)
 
 
-def latency_table(idle: Mapping[str, Latency], loaded: Mapping[str, Latency]) -> Table:
+def latency_table(idle: Mapping[str, Latency], loaded: Mapping[str, Latency]) -> RenderableType:
     """From a write to the start of its handler."""
-    table = plain_table("From a write to the start of its handler, in ms", "mode")
+    table = plain_table()
     columns = ["idle p50", "p99"]
     if loaded:
         columns += ["half load p50", "p99", "writes/s"]
@@ -88,14 +88,19 @@ def latency_table(idle: Mapping[str, Latency], loaded: Mapping[str, Latency]) ->
             each = loaded[name]
             cells += [f"{each.p50:.1f}", f"{each.p99:.1f}", f"{each.per_second:.0f}"]
         table.add_row(name, *cells)
+    return titled("From a write to the start of its handler, in ms", table)
+
+
+def plain_table() -> Table:
+    """A table without lines, of modes."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("mode", no_wrap=True)
     return table
 
 
-def plain_table(title: str, first: str) -> Table:
-    """A table without lines, whose first column is named."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    table.add_column(first, no_wrap=True)
-    return table
+def titled(title: str, table: Table) -> RenderableType:
+    """A table below its title, which may be wider."""
+    return Group(Text(title, "bold"), table)
 
 
 def ratio_text(value: float | None) -> str:
