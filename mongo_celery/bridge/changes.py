@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
-from mongo_celery.bridge.change import Change, describe
+from mongo_celery.bridge.change import Change, label_of
 from mongo_celery.errors import HandlerUsageError
 
 if TYPE_CHECKING:
@@ -96,4 +96,4 @@ class Changes(tuple[Change, ...]):
             place = failed if isinstance(failed, int) and not isinstance(failed, bool) else -1
         if not 0 <= place < len(self):
             raise HandlerUsageError(f"failed_at() takes a change of the list or its place, from 0 to {len(self) - 1}.")
-        return ChangeFailed(f"its handler says that {describe(self[place].raw)} has failed", place)
+        return ChangeFailed(f"its handler says that {label_of(self[place])} has failed", place)
