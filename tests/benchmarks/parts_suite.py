@@ -24,7 +24,8 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.reader import ChangeEvent, Item, Position, StreamReader
+from mongo_celery.bridge.stream.items import ChangeEvent, Item
+from mongo_celery.bridge.stream.reader import Position, StreamReader, _Progress
 from mongo_celery.bridge.stream.source import Scope
 from mongo_celery.bridge.worker.envelope import Carrier, Run, seal, unseal
 from tests.benchmarks.readings import Reading, reading
@@ -133,9 +134,8 @@ def _read(events: Sequence[bytes]) -> list[ChangeEvent]:
     """As the reader takes what the driver gives."""
     found: list[Item] = []
     scope = Scope("shop", None, (), {})
-    reader = StreamReader(_no_client, scope, Position(None, None), deliver=found.append, room=10 * len(events))
-    for raw in events:
-        reader._take(RawBSONDocument(raw))
+    reader = StreamReader(_no_client, scope, Position(None, None), deliver=found.extend, room=10 * len(events))
+    reader._take_all([RawBSONDocument(raw) for raw in events], _Progress())
     return [each for each in found if isinstance(each, ChangeEvent)]
 
 

@@ -23,7 +23,7 @@ from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.reader import ChangeEvent
+from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.window import Mark
 from tests.fixtures.samples import event, image, mark, token_data
 

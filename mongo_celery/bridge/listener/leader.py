@@ -13,7 +13,6 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import pymongo
@@ -26,6 +25,7 @@ from mongo_celery.bridge.listener.evidence import BrokerWatch, MessageEvidence, 
 from mongo_celery.bridge.listener.fairness import Fairness
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
+from mongo_celery.bridge.listener.inbox import Inbox
 from mongo_celery.bridge.listener.leftovers import Leftovers
 from mongo_celery.bridge.listener.noting import Noting
 from mongo_celery.bridge.listener.owed import OwedSnapshots
@@ -43,7 +43,8 @@ from mongo_celery.bridge.listener.takeover import LockedPartitions, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.signing import sealing_of
-from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
+from mongo_celery.bridge.stream.items import Failed
+from mongo_celery.bridge.stream.reader import Position, StreamReader
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
 from mongo_celery.mongo.table import call_timeout
 from mongo_celery.mongo.verdicts import brief, raise_if_final
@@ -100,8 +101,7 @@ class Leader:
         self._selectors = selectors
         self._scope = scope
         self._stopping = stopping
-        self._inbox: SimpleQueue[Item | None] = SimpleQueue()
-        self._held: Item | None = None
+        self._inbox = Inbox()
         self._reader: StreamReader | None = None
         self._subscriptions: dict[str, Subscription] = {}
         self._leftovers: Leftovers | None = None
@@ -181,7 +181,7 @@ class Leader:
 
     def wake(self) -> None:
         """End the current wait; callable from any thread."""
-        self._inbox.put(None)
+        self._inbox.put(())
 
     def report(self) -> dict[str, Any]:
         """What `status` shows of this term beside the stored positions."""
@@ -271,8 +271,7 @@ class Leader:
         if self._reader is not None:
             self._reader.stop()
         # A place that the reader before hands over at this very moment must not be taken for the new one's.
-        self._inbox = SimpleQueue()
-        self._held = None
+        self._inbox = Inbox()
         self._at_end = False
         self._snapshots.reopened()
         if position is not None:
@@ -321,34 +320,38 @@ class Leader:
         self._wait()
 
     def _take_in(self, now: float) -> None:
+        inbox = self._inbox
         for number in range(_ITEMS_A_TURN):
-            if self._held is None:
-                try:
-                    self._held = self._inbox.get_nowait()
-                except Empty:
-                    return
-                if self._held is None:  # a wake-up
-                    continue
-            if isinstance(self._held, Failed):
-                self._failed(self._held.error)
-                self._held = None
+            item = inbox.look()
+            if item is None:
+                return
+            if isinstance(item, Failed):
+                inbox.take()
+                self._failed(item.error)
                 return
             if number % _ITEMS_A_CHECK == 0 and self._spilling.is_full:
                 self._wait_for_room(now)
-                return
+                break
             self._full, self._full_at = "", math.inf
-            if not self._snapshots.admits(self._held):  # existing documents come before it
+            if not self._snapshots.admits(item):  # existing documents come before it
                 self._at_end = False
-                return
-            self._at_end = not hasattr(self._held, "raw")
+                break
+            self._at_end = not hasattr(item, "raw")
             for subscription in self._subscriptions.values():
-                change = subscription.take_in(self._held)
+                change = subscription.take_in(item)
                 if change is not None:
-                    self._snapshots.looked_up(subscription, self._held, change)
-            self._snapshots.took_in(self._held)
-            assert self._reader is not None, "items come from a reader"
-            self._reader.made_room(self._held)
-            self._held = None
+                    self._snapshots.looked_up(subscription, item, change)
+            self._snapshots.took_in(item)
+            if inbox.take():
+                self._make_room()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Let the reader go on: not for each item, since it would come in between each time."""
+        assert self._reader is not None, "items come from a reader"
+        taken = self._inbox.taken()
+        if taken:
+            self._reader.made_room(taken)
 
     def _wait_for_room(self, now: float) -> None:
         """A full buffer is normal under backlog; it is loud where nothing more may be stored of what stands."""
@@ -526,11 +529,8 @@ class Leader:
             self._snapshots.next_at(),
         )
         pause = max(until - now, 0.0)
-        if self._held is not None:  # full, or a chunk is awaited: new items cannot be taken in
+        if self._inbox.held is not None:  # full, or a chunk is awaited: new items cannot be taken in
             awaited = self._snapshots.progress if self._snapshots.is_standing else self._stopping
             awaited.wait(min(pause, _BUSY_LOOK))
             return
-        try:
-            self._held = self._inbox.get(timeout=pause) if pause else self._inbox.get_nowait()
-        except Empty:
-            return
+        self._inbox.wait(pause)

@@ -23,7 +23,7 @@ from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.replays import ReplayRequest
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.reader import ChangeEvent
+from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.source import Selector
 from mongo_celery.bridge.window import Mark, PendingChange, Window
 from mongo_celery.bridge.worker.envelope import Run
@@ -97,6 +97,7 @@ class Subscription:
         self.replaying: set[int] = set()
         self.counted = [0, 0]
         self._replayed: set[int] = set()
+        self._has_begun = False  # whether something was read at its start or behind it: then all that follows is
         for tracker in trackers.values():
             self._follow(tracker.image)
 
@@ -191,9 +192,11 @@ class Subscription:
         return True
 
     def _owed(self, event: ChangeEvent) -> PendingChange | None:
-        time_ = event.mark.cluster_time
-        if time_ is not None and time_ < self.plan.start:
-            return None
+        if not self._has_begun:
+            time_ = event.mark.cluster_time
+            if time_ is not None and time_ < self.plan.start:
+                return None
+            self._has_begun = time_ is not None
         return self.admission.admit(event)
 
     def notes_of_refused(self) -> Notes:
