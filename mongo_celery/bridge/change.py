@@ -8,7 +8,7 @@ carry PyMongo's names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,9 @@ _LENIENT: CodecOptions[Any] = CodecOptions(
     datetime_conversion=DatetimeConversion.DATETIME_AUTO,
 )
 
+_UNREAD: Mapping[str, Any] = {}
+_UNREADABLE = "an event that cannot be read"
+
 Fencer = Callable[["Change", "Collection[dict[str, Any]] | str"], "FencedCollection"]
 
 
@@ -48,7 +51,7 @@ class Change:
     One change event, given to a handler.
 
     Attributes:
-        raw: the event as the server sent it.
+        raw: the event as the server sent it. A handler's is decoded when one of its fields is first looked at.
         partition: index of the partition that keeps this change's order.
         seq: number of this change within its partition, from 1, without gaps.
         fencing_token: grows with every claim of the partition; a resource that has seen a
@@ -65,6 +68,29 @@ class Change:
     session: ClientSession | None = None
     replayed: bool = False
     _fencer: Fencer | None = field(default=None, compare=False)
+    _read: Callable[[], Mapping[str, Any]] | None = field(default=None, compare=False)
+
+    @classmethod
+    def unread(cls, read: Callable[[], Mapping[str, Any]], **fields: Any) -> Change:
+        """
+        A change that is decoded when it is first looked at; what fails then is raised there, each time.
+
+        Args:
+            read: gives the event.
+            fields: all others.
+        """
+        change = cls(_UNREAD, _read=read, **fields)
+        object.__delattr__(change, "raw")
+        return change
+
+    def __getattr__(self, name: str) -> Any:
+        """Only what is missing comes here: the event that nobody has looked at yet."""
+        read = self._read if name == "raw" else None
+        if read is None:
+            raise AttributeError(f"'Change' object has no attribute {name!r}")
+        raw = read()
+        object.__setattr__(self, "raw", raw)
+        return raw
 
     @property
     def operation_type(self) -> str:
@@ -142,7 +168,7 @@ class Change:
         return self.raw[name]
 
     def __repr__(self) -> str:
-        return f"<Change {describe(self.raw)} seq={self.seq}>"
+        return f"<Change {label_of(self)} seq={self.seq}>"
 
     def fenced(self, collection: Collection[dict[str, Any]] | str) -> FencedCollection:
         """
@@ -164,7 +190,10 @@ class Change:
 
     def with_session(self, session: ClientSession) -> Change:
         """The same change, bound to a transaction's session."""
-        return replace(self, session=session)
+        if self._read is None:
+            return replace(self, session=session)
+        others = (each.name for each in fields(self) if each.name not in {"raw", "session", "_read"})
+        return Change.unread(self._read, session=session, **{name: getattr(self, name) for name in others})
 
     @classmethod
     def build(
@@ -238,7 +267,7 @@ def decoded(event: bytes | memoryview) -> dict[str, Any]:
     return bson.decode(event, _LENIENT)
 
 
-def event_of(raw: bytes) -> RawEvent:
+def event_of(raw: bytes | memoryview) -> RawEvent:
     """
     An event of which only what is looked at is decoded, by `EVENT_TYPES`.
 
@@ -282,7 +311,15 @@ def describe(event: Mapping[str, Any] | bytes) -> str:
         operation = str(found.get("operationType"))[:_KEY_CHARS]
         return storable(f"{namespace_of(found)[:_NAMESPACE_CHARS]} {operation} {text}")
     except Exception:  # noqa: BLE001 - a description must not cost what it describes
-        return "an event that cannot be read"
+        return _UNREADABLE
+
+
+def label_of(change: Change) -> str:
+    """What `describe` says of a change, also where it cannot be decoded: that is said where a handler looks at it."""
+    try:
+        return describe(change.raw)
+    except Exception:  # noqa: BLE001 - a decoder's
+        return _UNREADABLE
 
 
 def _brief(value: Any) -> str:

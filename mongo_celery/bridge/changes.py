@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from mongo_celery.bridge.change import Change, describe
+from mongo_celery.bridge.change import Change, label_of
 from mongo_celery.errors import HandlerUsageError
 
 if TYPE_CHECKING:
@@ -108,12 +108,4 @@ class Changes(tuple[Change, ...]):
             place = failed if isinstance(failed, int) and not isinstance(failed, bool) else -1
         if not 0 <= place < len(self):
             raise HandlerUsageError(f"failed_at() takes a change of the list or its place, from 0 to {len(self) - 1}.")
-        return ChangeFailed(f"its handler says that {_described(self[place])} has failed", place, self)
-
-
-def _described(change: Change) -> str:
-    """In words; of one that cannot even be decoded where it stands."""
-    try:
-        return describe(change.raw)
-    except Exception:  # noqa: BLE001 - whatever its bytes do: it is named, not judged
-        return f"the change with seq={change.seq}"
+        return ChangeFailed(f"its handler says that {label_of(self[place])} has failed", place, self)

@@ -4,10 +4,14 @@ A change event as its bytes, of which only what is asked for is decoded.
 A listener looks at five fields of each event (token, time, operation, namespace, document key), and the documents that
 it carries are the larger part of it. So a field is read from its own place (`mongo.elements`), and whatever is odd is
 left to PyMongo's decoder, as if there were nothing else.
+
+The change of one document comes from a server with the same fields in the same order each time. Such an event is
+recognised at one look, from its first byte to its last, and the five fields with it; all others are walked.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import ItemsView, Iterator, KeysView, Mapping
 from functools import lru_cache
@@ -36,10 +40,29 @@ _NAMESPACE_BYTES = 512  # longer ones are something that a user's pipeline has m
 _TOKEN = b"\x02_data\0"
 _TOKEN_BEGINS = 4 + len(_TOKEN) + 4
 _ORIGIN_BYTES = 600
-_PLAIN_KEY = b"\x07_id\0"
-_PLAIN_KEY_BYTES = 4 + len(_PLAIN_KEY) + 12 + 1
+_PLAIN_KEY = b"\x16\0\0\0\x07_id\0"
+_PLAIN_KEY_BYTES = len(_PLAIN_KEY) + 12 + 1
 _SHORTEST_TOKEN = _TOKEN_BEGINS + 2
 _NOWHERE = 0, 0, 0
+_SMALLEST = 5
+_FIRST_FIELDS = re.compile(
+    rb".{4}\x03_id\0.{4}\x02_data\0.{4}([0-9A-Fa-f]+)\0\0"
+    rb"\x02operationType\0.{4}([A-Za-z]+)\0"
+    rb"\x11clusterTime\0(.{8})"
+    rb"(?:\x09wallTime\0.{8})?"
+    rb"(\x03fullDocument\0)?",
+    re.DOTALL,
+).match
+_AT_TOKEN_DOCUMENT = 4 + len(b"\x03_id\0")
+_AT_TOKEN_TEXT = _AT_TOKEN_DOCUMENT + 4 + len(_TOKEN)
+_AROUND_TOKEN = 4 + len(_TOKEN) + 4 + 2
+_NAMESPACE = b"\x03ns\0"
+_KEY = b"\x03documentKey\0"
+_UPDATE = b"\x03updateDescription\0"
+
+Plain = tuple[str, bytes, bytes, bytes, bytes]
+"""Token, time, operation, namespace and document key of an event of the usual form: the first as text, else bytes."""
+
 _length_at = struct.Struct("<i").unpack_from
 _two_numbers_at = struct.Struct("<II").unpack_from
 
@@ -55,17 +78,21 @@ class RawEvent(RawBSONDocument):
         BSONError: it is no BSON document, now or when it is looked at.
     """
 
-    __slots__ = ("_bytes", "_decoder", "_origin", "_places", "_values")
+    __slots__ = ("_bytes", "_decoder", "_found", "_origin", "_plain", "_values")
 
     def __init__(self, raw: bytes | memoryview) -> None:
         if not isinstance(raw, bytes):
             raw = bytes(raw)  # the driver gives large documents within others so
-        found = places(raw)
         self._bytes = raw
         self._values: dict[str, Any] = {}
         self._origin: bytes | None = None
-        self._places: Mapping[str, Place] = found if found is not None else {}
-        self._decoder = RawBSONDocument(raw, EVENT_TYPES) if found is None else None
+        self._found: Mapping[str, Place] | None = None
+        self._decoder: RawBSONDocument | None = None
+        self._plain = plain(raw)
+        if self._plain is None:
+            found = places(raw)
+            self._found = found if found is not None else {}
+            self._decoder = RawBSONDocument(raw, EVENT_TYPES) if found is None else None
 
     @property
     def raw(self) -> bytes:
@@ -75,6 +102,8 @@ class RawEvent(RawBSONDocument):
     @property
     def token(self) -> dict[str, Any] | None:
         """The resume token as plain values; None where there is none."""
+        if self._plain is not None:
+            return {"_data": self._plain[0]}
         kind, start, stop = self._places.get("_id", _NOWHERE)
         if kind == DOCUMENT and stop - start >= _SHORTEST_TOKEN:
             raw, begin = self._bytes, start + _TOKEN_BEGINS
@@ -88,13 +117,24 @@ class RawEvent(RawBSONDocument):
         return None if found is None else dict(found)
 
     @property
+    def place(self) -> tuple[str, bytes] | None:
+        """Of an event of the usual form the token's one field, and the bytes of its time; None of any other."""
+        return None if self._plain is None else self._plain[:2]
+
+    @property
     def origin(self) -> bytes | None:
         """
         Bytes of operation and namespace of a change of a document: handlers are chosen by them, and by what the change
         holds. None for other events, and where a pipeline has made something else of these.
         """
         found = self._origin
-        if found is None and "documentKey" in self._places and "to" not in self._places:
+        if found is not None:
+            return found
+        if self._plain is not None:
+            _, _, operation, namespace, _ = self._plain
+            if len(operation) + len(namespace) <= _ORIGIN_BYTES:
+                found = self._origin = operation + namespace
+        elif "documentKey" in self._places and "to" not in self._places:
             kind, start, stop = self._places.get("operationType", _NOWHERE)
             also, begin, end = self._places.get("ns", _NOWHERE)
             if kind == TEXT and also == DOCUMENT and stop - start + end - begin <= _ORIGIN_BYTES:
@@ -104,13 +144,23 @@ class RawEvent(RawBSONDocument):
     @property
     def plain_key(self) -> tuple[bytes, bytes] | None:
         """Bytes of the namespace, and of an ObjectId that is all of the document key; None for all other keys."""
-        kind, start, stop = self._places.get("documentKey", _NOWHERE)
-        if kind != DOCUMENT or stop - start != _PLAIN_KEY_BYTES or not self._bytes.startswith(_PLAIN_KEY, start + 4):
+        if self._plain is not None:
+            _, _, _, namespace, key = self._plain
+        else:
+            kind, start, stop = self._places.get("documentKey", _NOWHERE)
+            also, begin, end = self._places.get("ns", _NOWHERE)
+            if kind != DOCUMENT or also != DOCUMENT:
+                return None
+            namespace, key = self._bytes[begin:end], self._bytes[start:stop]
+        if len(key) != _PLAIN_KEY_BYTES or not key.startswith(_PLAIN_KEY) or len(namespace) > _NAMESPACE_BYTES:
             return None
-        kind, begin, end = self._places.get("ns", _NOWHERE)
-        if kind != DOCUMENT or end - begin > _NAMESPACE_BYTES:
-            return None
-        return self._bytes[begin:end], self._bytes[start + 4 + len(_PLAIN_KEY) : stop - 1]
+        return namespace, key[len(_PLAIN_KEY) : -1]
+
+    @property
+    def _places(self) -> Mapping[str, Place]:
+        if self._found is None:
+            self._found = places(self._bytes) or {}
+        return self._found
 
     def __getitem__(self, item: str) -> Any:
         if self._decoder is not None:
@@ -171,6 +221,57 @@ class RawEvent(RawBSONDocument):
             increment, seconds = _two_numbers_at(raw, start)
             return Timestamp(seconds, increment)
         return None if kind == NULL else self._decoded[name]
+
+
+def plain(raw: bytes) -> Plain | None:
+    """
+    What is looked at in an event that has the usual form; None for any other.
+
+    Each field is where the one before it ends by its own length. Nothing is searched for, and every byte that is not
+    within a document belongs to a field that was expected there.
+    """
+    first = _FIRST_FIELDS(raw)
+    if first is None:
+        return None
+    try:
+        return _plain(raw, first)
+    except struct.error:  # it ends too early
+        return None
+
+
+def _plain(raw: bytes, first: re.Match[bytes]) -> Plain | None:
+    end = len(raw) - 1
+    token, operation, time_, document = first.groups()
+    begin, at = first.start(2) - 4, first.end()
+    if (
+        _length_at(raw)[0] != end + 1
+        or raw[end]
+        or _length_at(raw, _AT_TOKEN_DOCUMENT)[0] != len(token) + _AROUND_TOKEN
+        or _length_at(raw, _AT_TOKEN_TEXT)[0] != len(token) + 1
+        or _length_at(raw, begin)[0] != len(operation) + 1
+    ):
+        return None
+    if document is not None:
+        at = _end_of_document(raw, at, end)
+    if not raw.startswith(_NAMESPACE, at):
+        return None
+    namespace, at = at + len(_NAMESPACE), _end_of_document(raw, at + len(_NAMESPACE), end)
+    if not raw.startswith(_KEY, at):
+        return None
+    key, key_end = at + len(_KEY), _end_of_document(raw, at + len(_KEY), end)
+    last = key_end
+    if last != end and raw.startswith(_UPDATE, last):
+        last = _end_of_document(raw, last + len(_UPDATE), end)
+    if last != end:
+        return None
+    return token.decode(), time_, raw[begin : first.end(2) + 1], raw[namespace:at], raw[key:key_end]
+
+
+def _end_of_document(raw: bytes, at: int, end: int) -> int:
+    """Behind a document; behind all of them where its length cannot be."""
+    (length,) = _length_at(raw, at)
+    stop: int = at + length
+    return stop if length >= _SMALLEST and stop <= end and not raw[stop - 1] else end + 1
 
 
 @lru_cache(maxsize=_NAMESPACES)

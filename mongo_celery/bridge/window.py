@@ -24,6 +24,7 @@ partition waits for it any more.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,17 +37,53 @@ from mongo_celery.bridge.refusal import Refusal
 OVERHEAD_BYTES = 200
 """What a change costs in memory beside its own bytes."""
 
+_two_numbers = struct.Struct("<II").unpack
 _FOLD_FACTOR = 4
 _FOLD_SLACK = 1000
 
 
-@dataclass(slots=True, frozen=True)
 class Mark:
-    """A place in the stream: a resume token, its comparable part, and its cluster time."""
+    """
+    A place in the stream: a resume token, its comparable part, and its cluster time.
 
-    token: Mapping[str, Any]
-    data: str
-    cluster_time: Timestamp | None
+    There are as many as changes, and of most only the comparable part is ever looked at. So the rest may be given as
+    what it is made of.
+
+    Args:
+        token: whole; None for one that has nothing but its comparable part.
+        data: its comparable part.
+        cluster_time: as such, or as the eight bytes that BSON has for it.
+    """
+
+    __slots__ = ("_time", "_token", "data")
+
+    def __init__(self, token: Mapping[str, Any] | None, data: str, cluster_time: Timestamp | bytes | None) -> None:
+        self.data = data
+        self._token = token
+        self._time = cluster_time
+
+    @property
+    def token(self) -> Mapping[str, Any]:
+        """The whole token."""
+        return {"_data": self.data} if self._token is None else self._token
+
+    @property
+    def cluster_time(self) -> Timestamp | None:
+        """The cluster time; None where it is not known."""
+        if isinstance(self._time, bytes):
+            increment, seconds = _two_numbers(self._time)
+            self._time = Timestamp(seconds, increment)
+        return self._time
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mark):
+            return NotImplemented
+        return (self.data, self.token, self.cluster_time) == (other.data, other.token, other.cluster_time)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Mark({dict(self.token)!r}, {self.cluster_time!r})"
 
 
 @dataclass(slots=True, eq=False)
@@ -148,10 +185,11 @@ class Window:
         self._count_in(change)
 
     def _count_in(self, change: PendingChange) -> None:
+        weight = change.weight
         self.count += 1
         self.refused += change.refusal is not None
-        self.size += change.weight
-        self._sizes[change.index] = self._sizes.get(change.index, 0) + change.weight
+        self.size += weight
+        self._sizes[change.index] = self._sizes.get(change.index, 0) + weight
 
     def pass_over(self, mark: Mark) -> None:
         """Record a place at which nothing is owed: an unmatched change or a post-batch token."""
@@ -208,14 +246,17 @@ class Window:
         """The changes of a partition up to a token, out of its buffer and its sums."""
         buffer = self._buffers.get(index)
         taken: list[PendingChange] = []
+        weight = 0
         while buffer and buffer[0].mark.data <= data:
             change = buffer.popleft()
             self.refused -= change.refusal is not None
-            self.size -= change.weight
-            self._sizes[index] -= change.weight
+            weight += change.weight
             change.raw = b""
             taken.append(change)
-        self.count -= len(taken)
+        if taken:
+            self.count -= len(taken)
+            self.size -= weight
+            self._sizes[index] -= weight
         return taken
 
     def _finish(self, changes: Iterable[PendingChange]) -> None:

@@ -24,8 +24,9 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.reader import ChangeEvent, Item, Position, StreamReader
-from mongo_celery.bridge.stream.source import Scope
+from mongo_celery.bridge.stream.items import ChangeEvent, Item
+from mongo_celery.bridge.stream.reader import Position, StreamReader, _Progress
+from mongo_celery.bridge.stream.source import Scope, strip_flags
 from mongo_celery.bridge.worker.envelope import Carrier, Run, seal, unseal
 from tests.benchmarks.readings import Reading, reading
 from tests.benchmarks.sizes import Sizes
@@ -111,6 +112,13 @@ def _parts(events: Sequence[bytes], dispatcher: Dispatcher) -> Iterator[tuple[st
     sealed = seal("run", many, _KEY, "here")
     yield "open_run", lambda: RUN * _each(range(len(events) // RUN), lambda _: unseal("run", sealed, _KEY))
     yield "token", lambda: _each(events, one.token_of)
+    yield "change", lambda: _each(events, _change)
+    yield "change_read", lambda: _each(events, lambda raw: _change(raw).operation_type)
+
+
+def _change(raw: bytes) -> Change:
+    """As a worker makes it."""
+    return Change.unread(lambda: strip_flags(bson.decode(raw)), partition=1, seq=2, fencing_token=3)
 
 
 def _each(items: Sequence[Any], call: Callable[[Any], object]) -> int:
@@ -133,9 +141,8 @@ def _read(events: Sequence[bytes]) -> list[ChangeEvent]:
     """As the reader takes what the driver gives."""
     found: list[Item] = []
     scope = Scope("shop", None, (), {})
-    reader = StreamReader(_no_client, scope, Position(None, None), deliver=found.append, room=10 * len(events))
-    for raw in events:
-        reader._take(RawBSONDocument(raw))
+    reader = StreamReader(_no_client, scope, Position(None, None), deliver=found.extend, room=10 * len(events))
+    reader._take_all([RawBSONDocument(raw) for raw in events], _Progress())
     return [each for each in found if isinstance(each, ChangeEvent)]
 
 

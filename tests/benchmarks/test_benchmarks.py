@@ -157,6 +157,8 @@ def test_the_suite_of_parts_gives_cpu_time_beside_decoding_an_event(mongo_url: s
         "publish_run",
         "open_run",
         "token",
+        "change",
+        "change_read",
     ):
         assert found["cpu"][part]["ratio_to_decode"] > 0
 

@@ -21,7 +21,7 @@ from mongo_celery.bridge.partitioning import document_hash
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout, layout_in, name_in
-from mongo_celery.bridge.stream.reader import ChangeEvent
+from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.mongo.verdicts import Concern
 from tests.fixtures.samples import event, mark, token_data
 from tests.integration.term_rig import TermRig, begin_term

@@ -22,7 +22,7 @@ from mongo_celery.bridge.partitioning import partition_index
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.partitions import Image
-from mongo_celery.bridge.stream.reader import ChangeEvent
+from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.window import Mark
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import LeaseLostError

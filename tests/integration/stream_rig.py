@@ -11,7 +11,8 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.monitoring import CommandListener
 
-from mongo_celery.bridge.stream.reader import ChangeEvent, Failed, Flaw, Item, Position, StreamReader, StreamStatus
+from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Flaw, Item
+from mongo_celery.bridge.stream.reader import Position, StreamReader, StreamStatus
 from mongo_celery.bridge.stream.source import Scope, Selector, filter_of, scope_of, source_of
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
@@ -101,10 +102,10 @@ class Reading:
             heartbeatFrequencyMS=500,
         )
 
-    def _take(self, item: Item) -> None:
-        self.items.append(item)
-        if self._endless and not isinstance(item, Failed):
-            self.reader.made_room(item)
+    def _take(self, items: Sequence[Item]) -> None:
+        self.items += items
+        if self._endless:
+            self.reader.made_room(items)
 
     def __enter__(self) -> Self:
         self.reader.start()

@@ -21,7 +21,7 @@ from pymongo.errors import PyMongoError
 from mongo_celery.bridge.listener import removal, spilling
 from mongo_celery.bridge.listener.tracker import Rejection
 from mongo_celery.bridge.state.spill import Spill, StoredChange
-from mongo_celery.bridge.stream.reader import Flaw
+from mongo_celery.bridge.stream.items import Flaw
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import LeaseLostError
 from tests.fixtures.failpoint import Failpoint

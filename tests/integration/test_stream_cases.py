@@ -24,7 +24,8 @@ from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStart
 
 from mongo_celery.bridge.change import Change, decoded
 from mongo_celery.bridge.partitioning import Partitioner, document_key
-from mongo_celery.bridge.stream.reader import ChangeEvent, Failed, Item, StreamReader
+from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
+from mongo_celery.bridge.stream.reader import StreamReader
 from mongo_celery.bridge.stream.source import placed, scope_of
 from mongo_celery.errors import ConfigurationError
 from tests.fixtures.process import wait_for

@@ -273,7 +273,7 @@ def test_a_reader_without_room_says_so(items: Collection[Document], mongo_url: s
         items.insert_many([{"_id": number} for number in range(5)])
         wait_for(lambda: reading.reader.status.waits_for_room)
         for _ in range(10):
-            reading.reader.made_room(reading.items[0])
+            reading.reader.made_room(reading.items[:1])
         wait_for(lambda: len(reading.keys) == 5 and not reading.reader.status.waits_for_room)
 
 

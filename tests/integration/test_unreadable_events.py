@@ -16,7 +16,8 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery.bridge.change import FLAGS
-from mongo_celery.bridge.stream.reader import ChangeEvent, Position
+from mongo_celery.bridge.stream.items import ChangeEvent
+from mongo_celery.bridge.stream.reader import Position
 from mongo_celery.bridge.stream.source import Scope, scope_of
 from tests.fixtures.process import wait_for
 from tests.integration.stream_rig import Reading, now, scope_on, selector_of

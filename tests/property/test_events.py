@@ -22,7 +22,7 @@ from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter, kept
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.reader import ChangeEvent, Flaw
+from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
 from mongo_celery.bridge.worker.envelope import Run, seal, unseal
 from mongo_celery.mongo.identity import id_key

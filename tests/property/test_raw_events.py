@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import document_hash, partitioner
-from mongo_celery.bridge.raw_event import EVENT_TYPES, RawEvent
+from mongo_celery.bridge.raw_event import EVENT_TYPES, RawEvent, plain
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.reader import ChangeEvent
+from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
+from mongo_celery.bridge.window import Mark
 from mongo_celery.mongo.elements import places
 from tests.fixtures.samples import BSON_VALUES, mark, raw_event
-from tests.property.test_events import names, raws, valid, values
+from tests.property.test_events import documents, names, raws, valid, values
 
 FIELDS = ("_id", "operationType", "clusterTime", "ns", "documentKey", "to", "fullDocument", "title", "_data", "")
 KEY = ObjectId("0123456789abcdef01234567")
@@ -47,6 +48,9 @@ def same(one: RawBSONDocument, other: RawBSONDocument) -> None:
     assert said(lambda: one.get("absent", 7)) == said(lambda: other.get("absent", 7))
     if isinstance(one, RawEvent):  # a document in one that was odd is not
         assert said(lambda: one.token) == said(lambda: None if other.get("_id") is None else dict(other["_id"]))
+        if one.place is not None:
+            place = Mark(None, *one.place)
+            assert (place.token, place.cluster_time) == (dict(other["_id"]), other["clusterTime"])
     assert one == other
     assert one.raw == other.raw
 
@@ -152,6 +156,106 @@ def test_who_gets_an_event_does_not_depend_on_those_before_it(
             expected, reason = True, error
         assert (found is not None) == expected
         assert (found is not None and found.refusal is not None) == (reason is not None)
+
+
+tokens = st.text("0123456789ABCDEFabcdef", max_size=40) | names
+operations = st.sampled_from(["insert", "update", "replace", "delete", "snapshot"]) | names
+
+
+@st.composite
+def usual(draw: st.DrawFn) -> bytes:
+    """An event of the usual form, or nearly: something left out, put in, doubled or moved."""
+    fields = [
+        ("_id", {"_data": draw(tokens), **draw(st.sampled_from([{}, {}, {"_typeBits": b"\x40"}]))}),
+        ("operationType", draw(operations)),
+        ("clusterTime", draw(st.builds(Timestamp, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)))),
+        ("wallTime", BSON_VALUES["datetime"]),
+        ("fullDocument", draw(documents)),
+        ("ns", draw(places_of_changes | documents)),
+        ("documentKey", draw(st.just({"_id": KEY}) | documents)),
+        ("updateDescription", draw(documents)),
+    ]
+    elements = [bson.encode({name: value})[4:-1] for name, value in fields]
+    if draw(st.booleans()):
+        del elements[draw(st.sampled_from([3, 4, 7]))]
+    how, at = draw(st.sampled_from(["", "", "left out", "put in", "doubled", "moved"])), draw(st.integers(0, 6))
+    if how == "left out":
+        del elements[at]
+    elif how == "put in":
+        elements.insert(at, bson.encode({draw(names | st.sampled_from(FIELDS)): draw(values)})[4:-1])
+    elif how == "doubled":
+        elements.insert(at, draw(st.sampled_from(elements)))
+    elif how == "moved":
+        elements.insert(at, elements.pop(draw(st.integers(0, len(elements) - 1))))
+    return document(*elements)
+
+
+@st.composite
+def bent(draw: st.DrawFn) -> bytes:
+    """An event of the usual form with some bytes that are others, more or fewer, and mostly a length that fits."""
+    data = bytearray(draw(usual()))
+    for _ in range(draw(st.integers(1, 2))):
+        at, how = draw(st.integers(4, len(data) - 2)), draw(st.sampled_from(["changed", "by one", "cut", "put in"]))
+        if how == "changed":
+            data[at] = draw(st.integers(0, 255))
+        elif how == "by one":
+            data[at] = (data[at] + draw(st.sampled_from([1, 255]))) % 256
+        elif how == "cut" and len(data) > 20:
+            del data[at : at + draw(st.integers(1, 5))]
+        else:
+            data[at:at] = draw(st.binary(min_size=1, max_size=5))
+    if draw(st.booleans()):
+        data[:4] = len(data).to_bytes(4, "little")
+    return bytes(data)
+
+
+def walked(raw: bytes) -> RawEvent:
+    """The same event, but walked field by field."""
+    event = RawEvent(raw)
+    event._plain = None
+    return event
+
+
+@settings(max_examples=1500)
+@given(usual() | bent())
+def test_an_event_of_the_usual_form_looks_as_if_it_were_decoded_whole(raw: bytes) -> None:
+    """P12, P2: whether it is recognised at one look or not, and however nearly it is of that form."""
+    try:
+        decoded = RawBSONDocument(raw, EVENT_TYPES)
+    except Exception as error:  # noqa: BLE001 - no document at all
+        assert plain(raw) is None
+        with pytest.raises(type(error)):
+            RawEvent(raw)
+        return
+    same(RawEvent(raw), decoded)
+    if plain(raw) is None:
+        return
+    assert places(raw) is not None, "what is recognised is walked too"
+    assert (RawEvent(raw).origin, RawEvent(raw).plain_key) == (walked(raw).origin, walked(raw).plain_key)
+    assert document_hash(RawEvent(raw)) == document_hash(decoded)
+
+
+@pytest.mark.parametrize("optional", [("wallTime", "fullDocument"), ("fullDocument",), ("wallTime",), ()], ids=len)
+@pytest.mark.parametrize("is_update", [True, False])
+def test_the_usual_form_is_recognised(optional: tuple[str, ...], is_update: bool) -> None:
+    """As servers send inserts, updates with and without a look-up, replaces and deletes."""
+    whole = {
+        "_id": {"_data": "826553F1A4000000012B022C0100296E5A1004"},
+        "operationType": "update" if is_update else "insert",
+        "clusterTime": Timestamp(1700000164, 1),
+        **{name: {"wallTime": BSON_VALUES["datetime"], "fullDocument": {"_id": KEY}}[name] for name in optional},
+        "ns": {"db": "shop", "coll": "orders"},
+        "documentKey": {"_id": KEY},
+        **({"updateDescription": {"updatedFields": {"a": 1}, "removedFields": []}} if is_update else {}),
+    }
+    raw = bson.encode(whole)
+    assert plain(raw) is not None
+    event = RawEvent(raw)
+    assert event.token == whole["_id"]
+    assert event.place is not None
+    assert Mark(None, *event.place) == Mark(whole["_id"], whole["_id"]["_data"], whole["clusterTime"])
+    assert event.plain_key == (bson.encode(whole["ns"]), KEY.binary)
+    same(event, RawBSONDocument(raw, EVENT_TYPES))
 
 
 def element(kind: int, name: bytes, value: bytes) -> bytes:

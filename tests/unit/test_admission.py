@@ -16,7 +16,7 @@ from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import Partitioner, document_index, partition_index, partitioner
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.reader import ChangeEvent, Flaw
+from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
 from mongo_celery.bridge.stream.source import Filter, Selector, Source
 from tests.fixtures.samples import event, mark
 

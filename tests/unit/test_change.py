@@ -52,6 +52,47 @@ def test_attributes_carry_what_the_server_sent() -> None:
     assert (change.partition, change.seq, change.fencing_token, change.session) == (3, 9, 12, None)
 
 
+def test_a_change_is_decoded_when_it_is_looked_at_and_once() -> None:
+    """Whoever looks at nothing but its place pays nothing for its document."""
+    looked: list[int] = []
+
+    def read() -> dict[str, Any]:
+        looked.append(1)
+        return full_event()
+
+    change = Change.unread(read, partition=3, seq=9, fencing_token=12)
+    assert (change.partition, change.seq, change.fencing_token, looked) == (3, 9, 12, [])
+    with pytest.raises(AttributeError, match="no attribute 'rwa'"):
+        change.rwa  # noqa: B018
+    assert not hasattr(change, "raws")
+    with pytest.raises(FrozenInstanceError):
+        change.raw = {}  # type: ignore[misc]
+    assert looked == []
+    assert change.operation_type == "update"
+    assert change.raw is change.raw
+    assert change == Change(full_event(), partition=3, seq=9, fencing_token=12)
+    assert looked == [1]
+
+
+def test_what_cannot_be_decoded_fails_where_it_is_looked_at() -> None:
+    """Each time, with the decoder's own error; all else of the change can be used."""
+    change = Change.unread(lambda: bson.decode(b"\x05\0\0\0\1"), seq=9)
+    assert change.seq == 9
+    assert repr(change) == "<Change an event that cannot be read seq=9>"
+    for _ in range(2):
+        with pytest.raises(bson.errors.InvalidBSON):
+            change.full_document  # noqa: B018
+
+
+def test_a_change_that_is_not_decoded_yet_is_bound_to_a_session() -> None:
+    """As any other, and it is still not decoded."""
+    change = Change.unread(full_event, partition=3, seq=9, fencing_token=12, replayed=True)
+    session: Any = object()
+    bound = change.with_session(session)
+    assert (bound.session, change.session, bound.replayed) == (session, None, True)
+    assert (bound.partition, bound.seq, bound.fencing_token, bound.raw) == (3, 9, 12, full_event())
+
+
 def test_an_event_without_a_document_has_empty_attributes() -> None:
     """`drop`, `invalidate` and their like do not make a handler fail on the way to looking."""
     change = Change(event("invalidate", ""))

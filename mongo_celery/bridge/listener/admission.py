@@ -44,7 +44,7 @@ from mongo_celery.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.subscriptions import Layout
-    from mongo_celery.bridge.stream.reader import ChangeEvent
+    from mongo_celery.bridge.stream.items import ChangeEvent
     from mongo_celery.bridge.stream.source import Selector
 
 logger = logging.getLogger("mongo_celery.listener")

@@ -33,7 +33,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.bridge.change import event_of
 from mongo_celery.bridge.existing import AS, DocumentId, event_bytes, token_at
 from mongo_celery.bridge.raw_event import EVENT_TYPES
-from mongo_celery.bridge.stream.reader import ChangeEvent, Flaw
+from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
 from mongo_celery.bridge.window import Mark
 from mongo_celery.mongo.verdicts import Code, Verdict, brief, code_of, is_transient, is_unanswered, verdict_on
 

@@ -13,7 +13,6 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import pymongo
@@ -26,6 +25,7 @@ from mongo_celery.bridge.listener.evidence import BrokerWatch, MessageEvidence, 
 from mongo_celery.bridge.listener.fairness import Fairness
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
+from mongo_celery.bridge.listener.inbox import Inbox
 from mongo_celery.bridge.listener.leftovers import Leftovers
 from mongo_celery.bridge.listener.noting import Noting
 from mongo_celery.bridge.listener.owed import OwedSnapshots
@@ -43,7 +43,8 @@ from mongo_celery.bridge.listener.takeover import LockedPartitions, take_over
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.signing import sealing_of
-from mongo_celery.bridge.stream.reader import Failed, Item, Position, StreamReader
+from mongo_celery.bridge.stream.items import Failed
+from mongo_celery.bridge.stream.reader import Position, StreamReader
 from mongo_celery.errors import HistoryLostError, LeaseLostError, MongoCeleryError
 from mongo_celery.mongo.table import call_timeout
 from mongo_celery.mongo.verdicts import brief, raise_if_final
@@ -66,6 +67,8 @@ _READ_AHEAD = 2000
 _COMPLAINT_SECONDS = 30.0
 _LOCKED_NAMED = 10
 _SILENCE_SECONDS = 5
+_GATHER_SECONDS = 0.1
+"""How long runs that are not full wait while a batch is taken in: a small run costs as much as a full one."""
 
 
 class Leader:
@@ -100,8 +103,7 @@ class Leader:
         self._selectors = selectors
         self._scope = scope
         self._stopping = stopping
-        self._inbox: SimpleQueue[Item | None] = SimpleQueue()
-        self._held: Item | None = None
+        self._inbox = Inbox()
         self._reader: StreamReader | None = None
         self._subscriptions: dict[str, Subscription] = {}
         self._leftovers: Leftovers | None = None
@@ -132,6 +134,7 @@ class Leader:
         self._full, self._full_at = "", math.inf
         self._opened_at = self._looked_at = self._swept_at = self._moved_at = 0.0
         self._complained_at = -math.inf
+        self._gathers_until: float | None = None
         self._claim_check = ClaimCheck(self._store.spill, self._options.max_message_bytes)
         self._publishing = Publishing(
             Dispatcher(wiring.app, self._options, lambda: sealing_of(renewal.term.document), wiring.queue_names),
@@ -181,7 +184,7 @@ class Leader:
 
     def wake(self) -> None:
         """End the current wait; callable from any thread."""
-        self._inbox.put(None)
+        self._inbox.put(())
 
     def report(self) -> dict[str, Any]:
         """What `status` shows of this term beside the stored positions."""
@@ -272,8 +275,7 @@ class Leader:
         if self._reader is not None:
             self._reader.stop()
         # A place that the reader before hands over at this very moment must not be taken for the new one's.
-        self._inbox = SimpleQueue()
-        self._held = None
+        self._inbox = Inbox()
         self._at_end = False
         self._snapshots.reopened()
         if position is not None:
@@ -322,34 +324,38 @@ class Leader:
         self._wait()
 
     def _take_in(self, now: float) -> None:
+        inbox = self._inbox
         for number in range(_ITEMS_A_TURN):
-            if self._held is None:
-                try:
-                    self._held = self._inbox.get_nowait()
-                except Empty:
-                    return
-                if self._held is None:  # a wake-up
-                    continue
-            if isinstance(self._held, Failed):
-                self._failed(self._held.error)
-                self._held = None
+            item = inbox.look()
+            if item is None:
+                return
+            if isinstance(item, Failed):
+                inbox.take()
+                self._failed(item.error)
                 return
             if number % _ITEMS_A_CHECK == 0 and self._spilling.is_full:
                 self._wait_for_room(now)
-                return
+                break
             self._full, self._full_at = "", math.inf
-            if not self._snapshots.admits(self._held):  # existing documents come before it
+            if not self._snapshots.admits(item):  # existing documents come before it
                 self._at_end = False
-                return
-            self._at_end = not hasattr(self._held, "raw")
+                break
+            self._at_end = not hasattr(item, "raw")
             for subscription in self._subscriptions.values():
-                change = subscription.take_in(self._held)
+                change = subscription.take_in(item)
                 if change is not None:
-                    self._snapshots.looked_up(subscription, self._held, change)
-            self._snapshots.took_in(self._held)
-            assert self._reader is not None, "items come from a reader"
-            self._reader.made_room(self._held)
-            self._held = None
+                    self._snapshots.looked_up(subscription, item, change)
+            self._snapshots.took_in(item)
+            if inbox.take():
+                self._make_room()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Let the reader go on: not for each item, since it would come in between each time."""
+        assert self._reader is not None, "items come from a reader"
+        taken = self._inbox.taken()
+        if taken:
+            self._reader.made_room(taken)
 
     def _wait_for_room(self, now: float) -> None:
         """A full buffer is normal under backlog; it is loud where nothing more may be stored of what stands."""
@@ -490,6 +496,7 @@ class Leader:
 
     def _dispatch(self) -> None:
         now = time.monotonic()
+        self._gather(now)
         if now < self._publishing.ready_at:
             return
         due = self._fairness.due(self._subscriptions, now)
@@ -497,6 +504,21 @@ class Leader:
             self._moved_at = time.monotonic()
         while self._claim_check.stored:
             self._spilling.has_documents(self._claim_check.stored.pop())
+
+    def _gather(self, now: float) -> None:
+        """
+        Let runs become full while the reader is in the midst of a batch, for a moment at a time.
+
+        Who follows a stream that is read to its end never waits here: what comes then comes at one time.
+        """
+        gets_on = self._reader is not None and self._reader.status.gets_on and self._inbox.held is None
+        if not gets_on or (self._gathers_until is not None and now >= self._gathers_until):
+            self._gathers_until = None
+        elif self._gathers_until is None:
+            self._gathers_until = now + _GATHER_SECONDS
+        for subscription in self._subscriptions.values():
+            if subscription.run_size > 1:
+                subscription.gathers_until = self._gathers_until or 0.0
 
     # -- failures of the stream --------------------------------------------------------------------
 
@@ -527,11 +549,8 @@ class Leader:
             self._snapshots.next_at(),
         )
         pause = max(until - now, 0.0)
-        if self._held is not None:  # full, or a chunk is awaited: new items cannot be taken in
+        if self._inbox.held is not None:  # full, or a chunk is awaited: new items cannot be taken in
             awaited = self._snapshots.progress if self._snapshots.is_standing else self._stopping
             awaited.wait(min(pause, _BUSY_LOOK))
             return
-        try:
-            self._held = self._inbox.get(timeout=pause) if pause else self._inbox.get_nowait()
-        except Empty:
-            return
+        self._inbox.wait(pause)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import threading
@@ -162,6 +163,7 @@ def run_listeners(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, remember)
     with beside(app, [listener.activity for _, listener in listeners]) if beside is not None else nullcontext():
+        _set_aside_modules()
         threads.start()
         while not received and not threads.ended.wait(_SIGNAL_SECONDS):
             pass
@@ -169,6 +171,17 @@ def run_listeners(
             logger.info("%s: stepping down", signal.Signals(received[0]).name, extra={"event": "stepping_down"})
         threads.stop()
     return 1 if threads.all_failed else 0
+
+
+def _set_aside_modules() -> None:
+    """
+    What has been imported stays, and need not be looked at again by each garbage collection.
+
+    A backlog makes objects by the ten thousand, so that there are many collections, and what is imported is most of
+    what they would look through: a fifth of the listener's processor time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _failure_of(listener: Listener) -> BaseException | None:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.listener.owed import OwedSnapshots
     from mongo_celery.bridge.listener.subscription import Subscription
     from mongo_celery.bridge.state.snapshots import Snapshot
-    from mongo_celery.bridge.stream.reader import ChangeEvent
+    from mongo_celery.bridge.stream.items import ChangeEvent
     from mongo_celery.bridge.window import Mark, PendingChange
     from mongo_celery.bridge.wiring import Wiring
 

@@ -23,7 +23,7 @@ from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.replays import ReplayRequest
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.reader import ChangeEvent
+from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.source import Selector
 from mongo_celery.bridge.window import Mark, PendingChange, Window
 from mongo_celery.bridge.worker.envelope import Run
@@ -74,6 +74,7 @@ class Subscription:
         replays: the next dead letter of each partition that is to be replayed, by index.
         replaying: partitions to which one was sent since these were read.
         counted: changes that were stored, and those that were refused, since somebody took these numbers.
+        gathers_until: monotonic time up to which only full runs are sent, since changes for the others are coming.
     """
 
     def __init__(self, options: BridgeOptions, plan: Plan, trackers: Mapping[int, Tracker]) -> None:
@@ -98,7 +99,9 @@ class Subscription:
         self.replays: dict[int, ReplayRequest] = {}
         self.replaying: set[int] = set()
         self.counted = [0, 0]
+        self.gathers_until = 0.0
         self._replayed: set[int] = set()
+        self._has_begun = False  # whether something was read at its start or behind it: then all that follows is
         for tracker in trackers.values():
             self._follow(tracker.image)
 
@@ -193,9 +196,11 @@ class Subscription:
         return True
 
     def _owed(self, event: ChangeEvent) -> PendingChange | None:
-        time_ = event.mark.cluster_time
-        if time_ is not None and time_ < self.plan.start:
-            return None
+        if not self._has_begun:
+            time_ = event.mark.cluster_time
+            if time_ is not None and time_ < self.plan.start:
+                return None
+            self._has_begun = time_ is not None
         return self.admission.admit(event)
 
     def notes_of_refused(self) -> Notes:
@@ -312,13 +317,19 @@ class Subscription:
 
     def _due_changes(self, tracker: Tracker, now: float) -> Sequence[PendingChange | StoredChange]:
         index = tracker.image.index
-        if index not in self._candidates or tracker.ready_at > now:
+        if index not in self._candidates or tracker.ready_at > now or self._gathers(index, now):
             return []
         self.window.complete(index, tracker.image.data)
         changes = self._next(tracker)
         if not changes:
             self._candidates.discard(index)
         return changes
+
+    def _gathers(self, index: int, now: float) -> bool:
+        """Whether a partition waits for a full run: not with stored changes, of which the stream brings no more."""
+        if now >= self.gathers_until or index in self.spilled:
+            return False
+        return self.window.depth(index) < self.run_size and self.window.size_of(index) < self._run_bytes
 
     def _next(self, tracker: Tracker) -> Sequence[PendingChange | StoredChange]:
         """The next run of a partition: while anything is stored that is not committed, from there alone."""
@@ -337,7 +348,8 @@ class Subscription:
         """Monotonic time at which the next waiting run becomes ready; infinite when none waits for a time alone."""
         if self.is_moving or not self.admission.is_noted:
             return math.inf
-        return min((self.trackers[index].ready_at for index in self._candidates), default=math.inf)
+        ready = min((self.trackers[index].ready_at for index in self._candidates), default=math.inf)
+        return max(ready, self.gathers_until)
 
     def _limit(self, tracker: Tracker) -> int:
         """After an unclean end or a rejection runs are one change each, so that only the guilty change is charged."""

@@ -44,7 +44,7 @@ from mongo_celery.bridge.state.positions import Passed
 from mongo_celery.bridge.state.replays import REQUESTS_MAX
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.reader import ChangeEvent
+from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.window import Mark, PendingChange
 from mongo_celery.errors import CommandRefusedError, ConfigurationError
 from mongo_celery.mongo.expressions import SHIFT

@@ -87,6 +87,17 @@ def post_batch_token(cursor: CommandCursor[RawBSONDocument]) -> Mapping[str, Any
     return token
 
 
+def next_batch(cursor: CommandCursor[RawBSONDocument]) -> Sequence[RawBSONDocument]:
+    """
+    All that is read and not taken yet, else what the next `getMore` gives: nothing where there is nothing new.
+
+    In the answer each event is a slice of its bytes; nothing of it is decoded.
+    """
+    found: list[RawBSONDocument] = []
+    cursor._next_batch(found)  # noqa: SLF001 - the public ways ask event by event, or until so many are there
+    return found
+
+
 def wait_for(cursor: CommandCursor[RawBSONDocument], seconds: float) -> None:
     """Let the server wait so long for the next event, from the next `getMore` on."""
     cursor._max_await_time_ms = int(seconds * 1000)  # noqa: SLF001 - as above: what it was opened with counts once
@@ -99,10 +110,14 @@ def token_of(event: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidOperation: the pipeline has removed it.
     """
-    token = event.token if isinstance(event, RawEvent) else event.get("_id")
+    if isinstance(event, RawEvent):
+        token = event.token
+    else:
+        found = event.get("_id")
+        token = None if found is None else dict(found)
     if token is None:
         raise InvalidOperation("The event has no resume token: the pipeline has removed its _id.")
-    return dict(token)
+    return token
 
 
 def _beginning(start: Position) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 The reader: one thread that reads the change stream and hands over what it reads, in order.
 
 It opens at a position, remembers the token of the last item it handed over, and reopens from there after every error
-that is not final. Nobody else resumes: each error passes one place, which counts it, writes one log record, and waits
+that is not final. Items of one read are handed over some at a time: one by one, each would cost two threads a change
+of turns. Nobody else resumes: each error passes one place, which counts it, writes one log record, and waits
 longer and longer while it lasts. The reader is bounded: it hands over an item only when the listener has made room;
 while it has none, the stream is not read.
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +28,18 @@ from pymongo import MongoClient
 from pymongo.errors import NetworkTimeout
 
 from mongo_celery.bridge.change import describe, event_of, token_data
+from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.stream.cursor import (
     AWAIT_SECONDS,
     HURRIED_SECONDS,
+    next_batch,
     open_cursor,
     post_batch_token,
     token_of,
     wait_for,
 )
 from mongo_celery.bridge.stream.cursor import Position as Position  # noqa: PLC0414 - readers' makers take it from here
+from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Flaw, Item, units_of
 from mongo_celery.bridge.stream.narrowing import Narrowing
 from mongo_celery.bridge.stream.reactions import (
     UNKNOWN_LIMIT,
@@ -61,51 +65,14 @@ PAUSES = Pauses(first=1.25, longest=5.0, growth=1.6, jitter=0.2)
 
 _FIRST_TIMEOUT = 5.0
 _LONGEST_TIMEOUT = 86_400.0
-_UNIT_SHIFT = 15
+_TOGETHER = 64
+"""Items that are handed over at once: more would keep the first of them waiting, and gain nothing."""
 _SMALLEST_BATCH = 2  # PyMongo makes 2 of 1
 _LARGEST_SMALL_BATCH = 4096
 _CANDIDATES_MAX = 200
 _FLAWS_AT_ONCE = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Flaw:
-    """
-    Why an event could not be read as it was asked for.
-
-    Attributes:
-        sentence: what failed and what the server said, for people.
-        only_match: whether nothing but `match` expressions failed on it; then only their handlers are concerned, which
-            are those whose flag the event lacks.
-    """
-
-    sentence: str
-    only_match: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeEvent:
-    """
-    A change event: its place, the document to match on, of which only the top is decoded, and its bytes.
-
-    One with a flaw was read with less (no look-up, no images, no flags, in the worst case no document at all);
-    it belongs to the failure policy of the handlers it concerns.
-    """
-
-    mark: Mark
-    document: Mapping[str, Any]
-    raw: bytes
-    flaw: Flaw | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The stream has ended for good."""
-
-    error: MongoCeleryError
-
-
-Item = ChangeEvent | Mark | Failed
 ClientFactory = Callable[[float], MongoClient[RawBSONDocument]]
 
 
@@ -123,6 +90,7 @@ class StreamStatus:
         last_error: name, code and words of the last error; None if there was none.
         last_read: when a read last succeeded, on the monotonic clock, even one that returned nothing.
         waits_for_room: whether nothing is read because the listener has taken in too little.
+        has_more: whether more of a batch follows at once behind what was handed over.
     """
 
     openings: int = 0
@@ -133,6 +101,12 @@ class StreamStatus:
     last_error: str | None = None
     last_read: float | None = None
     waits_for_room: bool = False
+    has_more: bool = False
+
+    @property
+    def gets_on(self) -> bool:
+        """Whether the next changes come at once, without a read or anybody's leave."""
+        return self.has_more and not self.waits_for_room
 
     def succeeded(self) -> None:
         """A read has succeeded."""
@@ -147,7 +121,7 @@ class StreamStatus:
 
     def handed_on(self) -> StreamStatus:
         """For the reader that follows: who is opened again elsewhere waits no less for it, and counts on."""
-        return replace(self, waits_for_room=False)
+        return replace(self, waits_for_room=False, has_more=False)
 
 
 class StreamReader:
@@ -159,7 +133,7 @@ class StreamReader:
             repeats no reads.
         scope: what to watch.
         position: where to begin.
-        deliver: called in the reader's thread with each item, in stream order.
+        deliver: called in the reader's thread with the next items, one at least, in stream order.
         room: how far to read ahead of `made_room`, in units of an item or 32 KiB of it.
         batch_size: the most events of a `getMore`; by default as many as the server likes.
         comment: of all commands, for the server's log.
@@ -176,7 +150,7 @@ class StreamReader:
         scope: Scope,
         position: Position,
         *,
-        deliver: Callable[[Item], None],
+        deliver: Callable[[Sequence[Item]], None],
         room: int,
         batch_size: int | None = None,
         comment: str | Mapping[str, Any] | None = None,
@@ -217,9 +191,9 @@ class StreamReader:
         """Whether to tell soon how far the stream is, also where nothing comes. Callable from any thread."""
         self._is_hurried = is_hurried
 
-    def made_room(self, item: Item) -> None:
-        """The listener has taken in an item."""
-        self._taken += _units(item)
+    def made_room(self, items: Iterable[Item]) -> None:
+        """The listener has taken in what it was given."""
+        self._taken += sum(map(units_of, items))
         if not self._room.is_set():
             self._room.set()
 
@@ -292,7 +266,7 @@ class StreamReader:
         self.status.failed(error)
         if isinstance(final, HistoryLostError):
             self._stopping.wait(self._pause_after(error, progress))
-        self._hand_over(Failed(final))
+        self._hand_over([Failed(final)], 0)
 
     def _note(self, error: Exception, pause: float) -> None:
         self.status.failed(error)
@@ -322,15 +296,15 @@ class StreamReader:
             left = self._batch
             while not self._stopping.is_set() and cursor.alive:
                 wait_for(cursor, HURRIED_SECONDS if self._is_hurried else AWAIT_SECONDS)
-                document = cursor.try_next()
+                documents = next_batch(cursor)
                 self._has_read(progress)
-                if document is not None:
-                    progress.taken |= self._take(document)
+                if documents:
+                    self._take_all(documents, progress)
                 else:
                     progress.taken |= self._pass_marker(post_batch_token(cursor))
                 if self._batch != self._full_batch:
-                    left -= 1
-                    if left <= 0 or document is None:
+                    left -= len(documents)
+                    if left <= 0 or not documents:
                         left = self._grow(cursor)
 
     def _read_one_by_one(self, client: MongoClient[RawBSONDocument], progress: _Progress) -> None:
@@ -355,7 +329,7 @@ class StreamReader:
                 progress.taken |= self._pass_marker(token_of(candidate))
             else:
                 flaw = None if event.complaint is None else Flaw(event.complaint, only_match=event.only_match)
-                progress.taken |= self._take(event.document, flaw)
+                self._take_all([event.document], progress, flaw)
                 if flaw is not None:
                     return
             if self._stopping.is_set() or number == _CANDIDATES_MAX:
@@ -391,19 +365,49 @@ class StreamReader:
 
     # -- handing over --------------------------------------------------------------------------------
 
-    def _take(self, document: RawBSONDocument, flaw: Flaw | None = None) -> bool:
-        raw = bytes(document.raw)
-        event = event_of(raw)
-        token = token_of(event)
-        time_ = event.get("clusterTime")
-        if not isinstance(time_, Timestamp):  # a user's pipeline may have put something else there
-            time_ = time_of_token(token, self._position.time)
-        item = ChangeEvent(Mark(token, token_data(token), time_), event, raw, flaw)
+    def _take_all(self, documents: Sequence[RawBSONDocument], progress: _Progress, flaw: Flaw | None = None) -> None:
+        """Hand over what was read, as there is room for it: each time as much of it as goes together."""
+        items: list[Item] = []
+        units, room = 0, self._room_now()
+        try:
+            for number, document in enumerate(documents, start=1):
+                item = self._item(document, items[-1] if items else None, flaw)
+                items.append(item)
+                units += units_of(item)
+                if units >= room:
+                    together, items = items, []
+                    self.status.has_more = number < len(documents)
+                    progress.taken |= self._arrived(together, units)
+                    if self._stopping.is_set():
+                        return
+                    units, room = 0, self._room_now()
+        finally:  # also what was read before one that cannot be taken
+            self.status.has_more = False
+            if items:
+                progress.taken |= self._arrived(items, units)
+
+    def _room_now(self) -> int:
+        """How much may go together; when it is handed over there is no less room."""
+        return min(_TOGETHER, self._limit - (self._sent - self._taken))
+
+    def _item(self, document: RawBSONDocument, before: Item | None, flaw: Flaw | None) -> ChangeEvent:
+        event = event_of(document.raw)
+        place = event.place
+        mark = self._mark_of(event, before) if place is None else Mark(None, *place)
+        item = ChangeEvent(mark, event, event.raw, flaw)
         if flaw is None:
             self._flaws = 0
         else:
             self._complain(item, flaw)
-        return self._arrived(item)
+        return item
+
+    def _mark_of(self, event: RawEvent, before: Item | None) -> Mark:
+        """The place of an event of any form."""
+        token, time_ = token_of(event), event.get("clusterTime")
+        if not isinstance(time_, Timestamp):  # a user's pipeline may have put something else there
+            last = before.mark.cluster_time if isinstance(before, ChangeEvent) else None
+            time_ = time_of_token(token, last or self._position.time)
+        return Mark(token, token_data(token), time_)
 
     def _complain(self, event: ChangeEvent, flaw: Flaw) -> None:
         self._flaws += 1
@@ -420,20 +424,23 @@ class StreamReader:
             return False
         if self._position.token is not None and token_data(token) <= token_data(self._position.token):
             return False
-        return self._arrived(Mark(dict(token), token_data(token), time_of_token(token, self._position.time)))
+        return self._arrived([Mark(dict(token), token_data(token), time_of_token(token, self._position.time))], 1)
 
-    def _arrived(self, item: ChangeEvent | Mark) -> bool:
+    def _arrived(self, items: Sequence[Item], units: int) -> bool:
         """Hand over, then remember: what is remembered has been handed over. Tells whether that is progress."""
-        mark = item if isinstance(item, Mark) else item.mark
-        if not self._hand_over(item):
+        self.status.succeeded()
+        if not self._hand_over(items, units):
             return False
+        last = items[-1]
+        assert not isinstance(last, Failed), "nothing arrives behind the end"
+        mark = last if isinstance(last, Mark) else last.mark
         if self._refused is not None and mark.data <= self._refused:
             return False  # read by time, some come again; the token is asked for only behind the one that was refused
         self._refused = None
         self._position = Position(mark.token, mark.cluster_time or self._position.time)
         return True
 
-    def _hand_over(self, item: Item) -> bool:
+    def _hand_over(self, items: Sequence[Item], units: int) -> bool:
         while self._sent - self._taken >= self._limit and not self._stopping.is_set():
             self._room.clear()
             if self._sent - self._taken >= self._limit:  # looked at again: room may just have been made
@@ -442,8 +449,8 @@ class StreamReader:
         self.status.waits_for_room = False
         if self._stopping.is_set():
             return False
-        self._sent += _units(item)
-        self._deliver(item)
+        self._sent += units
+        self._deliver(items)
         return True
 
 
@@ -469,10 +476,3 @@ class _Progress:
     def may_be_about_an_event(self, error: Exception) -> bool:
         """Whether single events should be looked at: not when looking at them has failed."""
         return self.opened and not self.narrows and concerns_an_event(error)
-
-
-def _units(item: Item) -> int:
-    """Large events take more room, so that reading ahead is bounded in bytes too; a failure takes none."""
-    if isinstance(item, Failed):
-        return 0
-    return 1 + (len(item.raw) >> _UNIT_SHIFT) if isinstance(item, ChangeEvent) else 1

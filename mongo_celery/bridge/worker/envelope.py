@@ -192,7 +192,7 @@ def seal(kind: str, run: Run, key: bytes, installation: str = "", carrier: Carri
         "i": run.index,
         "v": Int64(run.version),
         "n": [Int64(run.first), Int64(run.last)],
-        "c": Binary(b"".join(run.changes)),
+        "c": b"".join(run.changes),  # `Binary` would be the same, after two copies
         "o": installation,
     }
     carrier = carrier or run.carrier

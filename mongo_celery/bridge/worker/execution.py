@@ -467,9 +467,8 @@ class Execution:
         return self._run.changes[change.seq - self._run.first]
 
     def _change(self, claim: Claim, raw: bytes, offset: int) -> Change:
-        event = strip_flags(bson.decode(raw, self._codec))
-        return Change(
-            event,
+        return Change.unread(
+            lambda: strip_flags(bson.decode(raw, self._codec)),
             partition=self._run.index,
             seq=self._run.first + offset,
             fencing_token=claim.fence,

@@ -1,0 +1,61 @@
+"""What a reader hands over: events, places between them, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mongo_celery.bridge.window import Mark
+from mongo_celery.errors import MongoCeleryError
+
+_UNIT_SHIFT = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """
+    Why an event could not be read as it was asked for.
+
+    Attributes:
+        sentence: what failed and what the server said, for people.
+        only_match: whether nothing but `match` expressions failed on it; then only their handlers are concerned, which
+            are those whose flag the event lacks.
+    """
+
+    sentence: str
+    only_match: bool = False
+
+
+@dataclass(slots=True)
+class ChangeEvent:
+    """
+    A change event: its place, the document to match on, of which only the top is decoded, and its bytes.
+
+    Nobody changes one; it is not frozen since there is one for each change that is read, and that takes twice the time.
+
+    One with a flaw was read with less (no look-up, no images, no flags, in the worst case no document at all);
+    it belongs to the failure policy of the handlers it concerns.
+    """
+
+    mark: Mark
+    document: Mapping[str, Any]
+    raw: bytes
+    flaw: Flaw | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The stream has ended for good."""
+
+    error: MongoCeleryError
+
+
+Item = ChangeEvent | Mark | Failed
+
+
+def units_of(item: Item) -> int:
+    """Large events take more room, so that reading ahead is bounded in bytes too; a failure takes none."""
+    if isinstance(item, ChangeEvent):
+        return 1 + (len(item.raw) >> _UNIT_SHIFT)
+    return 0 if isinstance(item, Failed) else 1
