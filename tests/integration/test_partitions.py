@@ -254,7 +254,7 @@ def _has_changed(rig: Rig, seen: Seen) -> bool:
     [
         lambda rig, claim: rig.claims.handle(claim, 1, token(1)),
         lambda rig, claim: rig.claims.handle(replace(claim, inline=True), 1, token(1)),
-        lambda rig, claim: rig.claims.handle(claim, 1, token(1)) and rig.claims.commit(rig.where, 1),
+        lambda rig, claim: rig.claims.handle(claim, 1, token(1)) and rig.claims.commit(rig.where, 1, lasting=False),
         lambda rig, claim: rig.claims.park(claim, delay=1.0, not_before=None, error="once"),
         lambda rig, claim: rig.claims.wait(claim, delay=1.0, cause="away", doubtful=False),
         lambda rig, claim: rig.claims.crash(claim, "killed"),
