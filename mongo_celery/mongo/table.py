@@ -28,6 +28,7 @@ from mongo_celery.mongo.verdicts import Code
 Update = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 MAJORITY: Mapping[str, Any] = {"w": "majority"}
 ACKNOWLEDGED: Mapping[str, Any] = {"w": 1}
+JOURNALED: Mapping[str, Any] = {"w": 1, "j": True}
 _WHOLE = 1_000_000  # in one answer what fits into 16 MB; by default the first one has 101 documents
 
 

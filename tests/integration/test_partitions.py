@@ -7,6 +7,7 @@ P1 to P10 are the design's invariants.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from bson import Timestamp
 from bson.int64 import Int64
 from pymongo import MongoClient
 
-from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.claims import Claim
+from mongo_celery.bridge.state.partitions import Image, Seen
 from mongo_celery.bridge.state.subscriptions import lost_in
 from tests.fixtures.process import wait_for
 from tests.integration.partition_rig import BRIDGE, NASTY, SUBSCRIPTION, TTL, VERSION, Rig, layouts, rig_of, token
@@ -235,6 +237,84 @@ def test_a_claim_that_is_no_longer_as_it_was_seen_is_not_ended(rig: Rig, meanwhi
     meanwhile(rig)
     assert not rig.partitions.clear_impossible_claim(rig.where, image.fence, until)
     assert rig.document["claim"] is not None
+
+
+# -- looks -------------------------------------------------------------------------------------------
+
+Act = Callable[[Rig], Any]
+
+
+def _has_changed(rig: Rig, seen: Seen) -> bool:
+    rig.partitions.flush()  # what has no majority yet is not seen
+    return bool(rig.partitions.changed({rig.where: seen}))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda rig, claim: rig.claims.handle(claim, 1, token(1)),
+        lambda rig, claim: rig.claims.handle(replace(claim, inline=True), 1, token(1)),
+        lambda rig, claim: rig.claims.handle(claim, 1, token(1)) and rig.claims.commit(rig.where, 1, lasting=False),
+        lambda rig, claim: rig.claims.park(claim, delay=1.0, not_before=None, error="once"),
+        lambda rig, claim: rig.claims.wait(claim, delay=1.0, cause="away", doubtful=False),
+        lambda rig, claim: rig.claims.crash(claim, "killed"),
+        lambda rig, claim: rig.claims.halt(claim, token(1), "key", "no"),
+        lambda rig, claim: rig.claims.discard(claim, token(1)),
+        lambda rig, claim: rig.claims.set_aside(claim, token(1), {"_id": "letter", "cause": "failed"}),
+        lambda rig, claim: rig.claims.advance(claim, 1, token(1), ends=True),
+        lambda rig, claim: rig.claims.single_out(claim),
+        lambda rig, claim: rig.claims.relinquish(rig.where, claim.owner),
+    ],
+    ids=["handled", "inline", "committed", "parked", "waiting", "crashed", "halted", "discarded", "set aside", "a list",
+         "singled out", "relinquished"],
+)  # fmt: skip
+def test_a_look_sees_every_claim_and_every_outcome_and_nothing_twice(
+    rig: Rig, act: Callable[[Rig, Claim], Any]
+) -> None:
+    """P1: of a run that nobody has claimed, and of one that runs, whatever its execution says."""
+    awaited = Seen(rig.image.fence, claimed=False)
+    assert not _has_changed(rig, awaited)
+    claim = rig.claim()
+    assert _has_changed(rig, awaited)
+    running = Seen(claim.fence, claimed=True)
+    assert rig.claims.extend([claim]) == []
+    assert not _has_changed(rig, running)
+    act(rig, claim)
+    assert _has_changed(rig, running)
+    assert _has_changed(rig, awaited)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda rig: rig.try_claim(owner="next"),
+        lambda rig: rig.partitions.retry(rig.image, 0),
+        lambda rig: rig.partitions.close([rig.where], VERSION),
+    ],
+    ids=["a newer claim", "retried by a person", "closed"],
+)
+def test_a_look_sees_what_others_do_to_a_claim(rig: Rig, act: Act) -> None:
+    """P1: each of them raises the fence. That it has lapsed by itself the sweep sees."""
+    rig.claim()
+    rig.lapse()
+    running = Seen(rig.image.fence, claimed=True)
+    assert not _has_changed(rig, running)
+    act(rig)
+    assert _has_changed(rig, running)
+
+
+@pytest.mark.parametrize("count", [3, 150])
+def test_a_look_compares_each_partition_with_itself(rig: Rig, count: int) -> None:
+    """P1: two may have the same fence, and one of them be further than the other; also where many are out."""
+    rig.partitions.prepare({SUBSCRIPTION: None}, layouts(SUBSCRIPTION, partitions=count), VERSION)
+    ids = [f"{BRIDGE}/{SUBSCRIPTION}/0/{index}" for index in range(count)]
+    for index, partition_id in enumerate(ids):
+        rig.documents.update_one({"_id": partition_id}, {"$set": {"fence": 300 + index // 2}})
+    seen: dict[str, Seen | None] = {each: Seen(300 + n // 2, claimed=False) for n, each in enumerate(ids)}
+    seen |= {ids[1]: Seen(299, claimed=False), ids[-1]: None}
+    rig.partitions.flush()
+    assert sorted(image.index for image in rig.partitions.changed(seen)) == [1, count - 1]
+    assert rig.partitions.changed({}) == []
 
 
 # -- an operator's commands --------------------------------------------------------------------------

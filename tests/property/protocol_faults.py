@@ -88,9 +88,6 @@ def misfortune_of_stores(world: World, state: State) -> Steps:
     for index, partition in enumerate(state.partitions):
         if partition.before is not None and possible(world, state, Fault.ROLLBACK):
             yield Step("rollback", fair=False), hit(rolled_back(state, index), index)
-        if partition.handled is not None and possible(world, state, Fault.ROLLBACK):
-            lost = with_partition(state, index, partition._replace(handled=None))
-            yield Step("rollback", partition.handled, fair=False), hit(lost, index)
     if possible(world, state, Fault.LOSS):
         for message in state.messages:
             if message.term == state.partitions[message.partition].epoch:

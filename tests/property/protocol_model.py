@@ -16,9 +16,9 @@ enough to try every interleaving (see ``protocol_search``). What stands behind i
 - *Runs carry one change*, and any message or listener may commit what is handled, as the design allows. Where a
   scenario says so, they carry two: the execution goes on with the next one, and at any time, or never, moves the
   position behind those that are done, while the claim stands.
-- *A position that is written inline* is not of a majority at once: a failover may bring back the document of before,
-  until it is replicated or anything else is written there. Looks see what a majority has. Nobody waits for it, as the
-  execution does, so w:1 would be as safe.
+- *What a success leaves is not of a majority at once*: ``handled``, and the position that is made of it or written
+  inline. A failover may bring back the document of before, until it is replicated or anything else is written there.
+  Looks see what a majority has; a take-over's commit is of a majority, which is the same as one that is replicated.
 - *A rewind is a term of the operator*: it takes the lease's next version and writes it, with the new
   position, to the subscription and to the partitions in one transaction.
 
@@ -76,7 +76,7 @@ class Fault(StrEnum):
     CRASH = "a worker dies, or the answer to its claim is lost"
     RETRY = "a handler asks for a retry"
     FAILURE = "a handler fails for good: the failure policy applies"
-    ROLLBACK = "a failover loses what no majority has: the mark `handled`, or a position written inline"
+    ROLLBACK = "a failover loses what no majority has: the mark `handled`, or a position"
     LOSS = "the broker loses a message"
     REOPEN = "the stream breaks and is opened again at the watermark"
     LOCK = "a transaction that nobody ends keeps a partition from being won by a take-over"

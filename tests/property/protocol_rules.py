@@ -6,6 +6,8 @@ the rule it breaks, so that the difference can be read.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from tests.property.protocol_model import (
     MARK,
     Broken,
@@ -218,7 +220,10 @@ def store_watermark(world: World, state: State, which: int) -> Steps:
     token = low_watermark(world, listener)
     if token > state.watermark:
         passed = excused(world, listener.config, state.watermark + 1, token)
-        yield Step("watermark", listener), state._replace(watermark=token, settled=state.settled | passed)
+        # What is passed for good stays settled, also where its position is taken back.
+        partitions = tuple(each._replace(settling=each.settling - passed) for each in state.partitions)
+        after = state._replace(watermark=token, settled=state.settled | passed, partitions=partitions)
+        yield Step("watermark", listener), after
 
 
 # --- workers ------------------------------------------------------------------------------------------------
@@ -297,7 +302,7 @@ def execute(world: World, state: State, run: Run) -> Steps:
         if world.commit is not Commit.CHAIN:
             yield Step("position", run), inline(world, ended, run)
         if world.commit is not Commit.INLINE:
-            done = partition.replicated()._replace(handled=run.success)
+            done = partition.replicated()._replace(handled=run.success, before=partition.seen)
             yield Step("handled", run), with_partition(ended, run.partition, done)
     else:
         yield Step("refused outcome", run), state._replace(runs=others)
@@ -305,12 +310,16 @@ def execute(world: World, state: State, run: Run) -> Steps:
 
 def inline(world: World, state: State, run: Run) -> State:
     """Return the state in which an execution has written the position, for now without a majority."""
-    before = state.partitions[run.partition]
     done = run.token if run.wrote else 0
     after = moved(world, state, run.partition, run.success, done)
-    settling = before.settling | ({done, *run.done} - state.settled)
-    unsure = after.partitions[run.partition]._replace(before=before.seen, settling=settling)
-    return with_partition(after, run.partition, unsure)
+    return unsure(state, after, run.partition, {done, *run.done})
+
+
+def unsure(before: State, after: State, index: int, done: AbstractSet[int]) -> State:
+    """Return the state behind a position that was written with w:1: until it is replicated, it may be taken back."""
+    old = before.partitions[index]
+    settling = old.settling | (done - before.settled)
+    return with_partition(after, index, after.partitions[index]._replace(before=old.seen, settling=settling))
 
 
 def replicate(state: State) -> Steps:
@@ -349,7 +358,9 @@ def commit(world: World, state: State) -> Steps:
         if partition.handled is None:
             continue
         if world.broken is not Broken.COMMIT_BELIEVES_MESSAGE:
-            yield Step("commit", partition.handled), committed(world, state, index)
+            handled = partition.handled
+            after = unsure(state, committed(world, state, index), index, {handled.token, *handled.also})
+            yield Step("commit", partition.handled), after
             continue
         for message in state.messages:
             if message.partition == index and message.first == partition.committed + 1:

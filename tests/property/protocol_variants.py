@@ -44,19 +44,19 @@ def together(base: Sound[World]) -> Sound[World]:
 
 
 SOUND = (
-    faulty(60_000, "two changes, two terms, two faults", (0, 0), terms=2, faults=2),
-    faulty(6_000, "three changes, two faults", (0, 0, 0), terms=1, faults=2),
-    faulty(8_000, "two changes, three faults", (0, 0), terms=1, faults=3),
-    faulty(10_000, "one change, three terms, one fault", (0,), terms=3, faults=1),
-    faulty(30_000, "two partitions, three changes, two faults", (0, 1, 0), terms=1, faults=2),
-    sound(18_000, "two changes, three terms", (0, 0), terms=3),
-    sound(30_000, "two partitions, a mark, two terms, a lapse", (0, MARK, 1), terms=2, lapses=1),
-    also(faulty(9_000, "a dead letter", (0, 0), terms=2, faults=1), policy=Policy.DEAD_LETTER),
-    also(faulty(1_500, "a skipped change, two faults", (0, 0), terms=1, faults=2), policy=Policy.SKIP),
-    also(faulty(45_000, "a later term matches more", (0, 0, 0), terms=2, faults=1), matches=WIDER),
-    also(faulty(40_000, "a later term matches less", (0, 0, 0), terms=2, faults=1), matches=NARROWER),
-    also(sound(12_000, "a rewind, number kept", (0, 0), terms=1, lapses=1), rewind=Rewind.NUMBER_KEPT),
-    also(sound(25_000, "a rewind of the number, two terms", (0, 0), terms=2), rewind=Rewind.NUMBER_BACK),
+    faulty(120_000, "two changes, two terms, two faults", (0, 0), terms=2, faults=2),
+    faulty(13_000, "three changes, two faults", (0, 0, 0), terms=1, faults=2),
+    faulty(18_000, "two changes, three faults", (0, 0), terms=1, faults=3),
+    faulty(19_000, "one change, three terms, one fault", (0,), terms=3, faults=1),
+    faulty(100_000, "two partitions, three changes, two faults", (0, 1, 0), terms=1, faults=2),
+    sound(33_000, "two changes, three terms", (0, 0), terms=3),
+    sound(85_000, "two partitions, a mark, two terms, a lapse", (0, MARK, 1), terms=2, lapses=1),
+    also(faulty(18_000, "a dead letter", (0, 0), terms=2, faults=1), policy=Policy.DEAD_LETTER),
+    also(faulty(3_500, "a skipped change, two faults", (0, 0), terms=1, faults=2), policy=Policy.SKIP),
+    also(faulty(85_000, "a later term matches more", (0, 0, 0), terms=2, faults=1), matches=WIDER),
+    also(faulty(80_000, "a later term matches less", (0, 0, 0), terms=2, faults=1), matches=NARROWER),
+    also(sound(23_000, "a rewind, number kept", (0, 0), terms=1, lapses=1), rewind=Rewind.NUMBER_KEPT),
+    also(sound(50_000, "a rewind of the number, two terms", (0, 0), terms=2), rewind=Rewind.NUMBER_BACK),
     also(faulty(2_000, "inline, two changes, two faults", (0, 0), terms=1, faults=2), commit=Commit.INLINE),
     also(faulty(10_000, "inline, two changes, two terms, a fault", (0, 0), terms=2, faults=1), commit=Commit.INLINE),
     also(
@@ -80,7 +80,7 @@ SOUND = (
         commit=Commit.INLINE,
         policy=Policy.DEAD_LETTER,
     ),
-    also(faulty(13_000, "inline or chain, two terms, a fault", (0, 0), terms=2, faults=1), commit=Commit.EITHER),
+    also(faulty(17_000, "inline or chain, two terms, a fault", (0, 0), terms=2, faults=1), commit=Commit.EITHER),
     also(locked(7_500, "inline, a locked partition", (0, 0), terms=2, faults=1), commit=Commit.INLINE),
     together(faulty(15_000, "a run of two changes, two faults", (0, 0), terms=1, faults=2)),
     together(faulty(13_000, "runs of two of three changes, a fault", (0, 0, 0), terms=1, faults=1)),
@@ -107,7 +107,7 @@ SOUND = (
     ),
     also(together(sound(85_000, "a rewind in a run of two", (0, 0), terms=1, lapses=1)), rewind=Rewind.NUMBER_BACK),
     locked(40_000, "a locked partition, two changes, two terms", (0, 0), terms=2, faults=2),
-    locked(50_000, "a locked partition beside another, a mark, two terms", (0, MARK, 1), terms=2, faults=1),
+    locked(120_000, "a locked partition beside another, a mark, two terms", (0, MARK, 1), terms=2, faults=1),
     also(locked(35_000, "a locked partition, a later term matches more", (0, 0, 0), terms=2, faults=1), matches=WIDER),
     also(locked(5_000, "a locked partition and a rewind", (0, 0), terms=1, faults=1), rewind=Rewind.NUMBER_BACK),
 )
@@ -126,6 +126,7 @@ BACK = World("a rewind of the number", (0, 0), terms=1, rewind=Rewind.NUMBER_BAC
 LOCKED = World("two partitions, one of them locked", (0, 1), terms=2, budget=1, faults=LOCKS)
 INLINE = World("inline", (0, 0), terms=1, commit=Commit.INLINE)
 TAKEN_BACK = INLINE._replace(name="inline, a failover", budget=1, faults=frozenset({Fault.ROLLBACK}))
+COMMIT_TAKEN_BACK = TAKEN_BACK._replace(name="a chain, a failover", commit=Commit.CHAIN)
 MATCHES_MORE = World("a later term matches more", (0, 0, 0), terms=2, matches=WIDER)
 RUNS = World("a run of two changes, a lapse", (0, 0), terms=1, budget=1, faults=LAPSE, runs=True)
 FAILING_RUN = RUNS._replace(name="a run of two changes, a retry", faults=frozenset({Fault.RETRY}))
@@ -143,7 +144,9 @@ CAUGHT = (
     caught(Broken.OUTCOME_WITHOUT_FENCE, LAPSING._replace(name="inline, a lapse", commit=Commit.INLINE), "P3"),
     caught(Broken.INLINE_BEFORE_SUCCESS, INLINE, "P1"),
     caught(Broken.LOOK_BEFORE_MAJORITY, TAKEN_BACK, "P5"),
+    caught(Broken.LOOK_BEFORE_MAJORITY, COMMIT_TAKEN_BACK, "P5"),
     caught(Broken.CLAIM_BEFORE_MAJORITY, TAKEN_BACK, "P3"),
+    caught(Broken.CLAIM_BEFORE_MAJORITY, COMMIT_TAKEN_BACK, "P3"),
     caught(Broken.TAKE_OVER_CLEARS_CLAIMS, TWO_TERMS, "P6"),
     caught(Broken.TWO_IMAGES, KEPT, "P5"),
     caught(Broken.TWO_IMAGES, BACK, "P1", watched="P1"),

@@ -19,7 +19,7 @@ from mongo_celery.bridge.listener.tracker import (
     Step,
     Tracker,
 )
-from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.partitions import Image, Seen
 from tests.fixtures.samples import image
 
 VERSION = 1
@@ -48,6 +48,35 @@ def dispatched(seen: Image = FLOWING, now: float = START) -> Tracker:
 
 def is_ready(partition: Tracker, now: float) -> bool:
     return partition.outstanding is None and partition.ready_at <= now
+
+
+# What a look may leave out
+
+
+def test_a_look_leaves_out_what_nobody_has_claimed_and_what_runs_under_a_claim_that_stands() -> None:
+    """Each by what was seen of it: the fence, and whether somebody has it."""
+    partition = dispatched()
+    assert partition.seen == Seen(FLOWING.fence, claimed=False)
+    partition.observe(CLAIMED, START + 1)
+    assert partition.seen == Seen(CLAIMED.fence, claimed=True)
+    partition.observe(COMMITTED, START + 2)
+    partition.sent(START + 3)
+    assert partition.seen == Seen(COMMITTED.fence, claimed=False)
+    assert tracker(CLAIMED).seen == Seen(CLAIMED.fence, claimed=True), "also what an older term has sent"
+
+
+@pytest.mark.parametrize("seen", [LAPSED, DONE], ids=["lapsed", "handled"])
+def test_a_look_reads_all_that_waits_for_a_time(seen: Image) -> None:
+    """No write need come before the listener acts there."""
+    partition = dispatched()
+    partition.observe(seen, START + 1)
+    assert partition.outstanding is not None
+    assert partition.seen is None
+
+
+def test_a_look_reads_what_is_locked() -> None:
+    """An older term may act there, whose messages this one has not sent."""
+    assert tracker(replace(CLAIMED, epoch=0)).seen is None
 
 
 # Without a run

@@ -27,6 +27,7 @@ from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.inbox import Inbox
 from mongo_celery.bridge.listener.leftovers import Leftovers
+from mongo_celery.bridge.listener.looks import BUSY_LOOK, Looks
 from mongo_celery.bridge.listener.noting import Noting
 from mongo_celery.bridge.listener.owed import OwedSnapshots
 from mongo_celery.bridge.listener.publishing import Publishing, rejections
@@ -56,11 +57,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mongo_celery.listener")
 
-_SWEEP_SECONDS = 1.0
-_LONGEST_LOOK = 0.25
-_SHORTEST_LOOK = 0.005
-_BUSY_LOOK = 0.03
-_BUSY = 3
 _ITEMS_A_TURN = 2000
 _ITEMS_A_CHECK = 16
 _READ_AHEAD = 2000
@@ -119,6 +115,7 @@ class Leader:
         )
         self._horizon = Horizon(wiring)
         self._spilling = Spilling(self._store, self._options, wiring.state_concern, self._horizon.share)
+        self._looks = Looks(self._store.partitions, self._spilling.session)
         self._noting = Noting(self._store.subscriptions, wiring.state_concern)
         self._relayouts = Relayouts(
             self._store,
@@ -132,7 +129,7 @@ class Leader:
         self._advice = RunAdvice(self._options, activity)
         self._at_end = False
         self._full, self._full_at = "", math.inf
-        self._opened_at = self._looked_at = self._swept_at = self._moved_at = 0.0
+        self._opened_at = 0.0
         self._complained_at = -math.inf
         self._gathers_until: float | None = None
         self._claim_check = ClaimCheck(self._store.spill, self._options.max_message_bytes)
@@ -312,7 +309,7 @@ class Leader:
             self._look_at_history(now)
         except PyMongoError as error:
             self._unread(error)
-            self._looked_at = self._swept_at = now
+            self._looks.failed(now)
         else:
             self._relayout(now)
         self._spilling.turn(now, at_end=self._at_end)
@@ -320,7 +317,7 @@ class Leader:
         self._replaying.turn(self._subscriptions, now)
         self._advice.turn(self._subscriptions.values(), now)
         self._dispatch()
-        self._watermarks.flush(self._subscriptions.values(), now, self._moved_at)
+        self._watermarks.flush(self._subscriptions.values(), now, self._looks.moved_at)
         self._wait()
 
     def _take_in(self, now: float) -> None:
@@ -380,23 +377,13 @@ class Leader:
     # -- looking at partitions ---------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        """Read partitions: all of them once a second, those with something out more often; weigh what is known."""
+        """Read partitions, as far as it is time for it; weigh what is known."""
         began = time.monotonic()
-        if now - self._swept_at >= _SWEEP_SECONDS:
-            self._swept_at = self._looked_at = now
-            images = self._store.partitions.of(
-                {name: subscription.plan.layout.generation for name, subscription in self._subscriptions.items()},
-                self._spilling.session,
-            )
-            self._count()
-        elif now - self._looked_at >= self._look_pause(now):
-            self._looked_at = now
-            outstanding = (tracker for led in self._subscriptions.values() for tracker in led.outstanding)
-            images = self._store.partitions.look(
-                (tracker.partition_id for tracker in outstanding), self._spilling.session
-            )
-        else:
+        images = self._looks.look(self._subscriptions, now)
+        if images is None:
             return
+        if self._looks.has_swept:
+            self._count()
         seen = time.monotonic()
         for image in images:
             self._observe(image, seen)
@@ -415,11 +402,12 @@ class Leader:
         if tracker is None:  # prepared by a listener with another layout, whose flip came too late
             return
         self._activity.of(image.subscription).observed(tracker.image, image, now)
+        run = tracker.outstanding
         step = subscription.observe(image, now)
         if step is Step.SUPERSEDED:
             raise LeaseLostError
         if step is Step.ENDED:
-            self._moved_at = now
+            self._looks.ended(image.subscription, run.sent_at if run is not None else None, now)
         elif step is Step.COMMIT:
             logger.info(
                 "committing %s, whose commit message is late", tracker.partition_id, extra={"event": "commit_late"}
@@ -448,14 +436,6 @@ class Leader:
         logger.warning(
             "reading partitions failed, trying again: %s", brief(error), extra={"event": "partitions_unread"}
         )
-
-    def _look_pause(self, now: float) -> float:
-        """Short after something moved, longer while handlers take their time; infinite with nothing out."""
-        outstanding = sum(len(subscription.outstanding) for subscription in self._subscriptions.values())
-        if not outstanding:
-            return math.inf
-        least = _SHORTEST_LOOK if outstanding < _BUSY else _BUSY_LOOK
-        return min(max((now - self._moved_at) / 4, least), _LONGEST_LOOK)
 
     def _relayout(self, now: float) -> None:
         """Go on with new layouts; a subscription whose layout is in force takes the place of the old one."""
@@ -501,7 +481,7 @@ class Leader:
             return
         due = self._fairness.due(self._subscriptions, now)
         if due and self._renewal.trusted() and self._publishing.publish(due):
-            self._moved_at = time.monotonic()
+            self._looks.moved_at = time.monotonic()
         while self._claim_check.stored:
             self._spilling.has_documents(self._claim_check.stored.pop())
 
@@ -540,8 +520,7 @@ class Leader:
         now = time.monotonic()
         next_run = self._fairness.next_due(self._subscriptions)
         until = min(
-            self._swept_at + _SWEEP_SECONDS,
-            self._looked_at + self._look_pause(now),
+            self._looks.due(self._subscriptions, now),
             max(next_run, self._publishing.ready_at),
             self._noting.due(self._subscriptions.values()),
             self._relayouts.due(),
@@ -551,6 +530,6 @@ class Leader:
         pause = max(until - now, 0.0)
         if self._inbox.held is not None:  # full, or a chunk is awaited: new items cannot be taken in
             awaited = self._snapshots.progress if self._snapshots.is_standing else self._stopping
-            awaited.wait(min(pause, _BUSY_LOOK))
+            awaited.wait(min(pause, BUSY_LOOK))
             return
         self._inbox.wait(pause)

@@ -27,7 +27,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.partitions import Image, Seen
 
 LONGEST_GRACE = 300.0
 LONGEST_WAIT = 900.0
@@ -138,6 +138,16 @@ class Tracker:
     def next_sequence(self) -> int:
         """Number of the next change, given at dispatch."""
         return self.image.committed + 1
+
+    @property
+    def seen(self) -> Seen | None:
+        """What a look may compare it with, to leave it out; None where time alone can change what is to be done."""
+        run, image = self.outstanding, self.image
+        if run is None or not self.won or image.handled is not None:
+            return None
+        if image.claim is None:
+            return Seen(image.fence, claimed=False) if image.fence == run.fence else None
+        return Seen(image.fence, claimed=True) if image.live else None
 
     @property
     def is_awaited(self) -> bool:

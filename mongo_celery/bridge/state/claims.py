@@ -30,19 +30,20 @@ The partition's document is the authority on who may run what::
    what a claim has read of it holds, or is released, until the claim ends: a change of such a key is set aside
    unstarted, whoever has sent it (`replays` says how a key is released).
 8. Where no commit task follows a run, its execution writes the position itself, in one write under its own guard (3):
-   there is no `handled`, and nothing between success and position. It waits for a majority, which is a matter of speed:
-   whoever looks at positions reads what a majority has, and what is written behind one, the next claim first, is a
-   majority write and keeps it. So one without an answer that a failover takes back costs one more start.
+   there is no `handled`, and nothing between success and position.
 9. While a run is under way its execution may move the position behind what is done of it (`advance`), under its own
    guard (3), by majority: the claim goes on with the next change as its first, of which nothing is counted yet. Before
    a later change has an outcome it must, since every outcome is that of the claim's first.
+10. What a success leaves, `handled` and then the position, is written with w:1: whoever looks at positions reads what a
+    majority has, and what is written behind one, the next claim first, is a majority write and keeps it. So one that a
+    failover takes back costs one more start at most.
 
 | failure | what happens |
 |---|---|
 | the answer of a claim is lost | ended by owner, best effort, and claimed anew; no crash is counted |
 | a heartbeat is late | the claim lapses; the execution may finish if nobody claimed since, else the crash is undone |
 | the worker is told to shut down, and killed later | the claim lapses; no crash is counted |
-| `handled` is lost in a rollback (it is written with w:1) | the change runs once more, nothing else |
+| `handled`, or the position, is lost in a rollback (w:1) | it is committed again, or runs once more, nothing else |
 | the worker dies | the claim lapses; the next claim counts a crash and runs change by change |
 """
 
@@ -93,6 +94,13 @@ def _charge(living: Sequence[str] = ()) -> dict[str, Any]:
 def _is_gone(token: str | None) -> dict[str, Any]:
     """Whether what is counted is of an existing document, and that is not what a run with this token begins with."""
     return {"$and": [{"$gt": ["$retry.of", None]}, {"$ne": ["$retry.of", literal(token)]}]}
+
+
+def _claimable(token: str, gone: Mapping[str, Any]) -> dict[str, Any]:
+    """What must hold of a partition, beside its place, for a run to be claimed that begins with this token."""
+    due = {"$or": [{"$lte": ["$retry.notBefore", "$$NOW"]}, gone]}
+    free, behind = {"$lte": ["$claim.until", "$$NOW"]}, {"$lt": ["$resumeToken._data", literal(token)]}
+    return {"handled": None, "state": "flowing", "$expr": {"$and": [free, due, behind]}}
 
 
 CHARGE = _charge()
@@ -217,20 +225,7 @@ class Claims:
         }
         single = {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]}
         document = self._table.find_and_update_unretried(
-            {
-                "_id": partition_id,
-                "epoch": version,
-                "committed": first - 1,
-                "handled": None,
-                "state": "flowing",
-                "$expr": {
-                    "$and": [
-                        {"$lte": ["$claim.until", "$$NOW"]},
-                        {"$or": [{"$lte": ["$retry.notBefore", "$$NOW"]}, gone]},
-                        {"$lt": ["$resumeToken._data", literal(token)]},
-                    ],
-                },
-            },
+            {"_id": partition_id, "epoch": version, "committed": first - 1, **_claimable(token, gone)},
             [
                 {"$set": {name: {"$cond": [gone, None, f"${name}"]} for name in ("claim", "retry", "single")}},
                 {"$set": {"fence": next_number("fence"), "claim": claim, "retry": retry, "single": single}},
@@ -382,7 +377,7 @@ class Claims:
         Record that the handler succeeded up to `last`; from then on no message can start it again.
 
         Repeating it is harmless. Outside a transaction it is written with w:1: losing it costs one
-        more run of the change, and nothing else. Under a claim that is `inline` it is the position itself, by majority.
+        more run of the change, and nothing else. Under a claim that is `inline` it is the position itself.
 
         Args:
             claim: under which the handler ran.
@@ -400,17 +395,17 @@ class Claims:
         if session is not None:  # the transaction's own limits hold, and its write concern
             return self._table.collection.update_one(guard, {"$set": change}, session=session).matched_count == 1
         if retryable:
-            table = self._table if claim.inline else self._acknowledged
-            return table.update(guard, {"$set": change})
-        return self._table.update_unretried(guard, {"$set": change}, MAJORITY if claim.inline else ACKNOWLEDGED)
+            return self._acknowledged.update(guard, {"$set": change})
+        return self._table.update_unretried(guard, {"$set": change}, ACKNOWLEDGED)
 
-    def commit(self, partition_id: str, first: int | None = None) -> bool:
+    def commit(self, partition_id: str, first: int | None = None, *, lasting: bool = True) -> bool:
         """
         The position becomes what `handled` says; `state` is untouched.
 
         Args:
             first: what the commit task demands to be next; the listener, which has just read the
                 document, gives it too.
+            lasting: whether to wait until a majority has it; nothing rests on that.
 
         Returns:
             False when there was nothing to commit: it is already done, or a newer run is under way.
@@ -418,7 +413,7 @@ class Claims:
         guard: dict[str, Any] = {"_id": partition_id, "handled": {"$ne": None}}
         if first is not None:
             guard["committed"] = first - 1
-        return self._table.update_unretried(guard, [{"$set": COMMIT}])
+        return self._table.update_unretried(guard, [{"$set": COMMIT}], MAJORITY if lasting else ACKNOWLEDGED)
 
     def park(self, claim: Claim, *, delay: float | None, not_before: datetime | None, error: str) -> bool:
         """

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import pymongo
 from bson.int64 import Int64
@@ -34,12 +34,13 @@ from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, s
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import literal, next_number, remaining
 from mongo_celery.mongo.locked import is_lock, update_around_locks, update_one_around_lock, update_unlocked
-from mongo_celery.mongo.table import Table, call_timeout
+from mongo_celery.mongo.table import JOURNALED, Table, call_timeout
 
 MOVING = "moving"
 """The state of a partition that is closed, because a new layout of its subscription is being prepared."""
 
 _CLOSABLE = ("flowing", "halted", "paused")
+_COMPARED = 64  # with how many that were seen a partition is compared; with all, the cost would grow with their square
 _FLOWING_SHARE = 2  # one in so many has to flow
 _WINNING_SECONDS = 0.25  # the leading thread has other things to do
 _DEFAULTS: dict[str, Any] = {
@@ -126,6 +127,19 @@ class Image:
     def parked(self) -> bool:
         """Whether a change waits for its retry time."""
         return self.due_in > 0
+
+
+class Seen(NamedTuple):
+    """
+    What was seen of a partition with something out: where it is still so, nothing has happened that counts.
+
+    Attributes:
+        fence: raised by every claim, and by every command that moves a position.
+        claimed: whether a claim stood, and nothing was handled; else nobody had claimed what is out.
+    """
+
+    fence: int
+    claimed: bool
 
 
 class Partitions:
@@ -225,6 +239,24 @@ class Partitions:
     def look(self, ids: Iterable[str], session: ClientSession | None = None) -> list[Image]:
         """Some partitions, by `_id`; in a causally consistent session, what is read later is no older."""
         return self._images({"_id": {"$in": list(ids)}}, session)
+
+    def changed(self, seen: Mapping[str, Seen | None], session: ClientSession | None = None) -> list[Image]:
+        """
+        Some partitions, by `_id`, but for those that are as they were seen; of None there is nothing to compare.
+
+        A heartbeat, a lapse and a pause are no changes here.
+        """
+        pairs = list(seen.items())
+        parts = [_unlike(dict(pairs[at : at + _COMPARED])) for at in range(0, len(pairs), _COMPARED)]
+        return self._images(parts[0] if len(parts) == 1 else {"$or": parts}, session) if parts else []
+
+    def flush(self) -> None:
+        """
+        See to it that the primary's journal has what was written up to now, by a write that finds nothing.
+
+        On a set of one member majority reads show a write with w:1 only then; others replicate it by themselves.
+        """
+        self._table.update_unretried({"_id": ""}, {"$set": {"epoch": Int64(0)}}, JOURNALED)
 
     def of(self, generations: Mapping[str, int], session: ClientSession | None = None) -> list[Image]:
         """All partitions of some subscriptions, by name in these generations."""
@@ -538,6 +570,21 @@ _OPENED: dict[str, Any] = {
     "was": None,
 }
 """A partition that was closed for a new layout is as it was before."""
+
+
+def _unlike(seen: Mapping[str, Seen | None]) -> dict[str, Any]:
+    """Matches some partitions, but for those that are as they were seen."""
+    alike: dict[Seen, list[str]] = {}
+    for partition_id, each in seen.items():
+        if each is not None:
+            alike.setdefault(each, []).append(partition_id)
+    query: dict[str, Any] = {"_id": {"$in": list(seen)}}
+    return {**query, "$nor": [_as_seen(each, ids) for each, ids in alike.items()]} if alike else query
+
+
+def _as_seen(seen: Seen, ids: list[str]) -> dict[str, Any]:
+    same: dict[str, Any] = {"fence": seen.fence, "_id": {"$in": ids}}
+    return {**same, "claim": {"$ne": None}, "handled": None} if seen.claimed else same
 
 
 def _older(version: int) -> dict[str, Any]:

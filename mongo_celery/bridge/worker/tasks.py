@@ -431,7 +431,9 @@ def register_commit(app: Celery) -> None:
 def _commit(wiring: Wiring, run: Run) -> None:
     claims = wiring.store.claims
     try:
-        if not persisted(lambda: claims.commit(run.partition_id, run.first), f"a commit of {run.partition_id}"):
+        if not persisted(
+            lambda: claims.commit(run.partition_id, run.first, lasting=False), f"a commit of {run.partition_id}"
+        ):
             logger.debug("commit of %s found its work done", run.partition_id)
     except PyMongoError as error:
         if not is_transient(error):
