@@ -22,6 +22,8 @@ pytest_plugins = [
     "tests.fixtures.proxy",
     "tests.fixtures.forked",
     "tests.fixtures.process",
+    "tests.fixtures.sentinel",
+    "tests.fixtures.rabbitmq",
     "tests.fixtures.tracing",
     "tests.fixtures.browser",
 ]

@@ -1,6 +1,6 @@
 """
-What outbox, transactions, a bridge's stream and what stands in it cost on this machine:
-`python -m tests.benchmarks [outbox] [transactions] [stream] [spill] [--quick]`.
+What outbox, transactions, a bridge's stream and what stands in it cost on this machine, and how it grows:
+`python -m tests.benchmarks [outbox] [transactions] [stream] [spill] [backlog] [handlers] [peer] [--quick]`.
 
 Not installed and not part of the test run; `test_benchmarks.py` only sees to it that they work. What a change
 costs on its way through the bridge is `mongo-celery bench`; the rules there hold here too: processes of their own,
@@ -44,6 +44,27 @@ measured in the same rounds.
 - *handovers*: seconds until the next term has started a handler, and until a layout with twice as many partitions is
   in force, and the listener's memory, with nothing stored and with 100 000 changes behind a retry of an hour.
 
+`backlog` (`backlog_suite`):
+
+- *backlogs*: processor time of a change, and the listener's memory at its start and at its highest, where 10 000,
+  100 000 and a million changes wait for a listener: all of it should be the same. The handler takes lists of 500, so
+  that the listener has most to do. What takes longer than 100 000 is measured once.
+
+`handlers` (`handlers_suite`):
+
+- *shared*: processor time of a change for each handler that gets it, if 1, 10 or 60 handlers share a stream: all of
+  them get each change, one by one and in runs; or one of them gets it, and the others watch collections of their own in
+  which nothing happens.
+
+`peer` (`peer_suite`, `peer_package`, `peer_program`, `peer.cjs`), only where it is named, since npm installs it, by
+name and once, into a cache directory (`XDG_CACHE_HOME`):
+
+- *rates*, *cpu*: changes per second and processor time of a change of the bench's `raw_chain`, `bridge_runs` and
+  `bridge_bulk` and of the fastest peer, the npm package mongochangestream: a process that reads the stream, calls a
+  handler with batches of 500, and saves its position in Redis behind each. The same servers, documents and rounds.
+- *not promised*: what the figures do not show.
+
+`many_app` is the app of `backlog` and `handlers`, and `commits` measures from their first commit to the last.
 `outbox_programs`, `transfer_programs`, `outbox_app`, `watched_app` and `spill_app` are what the measured processes run;
 they leave their answers as files (`answers`).
 """

@@ -14,8 +14,11 @@ from rich.console import Console
 
 from mongo_celery.bench.stage import Stage
 from mongo_celery.errors import MongoCeleryError
+from tests.benchmarks.backlog_suite import run_backlog
+from tests.benchmarks.handlers_suite import run_handlers
 from tests.benchmarks.outbox_suite import run_outbox
 from tests.benchmarks.parts_suite import run_parts
+from tests.benchmarks.peer_suite import run_peer
 from tests.benchmarks.report import SuiteResults, as_json, show
 from tests.benchmarks.sizes import FULL, QUICK, Sizes
 from tests.benchmarks.snapshot_suite import run_snapshot
@@ -23,7 +26,9 @@ from tests.benchmarks.spill_suite import run_spill
 from tests.benchmarks.stream_suite import run_stream
 from tests.benchmarks.transaction_suite import run_transactions
 
-SUITES = ("outbox", "transactions", "stream", "spill", "snapshot", "parts")
+SUITES = ("outbox", "transactions", "stream", "spill", "snapshot", "parts", "backlog", "handlers", "peer")
+WITHOUT_NAMES = tuple(suite for suite in SUITES if suite != "peer")
+"""Those of a run that names none; the peer is asked for by name, since npm installs it."""
 
 _COUNT = click.IntRange(min=1)
 _ANY = click.IntRange(min=0)
@@ -37,6 +42,7 @@ _ANY = click.IntRange(min=0)
 @click.option("--documents", type=_ANY, help="Of the collection in which the sweep looks for 100; 0 leaves it out.")
 @click.option("--existing", type=click.IntRange(min=1000), help="Documents of a snapshot, and live inserts beside it.")
 @click.option("--snapshots", type=_COUNT, help="How many snapshots are measured; the median counts.")
+@click.option("--owed", type=_COUNT, multiple=True, help="Length of a backlog; repeatable.")
 @click.option("--mongo-url", envvar="MONGO_CELERY_BENCH_MONGO_URL", help="A replica set; embedded if left out.")
 @click.option("--redis-url", envvar="MONGO_CELERY_BENCH_REDIS_URL", help="The broker; embedded if left out.")
 @click.option("--writes", type=_COUNT, hidden=True)
@@ -52,12 +58,15 @@ _ANY = click.IntRange(min=0)
 @click.option("--spilled", type=_COUNT, hidden=True)
 @click.option("--live", type=_COUNT, hidden=True)
 @click.option("--parts", type=click.IntRange(min=400), hidden=True)
+@click.option("--reached", type=_COUNT, hidden=True)
+@click.option("--changes", type=_COUNT, hidden=True)
+@click.option("--warm-up", type=_COUNT, hidden=True)
 @click.option("--lock-lifetime", type=_ANY, hidden=True)
 def benchmarks(
     suites: tuple[str, ...], quick: bool, wants_json: bool, mongo_url: str | None, redis_url: str | None, **given: Any
 ) -> None:
     """
-    Measure outbox, transactions, stream, spill, snapshot and parts on this machine: all, or those that are named.
+    Measure on this machine the suites that are named, or all but the peer.
 
     \b
     outbox        writes beside plain ones, entries per second, the sweep, recovery
@@ -66,16 +75,20 @@ def benchmarks(
     spill         other partitions beside one that stands, what storing its changes costs, and going on with them
     snapshot      documents that exist, beside as many live inserts, and what live changes wait meanwhile
     parts         CPU time of what a listener and a worker do with a change, part by part
+    backlog       a listener's memory, and the CPU time of a change, behind backlogs of several lengths
+    handlers      the CPU time of a change for each of 1, 10 and 60 handlers on one stream
+    peer          the bridge beside mongochangestream, which npm installs: rates, CPU time, promises
 
     Absolute figures depend on the machine and on what else it does; compare the ratios. Given servers
     are left as they were found.
     """  # noqa: D301 - \b is click's, and no part of the text
-    sizes = replace(QUICK if quick else FULL, **{name: value for name, value in given.items() if value is not None})
+    chosen = {name: value for name, value in given.items() if value not in {None, ()}}
+    sizes = replace(QUICK if quick else FULL, **chosen)
     logging.getLogger("mongo_celery").addHandler(logging.NullHandler())  # what is recovered is meant to be
     progress = Console(stderr=True, quiet=wants_json)
     try:
         with progress.status("starting servers") as status, Stage(mongo_url, redis_url) as stage:
-            results = run_suites(stage, suites or SUITES, sizes, status.update)
+            results = run_suites(stage, suites or WITHOUT_NAMES, sizes, status.update)
     except MongoCeleryError as error:
         raise click.ClickException(str(error)) from error
     if wants_json:
@@ -99,5 +112,11 @@ def run_suites(stage: Stage, chosen: Sequence[str], sizes: Sizes, announce: Call
         results.snapshot = run_snapshot(stage, sizes, announce)
     if "parts" in chosen:
         results.parts = run_parts(stage, sizes, announce)
+    if "backlog" in chosen:
+        results.backlog = run_backlog(stage, sizes, announce)
+    if "handlers" in chosen:
+        results.handlers = run_handlers(stage, sizes, announce)
+    if "peer" in chosen:
+        results.peer = run_peer(stage, sizes, announce)
     results.seconds = time.monotonic() - began
     return results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,8 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from mongo_celery.bench.report import machine
+from tests.benchmarks.backlog_suite import Backlog, BacklogResults
+from tests.benchmarks.handlers_suite import HandlersResults, Shared
 from tests.benchmarks.outbox_suite import OutboxResults
 from tests.benchmarks.parts_suite import PartsResults
+from tests.benchmarks.peer_suite import NOT_PROMISED, PEER, PeerResults
 from tests.benchmarks.pending_query import PendingQuery
 from tests.benchmarks.readings import Reading
 from tests.benchmarks.sizes import Sizes
@@ -34,6 +37,9 @@ class SuiteResults:
     spill: SpillResults | None = None
     snapshot: SnapshotResults | None = None
     parts: PartsResults | None = None
+    backlog: BacklogResults | None = None
+    handlers: HandlersResults | None = None
+    peer: PeerResults | None = None
 
 
 def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
@@ -59,6 +65,12 @@ def as_json(results: SuiteResults, sizes: Sizes) -> dict[str, Any]:
             "event_bytes": results.parts.event_bytes,
             "cpu": _plain(results.parts.parts),
         }
+    if results.backlog is not None:
+        found["backlog"] = [_rounded(each) for each in results.backlog.backlogs]
+    if results.handlers is not None:
+        found["handlers"] = {"rounds": sizes.rounds, "shared": [_rounded(each) for each in results.handlers.shared]}
+    if results.peer is not None:
+        found["peer"] = {"rounds": sizes.rounds, **_peer(results.peer)}
     return found
 
 
@@ -78,6 +90,12 @@ def show(results: SuiteResults, console: Console) -> None:
     if results.parts is not None:
         title = f"CPU time of a change of {results.parts.event_bytes:,} bytes, part by part"
         console.print(_table(title, results.parts.parts))
+    if results.backlog is not None:
+        _show_backlog(results.backlog, console)
+    if results.handlers is not None:
+        _show_handlers(results.handlers, console)
+    if results.peer is not None:
+        _show_peer(results.peer, console)
     console.print(f"{results.seconds:.0f} s in all")
 
 
@@ -227,6 +245,63 @@ def _show_snapshot(results: SnapshotResults, console: Console) -> None:
                 f"live changes of the {name}, {words}: median {waited.p50:,.0f} ms, 99 % {waited.p99:,.0f} ms, "
                 f"longest {waited.longest:,.0f} ms ({waited.samples:,} changes)"
             )
+
+
+def _rounded(figures: Backlog | Shared) -> dict[str, Any]:
+    found = asdict(figures)
+    used = {process: round(us, 1) for process, us in figures.cpu_us.items()}
+    numbers = {name: round(value, 1) for name, value in found.items() if isinstance(value, float)}
+    return {**found, **numbers, "cpu_us": used}
+
+
+def _peer(results: PeerResults) -> dict[str, Any]:
+    return {
+        "package": results.package,
+        "rates": _plain(results.rates),
+        "cpu": _plain(results.cpu),
+        "cpu_us": {
+            name: {process: round(us, 1) for process, us in used.items()} for name, used in results.cpu_us.items()
+        },
+        "not_promised": {what: {"bridge": ours, PEER: its} for what, (ours, its) in NOT_PROMISED.items()},
+    }
+
+
+def _show_backlog(results: BacklogResults, console: Console) -> None:
+    table = Table(title="CPU us of a change, and the listener's memory, by backlog")
+    for column in ("changes", "1/s", "listener", "worker", "mongodb", "redis", "start MB", "peak MB"):
+        table.add_column(column, justify="right")
+    for each in results.backlogs:
+        memory = (f"{size:.0f}" for size in (each.started_mb, each.peak_mb))
+        table.add_row(f"{each.changes:,}", f"{each.rate:,.0f}", *_by_process(each.cpu_us), *memory)
+    console.print(table)
+
+
+def _show_handlers(results: HandlersResults, console: Console) -> None:
+    table = Table(title="CPU us of a change, and its share of the oplog, for each handler that gets it")
+    for column in ("", "handlers", "1/s", "listener", "worker", "mongodb", "redis", "oplog bytes", "peak MB"):
+        table.add_column(column, justify="right" if column else "left")
+    for each in results.shared:
+        row = (each.kind, str(each.handlers), f"{each.executions:,.0f}")
+        written = "" if each.oplog_bytes is None else f"{each.oplog_bytes:,.0f}"
+        table.add_row(*row, *_by_process(each.cpu_us), written, f"{each.listener_mb:.0f}")
+    console.print(table)
+
+
+def _by_process(cpu_us: Mapping[str, float]) -> Iterator[str]:
+    """Empty for a server that was given: its processor time is not known."""
+    for process in ("listener", "worker", "mongodb", "redis"):
+        yield _number(cpu_us[process]) if process in cpu_us else ""
+
+
+def _show_peer(results: PeerResults, console: Console) -> None:
+    console.print(_table(f"Changes per second, beside {results.package}", results.rates))
+    console.print(_table("CPU time of a change, all processes", results.cpu))
+    table = Table(title="What the figures do not show", show_lines=True)
+    for column in ("", "the bridge", results.package):
+        table.add_column(column)
+    for what, (ours, its) in NOT_PROMISED.items():
+        table.add_row(what, ours, its)
+    console.print(table)
 
 
 def _seconds(reading: Reading) -> str:

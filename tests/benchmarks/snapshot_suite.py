@@ -14,6 +14,7 @@ from mongo_celery.bench.payload import order, write_orders
 from mongo_celery.bench.stage import Scene, Stage, pause
 from mongo_celery.bench.stopwatch import Laps
 from mongo_celery.embedded.crew import ChildProcess
+from tests.benchmarks.commits import Measured, Measuring, listen
 from tests.benchmarks.readings import RATE, Reading, reading
 from tests.benchmarks.sizes import Sizes
 from tests.benchmarks.snapshot_app import PROBE
@@ -80,55 +81,21 @@ def run_snapshot(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) ->
     return results
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    rate: float
-    cpu_us: Mapping[str, float]
-
-
-def _both(scene: Scene, documents: int, which: str, announce: Callable[[str], None]) -> list[tuple[str, _Measured]]:
+def _both(scene: Scene, documents: int, which: str, announce: Callable[[str], None]) -> list[tuple[str, Measured]]:
     """One after the other in one scene, through the same handler."""
     announce(f"{documents} documents, {which}")
     listener = _prepare(scene, documents)
     announce(f"a snapshot of {documents} documents, {which}")
-    measuring = _Measuring(scene, documents)
+    measuring = Measuring(scene, documents)
     order_snapshot(scene)
     found = [(SNAPSHOT, measuring.end())]
     scene.wait("the snapshot's end", lambda: _is_done(scene))
     scene.stop(listener)
     announce(f"{documents} live inserts, {which}")
     write_orders(scene.orders, documents)
-    measuring = _Measuring(scene, documents)
-    _listen(scene)
+    measuring = Measuring(scene, documents)
+    listen(scene, SNAPSHOT_APP)
     return [*found, (LIVE, measuring.end())]
-
-
-class _Measuring:
-    """
-    From the first commit to the last.
-
-    Args:
-        scene: the first of its documents is yet to come.
-        count: how many there will be.
-    """
-
-    def __init__(self, scene: Scene, count: int) -> None:
-        self._scene = scene
-        self._before = scene.committed()
-        self._last = self._before + count
-
-    def end(self) -> _Measured:
-        """Wait until all are committed."""
-        scene = self._scene
-        scene.wait("the first commit", lambda: scene.committed() > self._before)
-        began, ahead, used = time.monotonic(), scene.committed(), _used(scene)
-        scene.wait("the last commit", self._is_over, scene.committed)
-        count, seconds, spent = self._last - ahead, time.monotonic() - began, _used(scene)
-        return _Measured(count / seconds, {name: (spent[name] - used[name]) / count * 1e6 for name in spent})
-
-    def _is_over(self) -> bool:
-        pause(_LOOK_SECONDS)  # looked at seldom: this is measured
-        return self._scene.committed() >= self._last
 
 
 def _prepare(scene: Scene, documents: int) -> ChildProcess:
@@ -136,22 +103,9 @@ def _prepare(scene: Scene, documents: int) -> ChildProcess:
     write_orders(scene.orders, documents - _WARM_UP)
     scene.begin_now()
     scene.worker(SNAPSHOT_APP)
-    listener = _listen(scene)
+    listener = listen(scene, SNAPSHOT_APP)
     write_orders(scene.orders, _WARM_UP)
     scene.wait("the warm-up", lambda: scene.committed() >= _WARM_UP, scene.committed)
-    return listener
-
-
-def _listen(scene: Scene) -> ChildProcess:
-    """Start a listener, and wait until it leads."""
-    before = scene.lease().get("version", 0)
-    listener = scene.listener(SNAPSHOT_APP)
-
-    def leads() -> bool:
-        lease = scene.lease()
-        return bool(lease.get("state") == "leading" and lease["version"] > before)
-
-    scene.wait("a listener to lead", leads)
     return listener
 
 
@@ -166,14 +120,6 @@ def order_snapshot(scene: Scene) -> None:
 def _is_done(scene: Scene) -> bool:
     found = scene.state["snapshots"].find_one({}, sort=[("$natural", -1)])
     return bool(found and found["state"] == "done")
-
-
-def _used(scene: Scene) -> dict[str, float]:
-    """Processor seconds so far, of listener, worker and servers."""
-    return {name: used for name, used in scene.cpu_seconds().items() if name in _PROCESSES}
-
-
-_PROCESSES = ("listener", "worker", "mongodb", "redis")
 
 
 def _latencies(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +22,16 @@ _TINY = ["--quick", "--json", "--writes", "3", "--entries", "20", "--documents",
 _SECONDS_MAX = 240
 
 
-def _benchmarks(*arguments: str, seconds: float = _SECONDS_MAX) -> subprocess.CompletedProcess[str]:
+def _benchmarks(
+    *arguments: str, seconds: float = _SECONDS_MAX, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tests.benchmarks", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=seconds,
+        env=environment,
         check=False,
     )
 
@@ -161,6 +167,79 @@ def test_the_suite_of_parts_gives_cpu_time_beside_decoding_an_event(mongo_url: s
         "change_read",
     ):
         assert found["cpu"][part]["ratio_to_decode"] > 0
+
+
+@pytest.mark.slow
+def test_the_suite_of_backlogs_gives_memory_and_costs_by_length(
+    mongo_url: str, mongo_client: MongoClient[dict[str, Any]], redis_url: str, redis_client: Any
+) -> None:
+    """Every length for itself; nothing is left on given servers."""
+    before = set(mongo_client.list_database_names())
+
+    given = ("--mongo-url", mongo_url, "--redis-url", redis_url)
+    ended = _benchmarks("backlog", "--quick", "--json", "--owed", "4000", "--owed", "9000", *given)
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)["backlog"]
+    assert [each["changes"] for each in found] == [4000, 9000]
+    for each in found:
+        assert {"listener", "worker"} <= set(each["cpu_us"])
+        assert each["rate"] > 0
+        assert 0 < each["started_mb"] <= each["peak_mb"]
+    assert not {name for name in mongo_client.list_database_names() if name.startswith("bench-")} - before
+    assert not list(redis_client.scan_iter("*bench-*"))
+
+
+@pytest.mark.slow
+def test_the_suite_of_handlers_gives_what_a_change_costs_for_each_of_them(mongo_url: str, redis_url: str) -> None:
+    """Three numbers of handlers in three kinds, the changes so that all take about as long."""
+    given = ("--mongo-url", mongo_url, "--redis-url", redis_url)
+    ended = _benchmarks("handlers", "--quick", "--json", "--reached", "2400", *given)
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)["handlers"]["shared"]
+    assert [(each["kind"], each["handlers"], each["changes"]) for each in found] == [
+        *(("chains of all", count, 240 // count) for count in (1, 10, 60)),
+        *(("runs of all", count, 2400 // count) for count in (1, 10, 60)),
+        *(("runs of one", count, 2400) for count in (1, 10, 60)),
+    ]
+    for each in found:
+        assert {"listener", "worker"} <= set(each["cpu_us"])
+        assert each["oplog_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_the_peer_is_measured_beside_the_bridge_and_what_it_does_not_promise_is_said(
+    mongo_url: str, mongo_client: MongoClient[dict[str, Any]], redis_url: str, redis_client: Any
+) -> None:
+    """In the same run, on the same servers, with all changes of both; and nothing is left on them."""
+    if shutil.which("npm") is None:
+        pytest.skip("the peer is installed by npm, and there is none on this machine")
+    before = set(mongo_client.list_database_names())
+
+    given = ("--mongo-url", mongo_url, "--redis-url", redis_url)
+    ended = _benchmarks("peer", "--quick", "--json", "--changes", "50", "--warm-up", "10", *given)
+
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)["peer"]
+    assert found["package"] == "mongochangestream 0.55.0"
+    assert list(found["rates"]) == list(found["cpu_us"]) == ["raw_chain", "bridge_runs", "bridge_bulk", "peer"]
+    assert found["rates"]["peer"]["ratio_to_raw_chain"] > 1
+    assert found["cpu"]["peer"]["ratio_to_raw_chain"] > 0
+    assert {"order per key", "a fence", "a second process"} <= set(found["not_promised"])
+    assert not {name for name in mongo_client.list_database_names() if name.startswith("bench-")} - before
+    assert not list(redis_client.scan_iter("*bench-*"))
+
+
+def test_without_node_the_peer_ends_in_one_sentence(mongo_url: str, redis_url: str, tmp_path: Path) -> None:
+    """The machine's programs are out of sight; nothing is measured."""
+    given = ("--mongo-url", mongo_url, "--redis-url", redis_url)
+    ended = _benchmarks("peer", "--quick", *given, environment={**os.environ, "PATH": str(tmp_path)})
+
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "Error: The peer needs Node.js, and there is no node on PATH: install nodejs and npm."
+    )
 
 
 def test_a_suite_that_does_not_exist_ends_in_one_sentence() -> None:

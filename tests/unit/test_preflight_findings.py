@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from bson import Timestamp
+from celery import Celery
+from kombu import Queue
 from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.operations import broker_check, deployment, encryption
@@ -361,3 +363,28 @@ def test_storing_that_would_roll_the_oplog_soon_is_told(rate: int, level: str) -
     finding = judge_storing(rate, 10 << 30)
     assert (finding.name, finding.level) == ("spill_oplog", level)
     assert f"{rate >> 20}.0 MiB/s" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "there"),
+    [
+        ({}, False),
+        ({"task_create_missing_queue_type": "quorum"}, True),
+        ({"task_queues": [Queue("shop.0", queue_arguments={"x-queue-type": "quorum"})]}, True),
+        ({"task_queues": [Queue("shop.0", queue_arguments={"x-queue-type": "classic"}), Queue("shop.1")]}, False),
+    ],
+)
+def test_quorum_queues_are_seen_in_the_settings(settings: dict[str, Any], there: bool) -> None:
+    """Those that Celery makes by itself, and those that are named."""
+    app = Celery("shop", broker="amqp://rabbit.example//", set_as_current=False)
+    app.conf.update(settings)
+
+    assert broker_check.has_quorum_queues(app) is there
+
+
+def test_quorum_queues_need_confirmations() -> None:
+    """Without them nobody hears of what RabbitMQ refuses during an election."""
+    assert broker_check.judge_confirms({"confirm_publish": True}).level == "ok"
+    found = broker_check.judge_confirms({"read_timeout": 5})
+    assert found.level == "warning"
+    assert "confirm_publish" in found.message

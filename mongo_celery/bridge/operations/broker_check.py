@@ -16,6 +16,8 @@ BROKER_SECONDS = 3
 """How long the preflight waits for the broker's answer."""
 
 _REDIS = "redis"
+_RABBITMQ = "amqp"
+_QUORUM = "quorum"
 _NEVER_EVICT = "noeviction"
 _NEARLY_FULL = 0.9
 _UNSAFE_CONTENT = {"pickle", "application/x-python-serialize"}
@@ -27,6 +29,8 @@ def check_broker(app: Celery) -> Iterator[Finding]:
     """The broker itself, then the settings of Celery that belong to it."""
     with bounded_connection(app, BROKER_SECONDS) as connection:
         yield from _check_connection(connection)
+        if connection.transport.driver_type == _RABBITMQ and has_quorum_queues(app):
+            yield judge_confirms(app.conf.broker_transport_options or {})
     yield _judge_visibility(app)
     yield judge_prefetch(app.conf.worker_prefetch_multiplier)
     yield from judge_content(app.conf.accept_content)
@@ -46,6 +50,24 @@ def _check_connection(connection: Connection) -> Iterator[Finding]:
     yield ok("broker", f"{where} answers.")
     if connection.transport.driver_type == _REDIS:
         yield from _check_redis(connection)
+
+
+def has_quorum_queues(app: Celery) -> bool:
+    """Whether queues that Celery makes by itself, as the bridge's, are quorum queues, or one that is named is."""
+    if app.conf.get("task_create_missing_queue_type") == _QUORUM:
+        return True
+    return any((each.queue_arguments or {}).get("x-queue-type") == _QUORUM for each in app.amqp.queues.values())
+
+
+def judge_confirms(transport_options: Mapping[str, Any]) -> Finding:
+    """A quorum queue without a leader refuses messages, and only who asks for confirmations hears of it."""
+    if transport_options.get("confirm_publish"):
+        return ok("broker_confirms", "RabbitMQ confirms what is published.")
+    return warning(
+        "broker_confirms",
+        "The queues are quorum queues, and RabbitMQ confirms nothing: what it refuses while a queue elects its leader "
+        "vanishes, and partitions may stand. Set confirm_publish in broker_transport_options.",
+    )
 
 
 def _check_redis(connection: Connection) -> Iterator[Finding]:

@@ -1,0 +1,97 @@
+"""From the first commit of many changes to the last: for measurements in which commits are what is done."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bson import Timestamp
+from pymongo.errors import OperationFailure
+
+from mongo_celery.bench.errors import BenchError
+from mongo_celery.bench.payload import present_time
+from mongo_celery.bench.stage import Scene, pause
+from mongo_celery.embedded.crew import ChildProcess
+
+_LOOK_SECONDS = 0.02
+_PROCESSES = ("listener", "worker", "mongodb", "redis")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """
+    One measurement.
+
+    Attributes:
+        rate: commits per second.
+        cpu_us: processor time for one of them, in microseconds, by process.
+        oplog_bytes: what the library has written to the oplog for one of them; None where it cannot be read.
+    """
+
+    rate: float
+    cpu_us: Mapping[str, float]
+    oplog_bytes: float | None
+
+
+class Measuring:
+    """
+    From the first commit to the last.
+
+    Args:
+        scene: the first of its changes is yet to come.
+        count: how many commits there will be.
+    """
+
+    def __init__(self, scene: Scene, count: int) -> None:
+        self._scene = scene
+        self._before = scene.committed()
+        self._last = self._before + count
+
+    def end(self) -> Measured:
+        """Wait until all are committed."""
+        scene = self._scene
+        scene.wait("the first commit", lambda: scene.committed() > self._before)
+        since = present_time(scene.state.client)
+        began, ahead, used = time.monotonic(), scene.committed(), _used(scene)
+        scene.wait("the last commit", self._is_over, scene.committed)
+        if ahead >= self._last:
+            raise BenchError("all changes were committed before they could be measured; give more of them.")
+        count, seconds, spent = self._last - ahead, time.monotonic() - began, _used(scene)
+        cpu_us = {name: (spent[name] - used[name]) / count * 1e6 for name in spent}
+        written = _oplog_bytes(scene, since)
+        return Measured(count / seconds, cpu_us, None if written is None else written / count)
+
+    def _is_over(self) -> bool:
+        pause(_LOOK_SECONDS)  # looked at seldom: this is measured
+        return self._scene.committed() >= self._last
+
+
+def listen(scene: Scene, app: str) -> ChildProcess:
+    """Start a listener, and wait until it leads."""
+    before = scene.lease().get("version", 0)
+    listener = scene.listener(app)
+
+    def leads() -> bool:
+        lease = scene.lease()
+        return bool(lease.get("state") == "leading" and lease["version"] > before)
+
+    scene.wait("a listener to lead", leads)
+    return listener
+
+
+def _oplog_bytes(scene: Scene, since: Timestamp) -> int | None:
+    """Of all entries since then for the state of the scene's bridge; a user may lack the right."""
+    place = {"ts": {"$gte": since}, "ns": {"$regex": f"^{re.escape(scene.setting.state_database)}[.]"}}
+    group = {"_id": None, "bytes": {"$sum": {"$bsonSize": "$$ROOT"}}}
+    try:
+        found = list(scene.state.client["local"]["oplog.rs"].aggregate([{"$match": place}, {"$group": group}]))
+    except OperationFailure:
+        return None
+    return int(found[0]["bytes"]) if found else 0
+
+
+def _used(scene: Scene) -> dict[str, float]:
+    """Processor seconds so far, of listener, worker and servers."""
+    return {name: used for name, used in scene.cpu_seconds().items() if name in _PROCESSES}

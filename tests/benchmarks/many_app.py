@@ -1,0 +1,67 @@
+"""The Celery app of the suites `backlog` and `handlers`: any number of handlers that do nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mongo_celery.bench.apps import app_with_bridge
+from mongo_celery.bench.setting import BenchSetting
+from mongo_celery.bridge.change import Change
+from mongo_celery.bridge.changes import Changes
+
+_FILE = "handlers.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """
+    The handlers of a measurement, left for its processes beside their clocks.
+
+    Attributes:
+        count: how many.
+        together: whether all are handlers of the one collection that is written; else the first is, and each other
+            one has a collection of its own, in which nothing happens.
+        lists: changes of a list; 0 for handlers of single changes.
+    """
+
+    count: int = 1
+    together: bool = True
+    lists: int = 0
+
+    def leave(self, setting: BenchSetting) -> None:
+        """Before the processes start."""
+        (Path(setting.clock) / _FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def of(cls, setting: BenchSetting) -> Wanted:
+        """What was left; the defaults where nothing was, so that the module can be imported."""
+        path = Path(setting.clock) / _FILE
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls()
+
+
+setting = BenchSetting.from_environment()
+app, bridge = app_with_bridge(setting)
+
+
+def _register(number: int, wanted: Wanted) -> None:
+    name = f"handler_{number}"
+    source = f"{setting.database}.{'orders' if wanted.together or not number else f'quiet_{number}'}"
+
+    def handle(_change: Change) -> None:
+        """A handler of single changes."""
+
+    def handle_many(_changes: Changes) -> None:
+        """A handler of lists."""
+
+    chosen = handle_many if wanted.lists else handle
+    chosen.__name__ = chosen.__qualname__ = name
+    if wanted.lists:
+        bridge.on_changes(source, name=name, batch_size=wanted.lists)(handle_many)
+    else:
+        bridge.on_change(source, name=name)(handle)
+
+
+for _number in range(Wanted.of(setting).count):
+    _register(_number, Wanted.of(setting))
