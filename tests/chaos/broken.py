@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -191,7 +192,7 @@ _SPILLS = (
     Step(18.0, "kill listener"),
 )
 _LISTED = partition_of("listed", HOT)
-_BAD = next(keys_in("listed", _LISTED, f"{POISON}raises"))
+_BAD = tuple(islice(keys_in("listed", _LISTED, f"{POISON}raises"), 4))
 _SHOWS: Mapping[str, tuple[float, int, tuple[Step, ...]]] = MappingProxyType(
     {
         "gate removed": (
@@ -254,14 +255,16 @@ _SHOWS: Mapping[str, tuple[float, int, tuple[Step, ...]]] = MappingProxyType(
             ),
         ),
         "failed list passed": (
-            14.0,
+            18.0,
             1,
-            (
-                Step(2.0, "person: pause", where="listed", partition=_LISTED),
-                Step(4.0, "person: burst", where="listed", key=HOT),
-                Step(5.0, "poison: raises", where="listed", partition=_LISTED, key=_BAD),
-                Step(6.0, "person: burst", where="listed", key=HOT),
-                Step(8.0, "person: resume", where="listed", partition=_LISTED),
+            tuple(
+                step
+                for n, key in enumerate(_BAD)
+                for step in (
+                    Step(2.0 + 3 * n, "person: burst", where="listed", key=HOT),
+                    Step(2.2 + 3 * n, "poison: raises", where="listed", partition=_LISTED, key=key),
+                    Step(2.4 + 3 * n, "person: burst", where="listed", key=HOT),
+                )
             ),
         ),
     }
