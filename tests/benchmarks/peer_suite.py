@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mongo_celery.bench.modes import MODES, Measured, Mode, measure
+from mongo_celery.bench.modes import MODES, Mode
+from mongo_celery.bench.rates import Measured, measure
 from mongo_celery.bench.stage import Scene, Stage
 from mongo_celery.embedded.crew import ChildProcess
 from tests.benchmarks.parts_suite import MICROSECONDS
@@ -104,7 +105,7 @@ def _mode(directory: Path) -> Mode:
         del count
         return scene.program("tests.benchmarks.peer_program", PEER, str(directory))
 
-    return Mode(PEER, feeder, ends="ended", scale=40)
+    return Mode(PEER, feeder, role="reader", ends="ended", scale=40)
 
 
 def _results(found: Mapping[str, Sequence[Measured]]) -> PeerResults:
