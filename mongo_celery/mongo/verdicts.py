@@ -15,6 +15,7 @@ from typing import Any
 
 from pymongo.errors import (
     BulkWriteError,
+    ConfigurationError,
     ConnectionFailure,
     DocumentTooLarge,
     DuplicateKeyError,
@@ -189,8 +190,19 @@ def _is_about_the_login(error: OperationFailure) -> bool:
 
 
 def is_unanswered(error: BaseException | None) -> bool:
-    """Whether no server has answered, or none in time."""
-    return isinstance(error, ConnectionFailure) or (isinstance(error, PyMongoError) and error.timeout)
+    """Whether no server has answered, or none in time, or one that is not ready for anybody."""
+    if isinstance(error, ConnectionFailure) or _is_of_unready_member(error):
+        return True
+    return isinstance(error, PyMongoError) and error.timeout
+
+
+def _is_of_unready_member(error: BaseException | None) -> bool:
+    """
+    Whether a session was not taken, as PyMongo says without a class or code of its own.
+
+    Every server that it supports has sessions; a member of a set has none while it is neither primary nor secondary.
+    """
+    return isinstance(error, ConfigurationError) and "Sessions are not supported" in str(error)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -208,7 +220,7 @@ def is_outage(error: BaseException) -> bool:
     """
     if isinstance(error, BulkWriteError):
         return _is_bulk_of_outages(error)
-    if isinstance(error, (ConnectionFailure, WTimeoutError)):
+    if isinstance(error, (ConnectionFailure, WTimeoutError)) or _is_of_unready_member(error):
         return True
     if not isinstance(error, PyMongoError):
         return False
