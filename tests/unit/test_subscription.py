@@ -126,34 +126,6 @@ def taken(one: Subscription) -> str | None:
     return one.window.watermark.data if one.window.watermark else None
 
 
-# Gathering
-
-
-def test_a_run_that_is_not_full_waits_for_what_is_coming() -> None:
-    """A small run costs as much as a full one: those that are full are sent at once, the others a moment later."""
-    one = subscription(run_size=2)
-    for number, index in enumerate((0, 0, 0, 1), start=1):
-        one.take_in(change(number, index))
-    one.gathers_until = NOW + 0.1
-    assert [numbers(dispatch) for dispatch in due(one)] == [[1, 2]]
-    assert one.next_due() == NOW + 0.1
-    assert due(one, NOW + 0.05) == []
-    assert [numbers(dispatch) for dispatch in due(one, NOW + 0.1)] == [[4]]
-    one.gathers_until = NOW + 0.3
-    one.observe(committed(0, 2, 2), NOW + 0.2)
-    assert due(one, NOW + 0.2) == []
-    one.gathers_until = 0.0
-    assert [numbers(dispatch) for dispatch in due(one, NOW + 0.2)] == [[3]]
-
-
-def test_a_run_with_as_many_bytes_as_it_may_have_is_full() -> None:
-    """However few its changes are."""
-    one = subscription(run_size=100, run_bytes=1)
-    one.take_in(change(1, 0))
-    one.gathers_until = NOW + 0.1
-    assert [numbers(dispatch) for dispatch in due(one)] == [[1]]
-
-
 # Taking in
 
 

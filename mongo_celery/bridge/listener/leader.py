@@ -63,8 +63,6 @@ _READ_AHEAD = 2000
 _COMPLAINT_SECONDS = 30.0
 _LOCKED_NAMED = 10
 _SILENCE_SECONDS = 5
-_GATHER_SECONDS = 0.1
-"""How long runs that are not full wait while a batch is taken in: a small run costs as much as a full one."""
 
 
 class Leader:
@@ -131,7 +129,6 @@ class Leader:
         self._full, self._full_at = "", math.inf
         self._opened_at = 0.0
         self._complained_at = -math.inf
-        self._gathers_until: float | None = None
         self._claim_check = ClaimCheck(self._store.spill, self._options.max_message_bytes)
         self._publishing = Publishing(
             Dispatcher(wiring.app, self._options, lambda: sealing_of(renewal.term.document), wiring.queue_names),
@@ -476,7 +473,6 @@ class Leader:
 
     def _dispatch(self) -> None:
         now = time.monotonic()
-        self._gather(now)
         if now < self._publishing.ready_at:
             return
         due = self._fairness.due(self._subscriptions, now)
@@ -484,21 +480,6 @@ class Leader:
             self._looks.moved_at = time.monotonic()
         while self._claim_check.stored:
             self._spilling.has_documents(self._claim_check.stored.pop())
-
-    def _gather(self, now: float) -> None:
-        """
-        Let runs become full while the reader is in the midst of a batch, for a moment at a time.
-
-        Who follows a stream that is read to its end never waits here: what comes then comes at one time.
-        """
-        gets_on = self._reader is not None and self._reader.status.gets_on and self._inbox.held is None
-        if not gets_on or (self._gathers_until is not None and now >= self._gathers_until):
-            self._gathers_until = None
-        elif self._gathers_until is None:
-            self._gathers_until = now + _GATHER_SECONDS
-        for subscription in self._subscriptions.values():
-            if subscription.run_size > 1:
-                subscription.gathers_until = self._gathers_until or 0.0
 
     # -- failures of the stream --------------------------------------------------------------------
 

@@ -74,7 +74,6 @@ class Subscription:
         replays: the next dead letter of each partition that is to be replayed, by index.
         replaying: partitions to which one was sent since these were read.
         counted: changes that were stored, and those that were refused, since somebody took these numbers.
-        gathers_until: monotonic time up to which only full runs are sent, since changes for the others are coming.
     """
 
     def __init__(self, options: BridgeOptions, plan: Plan, trackers: Mapping[int, Tracker]) -> None:
@@ -99,7 +98,6 @@ class Subscription:
         self.replays: dict[int, ReplayRequest] = {}
         self.replaying: set[int] = set()
         self.counted = [0, 0]
-        self.gathers_until = 0.0
         self._replayed: set[int] = set()
         self._has_begun = False  # whether something was read at its start or behind it: then all that follows is
         for tracker in trackers.values():
@@ -317,19 +315,13 @@ class Subscription:
 
     def _due_changes(self, tracker: Tracker, now: float) -> Sequence[PendingChange | StoredChange]:
         index = tracker.image.index
-        if index not in self._candidates or tracker.ready_at > now or self._gathers(index, now):
+        if index not in self._candidates or tracker.ready_at > now:
             return []
         self.window.complete(index, tracker.image.data)
         changes = self._next(tracker)
         if not changes:
             self._candidates.discard(index)
         return changes
-
-    def _gathers(self, index: int, now: float) -> bool:
-        """Whether a partition waits for a full run: not with stored changes, of which the stream brings no more."""
-        if now >= self.gathers_until or index in self.spilled:
-            return False
-        return self.window.depth(index) < self.run_size and self.window.size_of(index) < self._run_bytes
 
     def _next(self, tracker: Tracker) -> Sequence[PendingChange | StoredChange]:
         """The next run of a partition: while anything is stored that is not committed, from there alone."""
@@ -348,8 +340,7 @@ class Subscription:
         """Monotonic time at which the next waiting run becomes ready; infinite when none waits for a time alone."""
         if self.is_moving or not self.admission.is_noted:
             return math.inf
-        ready = min((self.trackers[index].ready_at for index in self._candidates), default=math.inf)
-        return max(ready, self.gathers_until)
+        return min((self.trackers[index].ready_at for index in self._candidates), default=math.inf)
 
     def _limit(self, tracker: Tracker) -> int:
         """After an unclean end or a rejection runs are one change each, so that only the guilty change is charged."""

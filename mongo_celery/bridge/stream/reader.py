@@ -90,7 +90,6 @@ class StreamStatus:
         last_error: name, code and words of the last error; None if there was none.
         last_read: when a read last succeeded, on the monotonic clock, even one that returned nothing.
         waits_for_room: whether nothing is read because the listener has taken in too little.
-        has_more: whether more of a batch follows at once behind what was handed over.
     """
 
     openings: int = 0
@@ -101,12 +100,6 @@ class StreamStatus:
     last_error: str | None = None
     last_read: float | None = None
     waits_for_room: bool = False
-    has_more: bool = False
-
-    @property
-    def gets_on(self) -> bool:
-        """Whether the next changes come at once, without a read or anybody's leave."""
-        return self.has_more and not self.waits_for_room
 
     def succeeded(self) -> None:
         """A read has succeeded."""
@@ -121,7 +114,7 @@ class StreamStatus:
 
     def handed_on(self) -> StreamStatus:
         """For the reader that follows: who is opened again elsewhere waits no less for it, and counts on."""
-        return replace(self, waits_for_room=False, has_more=False)
+        return replace(self, waits_for_room=False)
 
 
 class StreamReader:
@@ -365,24 +358,22 @@ class StreamReader:
 
     # -- handing over --------------------------------------------------------------------------------
 
-    def _take_all(self, documents: Sequence[RawBSONDocument], progress: _Progress, flaw: Flaw | None = None) -> None:
+    def _take_all(self, documents: Iterable[RawBSONDocument], progress: _Progress, flaw: Flaw | None = None) -> None:
         """Hand over what was read, as there is room for it: each time as much of it as goes together."""
         items: list[Item] = []
         units, room = 0, self._room_now()
         try:
-            for number, document in enumerate(documents, start=1):
+            for document in documents:
                 item = self._item(document, items[-1] if items else None, flaw)
                 items.append(item)
                 units += units_of(item)
                 if units >= room:
                     together, items = items, []
-                    self.status.has_more = number < len(documents)
                     progress.taken |= self._arrived(together, units)
                     if self._stopping.is_set():
                         return
                     units, room = 0, self._room_now()
         finally:  # also what was read before one that cannot be taken
-            self.status.has_more = False
             if items:
                 progress.taken |= self._arrived(items, units)
 
