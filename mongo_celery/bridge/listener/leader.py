@@ -125,7 +125,7 @@ class Leader:
         self._snapshots = Snapshotting(wiring, self.wake)
         self._replaying = Replaying(self._store.replays, wiring.state_concern)
         self._advice = RunAdvice(self._options, activity)
-        self._at_end = False
+        self._at_end = self._is_held_up = False
         self._full, self._full_at = "", math.inf
         self._opened_at = 0.0
         self._complained_at = -math.inf
@@ -319,6 +319,7 @@ class Leader:
 
     def _take_in(self, now: float) -> None:
         inbox = self._inbox
+        self._is_held_up = False
         for number in range(_ITEMS_A_TURN):
             item = inbox.look()
             if item is None:
@@ -329,10 +330,12 @@ class Leader:
                 return
             if number % _ITEMS_A_CHECK == 0 and self._spilling.is_full:
                 self._wait_for_room(now)
+                self._is_held_up = True
                 break
             self._full, self._full_at = "", math.inf
             if not self._snapshots.admits(item):  # existing documents come before it
                 self._at_end = False
+                self._is_held_up = True
                 break
             self._at_end = not hasattr(item, "raw")
             for subscription in self._subscriptions.values():
@@ -509,8 +512,8 @@ class Leader:
             self._snapshots.next_at(),
         )
         pause = max(until - now, 0.0)
-        if self._inbox.held is not None:  # full, or a chunk is awaited: new items cannot be taken in
+        if self._is_held_up:  # full, or a chunk is awaited: new items cannot be taken in
             awaited = self._snapshots.progress if self._snapshots.is_standing else self._stopping
             awaited.wait(min(pause, BUSY_LOOK))
-            return
-        self._inbox.wait(pause)
+        elif self._inbox.held is None:  # else there was more than a turn takes in
+            self._inbox.wait(pause)
