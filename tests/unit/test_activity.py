@@ -45,6 +45,19 @@ def test_a_run_is_measured_by_one_clock_at_a_time() -> None:
     assert seen.claim.sum == pytest.approx(0.4)
 
 
+def test_a_run_that_records_how_far_it_is_is_measured_where_it_ends() -> None:
+    """The times of its claim are not lost with the first record."""
+    seen = HandlerActivity()
+    seen.sent(dispatch(1, 3), 100.0, again=False)
+    further = image(committed=2, claim={"first": 3}, live=True)
+    seen.observed(image(), further, 101.0)
+    assert (seen.committed, seen.handler.sum, seen.claim.sum) == (2, 0, 0)
+    seen.observed(further, image(committed=3, ran=ran(3), read_at=NOON + timedelta(seconds=0.6)), 101.0)
+    assert seen.committed == 3
+    assert seen.handler.sum == pytest.approx(0.3)
+    assert seen.claim.sum == pytest.approx(0.4)
+
+
 @pytest.mark.parametrize(
     "left",
     [

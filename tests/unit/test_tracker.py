@@ -230,15 +230,31 @@ def test_a_claim_that_came_alive_again_begins_the_count_anew() -> None:
 
 
 def test_a_position_that_moves_under_a_live_claim_is_taken_in_and_nothing_is_sent() -> None:
-    """P5, P6: a list of which a part is recorded; its execution goes on, and what it leaves is sent when it ends."""
+    """P5, P6: a run that has recorded how far it is goes on, and what it leaves is sent when it ends."""
     partition = dispatched()
     partition.observe(CLAIMED, START + 1)
     further = replace(CLAIMED, committed=1, data="8201", token={"_data": "8201"})
-    assert partition.observe(further, START + 2) is Step.ENDED
+    assert partition.observe(further, START + 2) is Step.MOVED
     assert partition.outstanding is not None
     assert not is_ready(partition, START + 3)
     assert partition.observe(replace(further, claim=None, live=False), START + 4) is Step.WAIT
     assert is_ready(partition, START + 4)
+
+
+def test_a_run_that_records_how_far_it_is_was_taken_once() -> None:
+    """Else what was sent between its sending and now would seem to have been passed over in the queue."""
+    partition = dispatched()
+    partition.observe(CLAIMED, START + 1)
+    taken = partition.taken
+    for done in (1, 2):
+        further = replace(CLAIMED, committed=done, data=f"820{done}", token={"_data": f"820{done}"})
+        assert partition.observe(further, START + 1 + done) is Step.MOVED
+    assert partition.outstanding is not None
+    assert partition.outstanding.sent_at == START
+    assert partition.taken == taken == (START, START + 1)
+    over = replace(further, committed=3, data="8203", token={"_data": "8203"}, claim=None, live=False)
+    assert partition.observe(over, START + 5) is Step.ENDED
+    assert partition.taken == taken
 
 
 # Rule 3: lapsed, or never taken

@@ -68,7 +68,7 @@ class HandlerActivity:
         self.retries = self.crashes = self.waits = 0
         self.spilled = self.refused = 0
         self.claim, self.handler, self.commit = Latencies(), Latencies(), Latencies()
-        self._sent: dict[int, tuple[int, float]] = {}
+        self._sent: dict[int, tuple[range, float]] = {}
 
     def sent(self, dispatch: Dispatch, now: float, *, again: bool) -> None:
         """A run was published."""
@@ -78,7 +78,7 @@ class HandlerActivity:
         count = run.last - run.first + 1
         self.dispatched += count
         self.again += count * again
-        self._sent[run.index] = (run.first, now)
+        self._sent[run.index] = (range(run.first, run.last + 1), now)
 
     def observed(self, before: Image, image: Image, seen: float) -> None:
         """A newer image of a partition was read, and the answer was there at `seen`."""
@@ -88,8 +88,11 @@ class HandlerActivity:
         self.waits += _growth(0 if moved else _waits(before), _waits(image))
         if moved:
             self.committed += image.committed - before.committed
-            sent = self._sent.pop(image.index, None)
-            self._measure(image, sent[1] if sent is not None and sent[0] == before.committed + 1 else None, seen)
+            numbers, sent = self._sent.get(image.index, (range(0), 0.0))
+            if image.live and image.committed + 1 in numbers:  # it has recorded how far it is, and goes on
+                return
+            self._sent.pop(image.index, None)
+            self._measure(image, sent if before.committed + 1 in numbers else None, seen)
 
     def took(self, counted: list[int]) -> None:
         """What a subscription has counted, stored and refused changes; there it begins at 0 again."""

@@ -218,7 +218,7 @@ class Subscription:
         """Take in an image of one of the partitions."""
         tracker = self.trackers[image.index]
         step = tracker.observe(image, now)
-        if step is Step.ENDED:
+        if step in (Step.ENDED, Step.MOVED):
             self.window.complete(image.index, image.data)
         self._follow(image)
         if tracker.outstanding is None and self.has_next(image.index):

@@ -46,6 +46,9 @@ class Step(Enum):
     ENDED = "ended"
     """The outstanding run is over: the image says how far the partition is."""
 
+    MOVED = "moved"
+    """The outstanding run goes on, and has recorded how far it is: what it has done is over."""
+
     COMMIT = "commit"
     CLEAR = "clear"
     """The claim's expiry can only come from a wrong clock: end it as it was seen."""
@@ -55,7 +58,7 @@ class Step(Enum):
 
 @dataclass(slots=True)
 class Outstanding:
-    """A run that was dispatched, or that was found running at take-over."""
+    """A run that was dispatched, or that was found running at take-over; without what it has recorded as done."""
 
     first: int
     fence: int
@@ -204,7 +207,7 @@ class Tracker:
                 self.attempt = self.repeats = 0
                 self._is_repeat = False
                 self.rejection = None
-        self.image = image
+        before, self.image = self.image, image
         if image.epoch != self._version or not self.won:
             return self._under_another_term(image, now)
         if self.outstanding is None:
@@ -212,15 +215,24 @@ class Tracker:
         if image.fence > self.outstanding.fence or image.committed >= self.outstanding.first:
             self._note_taken(self.outstanding, now)
         if image.committed != self.outstanding.first - 1:
-            self.outstanding = None
-            self._without_run(image, now)
-            return Step.ENDED
+            return self._moved(self.outstanding, before, now)
         if image.handled is not None:
             return self._handled(self.outstanding, now)
         if image.live:
             self.outstanding.lapsed_at = None
             return self._suspicious(image, now)
         return self._unclaimed(self.outstanding, image, now)
+
+    def _moved(self, run: Outstanding, before: Image, now: float) -> Step:
+        """The position is another one: the run is over, unless it moved under a claim of the run that stands."""
+        image = self.image
+        of_it = image.fence == run.fence + 1 or (before.live and image.fence == before.fence)
+        if of_it and image.live and image.handled is None and image.committed >= run.first:
+            run.first = image.committed + 1
+            return Step.MOVED
+        self.outstanding = None
+        self._without_run(image, now)
+        return Step.ENDED
 
     def _note_taken(self, run: Outstanding, now: float) -> None:
         if self.taken is None or self.taken[0] != run.sent_at:
