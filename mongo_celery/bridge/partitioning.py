@@ -12,7 +12,7 @@ The hash is BLAKE2b over the key's BSON, which is the same everywhere; golden ve
 changes of a subscription share one partition. Numbers that MongoDB holds equal (1, 1.0, Int64 1) hash
 alike, since `_id: 1` and `_id: 1.0` are the same document.
 
-By document key every event has an index, also one that cannot be decoded. A user's rule may fail; what the listener
+By document key every event has a hash, also one that cannot be decoded. A user's rule may fail; what the listener
 does then stands in `listener/admission.py`.
 """
 
@@ -78,11 +78,6 @@ def partition_hash(key: Any) -> int:
     return int.from_bytes(digest, "big")
 
 
-def partition_index(key: Any, count: int) -> int:
-    """Stable hash of a key modulo the number of partitions."""
-    return partition_hash(key) % count
-
-
 def document_hash(event: Mapping[str, Any]) -> int:
     """
     Stable hash of an event's document key, of every event whatsoever.
@@ -112,11 +107,6 @@ def _begun(namespace: bytes) -> hashlib.blake2b | None:
     except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
         return None
     return hashlib.blake2b(encoded[: -len(_ANY_ID.binary + _ENDS)], digest_size=8)
-
-
-def document_index(event: Mapping[str, Any], count: int) -> int:
-    """Partition index of an event by its document key."""
-    return document_hash(event) % count
 
 
 def _raw_key(event: Mapping[str, Any]) -> Binary | None:

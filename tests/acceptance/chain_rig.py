@@ -15,7 +15,7 @@ from uuid import uuid4
 import redis
 from pymongo import MongoClient
 
-from mongo_celery.bridge.partitioning import partition_index
+from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.demo.history import Due, Effect, Fact, SetAside, Started, Wrote, violations
 from mongo_celery.embedded import RedisServer
 from tests.fixtures.forked import run_celery
@@ -198,7 +198,7 @@ class Chain:
 
     def partition_of(self, handler: str, key: str) -> int:
         """The partition of a key."""
-        return partition_index([self.data.name, handler, key], self.partitions)
+        return partition_hash([self.data.name, handler, key]) % self.partitions
 
     def keys(self, handler: str, partition: int, prefix: str = "k") -> Iterator[str]:
         """Keys of one partition, without end."""

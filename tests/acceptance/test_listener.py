@@ -19,7 +19,7 @@ import pytest
 from pymongo import MongoClient
 
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.partitioning import partition_index
+from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.demo.history import going_back, longest_gap, lost, shared_versions, stale, weak_tokens
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
@@ -285,7 +285,7 @@ def _apart(scene: Scene, partitions: int, *kinds: str) -> list[str]:
     keys: dict[int, str] = {}
     for kind in kinds:
         found = [f"{kind} {number}" for number in range(100)]
-        index_of = {key: partition_index([f"{scene.names}_data", "items", key], partitions) for key in found}
+        index_of = {key: partition_hash([f"{scene.names}_data", "items", key]) % partitions for key in found}
         key = next(key for key in found if index_of[key] not in keys)
         keys[index_of[key]] = key
     return list(keys.values())

@@ -12,7 +12,7 @@ import pytest
 import redis
 from pymongo import MongoClient
 
-from mongo_celery.bridge.partitioning import document_index
+from mongo_celery.bridge.partitioning import document_hash
 from tests.acceptance.chain_rig import QUIET
 from tests.fixtures.messages import body_of, with_body
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
@@ -66,7 +66,7 @@ class Traced:
 
     def partition_of(self, order: int, count: int) -> int:
         """The partition of an order among so many."""
-        return document_index({"ns": {"db": self.data.name, "coll": "orders"}, "documentKey": {"_id": order}}, count)
+        return document_hash({"ns": {"db": self.data.name, "coll": "orders"}, "documentKey": {"_id": order}}) % count
 
     def done(self) -> dict[Any, Any]:
         """Orders that were written down, and the parent that the message named."""

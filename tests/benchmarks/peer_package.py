@@ -14,7 +14,7 @@ NAME, VERSION = "mongochangestream", "0.55.0"
 KEY_PREFIX = "mongoChangeStream"
 """How the names of its keys in Redis begin."""
 
-_PACKAGES = (f"{NAME}@{VERSION}", "mongodb@6", "ioredis@5")
+_PACKAGES = (f"{NAME}@{VERSION}", "mongodb@6.22.0", "ioredis@5.11.1")
 _INSTALL_SECONDS_MAX = 300
 _QUIET = ("--no-audit", "--no-fund", "--ignore-scripts", "--loglevel", "error")
 

@@ -13,7 +13,7 @@ from pymongo import MongoClient, ReplaceOne
 
 from mongo_celery.bench.payload import present_time
 from mongo_celery.bench.stage import Scene, pause
-from mongo_celery.bridge.partitioning import partition_index
+from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.embedded.crew import ChildProcess
 from tests.benchmarks.spill_app import CURED
 
@@ -95,7 +95,7 @@ class SpillRig:
         fitting = (
             key
             for key in (f"{number}-{each}" for each in itertools.count())
-            if partition_index([self._database, "orders", key], PARTITIONS) == index
+            if partition_hash([self._database, "orders", key]) % PARTITIONS == index
         )
         return next(fitting)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
+from mongo_celery.bench.errors import BenchError
+from tests.benchmarks.peer_package import cache_directory, installed
 from tests.benchmarks.pending_query import _index_of
 from tests.benchmarks.readings import MILLISECONDS, reading
 from tests.benchmarks.sizes import FULL, QUICK
@@ -213,8 +214,10 @@ def test_the_peer_is_measured_beside_the_bridge_and_what_it_does_not_promise_is_
     mongo_url: str, mongo_client: MongoClient[dict[str, Any]], redis_url: str, redis_client: Any
 ) -> None:
     """In the same run, on the same servers, with all changes of both; and nothing is left on them."""
-    if shutil.which("npm") is None:
-        pytest.skip("the peer is installed by npm, and there is none on this machine")
+    try:
+        installed(cache_directory())
+    except BenchError as error:
+        pytest.skip(str(error))
     before = set(mongo_client.list_database_names())
 
     given = ("--mongo-url", mongo_url, "--redis-url", redis_url)

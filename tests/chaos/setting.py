@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from mongo_celery.bridge.partitioning import partition_index
+from mongo_celery.bridge.partitioning import partition_hash
 
 BRIDGE = "chaos"
 DATA = "chaos_data"
@@ -117,7 +117,7 @@ def keys_of(flow: Flow) -> list[str]:
 def partition_of(subscription: str, key: str) -> int:
     """The partition of a key; one without an owner belongs where its document key puts it."""
     owned = FLOWS[subscription].owned and not key.startswith(OWNERLESS)
-    return partition_index(key if owned else [DATA, subscription, key], PARTITIONS)
+    return partition_hash(key if owned else [DATA, subscription, key]) % PARTITIONS
 
 
 POISON, HARMLESS = "poison-", "odd-"

@@ -15,7 +15,7 @@ from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
 from mongo_celery.bridge.operations.places import parse_place
 from mongo_celery.bridge.operations.rewinding import RewindPlan, plan_rewind, rewind
-from mongo_celery.bridge.partitioning import partition_index
+from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.store import Store
@@ -79,7 +79,7 @@ class Stage:
         )
 
     def index(self, event: Mapping[str, Any]) -> int:
-        return partition_index([self.data.name, "orders", event["documentKey"]["_id"]], PARTITIONS)
+        return partition_hash([self.data.name, "orders", event["documentKey"]["_id"]]) % PARTITIONS
 
     def partition_id(self, index: int) -> str:
         return self.store.partitions.partition_id(self.handler, self.generation, index)

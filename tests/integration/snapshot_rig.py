@@ -26,7 +26,7 @@ from mongo_celery.bridge.change import decoded, token_of
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.renewal import Renewal
-from mongo_celery.bridge.partitioning import partition_index
+from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.wiring import Wiring
@@ -263,7 +263,7 @@ def _name(key: Any) -> bytes:
 
 def keys_of(index: int, world: World, count: int, partitions: int = PARTITIONS) -> list[int]:
     """Keys of a partition."""
-    found = (key for key in itertools.count() if partition_index([world.data, world.name, key], partitions) == index)
+    found = (key for key in itertools.count() if partition_hash([world.data, world.name, key]) % partitions == index)
     return list(itertools.islice(found, count))
 
 

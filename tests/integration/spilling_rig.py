@@ -18,7 +18,7 @@ from mongo_celery.bridge.listener.spilling import Spilling
 from mongo_celery.bridge.listener.takeover import generations_of
 from mongo_celery.bridge.listener.tracker import Step
 from mongo_celery.bridge.listener.watermarks import Watermarks
-from mongo_celery.bridge.partitioning import partition_index
+from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.partitions import Image
@@ -41,7 +41,7 @@ _LATER = 1.1
 
 def key_of(index: int) -> int:
     """A document of a partition."""
-    return next(key for key in itertools.count() if partition_index(["shop", "orders", key], PARTITIONS) == index)
+    return next(key for key in itertools.count() if partition_hash(["shop", "orders", key]) % PARTITIONS == index)
 
 
 def change(number: int, index: int = 0, padding: int = 0) -> ChangeEvent:

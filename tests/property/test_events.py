@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mongo_celery.bridge.change import FLAGS, describe, event_of, namespace_of
 from mongo_celery.bridge.listener.admission import Admission
-from mongo_celery.bridge.partitioning import document_index, document_key, partition_index, partitioner
+from mongo_celery.bridge.partitioning import document_hash, document_key, partition_hash, partitioner
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.refusal import Refusal
 from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter, kept
@@ -28,7 +28,6 @@ from mongo_celery.bridge.worker.envelope import Run, seal, unseal
 from mongo_celery.mongo.identity import id_key
 from tests.fixtures.samples import BSON_VALUES, mark
 
-WHOLE = 1 << 64
 KEY = bytes(range(32))
 TOKEN = {"_data": mark(1).data}
 DESCRIPTION_CHARS = 600
@@ -199,10 +198,10 @@ def test_a_description_takes_any_value(value: Any) -> None:
 def test_the_partition_of_an_event_that_was_always_readable_is_what_it_was(raw: bytes) -> None:
     """P1: stored positions depend on it."""
     try:
-        expected = partition_index(document_key(RawBSONDocument(raw, BEFORE)), WHOLE)
+        expected = partition_hash(document_key(RawBSONDocument(raw, BEFORE)))
     except Exception:  # noqa: BLE001 - what did not work then has no partition to keep
         return
-    assert document_index(event_of(raw), WHOLE) == expected
+    assert document_hash(event_of(raw)) == expected
 
 
 EQUAL = [
@@ -221,6 +220,6 @@ def test_equal_keys_share_a_partition_also_beside_text_that_is_no_utf8(pair: lis
         for value in pair
     )
     for spoil in (b"????", b"\xff\xfe\x80\xff"):
-        indexes = {document_index(event_of(raw.replace(b"????", spoil)), WHOLE) for raw in (one, other)}
-        assert len(indexes) == 1
+        hashes = {document_hash(event_of(raw.replace(b"????", spoil))) for raw in (one, other)}
+        assert len(hashes) == 1
     assert id_key(pair[0], EVENT_TYPES) == id_key(pair[1], EVENT_TYPES)

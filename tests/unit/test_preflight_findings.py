@@ -365,26 +365,67 @@ def test_storing_that_would_roll_the_oplog_soon_is_told(rate: int, level: str) -
     assert f"{rate >> 20}.0 MiB/s" in finding.message
 
 
-@pytest.mark.parametrize(
-    ("settings", "there"),
-    [
-        ({}, False),
-        ({"task_create_missing_queue_type": "quorum"}, True),
-        ({"task_queues": [Queue("shop.0", queue_arguments={"x-queue-type": "quorum"})]}, True),
-        ({"task_queues": [Queue("shop.0", queue_arguments={"x-queue-type": "classic"}), Queue("shop.1")]}, False),
-    ],
-)
-def test_quorum_queues_are_seen_in_the_settings(settings: dict[str, Any], there: bool) -> None:
-    """Those that Celery makes by itself, and those that are named."""
+QUORUM = {"x-queue-type": "quorum"}
+BOUNDED = {"confirm_publish": True, "read_timeout": 5, "write_timeout": 5}
+
+
+def of_rabbit(settings: dict[str, Any]) -> Celery:
     app = Celery("shop", broker="amqp://rabbit.example//", set_as_current=False)
     app.conf.update(settings)
+    return app
 
-    assert broker_check.has_quorum_queues(app) is there
+
+@pytest.mark.parametrize(
+    ("settings", "queues"),
+    [
+        ({}, []),
+        ({"task_create_missing_queue_type": "quorum"}, QUEUES),
+        ({"task_queues": [Queue("shop.0", queue_arguments=QUORUM)]}, ["shop.0"]),
+        ({"task_queues": [Queue("shop.0", queue_arguments={"x-queue-type": "classic"}), Queue("shop.1")]}, []),
+        ({"task_default_queue_type": "quorum"}, ["celery"]),
+        ({"task_queues": [Queue("mails", queue_arguments=QUORUM)]}, ["mails"]),
+        (
+            {"task_queues": [Queue("mails", queue_arguments=QUORUM)], "task_create_missing_queue_type": "quorum"},
+            [*QUEUES, "mails"],
+        ),
+    ],
+)
+def test_quorum_queues_are_seen_in_the_settings(settings: dict[str, Any], queues: list[str]) -> None:
+    """The bridge's, named or made by Celery itself, then the others; and no queue is made known by looking."""
+    app = of_rabbit(settings)
+    known = set(app.amqp.queues)
+
+    assert broker_check.quorum_queues(app, QUEUES) == queues
+    assert set(app.amqp.queues) == known
 
 
-def test_quorum_queues_need_confirmations() -> None:
-    """Without them nobody hears of what RabbitMQ refuses during an election."""
-    assert broker_check.judge_confirms({"confirm_publish": True}).level == "ok"
-    found = broker_check.judge_confirms({"read_timeout": 5})
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        (BOUNDED, None),
+        ({}, "confirm_publish, read_timeout, write_timeout"),
+        ({"confirm_publish": False, "read_timeout": 5}, "confirm_publish, write_timeout"),
+        ({"confirm_publish": True}, "read_timeout, write_timeout"),
+        ({**BOUNDED, "write_timeout": None}, "write_timeout"),
+    ],
+)
+def test_quorum_queues_need_confirmations_and_an_end_of_the_wait_for_them(
+    given: dict[str, Any], missing: str | None
+) -> None:
+    """Nobody hears of what RabbitMQ refuses during an election; or whoever waits for an answer may wait for ever."""
+    found = broker_check.judge_confirms(["shop.0", "mails"], QUEUES, given)
+    if missing is None:
+        assert found.level == "ok"
+        return
     assert found.level == "warning"
-    assert "confirm_publish" in found.message
+    assert f"Set {missing} in broker_transport_options" in found.message
+
+
+def test_quorum_queues_of_others_are_told_from_those_of_the_bridge() -> None:
+    """Without confirmations partitions may stand by the one, and tasks be lost by the other."""
+    of_bridge = broker_check.judge_confirms(["shop.1", "mails"], QUEUES, {}).message
+    assert "partitions may stand" in of_bridge
+    assert "mails" not in of_bridge
+    of_others = broker_check.judge_confirms(["mails"], QUEUES, {}).message
+    assert "partitions" not in of_others
+    assert of_others.startswith("Queues beside the bridge's are quorum queues (mails)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from celery import Celery
@@ -18,6 +18,8 @@ BROKER_SECONDS = 3
 _REDIS = "redis"
 _RABBITMQ = "amqp"
 _QUORUM = "quorum"
+_CONFIRMED = ("confirm_publish", "read_timeout", "write_timeout")
+_QUEUES_SHOWN = 3
 _NEVER_EVICT = "noeviction"
 _NEARLY_FULL = 0.9
 _UNSAFE_CONTENT = {"pickle", "application/x-python-serialize"}
@@ -25,12 +27,14 @@ _JSON = {"json", "application/json"}
 _PREFETCH_DEFAULT = 4
 
 
-def check_broker(app: Celery) -> Iterator[Finding]:
-    """The broker itself, then the settings of Celery that belong to it."""
+def check_broker(app: Celery, names: Collection[str]) -> Iterator[Finding]:
+    """The broker itself, then the settings of Celery that belong to it; with the names of the bridge's queues."""
     with bounded_connection(app, BROKER_SECONDS) as connection:
         yield from _check_connection(connection)
-        if connection.transport.driver_type == _RABBITMQ and has_quorum_queues(app):
-            yield judge_confirms(app.conf.broker_transport_options or {})
+        if connection.transport.driver_type == _RABBITMQ:
+            quorum = quorum_queues(app, names)
+            if quorum:
+                yield judge_confirms(quorum, names, app.conf.broker_transport_options or {})
     yield _judge_visibility(app)
     yield judge_prefetch(app.conf.worker_prefetch_multiplier)
     yield from judge_content(app.conf.accept_content)
@@ -52,22 +56,50 @@ def _check_connection(connection: Connection) -> Iterator[Finding]:
         yield from _check_redis(connection)
 
 
-def has_quorum_queues(app: Celery) -> bool:
-    """Whether queues that Celery makes by itself, as the bridge's, are quorum queues, or one that is named is."""
-    if app.conf.get("task_create_missing_queue_type") == _QUORUM:
-        return True
-    return any((each.queue_arguments or {}).get("x-queue-type") == _QUORUM for each in app.amqp.queues.values())
+def quorum_queues(app: Celery, names: Collection[str]) -> list[str]:
+    """
+    The quorum queues by the app's settings: of the bridge's, then of all others that the app knows.
+
+    Args:
+        app: the Celery app. Looking makes no queue known to it, which a worker would consume.
+        names: the bridge's queues. Those that no setting names have the type of all that Celery makes by itself, and
+            not that of the app's default queue.
+    """
+    known = app.amqp.queues
+    own = [known[name] if name in known else known.new_missing(name) for name in names]
+    others = [queue for name, queue in known.items() if name not in names]
+    return [each.name for each in (*own, *others) if (each.queue_arguments or {}).get("x-queue-type") == _QUORUM]
 
 
-def judge_confirms(transport_options: Mapping[str, Any]) -> Finding:
-    """A quorum queue without a leader refuses messages, and only who asks for confirmations hears of it."""
-    if transport_options.get("confirm_publish"):
-        return ok("broker_confirms", "RabbitMQ confirms what is published.")
-    return warning(
-        "broker_confirms",
-        "The queues are quorum queues, and RabbitMQ confirms nothing: what it refuses while a queue elects its leader "
-        "vanishes, and partitions may stand. Set confirm_publish in broker_transport_options.",
-    )
+def judge_confirms(quorum: Sequence[str], names: Collection[str], transport_options: Mapping[str, Any]) -> Finding:
+    """
+    A quorum queue without a leader refuses messages or does not answer, and only who asks in time hears of it.
+
+    Args:
+        quorum: the quorum queues, at least one.
+        names: the bridge's queues.
+        transport_options: of the app, for all that publishes.
+    """
+    missing = [name for name in _CONFIRMED if not transport_options.get(name)]
+    if not missing:
+        return ok("broker_confirms", "RabbitMQ confirms what is published, and the wait for that is bounded.")
+    of_bridge = [name for name in quorum if name in names]
+    if of_bridge:
+        what = f"Queues of the bridge are quorum queues ({_shown(of_bridge)})"
+        lost, hangs = "vanishes, and partitions may stand", "a worker may hang with the change that it has done"
+    else:
+        what = f"Queues beside the bridge's are quorum queues ({_shown(quorum)})"
+        lost, hangs = "vanishes, also a task of yours", "whoever sends a task there may hang"
+    if "confirm_publish" in missing:
+        why = f"RabbitMQ confirms nothing: what it refuses while a queue elects its leader {lost}"
+    else:
+        why = f"nothing bounds the wait for RabbitMQ's confirmation: while a queue has no leader, {hangs}"
+    return warning("broker_confirms", f"{what}, and {why}. Set {', '.join(missing)} in broker_transport_options.")
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _QUEUES_SHOWN} more" if len(names) > _QUEUES_SHOWN else ""
+    return ", ".join(names[:_QUEUES_SHOWN]) + more
 
 
 def _check_redis(connection: Connection) -> Iterator[Finding]:

@@ -65,7 +65,7 @@ def ask(wiring: Wiring, *, lease: bool = True) -> list[Finding]:
     """What a verdict takes beside the status: of the broker, the workers, and the `lease` where it can be read."""
     concern = wiring.state_concern
     found = _guarded("lease", lambda: check_lease(wiring), concern) if lease else []
-    broker = _guarded("broker", lambda: check_broker(wiring.app), concern)
+    broker = _guarded("broker", lambda: check_broker(wiring.app, wiring.queue_names), concern)
     found += broker
     if not _is_wrong(broker, {"broker"}):
         found += _guarded("workers", lambda: check_workers(wiring), concern)

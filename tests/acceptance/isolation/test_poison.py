@@ -25,7 +25,7 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 
 from mongo_celery.bridge.change import event_of
-from mongo_celery.bridge.partitioning import document_index, partition_index
+from mongo_celery.bridge.partitioning import document_hash, partition_hash
 from mongo_celery.embedded import RedisServer
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
@@ -34,7 +34,7 @@ Document = dict[str, Any]
 
 APP = "tests.acceptance.isolation.poison_project"
 PARTITIONS = 4
-NO_CUSTOMER = partition_index(None, PARTITIONS)
+NO_CUSTOMER = partition_hash(None) % PARTITIONS
 """Where documents without a customer belong once the partition rule is corrected."""
 
 
@@ -292,7 +292,7 @@ def test_a_match_that_fails_on_one_document_halts_its_partition_alone(rig: Rig) 
 
 def _customer(index: int) -> int:
     """A customer of this partition."""
-    return next(number for number in range(100) if partition_index(number, PARTITIONS) == index)
+    return next(number for number in range(100) if partition_hash(number) % PARTITIONS == index)
 
 
 def _key(rig: Rig, handler: str, index: int, number: int = 0, database: str | None = "") -> int:
@@ -301,7 +301,7 @@ def _key(rig: Rig, handler: str, index: int, number: int = 0, database: str | No
     found = (
         number
         for number in range(1000)
-        if document_index({"ns": ns, "documentKey": {"_id": number}}, PARTITIONS) == index
+        if document_hash({"ns": ns, "documentKey": {"_id": number}}) % PARTITIONS == index
     )
     for _ in range(number):
         next(found)
@@ -531,7 +531,7 @@ def _key_in(rig: Rig, index: int, words: str) -> str:
         return event_of(bytes(broken(document).raw))
 
     keys = (f"{words} {number}" for number in range(1000))
-    return next(key for key in keys if document_index(event(key), WIDE) == index)
+    return next(key for key in keys if document_hash(event(key)) % WIDE == index)
 
 
 def _update(rig: Rig, key: str, poison: Poison = WHOLESOME) -> None:
