@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mongo_celery.bench.errors import BenchError
 from tests.benchmarks.processes import with_pool
@@ -204,6 +204,11 @@ def tables(bench: Mapping[str, Any], suites: Mapping[str, Any] | None = None) ->
     costs = costs_of(bench)
     found = [*costs_table(costs), "", *carried_table(costs)]
     if suites is not None:
+        absent = [suite for suite in ("backlog", "handlers") if suite not in suites]
+        if absent:
+            raise BenchError(
+                f"The second file lacks the suite {absent[0]}: run both with --json, on servers of their own."
+            )
         for table in (oplog_table, backlog_table, handlers_table):
             found += ["", *table(suites)]
     return found
@@ -218,8 +223,8 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _main(*files: str) -> None:
-    bench, *suites = (json.loads(Path(file).read_text(encoding="utf-8")) for file in files)
     try:
+        bench, *suites = map(_read, files)
         lines = tables(bench, *suites)
     except BenchError as error:
         sys.exit(str(error))
@@ -228,5 +233,16 @@ def _main(*files: str) -> None:
     sys.stdout.write("\n".join([*lines, ""]))
 
 
+def _read(file: str) -> Mapping[str, Any]:
+    try:
+        return cast("Mapping[str, Any]", json.loads(Path(file).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{file} is no file with figures in JSON: {error}.") from error
+
+
 if __name__ == "__main__":
-    _main(*sys.argv[1:3])
+    if len(sys.argv) not in {2, 3}:
+        sys.exit(
+            "Give the file of `mongo-celery bench --json`, and that of the suites backlog and handlers if there is one."
+        )
+    _main(*sys.argv[1:])

@@ -125,6 +125,8 @@ def test_what_a_run_has_not_measured_is_left_out_or_refused() -> None:
     assert missing(bench) == ["bridge_inline", "bridge_runs"]
     with pytest.raises(BenchError, match="has not measured mongod: run it without"):
         costs_of(_bench(*MODES, uncounted=("mongod",)))
+    with pytest.raises(BenchError, match="lacks the suite handlers"):
+        tables(bench, {"backlog": []})
 
 
 def _heads(lines: list[str]) -> list[list[str]]:
