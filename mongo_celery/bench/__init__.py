@@ -8,10 +8,11 @@ rate, and by the processor time of all processes, which is steadier.
 **One rule for all modes.** Every handler notes the start of each call, and a second task or a saved
 token its end, in shared memory (`stopwatch`): well under a microsecond. A mode's rate is
 *(n - 1) / (last end - first start)*. So no start of a process, no connection and no opening of a stream
-is in any figure, but everything that happens between changes is. Where a worker takes part, it has run
-some changes before (`warm_up`), and the process that feeds it is started anew once it is idle: the
-publisher, the loop or the listener. For `bridge_*` the last end is the moment at which the partition
-documents say that everything is committed. Documents that a stream reads were written beforehand.
+is in any figure, but everything that happens between changes is. What a listener has read when the first
+handler starts is not, either: where it reads ahead, so many changes follow that it is little. Where a worker
+takes part, it has run some changes before (`warm_up`), and the process that feeds it is started anew once it
+is idle: the publisher, the loop or the listener. For `bridge_*` the last end is the moment at which the
+partition documents say that everything is committed. Documents that a stream reads were written beforehand.
 `listener_alone` has no handler that starts: its time is that between the first and the last batch that
 MongoDB gives to its stream.
 

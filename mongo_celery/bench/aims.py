@@ -15,6 +15,9 @@ _RATIOS = {
     ("bridge_bulk", REFERENCE): 60.0,
     ("listener_alone", "raw_stream"): 0.5,
 }
+_ASKED = {"listener_alone": "mongod"}
+"""Servers that one mode of an aim asks for its own figures alone, so that their time is not compared."""
+
 _LATENCY = ("bridge_chain", "watch_delay")
 _LATENCY_AIMS = {"p50": 2.0, "p99": 3.0}
 
@@ -27,7 +30,8 @@ class Aim:
     Attributes:
         name: which two figures it compares.
         aim: the least ratio of rates and of changes for the same processor time, or the largest of latencies.
-        values: what was found, by how it was found: `rate` and `cpu`, or `latency`.
+        values: what was found, by how it was found: `rate` and `cpu`, or `latency`. There is no `cpu` where servers
+            were given, whose time is not known.
     """
 
     name: str
@@ -44,17 +48,22 @@ class Aim:
 
 def aims(results: Results) -> list[Aim]:
     """Those that this run can judge."""
-    return [*_ratios(results.figures), *_latencies(results)]
+    return [*_ratios(results.figures, counted=not results.uncounted), *_latencies(results)]
 
 
-def _ratios(figures: Mapping[str, Figure]) -> Iterator[Aim]:
+def _ratios(figures: Mapping[str, Figure], *, counted: bool) -> Iterator[Aim]:
     for (name, reference), aim in _RATIOS.items():
         if name in figures and reference in figures:
             figure, other = figures[name], figures[reference]
             values = {"rate": figure.rate / other.rate}
-            if figure.cpu_total_us and other.cpu_total_us:
-                values["cpu"] = other.cpu_total_us / figure.cpu_total_us
+            own, others = (_used(each, _ASKED.get(name)) for each in (figure, other))
+            if counted and own and others:
+                values["cpu"] = others / own
             yield Aim(f"{name} / {reference}", aim, values)
+
+
+def _used(figure: Figure, but: str | None) -> float:
+    return sum(used for process, used in figure.cpu_us.items() if process != but)
 
 
 def _latencies(results: Results) -> Iterator[Aim]:

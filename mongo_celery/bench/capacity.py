@@ -38,6 +38,9 @@ _HANDLINGS_MIN = 3
 
 _BACKLOG_BYTES = 256 << 20
 _BACKLOG_MIN = 200
+_BACKLOG_BYTES_MAX = 1 << 30
+"""Also of the fewest: half of the oplog of a server that the bench starts."""
+
 _RATE_EXPECTED = 500
 """Changes per second of a mode with the scale 1 and a handler that does nothing, on a fast machine."""
 
@@ -214,12 +217,12 @@ class _Measuring:
             started = [
                 scene.worker(mode.app, processes=WORKER_PROCESSES, number=number + 1) for number in range(workers)
             ]
-            backlog = self._backlog(workers)
+            backlog = backlog_of(mode, workload, self._seconds, workers)
             write_documents(scene.orders, workload.document, backlog)
             processes = workers * WORKER_PROCESSES
             scene.wait("the workers", lambda: _pools(started) >= processes, lambda: _pools(started))
             mode.feeder(scene, backlog)
-            warm_up = self._warm_up(workers)
+            warm_up = min(self._warm_up(workers), backlog // 2)
             scene.wait("the first handlers", lambda: scene.started.count() >= warm_up, scene.started.count)
             return self._count(scene, backlog)
 
@@ -242,14 +245,15 @@ class _Measuring:
         """How many handlers start before any is counted."""
         return _WARM_UP_CHANGES if self._workload.work.seconds < _SHORT_SECONDS else 2 * workers * WORKER_PROCESSES
 
-    def _backlog(self, workers: int) -> int:
-        """More changes than can be handled, as long as they fit on a disk."""
-        work, slots = self._workload.work.seconds, workers * WORKER_PROCESSES
-        rate = _RATE_EXPECTED * self._mode.scale
-        if work:
-            rate = min(rate, slots / work)
-        wanted = int(rate * (self._seconds + 2) * 1.5) + _WARM_UP_CHANGES + 2 * slots
-        return max(min(wanted, _BACKLOG_BYTES // self._workload.document_bytes), _BACKLOG_MIN)
+
+def backlog_of(mode: Mode, workload: Workload, seconds: float, workers: int) -> int:
+    """More changes than can be handled in these seconds, as long as an oplog has room for them."""
+    work, slots, size = workload.work.seconds, workers * WORKER_PROCESSES, workload.document_bytes
+    rate = _RATE_EXPECTED * mode.scale
+    if work:
+        rate = min(rate, slots / work)
+    wanted = int(rate * (seconds + 2) * 1.5) + _WARM_UP_CHANGES + 2 * slots
+    return max(min(wanted, _BACKLOG_BYTES // size), min(_BACKLOG_MIN, _BACKLOG_BYTES_MAX // size))
 
 
 def _fills_cores(usage: Usage) -> bool:

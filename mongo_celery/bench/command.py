@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,18 @@ class _OwnOptions:
         """Whether anything was said."""
         return bool(self.workers) or (self.payload, self.handler_seconds, self.handler_cpu_seconds) != (None,) * 3
 
+    def refuse(self, beside: Mapping[str, Any]) -> None:
+        """
+        Say that options of the modes are not for this.
+
+        Raises:
+            BenchError: one of them was given.
+        """
+        for name, value in beside.items():
+            if self.given and name != "only" and value is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise BenchError(f"{option} is for the modes, not for what a machine carries; leave it out.")
+
     def workload(self) -> Workload:
         """
         What was said, checked.
@@ -62,7 +74,7 @@ class _OwnOptions:
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="One small round within a minute, which is rough.")
+@click.option("--quick", is_flag=True, help="One small round within a minute: rough. With --payload: short.")
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw a picture too: the extra 'plot'.")
 @click.option("--rounds", type=_COUNT, help="How often each figure is measured; the median counts.")
@@ -110,6 +122,7 @@ def bench(
     logging.getLogger("mongo_celery").addHandler(logging.NullHandler())  # what is recovered is meant to be
     console = Console(stderr=True, quiet=wants_json)
     try:
+        own.refuse(given)
         act, drawing = _act(own, sizes, plot, began)
         with console.status("starting servers") as status, Stage(mongo_url, redis_url) as stage:
             found = act(stage, status.update)

@@ -19,7 +19,8 @@ class Figure:
     Attributes:
         rate: changes per second.
         ratio: how many times the rate of `raw_chain`; None where that was not measured.
-        cpu_ratio: how many changes it handles with the processor time of one of `raw_chain`.
+        cpu_ratio: how many changes it handles with the processor time of one of `raw_chain`; None where that, or the
+            time of a server, is not known.
         rounds: the rate of each round.
         cpu_us: processor time for one change, by process.
     """
@@ -37,8 +38,14 @@ class Figure:
         return sum(self.cpu_us.values())
 
 
-def figures_of(measured: Mapping[str, Sequence[Measured]]) -> dict[str, Figure]:
-    """The figures of all modes that were measured, from the measurements of each."""
+def figures_of(measured: Mapping[str, Sequence[Measured]], *, counted: bool = True) -> dict[str, Figure]:
+    """
+    The figures of all modes that were measured, from the measurements of each.
+
+    Args:
+        measured: by mode.
+        counted: whether the processor time of all processes is known; else no ratio is made of it.
+    """
     rates = {name: statistics.median(each.rate for each in found) for name, found in measured.items()}
     cpu = {
         name: {
@@ -54,7 +61,7 @@ def figures_of(measured: Mapping[str, Sequence[Measured]]) -> dict[str, Figure]:
             rates[name] / rate if rate else None,
             tuple(each.rate for each in found),
             cpu[name],
-            used / own if used and (own := sum(cpu[name].values())) else None,
+            used / own if counted and used and (own := sum(cpu[name].values())) else None,
         )
         for name, found in measured.items()
     }

@@ -34,6 +34,8 @@ class Mode:
         bridge: options of the bridge.
         handler: options of the handler's decorator.
         scale: how many times the changes of `raw_chain` make a measurement of similar length.
+        longer: how many times as long it is measured: what a listener has read before the first handler starts is in
+            no figure, and has to be little beside the rest.
     """
 
     name: str
@@ -45,11 +47,16 @@ class Mode:
     bridge: Mapping[str, Any] = field(default_factory=dict)
     handler: Mapping[str, Any] = field(default_factory=dict)
     scale: float = 1.0
+    longer: float = 1.0
 
     @property
     def is_bridge(self) -> bool:
         """Whether a listener feeds a worker."""
         return self.ends == "committed"
+
+    def changes(self, of_raw_chain: int) -> int:
+        """How many are counted where so many are those of `raw_chain`."""
+        return max(int(of_raw_chain * self.scale * self.longer), 2)
 
 
 def _program(name: str) -> Callable[[Scene, int], ChildProcess]:
@@ -78,8 +85,8 @@ MODES: dict[str, Mode] = {
         Mode("bridge_chain", _listener, app=BRIDGE_APP, ends="committed", bridge={"run_size": 1}),
         Mode("bridge_inline", _listener, app=BRIDGE_APP, ends="committed", bridge={"run_size": 1, "commit": "inline"}),
         Mode("bridge_transactional", _listener, app=BRIDGE_APP, ends="committed", handler={"transactional": True}),
-        Mode("bridge_runs", _listener, app=BRIDGE_APP, ends="committed", bridge={"run_size": 200}, scale=20),
-        Mode("bridge_bulk", _bulk_listener, app=_BULK_APP, ends="committed", scale=40),
+        Mode("bridge_runs", _listener, app=BRIDGE_APP, ends="committed", bridge={"run_size": 200}, scale=20, longer=4),
+        Mode("bridge_bulk", _bulk_listener, app=_BULK_APP, ends="committed", scale=40, longer=2),
     )
 }
 """All modes, in the order of a round."""

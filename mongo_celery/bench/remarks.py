@@ -17,7 +17,9 @@ def load_remarks(others: float | None, uncounted: Sequence[str]) -> Iterator[str
         uncounted: servers whose processor time is in no figure.
     """
     if uncounted:
-        yield f"The processor time of {' and '.join(uncounted)} is in no figure, since the servers were given."
+        servers = " and ".join(uncounted)
+        yield f"The processor time of {servers} is in no figure, since the servers were given: CPU is not compared."
     if others is not None and others > _NOISE:
         who = "Other processes, the given servers among them," if uncounted else "Other processes"
-        yield f"{who} took {others:.0%} of the cores meanwhile: trust ratios alone, those by CPU most."
+        trusted = "ratios alone" if uncounted else "ratios alone, those by CPU most"
+        yield f"{who} took {others:.0%} of the cores meanwhile: trust {trusted}."

@@ -77,7 +77,10 @@ class _BenchRun:
         self._measure_rounds()
         # In the order of modes, whatever the order was in which they were measured.
         measured = {name: self._measured[name] for name in MODES if self._measured.get(name)}
-        results.figures, results.others = figures_of(measured), others_share(measured)
+        results.figures, results.others = (
+            figures_of(measured, counted=not results.uncounted),
+            others_share(measured),
+        )
         if self._sizes.wants("latency"):
             self._measure_latencies(results)
         if self._wants("memory"):
@@ -98,8 +101,7 @@ class _BenchRun:
     def _measure(self, name: str) -> None:
         mode = MODES[name]
         sizes = self._sizes
-        changes = max(int(sizes.changes * mode.scale), 2)
-        found = measure(self._stage, mode, changes, sizes.warm_up, rough=sizes.rough)
+        found = measure(self._stage, mode, mode.changes(sizes.changes), sizes.warm_up, rough=sizes.rough)
         self._measured.setdefault(name, []).append(found)
 
     def _measure_latencies(self, results: Results) -> None:

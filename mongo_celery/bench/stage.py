@@ -259,7 +259,7 @@ class Scene:
         return sum(int(each.get("count", 0)) for each in operations)
 
     def usage(self) -> Usage:
-        """Processor time so far: of each process, a worker's pool apart, and of the whole machine."""
+        """Processor time so far: by process, a worker's pool apart, without given servers; and of the whole machine."""
         used = {_SERVERS.get(name, name): cpu_seconds([pid]) for name, pid in self._stage.server_pids.items()}
         for process in self._processes.started:
             children = process.children()
@@ -269,13 +269,6 @@ class Scene:
                 pool = f"{process.name}_children"
                 used[pool] = used.get(pool, 0.0) + cpu_seconds(children)
         return Usage(used, *machine_seconds())
-
-    def cpu_seconds(self) -> dict[str, float]:
-        """Processor time so far of every process, servers that are not embedded excepted."""
-        used = {name: cpu_seconds([pid]) for name, pid in self._stage.server_pids.items()}
-        for process in self._processes.started:
-            used[process.name] = cpu_seconds([process.pid, *process.children()])
-        return used
 
     def stop(self, process: ChildProcess) -> None:
         """End a process; it is no longer watched."""

@@ -16,7 +16,6 @@ from mongo_celery.bench.stage import Scene, pause
 from mongo_celery.embedded.crew import ChildProcess
 
 _LOOK_SECONDS = 0.02
-_PROCESSES = ("listener", "worker", "mongodb", "redis")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +53,12 @@ class Measuring:
         scene = self._scene
         scene.wait("the first commit", lambda: scene.committed() > self._before)
         since = present_time(scene.state.client)
-        began, ahead, used = time.monotonic(), scene.committed(), _used(scene)
+        began, ahead, before = time.monotonic(), scene.committed(), scene.usage()
         scene.wait("the last commit", self._is_over, scene.committed)
         if ahead >= self._last:
             raise BenchError("all changes were committed before they could be measured; give more of them.")
-        count, seconds, spent = self._last - ahead, time.monotonic() - began, _used(scene)
-        cpu_us = {name: (spent[name] - used[name]) / count * 1e6 for name in spent}
+        count, seconds, used = self._last - ahead, time.monotonic() - began, scene.usage().since(before)
+        cpu_us = {name: spent / count * 1e6 for name, spent in used.by_process.items()}
         written = _oplog_bytes(scene, since)
         return Measured(count / seconds, cpu_us, None if written is None else written / count)
 
@@ -90,8 +89,3 @@ def _oplog_bytes(scene: Scene, since: Timestamp) -> int | None:
     except OperationFailure:
         return None
     return int(found[0]["bytes"]) if found else 0
-
-
-def _used(scene: Scene) -> dict[str, float]:
-    """Processor seconds so far, of listener, worker and servers."""
-    return {name: used for name, used in scene.cpu_seconds().items() if name in _PROCESSES}

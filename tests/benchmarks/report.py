@@ -16,6 +16,7 @@ from tests.benchmarks.outbox_suite import OutboxResults
 from tests.benchmarks.parts_suite import PartsResults
 from tests.benchmarks.peer_suite import NOT_PROMISED, PEER, PeerResults
 from tests.benchmarks.pending_query import PendingQuery
+from tests.benchmarks.processes import PROCESSES, with_pool
 from tests.benchmarks.readings import Reading
 from tests.benchmarks.sizes import Sizes
 from tests.benchmarks.snapshot_suite import SnapshotResults, Waited
@@ -268,7 +269,7 @@ def _peer(results: PeerResults) -> dict[str, Any]:
 
 def _show_backlog(results: BacklogResults, console: Console) -> None:
     table = Table(title="CPU us of a change, and the listener's memory, by backlog")
-    for column in ("changes", "1/s", "listener", "worker", "mongodb", "redis", "start MB", "peak MB"):
+    for column in ("changes", "1/s", *PROCESSES, "start MB", "peak MB"):
         table.add_column(column, justify="right")
     for each in results.backlogs:
         memory = (f"{size:.0f}" for size in (each.started_mb, each.peak_mb))
@@ -278,7 +279,7 @@ def _show_backlog(results: BacklogResults, console: Console) -> None:
 
 def _show_handlers(results: HandlersResults, console: Console) -> None:
     table = Table(title="CPU us of a change, and its share of the oplog, for each handler that gets it")
-    for column in ("", "handlers", "1/s", "listener", "worker", "mongodb", "redis", "oplog bytes", "peak MB"):
+    for column in ("", "handlers", "1/s", *PROCESSES, "oplog bytes", "peak MB"):
         table.add_column(column, justify="right" if column else "left")
     for each in results.shared:
         row = (each.kind, str(each.handlers), f"{each.executions:,.0f}")
@@ -289,8 +290,9 @@ def _show_handlers(results: HandlersResults, console: Console) -> None:
 
 def _by_process(cpu_us: Mapping[str, float]) -> Iterator[str]:
     """Empty for a server that was given: its processor time is not known."""
-    for process in ("listener", "worker", "mongodb", "redis"):
-        yield _number(cpu_us[process]) if process in cpu_us else ""
+    used = with_pool(cpu_us)
+    for process in PROCESSES:
+        yield _number(used[process]) if process in used else ""
 
 
 def _show_peer(results: PeerResults, console: Console) -> None:

@@ -136,7 +136,7 @@ def test_the_suite_of_snapshots_gives_rates_costs_and_what_live_changes_wait(
     assert found["documents"] == 3000
     assert found["delivered"]["snapshot"]["ratio_to_live"] > 0
     for name in ("snapshot", "live"):
-        assert {"listener", "worker"} <= set(found["cpu_us"][name])
+        assert {"listener", "worker_parent", "worker_children"} <= set(found["cpu_us"][name])
     for waits in found["live_ms"].values():
         for handler in ("same handler", "other handler"):
             assert waits[handler]["longest"] >= waits[handler]["p50"] > 0
@@ -184,7 +184,7 @@ def test_the_suite_of_backlogs_gives_memory_and_costs_by_length(
     found = json.loads(ended.stdout)["backlog"]
     assert [each["changes"] for each in found] == [4000, 9000]
     for each in found:
-        assert {"listener", "worker"} <= set(each["cpu_us"])
+        assert {"listener", "worker_parent", "worker_children"} <= set(each["cpu_us"])
         assert each["rate"] > 0
         assert 0 < each["started_mb"] <= each["peak_mb"]
     assert not {name for name in mongo_client.list_database_names() if name.startswith("bench-")} - before
@@ -205,7 +205,7 @@ def test_the_suite_of_handlers_gives_what_a_change_costs_for_each_of_them(mongo_
         *(("runs of one", count, 2400) for count in (1, 10, 60)),
     ]
     for each in found:
-        assert {"listener", "worker"} <= set(each["cpu_us"])
+        assert {"listener", "worker_parent", "worker_children"} <= set(each["cpu_us"])
         assert each["oplog_bytes"] > 0
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from mongo_celery.bench import stage
 from mongo_celery.bench.aims import aims
-from mongo_celery.bench.capacity import Capacity, Carried, ModeCapacity
+from mongo_celery.bench.capacity import Capacity, Carried, ModeCapacity, backlog_of
 from mongo_celery.bench.capacity_view import capacity_as_json, show_capacity
 from mongo_celery.bench.command import bench
 from mongo_celery.bench.errors import BenchError
@@ -39,6 +39,7 @@ from mongo_celery.bench.tables import show
 from mongo_celery.bench.takeover import TakeOver
 from mongo_celery.bench.usage import Usage, available_mb, machine_seconds
 from mongo_celery.bench.workload import Workload, content_of
+from mongo_celery.bridge.listener import leader
 
 WIDTH = 80
 NOWHERE = ["--mongo-url", "mongodb://127.0.0.1:1", "--redis-url", "redis://127.0.0.1:1/0"]
@@ -71,7 +72,6 @@ def results() -> Results:
         memory=Memory(40_000, 50.0, (60.0, 61.0, 61.0, 61.0), 62.0),
         take_over=TakeOver(10.0, (11.0, 12.0), (0.4, 0.5)),
         others=0.43,
-        uncounted=("mongod", "redis"),
         left_out=("raw_task", "latency of watch_delay"),
         rough=True,
     )
@@ -150,6 +150,35 @@ def test_an_aim_is_judged_by_rate_and_by_cpu() -> None:
     assert [each.met for each in aims(Results(figures=both))] == [True]
 
 
+def test_where_servers_were_given_nothing_is_judged_by_cpu() -> None:
+    """Their time is missing in all figures: a ratio of the rest would flatter whoever keeps them busiest."""
+    uncounted = ("mongod", "redis")
+    missed = {
+        "raw_chain": [Measured(9, 100.0, {"publisher": 1000.0})],
+        "bridge_chain": [Measured(9, 70.0, {"listener": 1.0})],
+    }
+    found = Results(figures=figures_of(missed, counted=False), uncounted=uncounted, others=0.43)
+
+    assert [each.values.keys() for each in aims(found)] == [{"rate"}]
+    assert as_json(found, QUICK)["modes"]["bridge_chain"]["cpu_ratio_to_raw_chain"] is None
+    text = " ".join(shown(show, found).split())
+    assert "by CPU (aim" not in text
+    assert "those by CPU" not in text
+    assert "The processor time of mongod and redis is in no figure, since the servers were given" in text
+    assert "Other processes, the given servers among them, took 43% of the cores meanwhile: trust ratios alone." in text
+
+
+def test_a_listener_alone_is_not_charged_with_being_looked_at() -> None:
+    """How far its stream is must be asked of mongod, which is as busy with that as with the stream."""
+    alone = {
+        "raw_stream": Figure(9, 100.0, None, (), {"reader": 20.0, "mongod": 10.0}),
+        "listener_alone": Figure(9, 60.0, None, (), {"listener": 30.0, "mongod": 500.0}),
+    }
+    (aim,) = aims(Results(figures=alone))
+    assert aim.values["cpu"] == pytest.approx(20 / 30)
+    assert aim.met
+
+
 @pytest.mark.parametrize(("show_it", "found"), [(show, results()), (show_capacity, capacity())])
 def test_tables_fit_a_terminal(show_it: Any, found: object) -> None:
     """Nothing is wider than 80 columns, and nothing was cut to make it so."""
@@ -169,8 +198,7 @@ def test_people_are_told_all_of_a_run() -> None:
     assert "bridge_chain 15.0 80.0 1234.5 9876.5 62" in text
     assert "bridge_chain / raw_chain: 0.52 by rate, 0.49 by CPU (aim 0.6: missed)" in text
     assert "idle latency p50, bridge_chain / watch_delay: 1.88 (aim 2: met)" in text
-    assert "The processor time of mongod and redis is in no figure" in text
-    assert "Other processes, the given servers among them, took 43% of the cores meanwhile" in text
+    assert "Other processes took 43% of the cores meanwhile: trust ratios alone, those by CPU most." in text
     assert "Left out, since the time was over: raw_task, latency of watch_delay." in text
     assert "This is rough" in text
     assert "rough" not in shown(show, Results())
@@ -183,7 +211,7 @@ def test_a_run_is_one_json_object() -> None:
     assert found["modes"]["bridge_chain"]["cpu_ratio_to_raw_chain"] == pytest.approx(7300 / 14_800, abs=1e-4)
     assert found["latency_at_half_load_ms"]["bridge_chain"]["writes_per_second"] == 62
     assert found["aims"]["bridge_runs / raw_chain"].keys() == {"aim", "met", "by_rate", "by_cpu"}
-    assert [found["rough"], found["others_share"], found["cpu_without"]] == [True, 0.43, ["mongod", "redis"]]
+    assert [found["rough"], found["others_share"], found["cpu_without"]] == [True, 0.43, []]
 
 
 def test_people_are_told_what_a_machine_carries() -> None:
@@ -219,6 +247,16 @@ def test_the_limit_is_the_part_that_is_full_first() -> None:
     assert (found[LISTENER], found[MONGOD]) == (1000.0, 500.0)
     unknown = limits(Costs(cpu={}, worker_rate=5.0, partition_rate=9.0, partitions=16, cores=2), 1, here=True)
     assert unknown.keys() == {WORKERS, PARTITIONS}
+
+
+@pytest.mark.parametrize("size", [600, 100_000, 2_000_000, 15_000_000])
+def test_a_backlog_has_room_in_an_oplog_whatever_a_document_has(size: int) -> None:
+    """Of the bench's own server, 2 GB; and there is enough to count after a warm-up."""
+    for name in ("bridge_chain", "bridge_bulk"):
+        for workers in (1, 16):
+            count = backlog_of(MODES[name], Workload(content=content_of(f"{size}")), 6.0, workers)
+            assert count * size <= 1 << 30
+            assert count >= 60
 
 
 def test_a_payload_is_a_number_of_bytes_or_a_file(tmp_path: Path) -> None:
@@ -267,6 +305,8 @@ def test_what_is_no_payload_is_said_so(tmp_path: Path, text: str | None, words: 
             ["--payload", "99", "--only", "raw_chain"],
             "--only raw_chain carries no changes of yours; choose from bridge",
         ),
+        (["--payload", "99", "--rounds", "3"], "--rounds is for the modes, not for what a machine carries"),
+        (["--handler-seconds", "1", "--lease-ttl", "3"], "--lease-ttl is for the modes, not for what a machine"),
         (["--payload", "99", "--plot", "a.png"], "--plot draws the modes, not what a machine carries"),
         (["--handler-seconds", "31"], "31.0 is not in the range 0<=x<=30"),
         (["--handler-seconds", "0.1", "--handler-cpu-seconds", "0.2"], "is a part of --handler-seconds 0.1 and cannot"),
@@ -324,6 +364,13 @@ def test_the_modes_are_those_of_the_published_figures() -> None:
     raw = ["raw_stream", "raw_task", "raw_chain", "watch_delay", "watch_loop", "listener_alone"]
     bridge = ["bridge_chain", "bridge_inline", "bridge_transactional", "bridge_runs", "bridge_bulk"]
     assert list(MODES) == [*raw, *bridge]
+
+
+def test_what_is_read_ahead_is_little() -> None:
+    """Of the changes that count, where a listener is as much as that ahead of the first handler."""
+    for name in ("bridge_runs", "bridge_bulk"):
+        assert leader._READ_AHEAD / MODES[name].changes(FULL.changes) <= 0.05
+        assert leader._READ_AHEAD / MODES[name].changes(QUICK.changes) <= 0.17
 
 
 def test_a_run_begins_nothing_for_which_there_is_no_time() -> None:

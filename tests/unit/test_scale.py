@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
+from mongo_celery.bench.errors import BenchError
+from mongo_celery.bench.figures import figures_of
+from mongo_celery.bench.rates import Measured
+from mongo_celery.bench.report import as_json
+from mongo_celery.bench.run import Results
+from mongo_celery.bench.sizes import QUICK
+from mongo_celery.bench.tables import PROCESSES
 from tests.benchmarks.carrying import (
     MODES,
     MONGODB_CORES,
@@ -14,13 +24,17 @@ from tests.benchmarks.carrying import (
     costs_in,
     costs_of,
     costs_table,
-    hours_of_oplog,
+    hours_told,
+    missing,
     rounded,
+    tables,
 )
 from tests.fixtures.process import ROOT
 
 PAGE = ROOT / "docs/scale.md"
-COSTS = Costs(worker=7000, listener=700, redis=70, mongodb=2800)
+COSTS = Costs(worker=7000, listener=700, redis=70, mongod=2800)
+USED = {"mongod": 2800.0, "redis": 70.0, "worker_parent": 3000.0, "worker_children": 4000.0, "listener": 700.0}
+"""The same, by the names of `Scene.usage`."""
 
 
 def _table(first: str) -> list[str]:
@@ -44,12 +58,9 @@ def test_the_oplogs_hours_follow_from_the_bytes_that_were_measured() -> None:
     """The example below their table: 50 GB, and 200 changes of 1 kB a second."""
     rows = (line.strip("|").split("|") for line in _table("oplog")[2:])
     written = {way.strip(): float(each.replace(",", "")) for way, each in rows}
-    hours = hours_of_oplog(50e9, 200, 1000, written)
 
     assert list(written) == ["chain", "runs"]
-    expected = (
-        f"{hours['chain']:.0f} hours beside one handler of chains, and {hours['runs']:.0f} hours beside one of runs"
-    )
+    expected = hours_told(written)
     assert expected in " ".join(PAGE.read_text().split()), expected
 
 
@@ -73,7 +84,7 @@ def test_the_page_names_what_is_reckoned_with() -> None:
 )
 def test_what_is_full_first_is_the_limit(bridges: int, workers: int, rate: float, limit: str) -> None:
     """Seventy per cent of a core for each, four cores of the primary."""
-    costs = Costs(worker=7000, listener=1400, redis=70, mongodb=2800)
+    costs = Costs(worker=7000, listener=1400, redis=70, mongod=2800)
 
     found = carried(costs, bridges, workers)
 
@@ -91,10 +102,52 @@ def test_no_more_digits_are_shown_than_are_known() -> None:
     assert [rounded(value) for value in (7.04, 54.6, 538.4, 5384, 58_333)] == ["7", "55", "540", "5,400", "58,000"]
 
 
+def _bench(*modes: str, uncounted: tuple[str, ...] = ()) -> Any:
+    """What the bench prints of a run with these modes."""
+    figures = figures_of({mode: [Measured(10, 5.0, USED)] for mode in modes})
+    return json.loads(json.dumps(as_json(Results(figures=figures, uncounted=uncounted), QUICK)))
+
+
 def test_costs_come_from_what_the_bench_prints() -> None:
     """Microseconds by process, of the four ways; and through a table and back they are the same."""
-    used = {"worker": 7000, "listener": 700, "redis": 70, "mongodb": 2800}
-    bench = {"modes": {mode: {"cpu_us_per_change": {**used, "publisher": 1}} for mode in MODES}}
+    assert USED.keys() <= PROCESSES.keys()
+    found = costs_of(_bench("raw_chain", *MODES))
 
-    assert costs_of(bench) == dict.fromkeys(MODES.values(), COSTS)
-    assert costs_in(costs_table(costs_of(bench))) == costs_of(bench)
+    assert found == dict.fromkeys(MODES.values(), COSTS)
+    assert costs_in(costs_table(found)) == found
+
+
+def test_what_a_run_has_not_measured_is_left_out_or_refused() -> None:
+    """A quick run leaves modes out; and a server that was given would cost nothing."""
+    bench = _bench("bridge_chain", "bridge_bulk")
+
+    assert list(costs_of(bench)) == ["chain", "lists"]
+    assert missing(bench) == ["bridge_inline", "bridge_runs"]
+    with pytest.raises(BenchError, match="has not measured mongod: run it without"):
+        costs_of(_bench(*MODES, uncounted=("mongod",)))
+    with pytest.raises(BenchError, match="lacks the suite handlers"):
+        tables(bench, {"backlog": []})
+
+
+def _heads(lines: list[str]) -> list[list[str]]:
+    """Of all tables, with the line below."""
+    return [lines[number - 1 : number + 1] for number, line in enumerate(lines) if line.startswith("|---")]
+
+
+def test_all_tables_of_the_page_are_one_paste() -> None:
+    """From the two files of figures come tables with the page's heads, in its order."""
+    shared = [
+        {"kind": kind, "handlers": 1, "cpu_us": USED, "oplog_bytes": 1431.4, "listener_mb": 80.4}
+        for kind in ("chains of all", "runs of all", "runs of one")
+    ]
+    backlog = [{"changes": 10_000, "cpu_us": USED, "started_mb": 75.4, "peak_mb": 112.0}]
+
+    lines = tables(_bench(*MODES), {"backlog": backlog, "handlers": {"shared": shared}})
+
+    heads = _heads(lines)
+    assert len(heads) == 5
+    assert heads == _heads(PAGE.read_text().splitlines())[:5]
+    assert "| 10,000 | 700 | 75 | 112 |" in lines
+    assert "| chain, all | 1 | 700 | 7,000 | 2,800 | 80 |" in lines
+    assert "| chain | 1,430 |" in lines
+    assert hours_told({"chain": 1430, "runs": 1430}) in lines
