@@ -143,7 +143,7 @@ def costs_of(bench: Mapping[str, Any]) -> dict[str, Costs]:
     for mode, name in MODES.items():
         if mode in bench["modes"]:
             used = with_pool(bench["modes"][mode]["cpu_us_per_change"])
-            found[name] = Costs(**{process: used[process] for process in _PROCESSES})
+            found[name] = Costs(**{process: round(used[process]) for process in _PROCESSES})  # as they are printed
     return found
 
 
