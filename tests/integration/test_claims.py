@@ -587,13 +587,16 @@ def test_a_position_that_is_written_inline_can_be_repeated_until_the_next_claim(
     assert rig.document == before
 
 
-def test_in_a_transaction_a_position_is_written_once(rig: Rig, mongo_client: MongoClient[Document]) -> None:
+@pytest.mark.parametrize("is_inline", [True, False])
+def test_in_a_transaction_a_success_is_written_once(
+    rig: Rig, mongo_client: MongoClient[Document], is_inline: bool
+) -> None:
     """P6: else a body that is repeated behind its own commit would have its effects twice."""
-    claim = inline(rig.claim())
+    claim = inline(rig.claim()) if is_inline else rig.claim()
     with mongo_client.start_session() as session:
         with session.start_transaction():
             assert rig.claims.handle(claim, 1, token(1), session)
-        assert rig.document["committed"] == 1
+        assert is_inline == (rig.document["committed"] == 1) == (rig.document["handled"] is None)
         with session.start_transaction():
             assert not rig.claims.handle(claim, 1, token(1), session)
 

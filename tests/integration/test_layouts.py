@@ -153,6 +153,19 @@ def test_a_head_that_was_retried_does_not_stand_again_in_the_next_layout(shop: S
     assert heads(shop, term) == {halted: {"state": "flowing", "head": None, "retry": None}}
 
 
+def test_what_a_head_stands_for_moves_on_with_it_though_nothing_is_counted(shop: Shop) -> None:
+    """P9: nothing vanishes in silence: it was passed over for this one, which an operator has let go on."""
+    term = shop.begin(OLD)
+    halted = shop.halt(term, 0, 1)
+    named = {"count": 1, "tokens": [token_data(0)]}
+    where = term.rig.partition_id(NAME, 0)
+    term.rig.partitions.update_one({"_id": where}, {"$set": {"retry.passedOver": named}})
+    assert term.rig.store.partitions.retry(shop.images(term)[0], term.rig.generation(NAME))
+    term = shop.begin(NEW)
+    term.finish()
+    assert heads(shop, term) == {halted: {"state": "flowing", "head": None, "retry": {"passedOver": named}}}
+
+
 def test_a_head_that_has_stood_and_was_rewound_does_not_stand_again(shop: Shop) -> None:
     """P9: it was decided on; before it lies what is run once more."""
     term = shop.begin(1)

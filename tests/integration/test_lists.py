@@ -18,8 +18,10 @@ from mongo_celery import Changes, StaleFencingTokenError
 from mongo_celery.bridge.changes import ChangeFailed
 from mongo_celery.bridge.operations import commands
 from mongo_celery.bridge.state.spill import StoredChange
+from mongo_celery.bridge.worker import execution
 from mongo_celery.bridge.worker.envelope import Reference
-from mongo_celery.bridge.worker.list_execution import telling
+from mongo_celery.bridge.worker.execution import current
+from mongo_celery.bridge.worker.list_execution import ListExecution, telling
 from tests.integration.list_rig import Lists, failing, lists_on, number_of, numbers
 from tests.integration.parking_rig import WantedError, event_of_key, hash_of
 from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, token
@@ -39,6 +41,12 @@ def begin(mongo_client: MongoClient[Document], mongo_url: str, state_database: s
     yield make
     for each in opened:
         each.__exit__(None, None, None)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress is recorded between any two changes, as if each of them took long."""
+    monkeypatch.setattr(execution, "_PROGRESS_SECONDS", -1.0)
 
 
 @contextmanager
@@ -578,7 +586,8 @@ def test_what_a_change_stood_for_is_named_after_a_halt_too(begin: Begin) -> None
     assert lists.rig.image.state == "halted"
     assert lists.rig.partitions.retry(lists.rig.image, 0)
     with ended(WantedError):
-        lists.run(2, "a")
+        lists.run(2, *"aa")
+    assert lists.calls == [[2], [2]], "it is given itself: no later one takes its place, and loses the names"
     assert commands.set_aside(lists.bridge.wiring, SUBSCRIPTION, 0, token=token(2)["_data"]).result == "done"
     (letter,) = lists.find()
     assert (letter.passed, letter.passed_over) == (1, [token(1)["_data"]])
@@ -607,3 +616,67 @@ def test_a_coalesced_run_that_takes_too_long_is_cut_and_leaves_nothing_behind(be
     lists.run(1, *"abca")
     assert lists.calls == [[2], [1]]
     assert lists.rig.document["handled"]["last"] == 2
+
+
+def test_a_coalesced_run_begins_next_to_nothing_when_its_time_is_up(begin: Begin) -> None:
+    """P2: however much was passed over for what is not given any more; and it gets on by one change at least."""
+    lists = begin(single=True, coalesce=True, run_seconds=1e-6)
+    lists.run(1, *"abcdefgh", *"hgfedcba")
+    assert lists.calls == [[9], [1]]
+    assert lists.rig.document["handled"]["last"] == 1
+
+
+def test_a_coalesced_run_whose_end_would_take_too_long_ends_early_while_there_is_time(
+    begin: Begin, always: None
+) -> None:
+    """P2: with as many changes as it had in half of the time; by then it may have recorded some."""
+    del always
+    lists = begin(single=True, coalesce=True)
+
+    def handle(changes: Changes) -> None:
+        running = current.get()
+        assert isinstance(running, ListExecution)
+        if number_of(changes[0]) == 8:
+            running._halfway = 0.0
+
+    lists.handle = handle
+    lists.run(1, *"abcdef", *"fedcba")
+    assert lists.calls == [[7], [8], [1], [2]]
+    assert lists.rig.image.committed == 2
+
+
+def test_a_change_that_fails_when_time_is_up_is_sent_alone(begin: Begin) -> None:
+    """P2, P6: what stands before it would take too long; nothing is counted, and each has its own time."""
+    lists = begin(single=True, coalesce=True, run_seconds=1e-6)
+    lists.handle = failing(7)
+    keys = [*"abcdef", *"fedcba"]
+    with ended(Ignore):
+        lists.run(1, *keys)
+    assert lists.calls == [[7], [1]]
+    image = lists.rig.image
+    assert (image.committed, image.single, image.claim, lists.letters) == (1, 12, None, [])
+    lists.flow(*keys)
+    assert lists.letters == [(7, "failed")]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 60.0], ids=["recorded", "not yet"])
+def test_a_crash_of_a_coalesced_run_repeats_what_could_not_be_recorded_alone(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """P2, P6: the position follows as far as no document is left behind it."""
+    monkeypatch.setattr(execution, "_PROGRESS_SECONDS", seconds)
+    lists = begin(single=True, coalesce=True)
+    seen: list[int] = []
+
+    def handle(changes: Changes) -> None:
+        seen.append(lists.rig.image.committed)
+        if number_of(changes[0]) == 6:
+            raise SystemExit
+
+    lists.handle = handle
+    with pytest.raises(SystemExit):
+        lists.run(1, *"abacdefd")
+    assert lists.calls == [[2], [3], [4], [6]]
+    assert seen == ([0, 0, 3, 4] if seconds < 0 else [0] * 4)
+    image = lists.rig.image
+    assert (image.committed, image.claim, image.crashes, image.single) == (4, None, 1, 8)

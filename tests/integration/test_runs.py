@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from celery.exceptions import Ignore, Retry
 from pymongo import MongoClient
-from pymongo.errors import AutoReconnect
+from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery import Changes
 from mongo_celery.bridge.worker import execution
@@ -165,6 +165,26 @@ def test_an_outage_at_a_later_place_counts_nothing(begin: Begin) -> None:
     assert (image.committed, image.retries, image.crashes) == (2, 0, 0)
     assert image.waiting is not None
     assert image.waiting["count"] == 1
+
+
+def test_what_was_in_doubt_before_a_first_change_was_done_is_no_later_ones(begin: Begin) -> None:
+    """P12: an `autoretry_for` asks before what is done is recorded; the second one's first conflict waits."""
+    runs = begin(autoretry_for=(Exception,))
+
+    def handle(changes: Changes) -> None:
+        if number_of(changes[0]) == 2:
+            raise OperationFailure("WriteConflict", 112, {"errorLabels": ["TransientTransactionError"]})
+
+    runs.handle = handle
+    waiting = {"since": datetime.now(UTC), "cause": "a conflict", "count": 10, "timeOuts": 10}
+    retry = {"count": 0, "crashes": 0, "lapsed": [], "notBefore": None, "error": None, "waiting": waiting}
+    runs.rig.spoil(retry=retry)
+    with pytest.raises(Ignore):
+        runs.run(1, *"ab")
+    image = runs.rig.image
+    assert (image.committed, image.retries, runs.letters) == (1, 0, [])
+    assert image.waiting is not None
+    assert image.waiting["timeOuts"] == 1
 
 
 def test_a_change_that_fails_in_a_run_of_an_earlier_listener_is_sent_alone(begin: Begin) -> None:

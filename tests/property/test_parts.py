@@ -139,3 +139,33 @@ def test_a_change_stands_for_those_of_its_document_up_to_an_event_without_one() 
     assert parts.passed_over(4) == [2]
     assert parts.passed_over(5) == [3]
     assert parts.passed_over(1) == []
+
+
+@settings(max_examples=200)
+@given(documents, st.sets(st.integers(0, 11)), st.integers(0, 12), st.booleans())
+def test_where_a_run_could_end_is_known_by_what_is_owed_there(
+    of: list[bytes | None], finished: set[int], calls: int, coalesces: bool
+) -> None:
+    """P2: as late as can be with so many more calls; with one it always gets on."""
+    parts = Parts(len(of), of if coalesces else None)
+    parts.finish([*finished])
+    owed = [(_last(of, end) if coalesces else set(range(end))) - finished for end in range(len(of) + 1)]
+    end = parts.reach(calls)
+    assert end == max(each for each in range(len(of) + 1) if len(owed[each]) <= calls)
+    assert end or not calls
+    parts.stop(end)
+    assert parts.given() == sorted(owed[end]) if end else not parts.has_more
+
+
+@settings(max_examples=200)
+@given(documents)
+def test_what_is_recorded_inside_of_a_part_changes_nothing_that_is_given(of: list[bytes | None]) -> None:
+    """P2: the position follows as far as nothing is left behind it, and each is given once."""
+    parts, whole = Parts(len(of), of), Parts(len(of), of).given()
+    done: list[int] = []
+    while given := parts.given():
+        done.append(given[0])
+        parts.finish(given[:1])
+        assert _last(of, parts.reach(0)) <= set(done)
+        parts.pass_to(parts.reach(0))
+    assert (done, parts.begin) == (whole, len(of))

@@ -241,9 +241,9 @@ class Copying:
 
 
 def is_counted(image: Image) -> bool:
-    """Whether anything is counted of a partition's first change, or it waits for its time."""
+    """Whether anything is counted of a partition's first change, it waits for its time, or stands for others."""
     retry = image.retry or {}
-    return any(retry.get(name) for name in ("count", "crashes", "notBefore", "waiting", "error"))
+    return any(retry.get(name) for name in ("count", "crashes", "notBefore", "waiting", "error", "passedOver"))
 
 
 def _marked(image: Image) -> str:

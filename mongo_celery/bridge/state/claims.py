@@ -36,14 +36,15 @@ The partition's document is the authority on who may run what::
    a later change has an outcome it must, since every outcome is that of the claim's first.
 10. What a success leaves, `handled` and then the position, is written with w:1: whoever looks at positions reads what a
     majority has, and what is written behind one, the next claim first, is a majority write and keeps it. So one that a
-    failover takes back costs one more start at most.
+    failover takes back costs one more start at most. Its claim, which is there again, is renewed by nobody: it lapses
+    as that of a process that died, and nobody withdraws the crash.
 
 | failure | what happens |
 |---|---|
 | the answer of a claim is lost | ended by owner, best effort, and claimed anew; no crash is counted |
 | a heartbeat is late | the claim lapses; the execution may finish if nobody claimed since, else the crash is undone |
 | the worker is told to shut down, and killed later | the claim lapses; no crash is counted |
-| `handled`, or the position, is lost in a rollback (w:1) | it is committed again, or runs once more, nothing else |
+| `handled`, or the position, is lost in a rollback (w:1) | it runs once more, as after a worker's death |
 | the worker dies | the claim lapses; the next claim counts a crash and runs change by change |
 """
 
@@ -376,8 +377,8 @@ class Claims:
         """
         Record that the handler succeeded up to `last`; from then on no message can start it again.
 
-        Repeating it is harmless. Outside a transaction it is written with w:1: losing it costs one
-        more run of the change, and nothing else. Under a claim that is `inline` it is the position itself.
+        Repeating it is harmless, and refused in a transaction. Outside of one it is written with w:1: losing it
+        costs one more start, behind a crash that was none. Under a claim that is `inline` it is the position itself.
 
         Args:
             claim: under which the handler ran.
@@ -387,13 +388,12 @@ class Claims:
                 session and ends what a lost answer has left open there, which would block this document.
         """
         if claim.inline:
-            # Not in a transaction: the effects of a body that is repeated behind its own commit would be there twice.
-            guard = own(claim) if session is not None else _own_or_done(claim, last, token)
-            change = _done(claim, last, token)
+            guard, change = _own_or_done(claim, last, token), _done(claim, last, token)
         else:
             guard, change = _own_or_handled(claim), {"handled": _handled(claim, last, token)}
         if session is not None:  # the transaction's own limits hold, and its write concern
-            return self._table.collection.update_one(guard, {"$set": change}, session=session).matched_count == 1
+            # The effects of a body that is repeated behind its own commit would be there twice.
+            return self._table.collection.update_one(own(claim), {"$set": change}, session=session).matched_count == 1
         if retryable:
             return self._acknowledged.update(guard, {"$set": change})
         return self._table.update_unretried(guard, {"$set": change}, ACKNOWLEDGED)

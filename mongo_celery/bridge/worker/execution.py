@@ -106,6 +106,8 @@ class Execution:
     _written: RunOutcomes
     begun = False
     told: int | None = None
+    _is_first = True
+    """Whether what is handled now is the claim's first change, of which it says what is counted."""
 
     def __init__(
         self,
@@ -328,7 +330,7 @@ class Execution:
             # Sent before the listener could know of a crash: its changes run one by one from now on.
             if offset and (claim.crashes or self._must_end() or self._is_parked(offset)):
                 break
-            if offset and time.monotonic() - recorded_at > _PROGRESS_SECONDS:
+            if offset and self._is_progress_due(recorded_at):
                 self._record(offset)
                 recorded_at = time.monotonic()
                 if self._must_end():
@@ -351,6 +353,10 @@ class Execution:
     def _must_end(self) -> bool:
         """Whether nothing more of the run is to be begun."""
         return self._written.is_lost or time.monotonic() > self._until
+
+    def _is_progress_due(self, since: float) -> bool:
+        """Whether what is done since this monotonic time is to be recorded."""
+        return time.monotonic() - since > _PROGRESS_SECONDS
 
     def _record(self, count: int) -> None:
         """The position passes so many changes of the run; the next one is the claim's first."""
@@ -379,8 +385,9 @@ class Execution:
     def _run_one(self, offset: int, call: Callable[[Change, int], None]) -> None:
         """Give one change to the handler; it raises where the execution ends with it."""
         raw, claim = self._run.changes[offset], self._written.claim
+        self._is_first = offset == self._recorded
         try:
-            call(self._change(claim, raw, offset), claim.retries if offset == self._recorded else 0)
+            call(self._change(claim, raw, offset), claim.retries if self._is_first else 0)
         except SupersededError:
             raise
         except Ignore:
@@ -437,7 +444,8 @@ class Execution:
         if self._judged is None or self._judged[0] is not error:
             self._judged = (error, self._judge(error))
         waiting = self._judged[1]
-        if waiting is not None and waiting.doubts_max is not None and self.claim.doubts >= waiting.doubts_max:
+        doubts = self.claim.doubts if self._is_first else 0
+        if waiting is not None and waiting.doubts_max is not None and doubts >= waiting.doubts_max:
             return None
         return waiting
 

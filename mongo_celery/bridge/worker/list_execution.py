@@ -48,6 +48,7 @@ class ListExecution(Execution):
     """One delivery to a worker of a run that is given in parts; arguments as of `Execution`."""
 
     _parts: Parts
+    _halfway: float
     _error: Exception | None = None
     _calls = 0
 
@@ -70,6 +71,7 @@ class ListExecution(Execution):
 
     def _run_changes(self, claim: Claim, outcomes: Outcomes, call: Call) -> None:
         self._begin(outcomes)
+        self._halfway = (time.monotonic() + self._until) / 2
         parts = self._parts = self._parts_of(claim)
         while True:
             if parts.failed is not None and not parts.owed(parts.failed):
@@ -87,7 +89,8 @@ class ListExecution(Execution):
         count = next(ends, len(changes))
         documents = [document_of(raw) for raw in changes[:count]] if self._handler.coalesce and count > 1 else None
         most = self._handler.batch_size or count  # a listener of another deploy may have sent more
-        return Parts(count, documents, most=most, head_alone=bool(claim.retries or claim.waits))
+        is_known = bool(claim.retries or claim.waits or claim.passed_over)  # what is kept of it is of no other change
+        return Parts(count, documents, most=most, head_alone=is_known)
 
     def _must_end(self) -> bool:
         if self._written.is_lost:
@@ -111,11 +114,13 @@ class ListExecution(Execution):
             self._part_failed(claim, error, given)
             return False
         except BaseException as error:
-            self._written.crashed(error)
+            if self._handler.batch_size is None:
+                parts.finish(given[: self.told or 0])
+            self._written.crashed(error, parts.reach(0) - self._recorded)
             raise
         if count < len(given):
             parts.finish(given[:count])
-            parts.stop(given[count])
+            self._pause(given[count])
             return False
         is_last = parts.is_last
         parts.done()
@@ -128,8 +133,8 @@ class ListExecution(Execution):
         return self._handled_in_transaction and is_last
 
     def _give(self, claim: Claim, given: Sequence[int], call: Call) -> int:
-        """Call the handler with these changes; how many of them are done, where it had to stop."""
-        self.told = None
+        """Call the handler with these changes; how many of them are done, where there is to be a pause."""
+        self.told, started = None, time.monotonic()
         run, retries = self._run, self._written.claim.retries
         if self._handler.batch_size is not None:
             changes = Changes(self._change(claim, run.changes[offset], offset) for offset in given)
@@ -137,7 +142,7 @@ class ListExecution(Execution):
             call(changes, retries)
             return len(given)
         for place, offset in enumerate(given):
-            if place and (self._written.is_lost or (time.monotonic() > self._until and not self._parts.is_closing)):
+            if place and (super()._must_end() or self._is_progress_due(started)):
                 return place
             try:
                 self._calls += 1
@@ -146,10 +151,28 @@ class ListExecution(Execution):
                 raise
             except Ignore:
                 logger.info("handler ignored %s", describe(run.changes[offset]), extra={"event": "change_ignored"})
-            except Exception:
+            except BaseException:
                 self.told = place
                 raise
         return len(given)
+
+    def _pause(self, following: int) -> None:
+        """Between two calls of a part: record what is done, and end the run where its time is up or soon will be."""
+        parts, now = self._parts, time.monotonic()
+        done = parts.reach(0)
+        if self._written.is_lost:
+            return
+        if now > self._until and parts.failed is None:
+            # With nothing done there is one more call: a run that got nowhere would be sent again as it was.
+            parts.stop(done or parts.reach(1))
+        elif now > self._halfway and done < following and not parts.is_closing:
+            parts.stop(parts.reach(self._calls))  # which took half of the time
+        elif done > parts.begin:
+            self._record(done)
+            parts.pass_to(done)
+        if now > self._until and parts.failed is not None:
+            assert self._error is not None, "it failed with something"
+            self._written.single_out(self._error)
 
     def _part_failed(self, claim: Claim, error: Exception, given: Sequence[int]) -> None:
         """Find out which change it is, or give less the next time; raises where the execution ends with it."""

@@ -94,6 +94,30 @@ class Parts:
         self.is_closing = True
         self._ends = [offset] if offset > self.begin else []
 
+    def reach(self, calls: int) -> int:
+        """
+        The offset at which the run could end, as late as can be, with so many more changes given at most.
+
+        With none it is that behind which nothing is left behind now.
+        """
+        found, behind, owed = self.begin, 0, 0
+        latest: dict[bytes, bool] = {}
+        for each in range(self.begin, self.end):
+            document = None if self._documents is None else self._documents[each]
+            is_open = each not in self._finished
+            if document is None:
+                behind, owed, latest = behind + owed + is_open, 0, {}
+            else:
+                owed += is_open - latest.get(document, False)
+                latest[document] = is_open
+            if behind + owed <= calls:
+                found = each + 1
+        return found
+
+    def pass_to(self, offset: int) -> None:
+        """Everything before this offset is done, while its part goes on."""
+        self.begin = offset
+
     def owed(self, offset: int) -> list[int]:
         """What is to be given before this change can be the first one: neither is it finished nor stands it for it."""
         return [each for each in self._last_ones(offset + 1) if each != offset]
