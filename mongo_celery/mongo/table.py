@@ -4,10 +4,11 @@ Guarded writes and reads on one collection, each within a time.
 A right that is held for a time must not be used later than it allows, so a call that concerns one may not wait for
 a server for as long as the driver would.
 
-The three writes of every change (claim, handled, commit) are `unretried`: plain commands, without the driver's own
-retries. Each of them is either harmless to repeat or ended by its owner when its answer was lost, so callers repeat
-it themselves; the server's bookkeeping for retryable writes (a session record for each, and for a find-and-modify a
-copy of the document) would be paid for every change and used for none.
+The writes of every run that succeeds (claim, handled, commit; inline: claim, position) are `unretried`: plain
+commands, without the driver's own retries. Each of them is either harmless to repeat or ended by its owner when its
+answer was lost, so callers repeat it themselves; the server's bookkeeping for retryable writes (a session record for
+each, and for a find-and-modify a copy of the document) would be paid for every run and used for none. What is rarer,
+such as a position inside of a run (`advance`), leaves its repetition to the driver.
 """
 
 from __future__ import annotations

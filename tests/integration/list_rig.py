@@ -38,6 +38,7 @@ class Lists:
         handle: what the handler does with a list.
         calls: numbers of the changes of each list that it was given, and the attempts before.
         tokens: fencing tokens that it was given.
+        is_limited: whether its messages have a time limit.
     """
 
     rig: Rig
@@ -46,6 +47,7 @@ class Lists:
     calls: list[list[int]] = field(default_factory=list)
     retries: list[int] = field(default_factory=list)
     tokens: set[int] = field(default_factory=set)
+    is_limited: bool = True
 
     @property
     def letters(self) -> list[tuple[int, str]]:
@@ -73,7 +75,7 @@ class Lists:
         """What a worker makes of a run."""
         (handler,) = self.bridge.wiring.handlers
         kind: type[Execution] = self.task._kind(run)
-        return kind(self.bridge.wiring, handler, run, 5)
+        return kind(self.bridge.wiring, handler, run, 5, is_limited=self.is_limited)
 
     def flow(self, *keys: str) -> None:
         """Changes of these keys are all there is: what a listener would do until they are passed."""

@@ -626,6 +626,15 @@ def test_a_coalesced_run_begins_next_to_nothing_when_its_time_is_up(begin: Begin
     assert lists.rig.document["handled"]["last"] == 1
 
 
+def test_without_a_time_limit_a_coalesced_run_gives_all_that_it_owes(begin: Begin) -> None:
+    """P2: nothing is killed for that, and it is fewer calls than to begin again."""
+    lists = begin(single=True, coalesce=True, run_seconds=1e-6)
+    lists.is_limited = False
+    lists.run(1, *"abcdefgh", *"hgfedcba")
+    assert lists.calls == [[9], *([number] for number in range(1, 8))]
+    assert lists.rig.document["handled"]["last"] == 9
+
+
 def test_a_coalesced_run_whose_end_would_take_too_long_ends_early_while_there_is_time(
     begin: Begin, always: None
 ) -> None:

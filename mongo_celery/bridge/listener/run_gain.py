@@ -6,6 +6,8 @@ where handlers are quick, runs help far more than workers do; where they are slo
 The time between a commit and the next claim, of which runs save as much, is not counted, and the handler's is known in
 whole milliseconds, of which the longest that it may be is taken: so it is at least so much.
 
+That is for chains. Inline, what is written with the success cannot say how long that took: nothing is said.
+
 Pure but for the log record: fed with times and counts.
 """
 

@@ -190,7 +190,7 @@ def _read(client: MongoClient[dict[str, Any]], wiring: Wiring) -> Facts:
         dead_letters=store.dead_letters.count(),
         snapshots=store.snapshots.read(),
         without_runs=frozenset(each.name for each in wiring.handlers if not _takes_runs(wiring, each)),
-        commits={handler.name: handler.commit or options.commit for handler in wiring.handlers},
+        commits={each.name: "inline" if each.commits_inline(options) else "chain" for each in wiring.handlers},
         now=operation_time(client),
         oplog=oplog,
         oplog_rolls=oplog is not None and oplog.removes(oplog_fill(client)),

@@ -96,6 +96,7 @@ class Execution:
         run: the verified envelope.
         patience: seconds for which MongoDB may keep an outcome waiting before the execution ends without it.
         run_seconds: after which no further change of the run is begun; those of the bridge by default.
+        is_limited: whether the message has an end of its own, by limits of time or rate, made of these seconds.
 
     Attributes:
         begun: whether `before_start` has run under its claim.
@@ -116,12 +117,15 @@ class Execution:
         run: Run,
         patience: float = ANSWER_SECONDS,
         run_seconds: float | None = None,
+        *,
+        is_limited: bool = True,
     ) -> None:
         self._wiring = wiring
         self._handler = handler
         self._run = run
         self._patience = patience
         options = wiring.options
+        self._is_limited = is_limited
         self._until = time.monotonic() + (options.run_seconds if run_seconds is None else run_seconds)
         self._ttl = options.claim_ttl + (options.transaction_seconds if handler.transactional else 0)
         self._store = wiring.store

@@ -20,7 +20,8 @@ process lives, and so it withdraws what was charged while it does:
 | the handler itself kept the whole process busy for longer than the claim | nothing: this is the handler's doing |
 
 A withdrawal is asked for until it is answered, for as long as the process lives. An execution that still owes its
-outcome has not ended: its claim is renewed as soon as MongoDB answers.
+outcome has not ended: its claim is renewed as soon as MongoDB answers. Only where it owes its progress is the claim not
+renewed, since it may have another first change by then: if it lapses, that is withdrawn when the progress is settled.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ What the limits of a handler mean for a run of several changes: users set them f
   rate_limit`) begins no second change of a run.
 - `time_limit`, `soft_time_limit`: no change of a run is begun later than `seconds` after the message, and the message's
   limits are longer by that. So each change has all of its time, and at most a tenth more. (Where changes are coalesced
-  one more may be begun, if nothing could be recorded without it.)
+  one more may be begun, if nothing could be recorded without it; where nothing limits them, all that is owed.)
 
 A list is one call, and so is a run of a transactional handler: their limits are Celery's own. Decided in the worker's
 parent process, which has the limits that hold at this moment, also those of the worker as a whole.

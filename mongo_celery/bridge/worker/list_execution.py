@@ -142,7 +142,7 @@ class ListExecution(Execution):
             call(changes, retries)
             return len(given)
         for place, offset in enumerate(given):
-            if place and (super()._must_end() or self._is_progress_due(started)):
+            if place and self._must_pause(started):
                 return place
             try:
                 self._calls += 1
@@ -156,21 +156,29 @@ class ListExecution(Execution):
                 raise
         return len(given)
 
+    def _must_pause(self, started: float) -> bool:
+        """Whether something is to be done before the next call of a part, of which the first began at this time."""
+        if self._written.is_lost or self._is_progress_due(started):
+            return True
+        return time.monotonic() > self._until and (self._is_limited or not self._parts.is_closing)
+
     def _pause(self, following: int) -> None:
         """Between two calls of a part: record what is done, and end the run where its time is up or soon will be."""
         parts, now = self._parts, time.monotonic()
-        done = parts.reach(0)
         if self._written.is_lost:
             return
-        if now > self._until and parts.failed is None:
+        done, is_over = parts.reach(0), now > self._until
+        if self._is_limited and is_over and parts.failed is None:
             # With nothing done there is one more call: a run that got nowhere would be sent again as it was.
             parts.stop(done or parts.reach(1))
-        elif now > self._halfway and done < following and not parts.is_closing:
+        elif self._is_limited and now > self._halfway and done < following and not parts.is_closing:
             parts.stop(parts.reach(self._calls))  # which took half of the time
+        elif is_over and not parts.is_closing:
+            parts.stop(following)
         elif done > parts.begin:
             self._record(done)
             parts.pass_to(done)
-        if now > self._until and parts.failed is not None:
+        if self._is_limited and is_over and parts.failed is not None:
             assert self._error is not None, "it failed with something"
             self._written.single_out(self._error)
 

@@ -138,7 +138,10 @@ class ChangeTask(SealedMessages):
         if run is None:
             raise Ignore
         run_seconds = self.request.get(RUN_SECONDS)
-        execution = self._kind(run)(self.wiring, self.handler, run, self._patience(), run_seconds)
+        is_limited = any(self.request.timelimit or ()) or run_seconds == 0
+        execution = self._kind(run)(
+            self.wiring, self.handler, run, self._patience(), run_seconds, is_limited=is_limited
+        )
         with received(self.request):
             execution.execute(functools.partial(self._traced_call, run))
         return None
