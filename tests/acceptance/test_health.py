@@ -120,7 +120,9 @@ def test_nobody_who_leads_and_nobody_who_works_are_seen(shop: Shop) -> None:
     shop.orders.insert_one({"_id": 1})
     shop.wait_for_report(outstanding=1)
     code, found = health(shop)
-    assert (code, [(each["code"], each["command"]) for each in found["reasons"]]) == (2, [("no_worker", work)])
+    told = [(each["code"], each["command"]) for each in found["reasons"]]
+    # The oplog, which others fill, may roll over where this bridge begins.
+    assert (code, [each for each in told if each[0] != "history_at_risk"]) == (2, [("no_worker", work)])
     level, findings = shop.findings()
     assert (level, findings["no_worker"]["level"]) == (1, "error")
 
