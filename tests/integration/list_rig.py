@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,9 @@ def failing(*bad: int, tells: bool = False) -> Handle:
     return handle
 
 
+Begin = Callable[..., Lists]
+
+
 @contextmanager
 def lists_on(
     client: MongoClient[Document],
@@ -168,6 +171,13 @@ def lists_on(
     app.finalize()
     with closing(bridge.client):
         yield made
+
+
+@contextmanager
+def beginning(client: MongoClient[Document], url: str, database: str, **fixed: Any) -> Iterator[Begin]:
+    """What makes such a partition and worker with more options, once a test; it ends with the block."""
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(lists_on(client, url, database, **fixed, **options))
 
 
 def numbers(calls: Sequence[Sequence[int]]) -> list[int]:

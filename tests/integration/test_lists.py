@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,25 +22,16 @@ from mongo_celery.bridge.worker import execution
 from mongo_celery.bridge.worker.envelope import Reference
 from mongo_celery.bridge.worker.execution import current
 from mongo_celery.bridge.worker.list_execution import ListExecution, telling
-from tests.integration.list_rig import Lists, failing, lists_on, number_of, numbers
+from tests.integration.list_rig import Begin, beginning, failing, number_of, numbers
 from tests.integration.parking_rig import WantedError, event_of_key, hash_of
 from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, token
-
-Begin = Callable[..., Lists]
 
 
 @pytest.fixture
 def begin(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[Begin]:
     """Give what makes a partition with nothing done and a worker, whose handler has these options; once a test."""
-    opened: list[AbstractContextManager[Lists]] = []
-
-    def make(**options: Any) -> Lists:
-        opened.append(lists_on(mongo_client, mongo_url, state_database, **options))
-        return opened[-1].__enter__()
-
-    yield make
-    for each in opened:
-        each.__exit__(None, None, None)
+    with beginning(mongo_client, mongo_url, state_database) as begin:
+        yield begin
 
 
 @pytest.fixture

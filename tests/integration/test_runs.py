@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,26 +15,18 @@ from pymongo.errors import AutoReconnect, OperationFailure
 from mongo_celery import Changes
 from mongo_celery.bridge.worker import execution
 from mongo_celery.bridge.worker.envelope import Carrier
-from tests.integration.list_rig import Lists, failing, lists_on, number_of
+from tests.integration.list_rig import Begin, beginning, failing, number_of
 from tests.integration.parking_rig import WantedError, hash_of
 from tests.integration.partition_rig import Document, token
 
-Begin = Callable[..., Lists]
 INLINE = {"carrier": Carrier("a-message-that-nothing-follows")}
 
 
 @pytest.fixture
 def begin(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[Begin]:
     """Give what makes a partition with nothing done and a worker, whose handler gets one change a call; once a test."""
-    opened: list[AbstractContextManager[Lists]] = []
-
-    def make(**options: Any) -> Lists:
-        opened.append(lists_on(mongo_client, mongo_url, state_database, single=True, **options))
-        return opened[-1].__enter__()
-
-    yield make
-    for each in opened:
-        each.__exit__(None, None, None)
+    with beginning(mongo_client, mongo_url, state_database, single=True) as begin:
+        yield begin
 
 
 @pytest.fixture
