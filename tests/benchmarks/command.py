@@ -26,7 +26,19 @@ from tests.benchmarks.spill_suite import run_spill
 from tests.benchmarks.stream_suite import run_stream
 from tests.benchmarks.transaction_suite import run_transactions
 
-SUITES = ("outbox", "transactions", "stream", "spill", "snapshot", "parts", "backlog", "handlers", "peer")
+SUITES: dict[str, Callable[[Stage, Sizes, Callable[[str], None]], Any]] = {
+    "outbox": run_outbox,
+    "transactions": run_transactions,
+    "stream": run_stream,
+    "spill": run_spill,
+    "snapshot": run_snapshot,
+    "parts": run_parts,
+    "backlog": run_backlog,
+    "handlers": run_handlers,
+    "peer": run_peer,
+}
+"""By name, which is also that of what it gives in the results."""
+
 WITHOUT_NAMES = tuple(suite for suite in SUITES if suite != "peer")
 """Those of a run that names none; the peer is asked for by name, since npm installs it."""
 
@@ -35,7 +47,7 @@ _ANY = click.IntRange(min=0)
 
 
 @click.command()
-@click.argument("suites", nargs=-1, type=click.Choice(SUITES))
+@click.argument("suites", nargs=-1, type=click.Choice(list(SUITES)))
 @click.option("--quick", is_flag=True, help="One small round: a minute or so instead of many.")
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--rounds", type=_COUNT, help="How often each figure is measured; the median counts.")
@@ -100,23 +112,8 @@ def benchmarks(
 def run_suites(stage: Stage, chosen: Sequence[str], sizes: Sizes, announce: Callable[[str], None]) -> SuiteResults:
     """Run suites one after the other; `announce` gets a line about what is being measured now."""
     began, results = time.monotonic(), SuiteResults()
-    if "outbox" in chosen:
-        results.outbox = run_outbox(stage, sizes, announce)
-    if "transactions" in chosen:
-        results.transactions = run_transactions(stage, sizes, announce)
-    if "stream" in chosen:
-        results.stream = run_stream(stage, sizes, announce)
-    if "spill" in chosen:
-        results.spill = run_spill(stage, sizes, announce)
-    if "snapshot" in chosen:
-        results.snapshot = run_snapshot(stage, sizes, announce)
-    if "parts" in chosen:
-        results.parts = run_parts(stage, sizes, announce)
-    if "backlog" in chosen:
-        results.backlog = run_backlog(stage, sizes, announce)
-    if "handlers" in chosen:
-        results.handlers = run_handlers(stage, sizes, announce)
-    if "peer" in chosen:
-        results.peer = run_peer(stage, sizes, announce)
+    for name, run in SUITES.items():
+        if name in chosen:
+            setattr(results, name, run(stage, sizes, announce))
     results.seconds = time.monotonic() - began
     return results
