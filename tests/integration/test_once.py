@@ -1,7 +1,8 @@
-"""What has run under an id does not run again: marks in a transaction, claims, and their ends."""
+"""What has run under an id does not run again: ids and keys, marks in a transaction, claims, and results."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,6 +147,71 @@ def test_a_key_of_the_users_counts_also_outside_a_task(database: Database[Docume
     assert runs == [1, 2, 2]
 
 
+def test_two_tasks_with_one_key_each_run_once(app: Celery, database: Database[Document]) -> None:
+    """A key is the task's own, and what a message runs a direct call of the task does not run again."""
+    runs: list[str] = []
+
+    @app.task(shared=False, name="pay")
+    @once(database["done"], key=lambda order: order)
+    def pay(order: int) -> str:
+        runs.append(f"pay {order}")
+        return "paid"
+
+    @app.task(shared=False, name="ship", autoretry_for=(ConnectionError,))
+    @once(database["done"], key=lambda order: order)
+    def ship(order: int) -> str:
+        runs.append(f"ship {order}")
+        return "shipped"
+
+    assert [run(pay, "t1", 1), run(ship, "t2", 1), run(pay, "t3", 1), run(ship, "t4", 1)] == [
+        *("paid", "shipped"),
+        *("paid", "shipped"),
+    ]
+    assert [pay(1), ship(1), pay(2)] == ["paid", "shipped", "paid"]
+    assert runs == ["pay 1", "ship 1", "pay 2"]
+    stored = [mark["_id"] for mark in database["done"].find().sort("_id", 1)]
+    assert stored == [{"t": "pay", "k": 1}, {"t": "pay", "k": 2}, {"t": "ship", "k": 1}]
+
+
+def test_functions_that_a_task_calls_have_marks_of_their_own(app: Celery, database: Database[Document]) -> None:
+    """Otherwise the second one would end with the first one's result, under the id of the task that calls both."""
+    runs: list[str] = []
+
+    @once(database["done"])
+    def reserve() -> str:
+        runs.append("reserve")
+        return "reserved"
+
+    @once(database["done"])
+    def charge(*, session: Any) -> str:
+        runs.append("charge")
+        return f"charged {session.in_transaction}"
+
+    @app.task(shared=False)
+    def order() -> list[str]:
+        return [reserve(), charge()]
+
+    assert [run(order, "t1"), run(order, "t1")] == [["reserved", "charged True"]] * 2
+    run(order, "t2")
+    assert runs == ["reserve", "charge"] * 2
+
+
+def test_a_key_that_no_mark_can_have_is_refused_and_none_asks_for_no_mark(database: Database[Document]) -> None:
+    """A key that looks like a condition is a value as any other."""
+    runs: list[object] = []
+
+    @once(database["done"], key=lambda order: order)
+    def keyed(order: object) -> None:
+        runs.append(order)
+
+    for wrong in (object(), 2**70, "\ud800", {1: 2}):
+        with pytest.raises(ConfigurationError, match="cannot be stored"):
+            keyed(wrong)
+    for order in (None, None, ["a", 1], ("a", 1), "$where", "$where", re.compile("a"), re.compile("a")):
+        keyed(order)
+    assert runs == [None, None, ["a", 1], "$where", re.compile("a")]
+
+
 def test_a_result_that_cannot_be_remembered_ends_a_duplicate_without_successors(
     app: Celery, database: Database[Document]
 ) -> None:
@@ -164,10 +230,10 @@ def test_a_result_that_cannot_be_remembered_ends_a_duplicate_without_successors(
     assert str(large.apply(task_id="t1").state) == "IGNORED"
     assert [isinstance(keyed(1), object), keyed(1), keyed(2), keyed(2)] == [True, None, 2, 2]
 
-    database["done"].insert_one({"_id": 5, "state": "running", "owner": 1})
-    database["done"].update_one({"_id": 5}, [{"$set": {"until": {"$add": ["$$NOW", 60_000]}}}])
-    with pytest.raises(ConfigurationError, match="running elsewhere"):
-        keyed(5)
+    running = {"state": "running", "owner": 1, "until": {"$add": ["$$NOW", 60_000]}}
+    database["done"].update_one({"_id.k": 2}, [{"$set": running}])
+    with pytest.raises(ConfigurationError, match="for 2 is running elsewhere"):
+        keyed(2)
 
 
 def test_wrong_use_is_refused_when_the_decorator_runs(app: Celery, database: Database[Document]) -> None:
@@ -176,8 +242,17 @@ def test_wrong_use_is_refused_when_the_decorator_runs(app: Celery, database: Dat
     with pytest.raises(ConfigurationError, match="collection"):
         once("done")  # type: ignore[arg-type]
 
+    with pytest.raises(ConfigurationError, match="lambda order: order"):
+        once(database["done"], key="order")  # type: ignore[arg-type]
+
     @app.task(shared=False)
     def send() -> None: ...
 
-    with pytest.raises(ConfigurationError, match="below"):
-        once(database["done"])(send)
+    async def coroutine() -> None: ...
+
+    def generator() -> Iterator[int]:
+        yield 1
+
+    for refused, reason in ((send, "below"), (coroutine, "plain functions"), (generator, "plain"), (int, "type")):
+        with pytest.raises(ConfigurationError, match=reason):
+            once(database["done"])(refused)
