@@ -85,7 +85,8 @@ def once(
             over; so it does beside a process that stood still for longer, which only `session` makes harmless.
         key: gives the key from the function's arguments, and what has run is then the task with that key: another
             task with the same key has a mark of its own. Where it gives None, the function just runs. By default
-            the task's id counts, and a call outside a task just runs the function.
+            the task's id counts, and a call outside a task just runs the function. What a bridge's handler calls needs
+            one: several changes may come with one message.
 
     Returns:
         A decorator. Where the decorated function did nothing it returns what it returned before. A result that
@@ -299,6 +300,11 @@ def _identity(
         return None if found is None else _storable({"t": name, "k": found}, marks)
     if task is None or task.request.called_directly:
         return None
+    if getattr(task, "shares_messages", False):
+        raise ConfigurationError(
+            f"Several changes may come with one message of {task.name}, so its id is none of theirs; give once a key, "
+            "such as key=lambda change: change.resume_token.",
+        )
     return task.request.id if is_its_own else {"t": name, "k": task.request.id}
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from celery import Celery
+from celery._state import _task_stack
 from celery.exceptions import Retry
 from pymongo.database import Database
 
-from mongo_celery import once
+from mongo_celery import Bridge, Change, once
 from mongo_celery.errors import ConfigurationError
 
 Document = dict[str, Any]
@@ -210,6 +212,41 @@ def test_a_key_that_no_mark_can_have_is_refused_and_none_asks_for_no_mark(databa
     for order in (None, None, ["a", 1], ("a", 1), "$where", "$where", re.compile("a"), re.compile("a")):
         keyed(order)
     assert runs == [None, None, ["a", 1], "$where", re.compile("a")]
+
+
+def test_a_handler_of_a_bridge_needs_a_key(app: Celery, database: Database[Document], mongo_url: str) -> None:
+    """Several changes may come with one message: by its id, the second one would not be handled."""
+    bridge = Bridge(app, mongo_url, name="once")
+    tokens: list[object] = []
+
+    @bridge.on_change("shop.orders")
+    @once(database["done"])
+    def by_message(_change: Change) -> None: ...
+
+    @bridge.on_change("shop.orders")
+    @once(database["done"], key=lambda change: change.resume_token)
+    def by_change(change: Change) -> None:
+        tokens.append(change.resume_token)
+
+    changes = [Change.build("insert", ns="shop.orders", _id={"_data": each}) for each in "aab"]
+    with bound(by_message), pytest.raises(ConfigurationError, match=r"key=lambda change: change.resume_token"):
+        by_message.run(changes[0])
+    with bound(by_change):
+        for change in changes:
+            by_change.run(change)
+    assert tokens == [{"_data": "a"}, {"_data": "b"}]
+
+
+@contextmanager
+def bound(task: Any) -> Iterator[None]:
+    """As within a worker's message for a task."""
+    _task_stack.push(task)
+    task.push_request(id="t1", called_directly=False)
+    try:
+        yield
+    finally:
+        task.pop_request()
+        _task_stack.pop()
 
 
 def test_a_result_that_cannot_be_remembered_ends_a_duplicate_without_successors(
