@@ -33,6 +33,7 @@ from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import SWEEP_TASK, Backlog, sweep_all, sweep_one
 
+_FIELD = pending.PendingField()
 _DELETE_ROUNDS = 3
 _HELD = "another relay holds them, or they wait to be tried again after a failure"
 
@@ -163,7 +164,7 @@ class Outbox:
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
         """
-        pending.refuse_in_document(document)
+        _FIELD.refuse_in_document(document)
         if "_id" not in document:
             document["_id"] = ObjectId()
         entries = self._entries(tasks, events, document["_id"])
@@ -195,9 +196,9 @@ class Outbox:
         """
         entries = self._entries(tasks, events, demanded_id(filter))
         if upsert:
-            pending.refuse_in_filter(filter)
+            _FIELD.refuse_in_filter(filter)
         if not entries:
-            pending.refuse_own_field(update)
+            _FIELD.refuse_in_update(update)
             return self.collection.update_one(filter, update, upsert=upsert, session=session, **options)
         sort = options.pop("sort", None)
         write = DocumentWrite(filter=filter, update=update, upsert=upsert, sort=sort, options=options)
@@ -222,7 +223,7 @@ class Outbox:
         """
         refuse_replacement(replacement)
         if upsert:
-            pending.refuse_in_filter(filter)
+            _FIELD.refuse_in_filter(filter)
         entries = self._entries(tasks, events, demanded_id(filter))
         sort = options.pop("sort", None)
         write = DocumentWrite(filter=filter, replacement=replacement, upsert=upsert, sort=sort, options=options)
@@ -251,9 +252,9 @@ class Outbox:
         entries = self._entries(tasks, events, demanded_id(filter))
         given = {"projection": projection, "sort": sort, "upsert": upsert, "return_document": return_document}
         if upsert:
-            pending.refuse_in_filter(filter)
+            _FIELD.refuse_in_filter(filter)
         if not entries:
-            pending.refuse_own_field(update)
+            _FIELD.refuse_in_update(update)
             return self.collection.find_one_and_update(filter, update, session=session, **given, **options)
         write = DocumentWrite(filter=filter, update=update, options=options, **given)
         return self._write(write, entries, session).document
