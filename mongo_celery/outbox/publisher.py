@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -74,7 +74,7 @@ class Publisher:
     """
 
     def __init__(
-        self, app: Celery, exchange: str, *, foreign_tasks: bool = False, delivers: Collection[str] = ()
+        self, app: Celery, exchange: str, *, foreign_tasks: bool = False, delivers: Sequence[str] = ()
     ) -> None:
         self.app = app
         self.delivers = tuple(delivers)
@@ -85,9 +85,9 @@ class Publisher:
     @property
     def apps(self) -> tuple[str | None, ...]:
         """Whose entries this process publishes: its own app's, those that it delivers, and those that name none."""
-        return (None, self.app.main, *self.delivers)
+        return (None, "__main__", self.app.main, *self.delivers)  # a script's name is nobody's
 
-    def publish(self, entry: Entry, document_id: object = NO_ID) -> None:
+    def publish(self, entry: Entry, document_id: object = NO_ID, /) -> None:
         """
         Publish one entry; afterwards the broker has it, as far as the broker promises anything.
 
@@ -188,7 +188,7 @@ class Publisher:
         if any(getattr(each, "reply_code", None) == _FRAME_SYNTAX for each in causes):
             return error
         if any(isinstance(each, connection.channel_errors) for each in causes):
-            answers = self._answers()
+            answers = self.answers()
             if answers and any(_is_about_the_entry(each) for each in causes):
                 return error
             return BrokerUnavailableError(error, answers=answers)
@@ -202,12 +202,12 @@ class Publisher:
         if any(isinstance(each, (*backend_refused, RuntimeError, BackendError)) for each in causes):
             return BrokerUnavailableError(error, answers=True)
         silent = any(type(each).__name__ == "TimeoutError" for each in causes)  # Python's, and redis-py's of that name
-        return BrokerUnavailableError(error, answers=(is_canvas or not silent) and self._answers())
+        return BrokerUnavailableError(error, answers=(is_canvas or not silent) and self.answers())
 
-    def _answers(self) -> bool:
-        """Whether the broker takes a new connection."""
+    def answers(self, seconds: int = _BROKER_SECONDS) -> bool:
+        """Whether the broker takes a new connection, within a bound."""
         try:
-            reach_broker(self.app, _BROKER_SECONDS)
+            reach_broker(self.app, seconds)
         except SoftTimeLimitExceeded:
             raise
         except Exception:  # noqa: BLE001 - whatever a transport raises
