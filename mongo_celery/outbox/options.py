@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.outbox.entries import FIELD
 
 _SECONDS_MAX = 3600.0
 _CLAIM_SECONDS_MIN = 0.1
@@ -31,6 +32,7 @@ class OutboxOptions:
     exchange: str
     source: str | None
     foreign_tasks: bool
+    field: str = FIELD
 
     def __post_init__(self) -> None:
         for name in ("max_pending", "max_attempts"):
@@ -39,6 +41,17 @@ class OutboxOptions:
                 raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
         if self.claim_ttl < _CLAIM_SECONDS_MIN:
             raise ConfigurationError(f"claim_ttl={self.claim_ttl!r} leaves no time to publish in; give it seconds.")
+        if not _is_name(self.field):
+            raise ConfigurationError(
+                f"field={self.field!r} must be the name of a field at the top of a document: not _id, no $ at its "
+                "beginning and no dot in it."
+            )
+
+
+def _is_name(field: object) -> bool:
+    if not isinstance(field, str) or not field or field == "_id":
+        return False
+    return not field.startswith("$") and "." not in field and "\0" not in field
 
 
 def bounded(value: Duration, name: str) -> float:
