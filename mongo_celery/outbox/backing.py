@@ -87,7 +87,7 @@ class Backing:
         self.counters = Counters()
         self._source = source
         self._options = options
-        self.field = PendingField()
+        self.field = PendingField(options.field)
         self.others_told_at = -math.inf
         self._indexed = False
         self._dispatcher: PerProcess[OutboxDispatcher] = PerProcess(self._new_dispatcher)

@@ -135,21 +135,21 @@ class PendingClaims:
         return only, {"$unset": {self.field.name: 1}}
 
     def removed(
-        self, document_ids: Sequence[object], names: Sequence[object], owners: Sequence[ObjectId], ttl: float
+        self, document_id: object, names: Sequence[object], owner: ObjectId, ttl: float
     ) -> tuple[Document, list[Document]]:
         """
         Filter and update that remove entries by name; with its last one a document's field goes.
 
-        Where more is left and one of these owners holds the claim, it begins anew, by the server's clock.
+        Where more is left and the owner still holds the claim, it begins anew, by the server's clock.
 
         Args:
-            document_ids: where they may be.
+            document_id: where they are.
             names: of the entries; None for those that have none.
-            owners: of this relay's claims.
-            ttl: of these claims.
+            owner: of this relay's claim.
+            ttl: of this claim.
         """
         field = self.field
-        mine = {"$in": [f"${field.claim}.owner", literal(list(owners))]}
+        mine = {"$eq": [f"${field.claim}.owner", literal(owner)]}
         renewed = {"$mergeObjects": [f"${field.claim}", {"since": "$$NOW", "ttl": millis(ttl), "wait": Int64(0)}]}
         rest = {
             "$filter": {
@@ -170,7 +170,7 @@ class PendingClaims:
         }
         value = {"$let": {"vars": {"rest": rest}, "in": {"$cond": [{"$eq": ["$$rest", []]}, "$$REMOVE", left]}}}
         readable = {"$and": [self._object, {"$isArray": f"${field.events}"}]}  # else it is no longer the outbox's
-        return {"_id": {"$in": list(document_ids)}, "$expr": readable}, [{"$set": {field.name: value}}]
+        return {"_id": document_id, "$expr": readable}, [{"$set": {field.name: value}}]
 
     def discarded(self, document_id: object, owner: ObjectId) -> tuple[Document, Document]:
         """Filter and update that remove a field in which no entries are, whatever its count says."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.failures import FAILURE_POLICIES
 
 _SECONDS_MAX = 3600.0
@@ -36,6 +37,7 @@ class OutboxOptions:
     exchange: str
     source: str | None
     foreign_tasks: bool
+    field: str = FIELD
     failure_policy: str = "halt"
     delivers: Sequence[str] = ()
 
@@ -56,6 +58,17 @@ class OutboxOptions:
             raise ConfigurationError(f"delivers={self.delivers!r} must list names of apps: delivers=('web',).")
         if self.claim_ttl < _CLAIM_SECONDS_MIN:
             raise ConfigurationError(f"claim_ttl={self.claim_ttl!r} leaves no time to publish in; give it seconds.")
+        if not _is_name(self.field):
+            raise ConfigurationError(
+                f"field={self.field!r} must be the name of a field at the top of a document: not _id, no $ at its "
+                "beginning and no dot in it."
+            )
+
+
+def _is_name(field: object) -> bool:
+    if not isinstance(field, str) or not field or field == "_id":
+        return False
+    return not field.startswith("$") and "." not in field and "\0" not in field
 
 
 def bounded(value: Duration, name: str) -> float:

@@ -18,7 +18,7 @@ from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
 from mongo_celery.app import Registry, add_task, schedule
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.identity import NO_ID, demanded_id
+from mongo_celery.mongo.identity import demanded_id
 from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
 from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox import pending
@@ -26,7 +26,7 @@ from mongo_celery.outbox.backing import Backing, OutboxStatus
 from mongo_celery.outbox.bulk import Write, write_in_bulk
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.document_write import DocumentWrite, Written, refuse_replacement
-from mongo_celery.outbox.entries import FIELD, Entry, event_entry, task_entry
+from mongo_celery.outbox.entries import FIELD, Entry, Home, event_entry, task_entry
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
 from mongo_celery.outbox.publisher import Publisher
@@ -72,6 +72,7 @@ class Outbox:
         exchange: topic exchange of the events.
         source: CloudEvents' source; by default `/<database>/<collection>`.
         foreign_tasks: publish tasks that this app does not know, for another app to run.
+        field: name of the field in which a document's entries wait.
         failure_policy: `"halt"` tries an entry with a fault of its own for ever, in front of what stands behind it;
             `"dead_letter"` sets it aside after `max_attempts` and ten minutes.
         delivers: names of other apps that write to this collection, whose entries this app publishes too.
@@ -96,6 +97,7 @@ class Outbox:
         exchange: str = "mongo_celery.events",
         source: str | None = None,
         foreign_tasks: bool = False,
+        field: str = FIELD,
         failure_policy: str = "halt",
         delivers: Sequence[str] = (),
     ) -> None:
@@ -111,6 +113,7 @@ class Outbox:
             exchange=exchange,
             source=source,
             foreign_tasks=foreign_tasks,
+            field=field,
             failure_policy=failure_policy,
             delivers=delivers,
         )
@@ -423,11 +426,10 @@ class Outbox:
         now = datetime.now(UTC)
         if isinstance(tasks, (str, bytes, Mapping)) or isinstance(events, (str, bytes, Event)):
             raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
-        nameless = document_id is NO_ID or document_id is None or isinstance(document_id, Mapping)
-        subject = None if nameless else str(document_id)
+        home = Home(document_id)
         source = self._source or "/" + self.collection.full_name.replace(".", "/", 1)
-        found = [task_entry(self.app, task, now) for task in tasks]
-        return [*found, *(event_entry(event, now, source=source, subject=subject) for event in events)]
+        found = [task_entry(self.app, task, now, home) for task in tasks]
+        return [*found, *(event_entry(self.app, event, now, source=source, home=home) for event in events)]
 
     def _write(self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None) -> Written:
         claim = bool(entries) and write.return_document is None and self.backing.may_claim(session)

@@ -18,8 +18,8 @@ from mongo_celery.broker.connection import bounded_connection, reach_broker
 from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.canvas import heads, leaves
-from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.canvas import bound, heads, leaves
+from mongo_celery.outbox.entries import Entry, bound_event
 from mongo_celery.tracing import sending_for, trace_headers
 
 _BROKER_SECONDS = 5
@@ -102,12 +102,13 @@ class Publisher:
             SoftTimeLimitExceeded: the task that publishes has run for too long; the outcome is unknown.
             Exception: the entry itself cannot be published.
         """
-        app = getattr(entry, "app", None)
-        if app not in self.apps:
+        if (entry.app or None) not in self.apps:
             raise OtherAppError(
-                f"its next entry belongs to app {app!r}, and this process delivers for {self.app.main!r}; run that "
-                f"app's sweep, or make the outbox here with delivers=({app!r},).",
+                f"its next entry belongs to app {entry.app!r}, and this process delivers for {self.app.main!r}; run "
+                f"that app's sweep, or make the outbox here with delivers=({entry.app!r},).",
             )
+        if entry.bind and entry.kind != "task":
+            entry = bound_event(entry, document_id)
         is_task = entry.kind == "task"
         name = entry.name if is_task else str(self._exchange.name)  # routing keys may be many
         with sending_for(entry.trace, name, lambda: self._span_attributes(entry), is_task=is_task):
@@ -133,9 +134,11 @@ class Publisher:
                     raise verdict from error
                 raise
 
-    def _signature(self, entry: Entry, document_id: object) -> Any:  # noqa: ARG002 - for what is bound late
+    def _signature(self, entry: Entry, document_id: object) -> Any:
         accepted = prepare_accept_content(self.app.conf.accept_content)
         data = loads(entry.payload, entry.content_type, entry.content_encoding, accept=accepted, force=True)
+        if entry.bind:
+            data = bound(data, entry.bind, document_id)
         signature = Signature.from_dict(data, app=self.app)
         for head in heads(signature):
             head["args"] = tuple(head["args"])  # monitors show them as `delay` would

@@ -12,7 +12,7 @@ has: nothing of a write that a fail-over takes back is ever published, with what
 do not wait for a majority: a fail-over that takes them back costs duplicates.
 
 Removals go in bulk, and so they are late: at most by `SETTLE_SECONDS`, or by `SETTLE_DOCUMENTS`. What a document has
-got meanwhile is found by that, and delivered in a turn of its own: a document that somebody writes to all the time keeps
+got meanwhile is found by that, and delivered in a turn of its own: one that somebody writes to all the time keeps
 nobody else waiting.
 """
 
@@ -410,9 +410,11 @@ class Relay:
 
     def _remove(self, parts: Sequence[PublishedPart]) -> Remainder:
         ids = [part.held.document_id for part in parts]
-        owners = [part.held.owner for part in parts]
-        names = [name for part in parts for name in part.names]
-        self._quick.update_many(*self._claims.removed(ids, names, owners, self._claim_ttl))
+        removals = [
+            UpdateOne(*self._claims.removed(part.held.document_id, part.names, part.held.owner, self._claim_ttl))
+            for part in parts  # each for itself: entries of one name may lie in many documents
+        ]
+        self._quick.bulk_write(removals, ordered=False)
         found = list(self._quick.find({"_id": {"$in": ids}}, {f"{self._field.claim}.owner": 1}))
         for gone in [] if len(found) == len(ids) else [each for each in ids if not _is_among(each, found)]:
             logger.warning(
