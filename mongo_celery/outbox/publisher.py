@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,8 +18,8 @@ from mongo_celery.broker.connection import bounded_connection, reach_broker
 from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.canvas import heads, leaves
-from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.canvas import bound, heads, leaves
+from mongo_celery.outbox.entries import Entry, bound_event
 from mongo_celery.tracing import sending_for, trace_headers
 
 _BROKER_SECONDS = 5
@@ -74,7 +74,7 @@ class Publisher:
     """
 
     def __init__(
-        self, app: Celery, exchange: str, *, foreign_tasks: bool = False, delivers: Collection[str] = ()
+        self, app: Celery, exchange: str, *, foreign_tasks: bool = False, delivers: Sequence[str] = ()
     ) -> None:
         self.app = app
         self.delivers = tuple(delivers)
@@ -85,9 +85,9 @@ class Publisher:
     @property
     def apps(self) -> tuple[str | None, ...]:
         """Whose entries this process publishes: its own app's, those that it delivers, and those that name none."""
-        return (None, self.app.main, *self.delivers)
+        return (None, "__main__", self.app.main, *self.delivers)  # a script's name is nobody's
 
-    def publish(self, entry: Entry, document_id: object = NO_ID) -> None:
+    def publish(self, entry: Entry, document_id: object = NO_ID, /) -> None:
         """
         Publish one entry; afterwards the broker has it, as far as the broker promises anything.
 
@@ -102,12 +102,13 @@ class Publisher:
             SoftTimeLimitExceeded: the task that publishes has run for too long; the outcome is unknown.
             Exception: the entry itself cannot be published.
         """
-        app = getattr(entry, "app", None)
-        if app not in self.apps:
+        if (entry.app or None) not in self.apps:
             raise OtherAppError(
-                f"its next entry belongs to app {app!r}, and this process delivers for {self.app.main!r}; run that "
-                f"app's sweep, or make the outbox here with delivers=({app!r},).",
+                f"its next entry belongs to app {entry.app!r}, and this process delivers for {self.app.main!r}; run "
+                f"that app's sweep, or make the outbox here with delivers=({entry.app!r},).",
             )
+        if entry.bind and entry.kind != "task":
+            entry = bound_event(entry, document_id)
         is_task = entry.kind == "task"
         name = entry.name if is_task else str(self._exchange.name)  # routing keys may be many
         with sending_for(entry.trace, name, lambda: self._span_attributes(entry), is_task=is_task):
@@ -133,9 +134,11 @@ class Publisher:
                     raise verdict from error
                 raise
 
-    def _signature(self, entry: Entry, document_id: object) -> Any:  # noqa: ARG002 - for what is bound late
+    def _signature(self, entry: Entry, document_id: object) -> Any:
         accepted = prepare_accept_content(self.app.conf.accept_content)
         data = loads(entry.payload, entry.content_type, entry.content_encoding, accept=accepted, force=True)
+        if entry.bind:
+            data = bound(data, entry.bind, document_id)
         signature = Signature.from_dict(data, app=self.app)
         for head in heads(signature):
             head["args"] = tuple(head["args"])  # monitors show them as `delay` would
@@ -188,7 +191,7 @@ class Publisher:
         if any(getattr(each, "reply_code", None) == _FRAME_SYNTAX for each in causes):
             return error
         if any(isinstance(each, connection.channel_errors) for each in causes):
-            answers = self._answers()
+            answers = self.answers()
             if answers and any(_is_about_the_entry(each) for each in causes):
                 return error
             return BrokerUnavailableError(error, answers=answers)
@@ -202,12 +205,12 @@ class Publisher:
         if any(isinstance(each, (*backend_refused, RuntimeError, BackendError)) for each in causes):
             return BrokerUnavailableError(error, answers=True)
         silent = any(type(each).__name__ == "TimeoutError" for each in causes)  # Python's, and redis-py's of that name
-        return BrokerUnavailableError(error, answers=(is_canvas or not silent) and self._answers())
+        return BrokerUnavailableError(error, answers=(is_canvas or not silent) and self.answers())
 
-    def _answers(self) -> bool:
-        """Whether the broker takes a new connection."""
+    def answers(self, seconds: int = _BROKER_SECONDS) -> bool:
+        """Whether the broker takes a new connection, within a bound."""
         try:
-            reach_broker(self.app, _BROKER_SECONDS)
+            reach_broker(self.app, seconds)
         except SoftTimeLimitExceeded:
             raise
         except Exception:  # noqa: BLE001 - whatever a transport raises
