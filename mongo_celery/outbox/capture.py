@@ -72,12 +72,12 @@ def install(app: Celery) -> None:
 @contextmanager
 def captured(app: Celery, taker: Taker | None) -> Iterator[None]:
     """Inside, what an app sends goes to a taker; with None it is published, whatever box is open around."""
-    takers = {**_TAKERS.get({})}
-    if taker is None:
-        takers.pop(app, None)
-    else:
-        takers[app] = taker
-    token = _TAKERS.set(takers)
+    around = _TAKERS.get({})
+    if taker is None and app not in around:
+        yield
+        return
+    others = {each: takes for each, takes in around.items() if each is not app}
+    token = _TAKERS.set(others if taker is None else {**others, app: taker})
     try:
         yield
     finally:

@@ -123,7 +123,7 @@ class Home:
         Raises:
             OutboxRefusedError: the `_id` is not known.
         """
-        if isinstance(given, (Signature, Mapping, Task, type)) or not callable(given):
+        if not is_made_of_id(given):
             return given
         if self.id is NO_ID:
             raise OutboxRefusedError(
@@ -131,6 +131,11 @@ class Home:
                 "put STORED_ID among its arguments instead, or pass id=."
             )
         return given(self.id)
+
+
+def is_made_of_id(given: Any) -> bool:
+    """Whether something is a callable that makes a task or event of the `_id`."""
+    return callable(given) and not isinstance(given, (Signature, Mapping, Task, type))
 
 
 def task_entry(app: Celery, task: object, now: datetime, home: Home = Home()) -> Entry:

@@ -13,7 +13,6 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import Concern, explained
-from mongo_celery.outbox import index
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.sweep import SWEEP_TASK
@@ -21,7 +20,7 @@ from mongo_celery.outbox.sweep import SWEEP_TASK
 if TYPE_CHECKING:
     from celery import Celery
 
-    from mongo_celery.outbox.outbox import Outbox
+    from mongo_celery.outbox.registry import AnyOutbox
 
 BROKER_SECONDS = 3
 """How long a command waits for the broker's answer."""
@@ -106,7 +105,7 @@ class Health:
         )
 
 
-def reach(outbox: Outbox) -> None:
+def reach(outbox: AnyOutbox) -> None:
     """
     Have the primary answer once, within some seconds.
 
@@ -121,7 +120,7 @@ def reach(outbox: Outbox) -> None:
     ping(client)
 
 
-def read_health(app: Celery, outboxes: Sequence[Outbox]) -> list[Health]:
+def read_health(app: Celery, outboxes: Sequence[AnyOutbox]) -> list[Health]:
     """
     Look at outboxes of one app; the broker is asked once.
 
@@ -136,7 +135,7 @@ def read_health(app: Celery, outboxes: Sequence[Outbox]) -> list[Health]:
     return [_read(outbox, app, broker_error) for outbox in outboxes]
 
 
-def concern_of(outbox: Outbox) -> Concern:
+def concern_of(outbox: AnyOutbox) -> Concern:
     """Whom an error of MongoDB concerns that an outbox meets, and what the outbox needs."""
     documents, dead_letters = outbox.collection.full_name, outbox.dead_letters.full_name
     return Concern(
@@ -146,7 +145,7 @@ def concern_of(outbox: Outbox) -> Concern:
     )
 
 
-def _read(outbox: Outbox, app: Celery, broker_error: str | None) -> Health:
+def _read(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Health:
     try:
         status = outbox.status()
     except PyMongoError as error:
@@ -159,9 +158,9 @@ def _read(outbox: Outbox, app: Celery, broker_error: str | None) -> Health:
         status=status,
         sweep_after=outbox.sweep_after,
         scheduled=any(entry.get("task") == SWEEP_TASK for entry in app.conf.beat_schedule.values()),
-        indexed=index.exists(outbox.backing.plain, outbox.backing.field),
+        indexed=outbox.backing.is_indexed(),
         broker_error=broker_error,
-        index=outbox.backing.field.name,
+        index=outbox.backing.index_name,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
 
-from mongo_celery.app import Registry, add_task, schedule
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import demanded_id
@@ -30,19 +29,15 @@ from mongo_celery.outbox.entries import FIELD, Entry, Home, event_entry, task_en
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
 from mongo_celery.outbox.publisher import Publisher
+from mongo_celery.outbox.registry import OUTBOXES, register
 from mongo_celery.outbox.relay import Delivery
-from mongo_celery.outbox.sweep import SWEEP_TASK, Backlog, sweep_all, sweep_one
+from mongo_celery.outbox.sweep import Backlog, sweep_one
+
+__all__ = ["OUTBOXES", "Outbox"]
 
 _FIELD = pending.PendingField()
 _DELETE_ROUNDS = 3
 _HELD = "another relay holds them, or they wait to be tried again after a failure"
-
-OUTBOXES: Registry[Outbox] = Registry(
-    "outbox",
-    create="mongo_celery.Outbox(app, client.shop.orders) where the app or its tasks are made",
-    rename="use it, or give this one name='...'",
-)
-"""Of all apps."""
 
 
 class Outbox:
@@ -125,10 +120,7 @@ class Outbox:
         self.backing = Backing(app, collection, self.publisher, options)
         self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
         self._source = options.source
-        OUTBOXES.add(app, self, self._name)
-        add_task(app, SWEEP_TASK, _sweep_of(app), acks_late=False)
-        if options.sweep_every is not None:
-            schedule(app, SWEEP_TASK, options.sweep_every)
+        register(app, self, self._name, options.sweep_every)
 
     def __repr__(self) -> str:
         return f"<Outbox {self._name or '(not opened yet)'}>"
@@ -437,11 +429,3 @@ class Outbox:
         if entries:
             self.backing.dispatch_at_once(written, session)
         return written
-
-
-def _sweep_of(app: Celery) -> Callable[[], Any]:
-    def sweep_outboxes() -> Any:
-        """Deliver what was left behind in all outboxes of this app."""
-        return sweep_all(outbox.backlog for outbox in OUTBOXES.of(app))
-
-    return sweep_outboxes

@@ -42,7 +42,7 @@ _KEY_BYTES_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ParcelHead:
     """
     A parcel that may be the first of its key.
 
@@ -102,7 +102,7 @@ def _portions(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
         yield portion
 
 
-def head_of(document: Mapping[str, Any]) -> Head:
+def head_of(document: Mapping[str, Any]) -> ParcelHead:
     """A stored parcel's place; what somebody else has written as a key is none."""
     key = document.get("key")
-    return Head(document["_id"], key if isinstance(key, str) else None)
+    return ParcelHead(document["_id"], key if isinstance(key, str) else None)

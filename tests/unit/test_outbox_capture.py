@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from celery import Celery, chain, chord, group
-from celery._state import _task_stack
+from celery._state import _task_stack  # type: ignore[attr-defined]
 from celery.canvas import Signature
 
 from mongo_celery.errors import OutboxRefusedError
@@ -37,7 +37,7 @@ class Taken:
         self.signatures.append(signature)
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> list[str | None]:
         return [signature.task for signature in self.signatures]
 
 
@@ -66,11 +66,12 @@ def sent(app: Celery) -> list[Any]:
 
 def test_all_ways_to_send_are_taken_with_their_ids_and_options(app: Celery) -> None:
     """Tasks, signatures, names, chains and groups; the broker is not asked, which nobody listens at."""
-    app.conf.broker_url = "redis://127.0.0.1:9/0"
+    app.conf.update(broker_url="redis://127.0.0.1:9/0")
     add, taken = app.tasks["add"], Taken()
     with captured(app, taken):
         one = add.delay(1, 2)
-        two = add.apply_async((3, 4), countdown=60, queue="slow", headers={"x": "y"}, expires=None)
+        slowly: Any = {"countdown": 60, "queue": "slow", "headers": {"x": "y"}, "expires": None}
+        two = add.apply_async((3, 4), **slowly)
         three = app.send_task("elsewhere.ship", args=[5], kwargs={"fast": True}, task_id="given")
         add.s(1, 1).set(priority=3).apply_async()
         chain(add.s(1, 2), add.s(3)).delay()
@@ -145,11 +146,12 @@ def test_what_outlives_its_block_is_refused(app: Celery) -> None:
 
 def test_a_chord_and_what_names_its_own_broker_are_refused(app: Celery) -> None:
     add, total, taken = app.tasks["add"], app.tasks["total"], Taken()
+    send: Any = app.send_task
     with captured(app, taken):
         with pytest.raises(OutboxRefusedError, match=r"box\.add"):
             chord([add.s(1, 1), add.s(2, 2)], total.s()).delay()
         with pytest.raises(OutboxRefusedError, match="after the commit"):
-            add.apply_async((1, 1), connection=object())
+            send("add", (1, 1), connection=object())
     assert "add" not in taken.names
 
 
@@ -176,7 +178,7 @@ def test_the_running_task_going_on_is_sent_at_once(app: Celery) -> None:
             goes_on.apply_async()
         assert (sent(app), taken.signatures) == ([[1, 1], [1, 1]], [])
         result = add.delay(5, 5)
-        trail = app.tasks["total"].request.children
+        trail: Any = app.tasks["total"].request.children
 
     assert [signature.args for signature in taken.signatures] == [(5, 5)]
     assert trail[-1].id == result.id
