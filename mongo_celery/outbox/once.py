@@ -44,7 +44,7 @@ from mongo_celery.locking import transactional
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
-from mongo_celery.mongo.transaction import hide_session
+from mongo_celery.mongo.transaction import Collects, hide_session
 from mongo_celery.outbox.mark_heartbeat import HEARTBEATS, RunningMark, described
 from mongo_celery.outbox.marks import MarkClaim, Marks
 
@@ -65,6 +65,7 @@ def once(
     keep: Duration = timedelta(days=7),
     claim_ttl: Duration = 60.0,
     key: Callable[..., Any] | None = None,
+    outbox: Collects | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
     Decorate a Celery task's function so that a repeated delivery of the same message does not run it again.
@@ -87,6 +88,8 @@ def once(
             task with the same key has a mark of its own. Where it gives None, the function just runs. By default
             the task's id counts, and a call outside a task just runs the function. What a bridge's handler calls needs
             one: several changes may come with one message.
+        outbox: an `OutboxCollection`, with a parameter `session`: what the function sends is then part of the same
+            transaction, too. What was done, what came of it and what is to follow are there together or not at all.
 
     Returns:
         A decorator. Where the decorated function did nothing it returns what it returned before. A result that
@@ -110,7 +113,12 @@ def once(
         _refuse(function)
         signature = inspect.signature(function)
         if "session" in signature.parameters:
-            return _in_transaction(function, signature, marks, key)
+            return _in_transaction(function, signature, marks, key, outbox)
+        if outbox is not None:
+            raise ConfigurationError(
+                f"once(outbox=...) stores what is sent with a transaction; {function.__name__} must take session=, and "
+                "pass it to every operation.",
+            )
         return _claimed(function, marks, key)
 
     return decorate
@@ -130,12 +138,17 @@ def _refuse(function: Callable[..., Any]) -> None:
 
 
 def _in_transaction(
-    function: Callable[..., Any], signature: inspect.Signature, marks: Marks, key: Callable[..., Any] | None
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    marks: Marks,
+    key: Callable[..., Any] | None,
+    outbox: Collects | None,
 ) -> Callable[..., Any]:
+    transaction = transactional(lambda: marks.collection.database.client, outbox=outbox)
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        identity = _identity(call, key, marks, args, kwargs)
-        owner, client = ObjectId(), marks.collection.database.client
+        identity, owner = _identity(call, key, marks, args, kwargs), ObjectId()
 
         def body(session: ClientSession) -> tuple[MarkClaim, Any]:
             claim = MarkClaim(owner) if identity is None else marks.mark(identity, owner, session)
@@ -146,7 +159,7 @@ def _in_transaction(
                 marks.note(identity, _encoded(result), session)
             return claim, result
 
-        claim, result = transactional(client).run(body)
+        claim, result = transaction.run(body)
         return result if claim.owner is not None else _duplicate(identity, claim)
 
     hide_session(call, signature)

@@ -13,7 +13,7 @@ from celery._state import _task_stack
 from celery.exceptions import Retry
 from pymongo.database import Database
 
-from mongo_celery import Bridge, Change, once
+from mongo_celery import Bridge, Change, OutboxCollection, once
 from mongo_celery.errors import ConfigurationError
 
 Document = dict[str, Any]
@@ -214,6 +214,32 @@ def test_a_key_that_no_mark_can_have_is_refused_and_none_asks_for_no_mark(databa
     assert runs == [None, None, ["a", 1], "$where", re.compile("a")]
 
 
+def test_what_a_function_sends_goes_with_its_mark(app: Celery, database: Database[Document]) -> None:
+    """The inbox and the outbox are one transaction: effect, mark and messages are there together or not at all."""
+    outbox = OutboxCollection(app, database["outbox"], sweep_every=None, at_once=False)
+    fail = [True]
+
+    @app.task(shared=False)
+    def note(text: str) -> None: ...
+
+    @app.task(shared=False)
+    @once(database["done"], outbox=outbox)
+    def pay(account: str, *, session: Any) -> str:
+        note.delay(f"{account} has paid")
+        database["accounts"].update_one({"_id": account}, {"$inc": {"balance": 5}}, upsert=True, session=session)
+        if fail.pop():
+            fail.append(False)
+            raise ValueError("no")
+        return "paid"
+
+    with pytest.raises(ValueError, match="no"):
+        run(pay, "t1", "A")
+    assert [database[each].count_documents({}) for each in ("accounts", "outbox", "done")] == [0, 0, 0]
+    assert [run(pay, "t1", "A"), run(pay, "t1", "A")] == ["paid", "paid"]
+    assert [database[each].count_documents({}) for each in ("accounts", "outbox", "done")] == [1, 1, 1]
+    outbox.backing.close()
+
+
 def test_a_handler_of_a_bridge_needs_a_key(app: Celery, database: Database[Document], mongo_url: str) -> None:
     """Several changes may come with one message: by its id, the second one would not be handled."""
     bridge = Bridge(app, mongo_url, name="once")
@@ -279,6 +305,10 @@ def test_wrong_use_is_refused_when_the_decorator_runs(app: Celery, database: Dat
     with pytest.raises(ConfigurationError, match="collection"):
         once("done")  # type: ignore[arg-type]
 
+    with pytest.raises(ConfigurationError, match="must take session"):
+        once(database["done"], outbox=OutboxCollection(app, database["outbox"], sweep_every=None))(lambda: None)
+    with pytest.raises(ConfigurationError, match="needs an OutboxCollection"):
+        once(database["done"], outbox=database["outbox"].name)(lambda session: session)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="lambda order: order"):
         once(database["done"], key="order")  # type: ignore[arg-type]
 
