@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from celery._state import _task_stack
+from celery._state import _task_stack  # type: ignore[attr-defined] # what current_task looks at
 from celery.exceptions import Retry
 from pymongo.database import Database
 
