@@ -22,6 +22,7 @@ from mongo_celery.outbox import index
 from mongo_celery.outbox.dead_letters import COLLECTION, OutboxDeadLetters
 from mongo_celery.outbox.document_write import Written
 from mongo_celery.outbox.options import OutboxOptions
+from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Counters, Relay
 from mongo_celery.outbox.writes import Writer
@@ -105,7 +106,12 @@ class Backing:
     @per_process
     def writer(self) -> Writer:
         """Writes changes and entries."""
-        return Writer(self.collection, max_pending=self._options.max_pending, claim_ttl=self._options.claim_ttl)
+        return Writer(
+            self.collection,
+            PendingField(self._options.field),
+            max_pending=self._options.max_pending,
+            claim_ttl=self._options.claim_ttl,
+        )
 
     @property
     def relay(self) -> Relay:
