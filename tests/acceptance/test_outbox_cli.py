@@ -33,6 +33,7 @@ class Shop:
         self.app = Celery("outbox_cli", broker=broker_url)
         self.outbox = Outbox(self.app, self.orders, at_once=False, sweep_every=None, foreign_tasks=True)
         lacking = Celery("outbox_cli", broker=broker_url)
+        lacking.finalize()  # as in a worker: it has heard of all its tasks
         options: Document = {"database": f"{self.names}_state", "at_once": False, "sweep_every": None}
         self.lacking = Outbox(lacking, self.orders, failure_policy="dead_letter", **options)
         self._broker = broker

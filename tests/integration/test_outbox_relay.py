@@ -185,7 +185,7 @@ def test_a_task_that_no_process_knows_yet_waits_and_counts_nothing(rig: Rig, dat
         due_again(database["orders"])
     assert (old.status().failing, old.dead_letters.count()) == (0, 0)
 
-    rig.app.task(name="shop.new", shared=False)(lambda a, b: a + b)
+    rig.app.task(name="shop.new", shared=False)(claim)
     assert old.backing.relay.deliver(1).dispatched == 2
     assert rig.sent() == [[1, 1], [1, 2]]
 

@@ -230,7 +230,7 @@ def test_writers_at_the_same_time_lose_no_entry_and_keep_the_order_of_each(
         thread.start()
     for thread in threads:
         thread.join()
-    outbox.sweep(older_than=0)
+    wait_for(lambda: outbox.sweep(older_than=0) and not outbox.status().pending)
 
     sent = rig.sent()
     for number in range(8):
