@@ -28,7 +28,7 @@ from mongo_celery.outbox.deletes import Deletes
 from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id, refuse_replacement
 from mongo_celery.outbox.entries import FIELD, Entry, EntryMaker, Home, asks_for_id, task_entry
 from mongo_celery.outbox.events import Event
-from mongo_celery.outbox.options import OutboxOptions, bounded
+from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
 from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Delivery
@@ -61,15 +61,19 @@ class Outbox:
         name: what commands and logs call it; by default the collection's full name.
         sweep_after: seconds after which the sweep takes an entry.
         sweep_every: seconds between two sweeps by `celery beat`; None for no beat entry.
-        at_once: whether a write dispatches right away what it has written.
+        at_once: whether this process dispatches what it has written, by a thread of its own; `"wait"` to have a write
+            wait for that, some seconds at most.
         claim_ttl: seconds for which a document belongs to one relay.
         max_pending: how many entries a document may hold.
-        max_attempts: how often an entry may fail through its own fault before it is a dead letter.
+        max_attempts: how often an entry may fail through its own fault before it is stuck, or may be set aside.
         database: where dead letters are kept.
         exchange: topic exchange of the events.
         source: CloudEvents' source; by default `/<database>/<collection>`.
         foreign_tasks: publish tasks that this app does not know, for another app to run.
         field: name of the field in which a document's entries wait.
+        failure_policy: `"halt"` tries an entry with a fault of its own for ever, in front of what stands behind it;
+            `"dead_letter"` sets it aside after `max_attempts` and ten minutes.
+        delivers: names of other apps that write to this collection, whose entries this app publishes too.
 
     Raises:
         ConfigurationError: an option cannot work, or the app has an outbox of this name.
@@ -83,7 +87,7 @@ class Outbox:
         name: str | None = None,
         sweep_after: Duration = 5.0,
         sweep_every: Duration | None = 5.0,
-        at_once: bool = True,
+        at_once: AtOnce = True,
         claim_ttl: Duration = 10.0,
         max_pending: int = 1000,
         max_attempts: int = 5,
@@ -92,6 +96,8 @@ class Outbox:
         source: str | None = None,
         foreign_tasks: bool = False,
         field: str = FIELD,
+        failure_policy: str = "halt",
+        delivers: Sequence[str] = (),
     ) -> None:
         options = OutboxOptions(
             name=name,
@@ -106,10 +112,14 @@ class Outbox:
             source=source,
             foreign_tasks=foreign_tasks,
             field=field,
+            failure_policy=failure_policy,
+            delivers=delivers,
         )
         self.app = app
         self.sweep_after = options.sweep_after
-        self.publisher = Publisher(app, options.exchange, foreign_tasks=options.foreign_tasks)
+        self.publisher = Publisher(
+            app, options.exchange, foreign_tasks=options.foreign_tasks, delivers=options.delivers
+        )
         self.backing = Backing(app, collection, self.publisher, options)
         self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
         self.field = PendingField(options.field)
@@ -181,7 +191,9 @@ class Outbox:
         Raises:
             OutboxRefusedError: nothing was made; the message says why.
         """
-        return self._carriers.of(what, tasks, events, id=id, many=many)
+        carried = self._carriers.of(what, tasks, events, id=id, many=many)
+        self._expect(tasks, events)
+        return carried
 
     def replacement(
         self,
@@ -205,7 +217,9 @@ class Outbox:
         Raises:
             OutboxRefusedError: nothing was made; the message says why.
         """
-        return self._carriers.replacement(document, tasks, events, id=id)
+        carried = self._carriers.replacement(document, tasks, events, id=id)
+        self._expect(tasks, events)
+        return carried
 
     # -- writes ------------------------------------------------------------------------------------
 
@@ -557,13 +571,17 @@ class Outbox:
 
     # -- delivery ----------------------------------------------------------------------------------
 
-    def dispatch(self, document_id: object) -> Delivery:
+    def dispatch(self, *document_ids: object) -> None:
         """
-        Deliver what is pending in one document now, in order.
+        Have documents looked at that may have something pending: a hint, which never blocks and never fails.
 
-        Another relay may hold the document; then nothing is done here.
+        For writes that carry tasks and that somebody else has carried out. Without it such a write is found by the
+        sweep.
+
+        Args:
+            document_ids: their `_id`s; without any, the index is looked at.
         """
-        return self.backing.relay.deliver(document_id)
+        self.backing.dispatcher.hint(*document_ids)
 
     def sweep(self, *, older_than: Duration | None = None, limit: int = 1000) -> Delivery:
         """
@@ -584,6 +602,11 @@ class Outbox:
         return self.backing.status()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _expect(self, tasks: Sequence[Any], events: Sequence[Any]) -> None:
+        """Have the index looked at soon: a write that somebody else carries out will be found there."""
+        if self.backing.at_once and (tasks or events):
+            self.backing.dispatcher.expect()
 
     def _write(
         self, write: DocumentWrite, tasks: Sequence[Any], events: Sequence[Any], session: ClientSession | None
@@ -619,7 +642,7 @@ class Outbox:
 
     @property
     def _deletes(self) -> Deletes:
-        return Deletes(self.collection, self.field, lambda document_id: self.backing.relay.deliver(document_id).error)
+        return Deletes(self.collection, self.field, lambda document_id: self.backing.deliver_now(document_id).error)
 
 
 def _sweep_of(app: Celery) -> Callable[[], Any]:

@@ -30,7 +30,7 @@ class Watched:
 
     def __init__(self, name: str, client: MongoClient[Document], broker: str) -> None:
         self.data = client[f"{name}_data"]
-        self.app = Celery("writer", broker=broker)
+        self.app = Celery("watched", broker=broker)
         self.outbox = Outbox(self.app, self.data["orders"], at_once=False, sweep_every=None, foreign_tasks=True)
 
     def task(self, order: int, step: int) -> Any:
@@ -44,7 +44,7 @@ class Watched:
     def pending(self, order: int) -> int:
         document = self.data["orders"].find_one({"_id": order})
         assert document is not None
-        return int(document["pendingEvents"]["count"])
+        return int(document.get("pendingEvents", {}).get("count", 0))
 
 
 @pytest.fixture

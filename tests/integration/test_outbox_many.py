@@ -212,7 +212,7 @@ def test_an_upsert_with_tasks_of_its_id_never_updates_another_document(
         return found
 
     monkeypatch.setattr(writer, "_find", then_created)
-    task = [lambda key: rig.add.s(key, "x")]
+    task = [lambda key: rig.add.s(str(key), "x")]
     assert outbox.update_one({"k": 1}, {"$inc": {"n": 1}}, upsert=True, tasks=task).matched_count == 1
     assert database["orders"].count_documents({"k": 1}) == 1
     assert delivered(rig, outbox) == [["rival", "x"]]
