@@ -21,7 +21,7 @@ from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.box import Box, Contents
 from mongo_celery.outbox.capture import captured, install
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
-from mongo_celery.outbox.entries import Entry, Home, event_entry, is_made_of_id, task_entry
+from mongo_celery.outbox.entries import Entry, Home, asks_for_id, event_entry, task_entry
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
 from mongo_celery.outbox.parcel_backing import ParcelBacking
@@ -267,7 +267,7 @@ class OutboxCollection:
         source = self._source or "/" + self.collection.full_name.replace(".", "/", 1)
         home = Home(NO_ID if key is None else key)
         for each in (*tasks, *events):
-            if is_made_of_id(each) or (isinstance(each, Event) and mentions_stored_id(each.body)):
+            if asks_for_id(each) or (isinstance(each, Event) and mentions_stored_id(each.body)):
                 raise OutboxRefusedError(_NO_DOCUMENT)
         found = [task_entry(self.app, task, now) for task in tasks]
         if any(entry.bind for entry in found):
