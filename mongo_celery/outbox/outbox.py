@@ -635,4 +635,3 @@ class Outbox:
     @property
     def _deletes(self) -> Deletes:
         return Deletes(self.collection, self.field, lambda document_id: self.backing.deliver_now(document_id).error)
-
