@@ -178,6 +178,7 @@ class OutboxCollection:
             OutboxRefusedError: nothing was written; the message says why.
         """
         chosen = key_text(key)
+        self.backing.prepare()
         if serialize and (chosen is None or session is None or not session.in_transaction):
             raise OutboxRefusedError("serialize=True orders the transactions of a key; give key= and session=.")
         entries = self._entries(tasks, events, chosen)
@@ -219,6 +220,7 @@ class OutboxCollection:
             )
         if serialize and chosen is None:
             raise OutboxRefusedError("serialize=True orders the transactions of a key; give key=.")
+        self.backing.prepare()
         outer = self._contents.get(session)
         contents = outer or Contents()
         box = Box(contents, self._entries, chosen, serialize=serialize)

@@ -48,11 +48,14 @@ class ParcelBacking(Backing):
     @property
     def relay(self) -> ParcelRelay:
         """Delivers parcels; the indexes exist afterwards."""
-        relay = self._parcel_relay
+        self.prepare()
+        return self._parcel_relay
+
+    def prepare(self) -> None:
+        """Have the indexes, before a transaction writes."""
         if not self._indexed:
             self.store.ensure()
             self._indexed = True
-        return relay
 
     @per_process
     def _parcel_relay(self) -> ParcelRelay:

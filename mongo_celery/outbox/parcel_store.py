@@ -49,7 +49,13 @@ class ParcelStore:
         self._after = ""
 
     def ensure(self) -> None:
-        """Create the indexes if they are not there; without the right to do so, say it and go on."""
+        """
+        Create the indexes if they are not there; without the right to do so, say it and go on.
+
+        Before the first transaction that writes here: an index waits for every open one, and others wait behind it.
+        """
+        if self.is_indexed():
+            return
         try:
             self.collection.create_index([("key", 1), *ORDER], name=INDEX)
             self.keys.create_index([("at", 1)], name="at", expireAfterSeconds=_KEY_SECONDS)
