@@ -57,8 +57,8 @@ class OutboxMixin:
         Order(customer="Ann").save(outbox=orders, tasks=[lambda _id: send_receipt.s(str(_id))])
 
     Such a class reads documents while something is pending in them, and no `save` of it removes what is pending, one of
-    an instance that was made with a primary key included. Not promised: this for writes around `save`, such as
-    `Order.objects.insert(..., )` of a document that is there, or a collection's own `replace_one`.
+    an instance that was made with a primary key included. Not promised: this for what goes past `save`, such as a
+    collection's own `replace_one`.
     """
 
     pendingEvents = PendingEventsField()  # noqa: N815 - its name in the document
@@ -97,17 +97,18 @@ class OutboxMixin:
             ConfigurationError: tasks or events without an outbox, or one of another collection.
             OutboxRefusedError: nothing was written.
         """
-        if outbox is None:
-            if tasks or events:
-                raise ConfigurationError("Tasks and events of a document need its outbox: save(outbox=..., tasks=...).")
-            return super().save(*args, **options)  # type: ignore[misc] # MongoEngine's
-        self._check(outbox)
-        self._followers = (outbox, tasks, events)
+        if outbox is not None:
+            self._check(outbox)
+        elif tasks or events:
+            raise ConfigurationError("Tasks and events of a document need its outbox: save(outbox=..., tasks=...).")
+        # A receiver of MongoEngine's signals may save the document once more: without the tasks of this call.
+        before, self._followers = self._followers, None if outbox is None else (outbox, tasks, events)
         try:
             saved = super().save(*args, **options)  # type: ignore[misc] # MongoEngine's
         finally:
-            self._followers = None
-        outbox.dispatch(saved.to_mongo()["_id"])
+            self._followers = before
+        if outbox is not None:
+            outbox.dispatch(saved.to_mongo()["_id"])
         return saved
 
     def _check(self, outbox: Outbox) -> None:

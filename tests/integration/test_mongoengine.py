@@ -144,6 +144,25 @@ def test_an_instance_is_saved_with_its_tasks(outbox: Outbox, database: Database[
     assert [each["pendingEvents"]["count"] for each in database["orders"].find()] == [1, 1]
 
 
+def test_a_receiver_that_saves_once_more_does_not_repeat_the_tasks(
+    outbox: Outbox, database: Database[Document], note: Any
+) -> None:
+    """MongoEngine's signals are sent inside `save`."""
+
+    def number(_sender: Any, document: Any, **_: Any) -> None:
+        if document.number is None:
+            document.number = 7
+            document.save()
+
+    mongoengine.signals.post_save.connect(number, sender=Order)
+    try:
+        Order(customer="Ann").save(outbox=outbox, tasks=[note.s("1")])
+    finally:
+        mongoengine.signals.post_save.disconnect(number, sender=Order)
+    assert len(pending(database)) == 1
+    assert Order.objects.get().number == 7
+
+
 def test_a_save_that_fails_writes_neither(outbox: Outbox, database: Database[Document], note: Any) -> None:
     """MongoEngine's own errors, and those of the outbox; the next save carries nothing of it."""
     Order(customer="Ann", number=1).save()
