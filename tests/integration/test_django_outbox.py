@@ -83,7 +83,9 @@ with connection.schema_editor() as editor:
     editor.create_model(Customer)
     editor.create_model(Basket)
 baskets = Outbox(app, lambda: connection.get_collection("baskets"), name="baskets", sweep_every=None, at_once="wait")
-customers = Outbox(app, lambda: connection.get_collection("customers"), name="customers", sweep_every=None, at_once="wait")
+customers = Outbox(
+    app, lambda: connection.get_collection("customers"), name="customers", sweep_every=None, at_once="wait"
+)
 buyer = Customer(email="a@b.c")
 basket = Basket(customer=buyer)
 try:
