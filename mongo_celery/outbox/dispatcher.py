@@ -35,10 +35,11 @@ from typing import Any
 import pymongo
 from bson import ObjectId
 from bson.codec_options import CodecOptions
+from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.mongo.identity import id_key
-from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.redaction import short, traceback_of
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.outbox import exits
@@ -72,6 +73,7 @@ _LOOKS_AFTER = (0.1, 0.5, 2.0)
 """When the index is looked at after a write that the outbox has prepared, and somebody else carries out."""
 
 CLOSE_SECONDS = 2.0
+"""How long the end of a process may take, whatever broker and MongoDB do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +199,9 @@ class OutboxDispatcher:
         self._put([_Errand(document_id, held, waiting=[done])])
         return done.wait(seconds)
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Publish what is queued for half that time, remove what was published, let claims go, and end the thread."""
+    def close(self) -> None:
+        """Publish what is queued for half of the time, remove what was published, let claims go, and end the thread."""
+        seconds = CLOSE_SECONDS
         deadline = time.monotonic() + seconds
         with self._changed:
             thread = self._thread
@@ -222,6 +225,8 @@ class OutboxDispatcher:
                 for key, errand in zip(keys, errands, strict=True):
                     self._queue_one(key, errand)
                 self._wake()
+        except SoftTimeLimitExceeded:  # of the task that writes
+            raise
         except Exception as error:  # noqa: BLE001 - the write is acknowledged: nothing that comes after it may say otherwise
             self._leave(error)
             for errand in errands:
@@ -247,6 +252,8 @@ class OutboxDispatcher:
             with self._changed:
                 self._plan_looks(*seconds)
                 self._wake()
+        except SoftTimeLimitExceeded:
+            raise
         except Exception as error:  # noqa: BLE001 - see `_put`
             self._leave(error)
 
@@ -283,10 +290,11 @@ class OutboxDispatcher:
             except PyMongoError as error:
                 self._leave(error)
                 self._forget_claims()
-            except Exception:
-                logger.exception(
-                    "outbox %s: the dispatcher met an error of its own; the sweep delivers what it had",
+            except Exception as error:  # noqa: BLE001 - a dispatcher that ends would deliver nothing from then on
+                logger.error(
+                    "outbox %s: the dispatcher met an error of its own, and the sweep delivers what it had: %s",
                     self._name(),
+                    traceback_of(error),
                     extra={"event": "dispatcher_failed"},
                 )
                 self._forget_claims()

@@ -8,6 +8,7 @@ Celery has signals. Whichever comes first closes; the others find nothing to do.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - a transport that is imported while the process ends needs it, too late
 import os
 import weakref
 from contextlib import suppress
@@ -47,7 +48,7 @@ def close_at_exit(thing: Closing) -> None:
 
 
 def _close_all(pid: int) -> None:
-    if pid != os.getpid():
+    if pid != os.getpid() or pid not in _REGISTERED:  # a child that has none of its own leaves its parent's alone
         return
     for thing in list(_OPEN):
         with suppress(Exception):

@@ -132,7 +132,12 @@ class FailurePolicy:
     def tell(
         self, verdict: FailureVerdict, entry: Entry | Mapping[str, Any], document_id: object, error: BaseException
     ) -> None:
-        """Log a verdict; that an entry is stuck is an error once, and a warning from then on."""
+        """
+        Log a verdict. That an entry is stuck is an error once, and a warning from then on; that another app's is the
+        next one is nothing unusual, and the sweep says so when it has waited.
+        """
+        if verdict.kind is FailureKind.OTHER_APP:
+            return
         id, said = entry_id_of(entry), short(error)  # noqa: A001
         if verdict.kind is FailureKind.WAIT_FOR_BROKER:
             logger.warning(
@@ -146,10 +151,6 @@ class FailurePolicy:
                 id, document_id, said,
                 extra={"event": "task_unknown"},
             )  # fmt: skip
-        elif verdict.kind is FailureKind.OTHER_APP:
-            logger.warning(
-                "outbox: document %r waits for another app: %s", document_id, said, extra={"event": "other_app"}
-            )
         elif verdict.kind is FailureKind.DEAD_LETTER:
             logger.error(
                 "outbox: entry %s of document %r is a dead letter after %s: %s",

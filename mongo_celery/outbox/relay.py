@@ -37,7 +37,7 @@ from mongo_celery.outbox.claims import PendingClaims, age_of
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.entries import Entry, entries_of
 from mongo_celery.outbox.failures import FailureKind, FailurePolicy, FailureVerdict, entry_id_of
-from mongo_celery.outbox.publisher import Publisher
+from mongo_celery.outbox.publisher import Publisher, UnknownTaskError
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -333,8 +333,7 @@ class Relay:
         """
         names: list[Any] = []
         dispatched = dead = 0
-        is_finalized = bool(self._publisher.app.finalized)  # type: ignore[attr-defined]
-        judge = judge and is_finalized  # else this process has not heard of all its tasks yet
+        knows = bool(self._publisher.app.finalized)  # type: ignore[attr-defined] # else it has not heard of its tasks yet
         everything = entries_of(held.events)
         for entry in everything[:_ENTRIES]:
             if time.monotonic() - held.claimed_at > self._claim_ttl / 2:  # it may be another's soon
@@ -349,7 +348,8 @@ class Relay:
                     self.settle([PublishedPart(held=held, names=names, dispatched=dispatched, lets_go=True)])
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a serializer, a canvas or a broker raises
-                verdict = self._judged(held, entry, error, judge=judge)
+                judges = judge and (knows or not isinstance(error, UnknownTaskError))
+                verdict = self._judged(held, entry, error, judge=judges)
                 if verdict is None or verdict.kind is not FailureKind.DEAD_LETTER:
                     return PublishedPart(
                         held=held, names=names, dispatched=dispatched, dead=dead, verdict=verdict, lets_go=True,

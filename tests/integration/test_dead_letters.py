@@ -32,7 +32,9 @@ class Orders:
         self.stored = database["outbox_dead_letters"]
         given: Document = {"at_once": False, "sweep_every": None, "database": database.name, **options}
         self.writer = Outbox(Celery("shop", broker=broker), self.orders, foreign_tasks=True, **given)
-        self.outbox = Outbox(Celery("shop", broker=broker), self.orders, failure_policy="dead_letter", **given)
+        lacking = Celery("shop", broker=broker)
+        lacking.finalize()  # as in a worker: it has heard of all its tasks
+        self.outbox = Outbox(lacking, self.orders, failure_policy="dead_letter", **given)
         self._broker = broker_client
 
     def bill(self, order: object) -> Any:
@@ -137,6 +139,7 @@ def test_an_entry_that_fails_again_becomes_a_letter_of_its_own(orders: Orders) -
     """And can be replayed again, by a name that no earlier relay knows."""
     id_ = orders.make_dead_letter(1)
     replay(orders.outbox, id_)
+    ripen(orders.orders, 1)
     assert orders.outbox.backing.relay.deliver(1).dead == 1
 
     (again,) = dead_letters(orders.outbox, 0)
@@ -215,6 +218,7 @@ def test_documents_are_found_again_whatever_their_id_is(
     options: CodecOptions[Document] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD, tz_aware=True)
     orders = Orders(database.with_options(codec_options=options), redis_url, redis_client)
     orders.writer.insert_one({"_id": id_}, tasks=[orders.bill(1)])
+    ripen(orders.orders, id_)
     assert orders.outbox.sweep(older_than=0).dead == 1
     (found,) = dead_letters(orders.outbox, 0)
 
