@@ -236,6 +236,24 @@ class OutboxCollection:
                 )
             self._write(contents, session)
 
+    @contextmanager
+    def atomic(self, using: str | None = None, *, key: object = None, serialize: bool = False) -> Iterator[Box]:
+        """
+        Django's transaction (django-mongodb-backend), with `collect` around its body.
+
+        Args:
+            using: alias of the database; by default Django's.
+            key: as of `add`, of what is sent inside.
+            serialize: as of `add`.
+
+        Raises:
+            OutboxRefusedError: as of `collect`; the transaction was rolled back.
+        """
+        from mongo_celery.outbox.django import transaction
+
+        with transaction(using) as session, self.collect(session, key=key, serialize=serialize) as box:
+            yield box
+
     # -- delivery ----------------------------------------------------------------------------------
 
     def sweep(self, *, older_than: Duration | None = None, limit: int = 1000) -> Delivery:
