@@ -22,7 +22,7 @@ from mongo_celery.mongo.writes import COUNTS, BulkRequest
 from mongo_celery.outbox.carriers import Carriers
 from mongo_celery.outbox.deletes import Deletes
 from mongo_celery.outbox.document_write import Written
-from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.entries import Entry, listed
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.writes import Writer
 
@@ -51,7 +51,7 @@ class Write:
         write = given if isinstance(given, cls) else cls(*given) if isinstance(given, tuple) else cls(given)
         if isinstance(write.request, (DeleteOne, DeleteMany)):
             return write
-        return cls(write.request, [*write.tasks, *tasks], [*write.events, *events])
+        return cls(write.request, [*listed(write.tasks), *tasks], [*listed(write.events), *events])
 
 
 @dataclass(frozen=True, slots=True)
