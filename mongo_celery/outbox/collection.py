@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,13 +14,12 @@ from pymongo.collection import Collection
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError, TransactionRequiredError
 from mongo_celery.locking import after_commit
-from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.box import Box, Contents
 from mongo_celery.outbox.capture import captured, install
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
-from mongo_celery.outbox.entries import Entry, Home, asks_for_id, event_entry, task_entry
+from mongo_celery.outbox.entries import Entry, EntryMaker, Home, asks_for_id
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
 from mongo_celery.outbox.parcel_backing import ParcelBacking
@@ -32,10 +30,8 @@ from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.stored_id import mentions_stored_id
 from mongo_celery.outbox.sweep import Backlog, sweep_one
 
-_NO_DOCUMENT = (
-    "STORED_ID and callables stand for the _id of the document that a task is stored in, and here it is stored with a "
-    "transaction; pass the id itself."
-)
+_NOWHERE = Home()
+"""Of what is stored in no document of the user's."""
 
 
 class OutboxCollection:
@@ -123,7 +119,7 @@ class OutboxCollection:
         self.publisher = Publisher(app, options.exchange, foreign_tasks=foreign_tasks, delivers=delivers)
         self.backing = ParcelBacking(app, collection, self.publisher, options)
         self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
-        self._source = options.source
+        self._maker = EntryMaker(app, lambda: options.source or "/" + self.collection.full_name.replace(".", "/", 1))
         self._contents: WeakKeyDictionary[ClientSession, Contents] = WeakKeyDictionary()
         register(app, self, self._name, options.sweep_every)
         install(app)
@@ -240,6 +236,24 @@ class OutboxCollection:
                 )
             self._write(contents, session)
 
+    @contextmanager
+    def atomic(self, using: str | None = None, *, key: object = None, serialize: bool = False) -> Iterator[Box]:
+        """
+        Django's transaction (django-mongodb-backend), with `collect` around its body.
+
+        Args:
+            using: alias of the database; by default Django's.
+            key: as of `add`, of what is sent inside.
+            serialize: as of `add`.
+
+        Raises:
+            OutboxRefusedError: as of `collect`; the transaction was rolled back.
+        """
+        from mongo_celery.outbox.django import transaction
+
+        with transaction(using) as session, self.collect(session, key=key, serialize=serialize) as box:
+            yield box
+
     # -- delivery ----------------------------------------------------------------------------------
 
     def sweep(self, *, older_than: Duration | None = None, limit: int = 1000) -> Delivery:
@@ -263,18 +277,12 @@ class OutboxCollection:
     # -- inside ------------------------------------------------------------------------------------
 
     def _entries(self, tasks: Sequence[object], events: Sequence[Event], key: str | None) -> list[Entry]:
-        now = datetime.now(UTC)
-        if isinstance(tasks, (str, bytes, dict)) or isinstance(events, (str, bytes, Event)):
-            raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
-        source = self._source or "/" + self.collection.full_name.replace(".", "/", 1)
-        home = Home(NO_ID if key is None else key)
-        for each in (*tasks, *events):
-            if asks_for_id(each) or (isinstance(each, Event) and mentions_stored_id(each.body)):
-                raise OutboxRefusedError(_NO_DOCUMENT)
-        found = [task_entry(self.app, task, now) for task in tasks]
-        if any(entry.bind for entry in found):
-            raise OutboxRefusedError(_NO_DOCUMENT)
-        return [*found, *(event_entry(self.app, event, now, source=source, home=home) for event in events)]
+        _refuse_ids(asks_for_id(each) for each in (*tasks, *events))
+        found = self._maker.entries(tasks, (), _NOWHERE)
+        more = self._maker.entries((), events, _NOWHERE if key is None else Home(key))
+        _refuse_ids(bool(entry.bind) for entry in found)
+        _refuse_ids(mentions_stored_id(event.body) for event in events)
+        return [*found, *more]
 
     def _write(self, contents: Contents, session: ClientSession | None) -> None:
         if not contents.entries:
@@ -285,3 +293,11 @@ class OutboxCollection:
             self.backing.dispatch_parcels(ids)
         elif not after_commit(session, lambda: self.backing.dispatch_parcels(ids)):
             self.backing.dispatcher.expect()
+
+
+def _refuse_ids(asked: Iterable[bool]) -> None:
+    if any(asked):
+        raise OutboxRefusedError(
+            "STORED_ID and callables stand for the _id of the document that a task is stored in, and here it is stored "
+            "with a transaction; pass the id itself."
+        )

@@ -1,8 +1,8 @@
 """
 The outbox project with parcels: each write is a transaction, and its tasks are sent by `delay` in its body.
 
-`python -m tests.acceptance.parcel_project PROGRAM ...`: the programs of `outbox_project`, which write, sweep and die at a
-stated point, with an `OutboxCollection` in place of the outbox.
+`python -m tests.acceptance.parcel_project PROGRAM ...`: the programs of `outbox_project`, which write, sweep and die at
+a stated point, with an `OutboxCollection` in place of the outbox.
 """
 
 from __future__ import annotations

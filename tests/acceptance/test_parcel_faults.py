@@ -30,8 +30,7 @@ class ParcelShop(Shop):
             self.database[PARCELS],
             database=f"{self.name}_state",
             foreign_tasks=True,
-            at_once=False,
-            **{**OPTIONS, "sweep_every": None},
+            **{**OPTIONS, "sweep_every": None, "at_once": False},
         )
         self._transaction = transactional(client)
 
