@@ -113,14 +113,14 @@ def replay(outbox: Outbox, id: str, *, without_document: bool = False) -> Replay
     entry = _entry(found)
     again = replace(entry, id=next_id(id), attempts=0, at=datetime.now(UTC))
     for _ in range(_ROUNDS):
-        if _append(outbox, found.document, id, again):
+        if _append(outbox, found.document, entry.id, again):
             break
         there = _ids_in(outbox, found.document)
         if there is None:
             return _replay_without_document(outbox, found, entry, allowed=without_document)
         if again.id in there:
             break
-        if id in there:
+        if entry.id in there:
             raise CommandRefusedError(
                 f"Entry {id} is still in document {found.document!r}: the relay that set it aside has not removed it "
                 "yet, or ended before. Try again in some seconds.",
