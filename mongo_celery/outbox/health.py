@@ -72,9 +72,9 @@ class Health:
             found.append(self._late_sweep())
         if self.status.stuck:
             found.append(
-                f"{number(self.status.stuck, 'document is', 'documents are')} stuck behind an entry that fails again and "
-                "again through its own fault; the worker's log says why. It is tried for ever, with pauses of five minutes: cure the cause, "
-                "or set it aside with failure_policy='dead_letter'.",
+                f"{number(self.status.stuck, 'document is', 'documents are')} stuck behind an entry that fails again "
+                "and again through its own fault; the worker's log says why. It is tried for ever, with pauses of five "
+                "minutes: cure the cause, or set it aside with failure_policy='dead_letter'.",
             )
         failing = self.status.failing - self.status.stuck
         if failing > 0:
