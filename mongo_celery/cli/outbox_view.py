@@ -35,6 +35,8 @@ def _health(health: Health) -> RenderableType:
     if status.failing:
         failing = number(status.failing, "document has an entry", "documents have entries")
         text.append(f", {failing} that failed", style="yellow")
+    if status.stuck:
+        text.append(f", {number(status.stuck, 'of them is', 'of them are')} stuck", style="red")
     letters = number(status.dead_letters, "dead letter", "dead letters")
     text.append(", ").append(letters, style="red" if status.dead_letters else "")
     answers = health.broker_error is None
@@ -62,6 +64,8 @@ def plain_health(health: Health) -> dict[str, Any]:
         "pending": status.pending,
         "oldest_seconds": None if status.oldest_seconds is None else round(status.oldest_seconds, 3),
         "failing": status.failing,
+        "stuck": status.stuck,
+        "other_apps": status.other_apps,
         "dead_letters": status.dead_letters,
         "sweep_after": health.sweep_after,
         "late": health.late,

@@ -27,6 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pymongo.common import validate_ok_for_replace, validate_ok_for_update
@@ -252,6 +253,12 @@ def _is_zero(value: Any) -> bool:
 _OPTIONS = ("collation", "array_filters", "hint")
 
 
+@cache
+def _slots(kind: Any) -> Sequence[str]:
+    """What PyMongo keeps of a request; asked once for each kind, since a bulk write may have thousands."""
+    return [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]
+
+
 @dataclass(frozen=True, slots=True)
 class BulkRequest:
     """
@@ -263,6 +270,7 @@ class BulkRequest:
         upsert: whether it may create its document.
         sort: which document if several match.
         options: collation, array filters and hint, as far as they were given.
+        namespace: of a client's bulk write; None where the request goes to a collection's.
     """
 
     filter: Any
@@ -270,14 +278,22 @@ class BulkRequest:
     upsert: bool
     sort: Any
     options: Mapping[str, Any]
+    namespace: str | None = None
 
     @classmethod
     def of(cls, request: Any) -> BulkRequest:
         """Take a request apart; PyMongo has no public names for what it was made of."""
-        names = [name for kind in type(request).__mro__ for name in getattr(kind, "__slots__", ())]
-        facts = {name.lstrip("_"): getattr(request, name) for name in names}
+        kind: Any = type(request)
+        facts = {name.lstrip("_"): getattr(request, name) for name in _slots(kind)}
         options = {name: facts[name] for name in _OPTIONS if facts.get(name) is not None}
-        return cls(facts.get("filter"), facts.get("doc"), bool(facts.get("upsert")), facts.get("sort"), options)
+        return cls(
+            facts.get("filter"),
+            facts.get("doc"),
+            bool(facts.get("upsert")),
+            facts.get("sort"),
+            options,
+            facts.get("namespace"),
+        )
 
 
 COUNTS = ("nInserted", "nMatched", "nModified", "nRemoved", "nUpserted")

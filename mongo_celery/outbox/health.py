@@ -13,14 +13,15 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import Concern, explained
-from mongo_celery.outbox import index
 from mongo_celery.outbox.backing import OutboxStatus
+from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.sweep import SWEEP_TASK
+from mongo_celery.quantities import number
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from mongo_celery.outbox.outbox import Outbox
+    from mongo_celery.outbox.registry import AnyOutbox
 
 BROKER_SECONDS = 3
 """How long a command waits for the broker's answer."""
@@ -41,6 +42,7 @@ class Health:
         scheduled: whether the app has a beat entry for the sweep.
         indexed: whether the index is there; None where it cannot be seen.
         broker_error: why the broker does not answer; None when it does.
+        index: name under which the index is created.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Health:
     scheduled: bool
     indexed: bool | None
     broker_error: str | None
+    index: str = FIELD
 
     @property
     def late(self) -> bool:
@@ -64,18 +67,30 @@ class Health:
                 f"The broker does not answer: {self.broker_error}. Writes go on, and entries wait in MongoDB until it "
                 "is back.",
             )
-        elif self.late and self.status.failing < self.status.documents:
+        elif self.late and self.status.failing + self.status.other_apps < self.status.documents:
             found.append(self._late_sweep())
-        if self.status.failing:
+        if self.status.stuck:
             found.append(
-                f"{self.status.failing} documents hold an entry that could not be published; the worker's log says "
-                "why. It is tried again, with pauses, and then becomes a dead letter.",
+                f"{number(self.status.stuck, 'document is', 'documents are')} stuck behind an entry that fails again "
+                "and again through its own fault; the worker's log says why. It is tried for ever, with pauses of five "
+                "minutes: cure the cause, or set it aside with failure_policy='dead_letter'.",
+            )
+        failing = self.status.failing - self.status.stuck
+        if failing > 0:
+            found.append(
+                f"{number(failing, 'document holds', 'documents hold')} an entry that could not be published; the "
+                "worker's log says why. It is tried again, with growing pauses.",
+            )
+        if self.status.other_apps:
+            found.append(
+                f"{number(self.status.other_apps, 'document waits', 'documents wait')} for another app, whose entry is "
+                "the next one there: run that app's sweep, or name the app in delivers= here.",
             )
         if self.status.dead_letters:
             found.append("Look at the dead letters with `outbox dead-letters list`, then replay or discard them.")
         if self.indexed is False and self.status.pending:
             found.append(
-                f"The index {index.NAME} is missing: each sweep reads the whole collection. The first delivery creates "
+                f"The index {self.index} is missing: each sweep reads the whole collection. The first delivery creates "
                 "it, unless the user may not create indexes; then create it by hand.",
             )
         return found
@@ -92,7 +107,7 @@ class Health:
         )
 
 
-def reach(outbox: Outbox) -> None:
+def reach(outbox: AnyOutbox) -> None:
     """
     Have the primary answer once, within some seconds.
 
@@ -107,7 +122,7 @@ def reach(outbox: Outbox) -> None:
     ping(client)
 
 
-def read_health(app: Celery, outboxes: Sequence[Outbox]) -> list[Health]:
+def read_health(app: Celery, outboxes: Sequence[AnyOutbox]) -> list[Health]:
     """
     Look at outboxes of one app; the broker is asked once.
 
@@ -122,9 +137,9 @@ def read_health(app: Celery, outboxes: Sequence[Outbox]) -> list[Health]:
     return [_read(outbox, app, broker_error) for outbox in outboxes]
 
 
-def concern_of(outbox: Outbox) -> Concern:
+def concern_of(outbox: AnyOutbox) -> Concern:
     """Whom an error of MongoDB concerns that an outbox meets, and what the outbox needs."""
-    documents, dead_letters = outbox.collection.full_name, outbox.dead_letters.full_name
+    documents, dead_letters = " and ".join(outbox.backing.full_names), outbox.dead_letters.full_name
     return Concern(
         f"the outbox's collection {documents} or its dead letters, {dead_letters}",
         f"find, insert, update, remove and createIndex on {documents}, and find, insert, update and remove on "
@@ -132,7 +147,7 @@ def concern_of(outbox: Outbox) -> Concern:
     )
 
 
-def _read(outbox: Outbox, app: Celery, broker_error: str | None) -> Health:
+def _read(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Health:
     try:
         status = outbox.status()
     except PyMongoError as error:
@@ -145,8 +160,9 @@ def _read(outbox: Outbox, app: Celery, broker_error: str | None) -> Health:
         status=status,
         sweep_after=outbox.sweep_after,
         scheduled=any(entry.get("task") == SWEEP_TASK for entry in app.conf.beat_schedule.values()),
-        indexed=index.exists(outbox.backing.plain),
+        indexed=outbox.backing.is_indexed(),
         broker_error=broker_error,
+        index=outbox.backing.index_name,
     )
 
 

@@ -20,11 +20,12 @@ from bson.binary import UuidRepresentation
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.document_write import DocumentWrite
-from mongo_celery.outbox.entries import FIELD, Entry
+from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.parcel_backing import ParcelBacking
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 
 if TYPE_CHECKING:
-    from mongo_celery.outbox.outbox import Outbox
+    from mongo_celery.outbox.registry import AnyOutbox
 
 _ROUNDS = 3
 
@@ -77,18 +78,18 @@ class Replay:
     entry: str | None
 
 
-def dead_letters(outbox: Outbox, limit: int) -> list[DeadLetter]:
+def dead_letters(outbox: AnyOutbox, limit: int) -> list[DeadLetter]:
     """The dead letters of an outbox, the oldest first."""
     return [_dead_letter(outbox, stored) for stored in outbox.dead_letters.find(limit)]
 
 
-def dead_letter(outbox: Outbox, id: str) -> DeadLetter | None:  # noqa: A002
+def dead_letter(outbox: AnyOutbox, id: str) -> DeadLetter | None:  # noqa: A002
     """One dead letter by the id of its entry."""
     stored = outbox.dead_letters.get(id)
     return None if stored is None else _dead_letter(outbox, stored)
 
 
-def replay(outbox: Outbox, id: str, *, without_document: bool = False) -> Replay:  # noqa: A002
+def replay(outbox: AnyOutbox, id: str, *, without_document: bool = False) -> Replay:  # noqa: A002
     """
     Put a dead letter back at the end of what is pending in its document, with its attempts at zero.
 
@@ -112,15 +113,19 @@ def replay(outbox: Outbox, id: str, *, without_document: bool = False) -> Replay
         raise CommandRefusedError(f"Outbox {outbox.name} has no dead letter {id}.")
     entry = _entry(found)
     again = replace(entry, id=next_id(id), attempts=0, at=datetime.now(UTC))
+    if isinstance(outbox.backing, ParcelBacking):
+        outbox.backing.put_back(found.document, again)
+        outbox.dead_letters.remove(id)
+        return Replay(id=id, result="pending", entry=again.id)
     for _ in range(_ROUNDS):
-        if _append(outbox, found.document, id, again):
+        if _append(outbox, found.document, entry.id, again):
             break
         there = _ids_in(outbox, found.document)
         if there is None:
             return _replay_without_document(outbox, found, entry, allowed=without_document)
         if again.id in there:
             break
-        if id in there:
+        if entry.id in there:
             raise CommandRefusedError(
                 f"Entry {id} is still in document {found.document!r}: the relay that set it aside has not removed it "
                 "yet, or ended before. Try again in some seconds.",
@@ -131,7 +136,7 @@ def replay(outbox: Outbox, id: str, *, without_document: bool = False) -> Replay
     return Replay(id=id, result="pending", entry=again.id)
 
 
-def discard(outbox: Outbox, id: str) -> bool:  # noqa: A002
+def discard(outbox: AnyOutbox, id: str) -> bool:  # noqa: A002
     """Throw a dead letter away: its task or event will never be published. False if there is none."""
     return outbox.dead_letters.remove(id)
 
@@ -142,29 +147,32 @@ def next_id(id: str) -> str:  # noqa: A002
     return f"{base}~{int(number) + 1}" if mark and number.isdecimal() else f"{id}~1"
 
 
-def _append(outbox: Outbox, document_id: Any, id: str, again: Entry) -> bool:  # noqa: A002
+def _append(outbox: AnyOutbox, document_id: Any, id: str, again: Entry) -> bool:  # noqa: A002
     """Add the entry, by one update; False where the document is gone or holds it under either id."""
-    guard = {"_id": document_id, f"{FIELD}.events.id": {"$nin": [id, again.id]}}
+    guard = {"_id": document_id, f"{outbox.backing.field.events}.id": {"$nin": [id, again.id]}}
     write = DocumentWrite(filter=guard, update={}, options={})
     return outbox.backing.writer.write(write, [again], session=None, claim=False).matched
 
 
-def _ids_in(outbox: Outbox, document_id: Any) -> list[Any] | None:
+def _ids_in(outbox: AnyOutbox, document_id: Any) -> list[Any] | None:
     """The ids of the entries in a document; None where there is no document."""
-    document = outbox.backing.plain.find_one({"_id": document_id}, {f"{FIELD}.events.id": 1})
+    field = outbox.backing.field
+    document = outbox.backing.plain.find_one({"_id": document_id}, {f"{field.events}.id": 1})
     if document is None:
         return None
-    return [entry.get("id") for entry in document.get(FIELD, {}).get("events", []) if isinstance(entry, Mapping)]
+    stored = document.get(field.name)
+    events = stored.get("events") if isinstance(stored, Mapping) else None
+    return [entry.get("id") for entry in events or [] if isinstance(entry, Mapping)]
 
 
-def _replay_without_document(outbox: Outbox, found: DeadLetter, entry: Entry, *, allowed: bool) -> Replay:
+def _replay_without_document(outbox: AnyOutbox, found: DeadLetter, entry: Entry, *, allowed: bool) -> Replay:
     if not allowed:
         raise CommandRefusedError(
             f"Document {found.document!r} of dead letter {found.id} is gone, so there is nothing to put it back into. "
             "Discard it, or publish it all the same with --without-document.",
         )
     try:
-        outbox.publisher.publish(entry)
+        outbox.publisher.publish(entry, found.document)
     except BrokerUnavailableError as error:
         raise CommandRefusedError(
             f"The broker did not take {found.id}: {short(error)}. Nothing was changed."
@@ -180,12 +188,12 @@ def _entry(found: DeadLetter) -> Entry:
         return Entry.from_document(found.entry)
     except (KeyError, TypeError, ValueError) as error:
         raise CommandRefusedError(
-            f"Dead letter {found.id} cannot be read, so it can only be discarded: somebody else has written to {FIELD} "
+            f"Dead letter {found.id} cannot be read, so it can only be discarded: somebody else has written to it "
             f"(missing or wrong: {short(error)}).",
         ) from error
 
 
-def _dead_letter(outbox: Outbox, stored: Mapping[str, Any]) -> DeadLetter:
+def _dead_letter(outbox: AnyOutbox, stored: Mapping[str, Any]) -> DeadLetter:
     return DeadLetter(
         id=str(stored["_id"]).removeprefix(f"{outbox.collection.full_name}/"),
         document=stored.get("document"),

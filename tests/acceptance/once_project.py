@@ -1,4 +1,4 @@
-"""Tasks under `once` in a worker: a step that dies after it has run, parts of a chord that wait for a sign."""
+"""Tasks under `once` in a worker: a step that dies after it has run, parts of a chord, and runs that are frozen."""
 
 from __future__ import annotations
 
@@ -95,6 +95,23 @@ def part(name: str) -> str:
     if name == "slow":
         wait_for(lambda: collection("signs").find_one({}))
     return name
+
+
+@app.task
+@once(lambda: collection("done"), claim_ttl=1)
+def stand_still() -> None:
+    """A run that is frozen, until it is told to end."""
+    note(step="stand_still", pid=os.getpid())
+    wait_for(lambda: collection("signs").find_one({}))
+
+
+@app.task
+@once(lambda: collection("done"), claim_ttl=1)
+def stand_still_in_transaction(*, session: ClientSession) -> None:
+    """The same, with its effect and its mark in one transaction."""
+    collection("notes").insert_one({"step": "stand_still_in_transaction"}, session=session)
+    collection("standing").insert_one({"pid": os.getpid()})
+    wait_for(lambda: collection("signs").find_one({}))
 
 
 @app.task

@@ -17,8 +17,9 @@ from pymongo.errors import ConnectionFailure, PyMongoError
 
 from mongo_celery import Outbox, select_for_update, transactional
 from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.entries import FIELD
-from mongo_celery.outbox.pending import FREE
+from mongo_celery.outbox.pending import PendingField
 from tests.acceptance.bank_rig import Bank
 from tests.acceptance.outbox_project import EFFECT, configured
 from tests.acceptance.outbox_rig import OPTIONS, Shop, Tap
@@ -28,6 +29,7 @@ from tests.fixtures.process import Processes, wait_for
 from tests.integration.partition_rig import rig_of, token
 
 Document = dict[str, Any]
+FREE = PendingClaims(PendingField(), (None,)).free
 
 
 @pytest.fixture
@@ -132,7 +134,7 @@ def test_nothing_is_published_of_a_write_that_an_election_takes_back(
         shop.insert("there", 1)
         shop.sweep_all()
         wait_for(lambda: tap.first() == {"there": [1]})
-        assert outbox.dispatch("there").left == 0, "and the index is known to be there"
+        assert outbox.backing.relay.deliver("there").left == 0, "and the index is known to be there"
         with elections.held_back() as primary, MongoClient[Document](primary.url) as direct:
             items = direct[shop.name]["items"]
             tasks = [shop.effect("lost", 1)]
@@ -140,7 +142,7 @@ def test_nothing_is_published_of_a_write_that_an_election_takes_back(
             lapsed = wait_for(
                 lambda: items.find_one({"_id": "lost", "$expr": FREE}), message="the writer's claim lapsed"
             )
-            relaying = pool.submit(outbox.dispatch, "lost")
+            relaying = pool.submit(outbox.backing.relay.deliver, "lost")
             wait_for(lambda: _owner(items) != lapsed[FIELD]["claim"]["owner"], message="a relay's claim")
             assert not writing.done()
             assert not relaying.done()

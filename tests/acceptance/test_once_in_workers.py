@@ -1,8 +1,10 @@
-"""`once` in real workers that die and receive duplicates: chains get their arguments, chords their parts."""
+"""`once` in real workers that die, stand still and receive duplicates: chains and chords get their arguments."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
@@ -101,3 +103,33 @@ def test_a_chord_that_is_dispatched_twice_gets_each_part_once(project: Project) 
     wait_for(lambda: project.notes("total"))
     assert [sorted(each["parts"]) for each in project.notes("total")] == [["quick", "slow"]]
     assert len(project.notes("part")) == 2
+
+
+def test_two_runs_of_a_frozen_process_are_excluded_by_a_session_alone(project: Project) -> None:
+    """A claim lapses beside a process that stands still; a transaction has one winner, whoever wakes when."""
+    database = project.database
+    database.create_collection("standing")
+    project.task("stand_still", task_id="t1").apply_async()
+    (frozen,) = wait_for(lambda: project.notes("stand_still"))
+    os.kill(frozen["pid"], signal.SIGSTOP)
+    project.task("stand_still", task_id="t1").apply_async()
+    wait_for(lambda: len(project.notes("stand_still")) == 2)
+    os.kill(frozen["pid"], signal.SIGCONT)
+    project.worker.wait_for_output("'t1' may run twice")
+
+    project.task("stand_still_in_transaction", task_id="t2").apply_async()
+    standing = wait_for(lambda: database["standing"].find_one({}))
+    os.kill(standing["pid"], signal.SIGSTOP)
+    aborted = _aborted_transactions(database)
+    database["signs"].insert_one({})  # the first two can go as well
+    project.task("stand_still_in_transaction", task_id="t2").apply_async()
+    wait_for(lambda: _aborted_transactions(database) > aborted + 2)
+    os.kill(standing["pid"], signal.SIGCONT)
+
+    wait_for(lambda: len(re.findall(r"stand_still_in_transaction\[t2\] succeeded", project.worker.text)) == 2)
+    assert len(project.notes("stand_still_in_transaction")) == 1
+
+
+def _aborted_transactions(database: Database[Document]) -> int:
+    aborted: int = database.client.admin.command("serverStatus")["transactions"]["totalAborted"]
+    return aborted

@@ -1,16 +1,19 @@
-"""What has run under an id does not run again: marks in a transaction, claims, and their ends."""
+"""What has run under an id does not run again: ids and keys, marks in a transaction, claims, and results."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from celery import Celery
+from celery._state import _task_stack  # type: ignore[attr-defined] # what current_task looks at
 from celery.exceptions import Retry
 from pymongo.database import Database
 
-from mongo_celery import once
+from mongo_celery import Bridge, Change, OutboxCollection, once
 from mongo_celery.errors import ConfigurationError
 
 Document = dict[str, Any]
@@ -146,6 +149,132 @@ def test_a_key_of_the_users_counts_also_outside_a_task(database: Database[Docume
     assert runs == [1, 2, 2]
 
 
+def test_two_tasks_with_one_key_each_run_once(app: Celery, database: Database[Document]) -> None:
+    """A key is the task's own, and what a message runs a direct call of the task does not run again."""
+    runs: list[str] = []
+
+    @app.task(shared=False, name="pay")
+    @once(database["done"], key=lambda order: order)
+    def pay(order: int) -> str:
+        runs.append(f"pay {order}")
+        return "paid"
+
+    @app.task(shared=False, name="ship", autoretry_for=(ConnectionError,))
+    @once(database["done"], key=lambda order: order)
+    def ship(order: int) -> str:
+        runs.append(f"ship {order}")
+        return "shipped"
+
+    assert [run(pay, "t1", 1), run(ship, "t2", 1), run(pay, "t3", 1), run(ship, "t4", 1)] == [
+        *("paid", "shipped"),
+        *("paid", "shipped"),
+    ]
+    assert [pay(1), ship(1), pay(2)] == ["paid", "shipped", "paid"]
+    assert runs == ["pay 1", "ship 1", "pay 2"]
+    stored = [mark["_id"] for mark in database["done"].find().sort("_id", 1)]
+    assert stored == [{"t": "pay", "k": 1}, {"t": "pay", "k": 2}, {"t": "ship", "k": 1}]
+
+
+def test_functions_that_a_task_calls_have_marks_of_their_own(app: Celery, database: Database[Document]) -> None:
+    """Otherwise the second one would end with the first one's result, under the id of the task that calls both."""
+    runs: list[str] = []
+
+    @once(database["done"])
+    def reserve() -> str:
+        runs.append("reserve")
+        return "reserved"
+
+    @once(database["done"])
+    def charge(*, session: Any) -> str:
+        runs.append("charge")
+        return f"charged {session.in_transaction}"
+
+    @app.task(shared=False)
+    def order() -> list[str]:
+        return [reserve(), charge()]
+
+    assert [run(order, "t1"), run(order, "t1")] == [["reserved", "charged True"]] * 2
+    run(order, "t2")
+    assert runs == ["reserve", "charge"] * 2
+
+
+def test_a_key_that_no_mark_can_have_is_refused_and_none_asks_for_no_mark(database: Database[Document]) -> None:
+    """A key that looks like a condition is a value as any other."""
+    runs: list[object] = []
+
+    @once(database["done"], key=lambda order: order)
+    def keyed(order: object) -> None:
+        runs.append(order)
+
+    for wrong in (object(), 2**70, "\ud800", {1: 2}):
+        with pytest.raises(ConfigurationError, match="cannot be stored"):
+            keyed(wrong)
+    for order in (None, None, ["a", 1], ("a", 1), "$where", "$where", re.compile("a"), re.compile("a")):
+        keyed(order)
+    assert runs == [None, None, ["a", 1], "$where", re.compile("a")]
+
+
+def test_what_a_function_sends_goes_with_its_mark(app: Celery, database: Database[Document]) -> None:
+    """The inbox and the outbox are one transaction: effect, mark and messages are there together or not at all."""
+    outbox = OutboxCollection(app, database["outbox"], sweep_every=None, at_once=False)
+    fail = [True]
+
+    @app.task(shared=False)
+    def note(text: str) -> None: ...
+
+    @app.task(shared=False)
+    @once(database["done"], outbox=outbox)
+    def pay(account: str, *, session: Any) -> str:
+        note.delay(f"{account} has paid")
+        database["accounts"].update_one({"_id": account}, {"$inc": {"balance": 5}}, upsert=True, session=session)
+        if fail.pop():
+            fail.append(False)
+            raise ValueError("no")
+        return "paid"
+
+    with pytest.raises(ValueError, match="no"):
+        run(pay, "t1", "A")
+    assert [database[each].count_documents({}) for each in ("accounts", "outbox", "done")] == [0, 0, 0]
+    assert [run(pay, "t1", "A"), run(pay, "t1", "A")] == ["paid", "paid"]
+    assert [database[each].count_documents({}) for each in ("accounts", "outbox", "done")] == [1, 1, 1]
+    outbox.backing.close()
+
+
+def test_a_handler_of_a_bridge_needs_a_key(app: Celery, database: Database[Document], mongo_url: str) -> None:
+    """Several changes may come with one message: by its id, the second one would not be handled."""
+    bridge = Bridge(app, mongo_url, name="once")
+    tokens: list[object] = []
+
+    @bridge.on_change("shop.orders")
+    @once(database["done"])
+    def by_message(_change: Change) -> None: ...
+
+    @bridge.on_change("shop.orders")
+    @once(database["done"], key=lambda change: change.resume_token)
+    def by_change(change: Change) -> None:
+        tokens.append(change.resume_token)
+
+    changes = [Change.build("insert", ns="shop.orders", _id={"_data": each}) for each in "aab"]
+    with bound(by_message), pytest.raises(ConfigurationError, match=r"key=lambda change: change.resume_token"):
+        by_message.run(changes[0])
+    with bound(by_change):
+        for change in changes:
+            by_change.run(change)
+    assert tokens == [{"_data": "a"}, {"_data": "b"}]
+
+
+@contextmanager
+def bound(task: Any) -> Iterator[None]:
+    """As within a worker's message for a task."""
+    _task_stack.push(task)
+    task.push_request(id="t1", called_directly=False)
+    try:
+        yield
+    finally:
+        task.pop_request()
+        _task_stack.pop()
+
+
 def test_a_result_that_cannot_be_remembered_ends_a_duplicate_without_successors(
     app: Celery, database: Database[Document]
 ) -> None:
@@ -164,10 +293,10 @@ def test_a_result_that_cannot_be_remembered_ends_a_duplicate_without_successors(
     assert str(large.apply(task_id="t1").state) == "IGNORED"
     assert [isinstance(keyed(1), object), keyed(1), keyed(2), keyed(2)] == [True, None, 2, 2]
 
-    database["done"].insert_one({"_id": 5, "state": "running", "owner": 1})
-    database["done"].update_one({"_id": 5}, [{"$set": {"until": {"$add": ["$$NOW", 60_000]}}}])
-    with pytest.raises(ConfigurationError, match="running elsewhere"):
-        keyed(5)
+    running = {"state": "running", "owner": 1, "until": {"$add": ["$$NOW", 60_000]}}
+    database["done"].update_one({"_id.k": 2}, [{"$set": running}])
+    with pytest.raises(ConfigurationError, match="for 2 is running elsewhere"):
+        keyed(2)
 
 
 def test_wrong_use_is_refused_when_the_decorator_runs(app: Celery, database: Database[Document]) -> None:
@@ -176,8 +305,21 @@ def test_wrong_use_is_refused_when_the_decorator_runs(app: Celery, database: Dat
     with pytest.raises(ConfigurationError, match="collection"):
         once("done")  # type: ignore[arg-type]
 
+    with pytest.raises(ConfigurationError, match="must take session"):
+        once(database["done"], outbox=OutboxCollection(app, database["outbox"], sweep_every=None))(lambda: None)
+    with pytest.raises(ConfigurationError, match="needs an OutboxCollection"):
+        once(database["done"], outbox=database["outbox"].name)(lambda session: session)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="lambda order: order"):
+        once(database["done"], key="order")  # type: ignore[arg-type]
+
     @app.task(shared=False)
     def send() -> None: ...
 
-    with pytest.raises(ConfigurationError, match="below"):
-        once(database["done"])(send)
+    async def coroutine() -> None: ...
+
+    def generator() -> Iterator[int]:
+        yield 1
+
+    for refused, reason in ((send, "below"), (coroutine, "plain functions"), (generator, "plain"), (int, "type")):
+        with pytest.raises(ConfigurationError, match=reason):
+            once(database["done"])(refused)

@@ -28,14 +28,19 @@ def take(how: str, number: int) -> None:
         reserve.delay(ARTICLE)
 
 
-def die(*_: Any, **__: Any) -> None:
-    """What a deploy, the out-of-memory killer or a power cut do at the wrong moment."""
-    os.kill(os.getpid(), signal.SIGKILL)
+def die_with(last: int) -> None:
+    """What a deploy, the out-of-memory killer or a power cut do: here as soon as the last order has been written."""
+
+    def die(*_: Any, **__: Any) -> None:
+        if database["orders"].find_one({"_id": last}):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    before_task_publish.connect(die, weak=False)
 
 
 if __name__ == "__main__":
     how, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    die_with(first + count - 1)
     for number in range(first, first + count):
-        if number == first + count - 1:
-            before_task_publish.connect(die)
         take(how, number)
+    signal.pause()  # the outbox sends in the background, and meets its end there

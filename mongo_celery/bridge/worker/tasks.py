@@ -98,6 +98,8 @@ class ChangeTask(SealedMessages):
 
     wiring: Wiring
     handler: Handler
+    shares_messages = True
+    """Several changes may come with one message: its id is none of a change, as `once` has to know."""
     if TYPE_CHECKING:
         request: Any
         run: Callable[..., Any]

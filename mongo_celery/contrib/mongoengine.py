@@ -1,0 +1,156 @@
+"""
+MongoEngine's documents in an outbox's collection: read as before, and saved with their tasks.
+
+A strict model cannot read a document that has a field which the class does not know, and an outbox's field is there
+for as long as something is pending. `save` of an instance that was made with a primary key replaces the whole
+document, and what is pending in it. `OutboxMixin` cures both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mongoengine.base import BaseField
+from mongoengine.context_managers import set_write_concern
+
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.outbox import Event, Outbox
+
+_NO_FOLLOWERS: tuple[Any, ...] = ()
+
+
+class PendingEventsField(BaseField):  # type: ignore[misc] # has no types
+    """
+    The field of an outbox in a MongoEngine document: always None, never written, and no part of its JSON.
+
+    `OutboxMixin` has one. Where the outbox has another `field=`, declare it in the class in its place:
+    `pendingEvents = PendingEventsField(db_field="outbox")`.
+    """
+
+    def __set__(self, instance: Any, value: object) -> None:
+        """Refuse a value: only the outbox writes it."""
+        self.validate(value)
+        instance._data[self.name] = None  # noqa: SLF001 - as fields do
+
+    def to_python(self, value: object) -> None:
+        """Nothing: entries are no part of the document."""
+
+    def to_mongo(self, value: object) -> None:
+        """Nothing: what is not written cannot take entries away."""
+
+    def validate(self, value: object, clean: bool = True) -> None:  # noqa: ARG002 - as fields are asked
+        """Only None is no attempt to write it."""
+        if value is not None:
+            self.error("The field belongs to the outbox; give tasks= and events= to save().")
+
+
+class OutboxMixin:
+    """
+    A MongoEngine document that lives in the collection of an outbox.
+
+    Stands before MongoEngine's class::
+
+        class Order(OutboxMixin, mongoengine.Document):
+            customer = mongoengine.StringField(required=True)
+
+        Order(customer="Ann").save(outbox=orders, tasks=[lambda _id: send_receipt.s(str(_id))])
+
+    Such a class reads documents while something is pending in them, and no `save` of it removes what is pending, one of
+    an instance that was made with a primary key included. Not promised: this for what goes past `save`, such as a
+    collection's own `replace_one`.
+    """
+
+    pendingEvents = PendingEventsField()  # noqa: N815 - its name in the document
+
+    _followers: tuple[Outbox, Sequence[Any], Sequence[Event]] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a class in which MongoEngine's own methods come first."""
+        super().__init_subclass__(**options)
+        own = cls.__mro__.index(OutboxMixin)
+        if any("_save_create" in vars(each) for each in cls.__mro__[:own] if not issubclass(each, OutboxMixin)):
+            raise ConfigurationError(
+                f"OutboxMixin of {cls.__name__} must stand before MongoEngine's class: "
+                f"class {cls.__name__}(OutboxMixin, Document).",
+            )
+
+    def save(
+        self,
+        *args: Any,
+        outbox: Outbox | None = None,
+        tasks: Sequence[Any] = _NO_FOLLOWERS,
+        events: Sequence[Event] = _NO_FOLLOWERS,
+        **options: Any,
+    ) -> Any:
+        """
+        Save as MongoEngine does, in one write with what is to follow.
+
+        Args:
+            args: as MongoEngine's.
+            outbox: of the document's collection; needed where tasks or events are given.
+            tasks: signatures, or functions of the document's `_id` that return one.
+            events: what other consumers are told.
+            options: as MongoEngine's.
+
+        Raises:
+            ConfigurationError: tasks or events without an outbox, or one of another collection.
+            OutboxRefusedError: nothing was written.
+        """
+        if outbox is not None:
+            self._check(outbox)
+        elif tasks or events:
+            raise ConfigurationError("Tasks and events of a document need its outbox: save(outbox=..., tasks=...).")
+        # A receiver of MongoEngine's signals may save the document once more: without the tasks of this call.
+        before, self._followers = self._followers, None if outbox is None else (outbox, tasks, events)
+        try:
+            saved = super().save(*args, **options)  # type: ignore[misc] # MongoEngine's
+        finally:
+            self._followers = before
+        if outbox is not None:
+            outbox.dispatch(saved.to_mongo()["_id"])
+        return saved
+
+    def _check(self, outbox: Outbox) -> None:
+        fields = {field.db_field for field in self._own("_fields").values() if isinstance(field, PendingEventsField)}
+        mine, its = self._own("_get_collection")().full_name, outbox.collection.full_name
+        if mine != its:
+            raise ConfigurationError(f"{type(self).__name__} is stored in {mine!r}, and this outbox is on {its!r}.")
+        if outbox.field.name not in fields:
+            raise ConfigurationError(
+                f"This outbox keeps its entries in {outbox.field.name!r}; declare it in {type(self).__name__}: "
+                f"pendingEvents = PendingEventsField(db_field={outbox.field.name!r}).",
+            )
+
+    def _own(self, name: str) -> Any:
+        """What MongoEngine's classes have, of which there are no types."""
+        return getattr(self, name)
+
+    def _with_followers(self, document: Mapping[str, Any], **options: Any) -> Any:
+        if self._followers is None:
+            return document
+        outbox, tasks, events = self._followers
+        return outbox.with_tasks(document, tasks, events, **options)
+
+    def _save_create(self, doc: Any, force_insert: bool, write_concern: Any) -> Any:
+        """MongoEngine's step for what it takes to be new; with a primary key it may be there."""
+        if not force_insert and "_id" in doc:
+            which = self._own("_integrate_shard_key")(doc, {"_id": doc["_id"]})
+            with set_write_concern(self._own("_get_collection")(), write_concern) as collection:
+                if collection.find_one_and_update(which, self._replacement(doc)) is not None:
+                    return doc["_id"]
+        return super()._save_create(self._with_followers(doc), True, write_concern)  # type: ignore[misc]
+
+    def _replacement(self, doc: Any) -> list[Mapping[str, Any]]:
+        """All of the document but what is pending in it."""
+        if self._followers is not None:
+            outbox, tasks, events = self._followers
+            return outbox.replacement(doc, tasks, events)
+        names = [each.db_field for each in self._own("_fields").values() if isinstance(each, PendingEventsField)]
+        kept = {name: f"${name}" for name in ("_id", *names)}
+        return [{"$replaceWith": {"$mergeObjects": [{"$literal": doc}, kept]}}]
+
+    def _get_update_doc(self) -> Any:
+        """MongoEngine's operators for what has changed; where nothing has, tasks still need some to go with."""
+        operators = super()._get_update_doc()  # type: ignore[misc]
+        return self._with_followers(operators or {"$set": {}}, id=self._own("pk")) if self._followers else operators

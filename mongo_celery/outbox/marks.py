@@ -1,0 +1,134 @@
+"""
+What has run under an id, and what runs: one document an id.
+
+::
+
+    {_id, state: "running" | "done", owner, until, expiresAt, result: {contentType, contentEncoding, payload}}
+
+`_id` is a task's id, or `{t: task, k: key}` where `once` was given a key: two tasks about one order have a mark each.
+A running mark is claimed by its owner until a time of the server's clock, and renewed while its function runs; a done
+one is final, until `expiresAt` takes it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from bson import ObjectId
+from pymongo import ReturnDocument
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.errors import DuplicateKeyError
+
+from mongo_celery.mongo.expressions import after, literal
+from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
+
+_INDEX = "expires-at"
+_WAIT_SECONDS = 10.0
+
+_IS_NEW = {"$eq": [{"$type": "$state"}, "missing"]}
+_HAS_LAPSED = {"$and": [{"$eq": ["$state", "running"]}, {"$lte": ["$until", "$$NOW"]}]}
+
+
+@dataclass(frozen=True, slots=True)
+class MarkClaim:
+    """
+    What came of asking for an id.
+
+    Attributes:
+        owner: of the claim; None if it was not given.
+        wait: seconds after which to ask again, where another run has it.
+        result: as it was stored, where it has run.
+    """
+
+    owner: ObjectId | None = None
+    wait: float | None = None
+    result: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Marks:
+    """
+    The marks of one collection.
+
+    Args:
+        source: the collection, or a callable that returns it.
+        keep: seconds for which a finished id is remembered.
+        claim_ttl: seconds for which a run keeps duplicates away, unless it is renewed.
+    """
+
+    def __init__(self, source: Source, keep: float, claim_ttl: float) -> None:
+        self._source = source
+        self._keep = keep
+        self.claim_ttl = claim_ttl
+        self._indexed = False
+
+    @property
+    def collection(self) -> Collection[dict[str, Any]]:
+        """With majority writes; its TTL index exists afterwards."""
+        given = collection_of(self._source)
+        opened = strict(given, plain_types(given))
+        if not self._indexed:
+            opened.create_index([("expiresAt", 1)], name=_INDEX, expireAfterSeconds=0)
+            self._indexed = True
+        return opened
+
+    def claim(self, identity: Any, owner: ObjectId) -> MarkClaim:
+        """Claim an id to run; the same owner may ask again, if it got no answer."""
+        times = {"until": after(self.claim_ttl), "expiresAt": after(self.claim_ttl + self._keep)}
+        return self._taken(identity, owner, {"state": "running", **times}, None)
+
+    def mark(self, identity: Any, owner: ObjectId, session: ClientSession) -> MarkClaim:
+        """Mark an id as done inside a transaction, unless it runs or has run. Two at once conflict, and one repeats."""
+        return self._taken(identity, owner, {"state": "done", "expiresAt": after(self._keep)}, session)
+
+    def _taken(self, identity: Any, owner: ObjectId, state: dict[str, Any], session: ClientSession | None) -> MarkClaim:
+        """By `_id` alone: what is there and still counts stays as it is, and is what comes back."""
+        taken = {"_id": "$_id", "owner": literal(owner), **state}
+        is_free = {"$or": [_IS_NEW, _HAS_LAPSED, {"$eq": ["$owner", literal(owner)]}]}
+        with suppress(DuplicateKeyError):  # another one has just made it
+            found: Any = self.collection.find_one_and_update(
+                {"_id": identity},
+                [{"$replaceWith": {"$cond": [is_free, taken, "$$ROOT"]}}],
+                upsert=True,
+                return_document=ReturnDocument.AFTER,
+                session=session,
+            )
+            if found["owner"] == owner:
+                return MarkClaim(owner)
+            if found["state"] == "done":
+                return MarkClaim(result=found.get("result", {}))
+        return MarkClaim(wait=min(self.claim_ttl, _WAIT_SECONDS))
+
+    def renew(self, running: Iterable[tuple[Any, ObjectId]]) -> set[ObjectId]:
+        """
+        Renew claims, all by one write.
+
+        Args:
+            running: ids with the owners of their claims.
+
+        Returns:
+            The owners whose claims are lost: somebody else runs what they run.
+        """
+        identities, owners = zip(*running, strict=True)
+        mine = {"_id": {"$in": identities}, "owner": {"$in": owners}, "state": "running"}
+        times = {"until": after(self.claim_ttl), "expiresAt": after(self.claim_ttl + self._keep)}
+        collection = self.collection
+        if collection.update_many(mine, [{"$set": times}]).matched_count == len(owners):
+            return set()
+        return set(owners) - {found["owner"] for found in collection.find(mine, {"owner": 1})}
+
+    def done(self, identity: Any, owner: ObjectId, result: Mapping[str, Any]) -> bool:
+        """Remember that an id has run, and with which result; False if its claim was lost."""
+        change = [{"$set": {"state": "done", "result": literal(result), "expiresAt": after(self._keep)}}]
+        return self.collection.update_one({"_id": identity, "owner": owner}, change).matched_count == 1
+
+    def free(self, identity: Any, owner: ObjectId) -> None:
+        """Forget a claim whose run has failed."""
+        self.collection.delete_one({"_id": identity, "owner": owner, "state": "running"})
+
+    def note(self, identity: Any, result: Mapping[str, Any], session: ClientSession) -> None:
+        """Add the result to a mark of the same transaction."""
+        self.collection.update_one({"_id": identity}, {"$set": {"result": result}}, session=session)

@@ -1,0 +1,210 @@
+"""MongoEngine's documents with `OutboxMixin`: read while something is pending, and saved with their tasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import mongoengine
+import pytest
+from bson import ObjectId
+from bson.json_util import RELAXED_JSON_OPTIONS
+from celery import Celery
+from mongoengine.errors import FieldDoesNotExist, NotUniqueError, ValidationError
+from pymongo.database import Database
+
+from mongo_celery import ConfigurationError, Event, Outbox, OutboxRefusedError
+from mongo_celery.contrib.mongoengine import OutboxMixin, PendingEventsField
+
+Document = dict[str, Any]
+
+
+class Order(OutboxMixin, mongoengine.Document):  # type: ignore[misc] # MongoEngine has no types
+    """As strict as models are by default."""
+
+    customer = mongoengine.StringField(required=True)
+    number = mongoengine.IntField(unique=True, sparse=True)
+    lines = mongoengine.ListField(mongoengine.StringField())
+    meta = {"collection": "orders"}  # noqa: RUF012 - as MongoEngine wants it
+
+
+class Plain(mongoengine.Document):  # type: ignore[misc] # MongoEngine has no types
+    """A model that knows nothing of the outbox."""
+
+    customer = mongoengine.StringField(required=True)
+    meta = {"collection": "orders"}  # noqa: RUF012 - as MongoEngine wants it
+
+
+class Renamed(OutboxMixin, mongoengine.Document):  # type: ignore[misc] # MongoEngine has no types
+    """In a collection whose outbox has another field."""
+
+    customer = mongoengine.StringField()
+    pendingEvents = PendingEventsField(db_field="outbox")  # noqa: N815
+    meta = {"collection": "orders"}  # noqa: RUF012 - as MongoEngine wants it
+
+
+@pytest.fixture(autouse=True)
+def connected(database: Database[Document], mongo_url: str) -> Iterator[None]:
+    mongoengine.connect(database.name, host=mongo_url, uuidRepresentation="standard")
+    yield
+    mongoengine.disconnect()
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    """Its broker never answers: what is written stays."""
+    with Celery("shop", broker="redis://localhost:1", set_as_current=False) as made:
+        yield made
+
+
+@pytest.fixture
+def outbox(app: Celery, database: Database[Document]) -> Iterator[Outbox]:
+    made = Outbox(app, database["orders"], at_once=False, sweep_every=None)
+    yield made
+    made.backing.close()
+
+
+@pytest.fixture
+def note(app: Celery) -> Any:
+    @app.task(name="note", shared=False)
+    def note(order: str) -> None: ...
+
+    return note
+
+
+def pending(database: Database[Document], field: str = "pendingEvents") -> list[Any]:
+    """Arguments of the tasks that wait, and names of the events."""
+    (stored,) = database["orders"].find()
+    assert stored[field]["count"] == len(stored[field]["events"])
+    return [each["event"] if "event" in each else each["id"] for each in stored[field]["events"]]
+
+
+def test_a_strict_model_reads_a_document_while_something_is_pending(
+    outbox: Outbox, database: Database[Document], note: Any
+) -> None:
+    """Without the mixin it cannot; with it nothing of the outbox shows, and nothing of it is written."""
+    outbox.insert_one({"_id": ObjectId(), "customer": "Ann"}, tasks=[note.s("1")])
+    before = database["orders"].find_one()
+    with pytest.raises(FieldDoesNotExist):
+        Plain.objects.first()
+
+    order = Order.objects.get(customer="Ann")
+    assert order.pendingEvents is None
+    assert set(json.loads(order.to_json(json_options=RELAXED_JSON_OPTIONS))) == {"_id", "customer", "lines"}
+    order.lines.append("lamp")
+    order.save()
+    order.reload()
+    order.modify(customer="Bob")
+    order.customer = "Eve"
+    order.save(save_condition={"customer": "Bob"})
+    after = database["orders"].find_one()
+    assert before is not None
+    assert after == {**before, "customer": "Eve", "lines": ["lamp"]}
+    assert Order.objects(pendingEvents__exists=True).only("customer").count() == 1
+
+
+def test_no_save_takes_away_what_is_pending(outbox: Outbox, database: Database[Document], note: Any) -> None:
+    """MongoEngine replaces the document of an instance that was made with its primary key."""
+    identity = ObjectId()
+    outbox.insert_one({"_id": identity, "customer": "Ann", "number": 7}, tasks=[note.s("1")])
+    before = pending(database)
+    Order(id=identity, customer="Bob").save()
+    assert pending(database) == before
+    stored = database["orders"].find_one()
+    assert stored is not None
+    assert {**stored, "pendingEvents": 0} == {"_id": identity, "customer": "Bob", "lines": [], "pendingEvents": 0}
+
+    database["orders"].delete_many({})
+    Order(id=identity, customer="$customer").save()
+    assert database["orders"].find_one() == {"_id": identity, "customer": "$customer", "lines": []}
+    Order(id=identity, customer="$Eve").save()
+    assert database["orders"].find_one() == {"_id": identity, "customer": "$Eve", "lines": []}
+
+
+def test_an_instance_is_saved_with_its_tasks(outbox: Outbox, database: Database[Document], note: Any) -> None:
+    """One write each, new or changed or replaced; tasks may be functions of the `_id`."""
+    order = Order(customer="Ann")
+    order.save(outbox=outbox, tasks=[lambda _id: note.s(str(_id))], events=[Event("order.placed", {})])
+    (stored,) = database["orders"].find()
+    assert (order.pk, len(pending(database))) == (stored["_id"], 2)
+    assert str(order.pk) in str(stored["pendingEvents"])
+
+    order.customer = "Bob"
+    order.save(outbox=outbox, tasks=[note.s("changed"), lambda _id: note.s(str(_id))])
+    order.save(outbox=outbox, tasks=[note.s("unchanged")])
+    Order(id=order.pk, customer="Eve").save(outbox=outbox, tasks=[lambda _id: note.s("replaced")])
+    order.save()
+    assert len(pending(database)) == 6
+    assert order.reload().customer == "Eve"
+
+    database["orders"].delete_many({})
+    Order(id=order.pk, customer="new").save(outbox=outbox, tasks=[note.s("new")])
+    Order(id=ObjectId(), customer="forced").save(force_insert=True, outbox=outbox, tasks=[note.s("forced")])
+    assert [each["pendingEvents"]["count"] for each in database["orders"].find()] == [1, 1]
+
+
+def test_a_receiver_that_saves_once_more_does_not_repeat_the_tasks(
+    outbox: Outbox, database: Database[Document], note: Any
+) -> None:
+    """MongoEngine's signals are sent inside `save`."""
+
+    def number(_sender: Any, document: Any, **_: Any) -> None:
+        if document.number is None:
+            document.number = 7
+            document.save()
+
+    mongoengine.signals.post_save.connect(number, sender=Order)
+    try:
+        Order(customer="Ann").save(outbox=outbox, tasks=[note.s("1")])
+    finally:
+        mongoengine.signals.post_save.disconnect(number, sender=Order)
+    assert len(pending(database)) == 1
+    assert Order.objects.get().number == 7
+
+
+def test_a_save_that_fails_writes_neither(outbox: Outbox, database: Database[Document], note: Any) -> None:
+    """MongoEngine's own errors, and those of the outbox; the next save carries nothing of it."""
+    Order(customer="Ann", number=1).save()
+    with pytest.raises(ValidationError):
+        Order(number=2).save(outbox=outbox, tasks=[note.s("1")])
+    with pytest.raises(NotUniqueError):
+        Order(customer="Bob", number=1).save(outbox=outbox, tasks=[note.s("1")])
+    order = Order.objects.get(number=1)
+    order.customer = "Bob"
+    with pytest.raises(OutboxRefusedError):
+        order.save(outbox=outbox, tasks=[note.s(object())])
+    (stored,) = database["orders"].find()
+    assert (stored["customer"], "pendingEvents" in stored) == ("Ann", False)
+    order.save()
+    assert "pendingEvents" not in database["orders"].find()[0]
+
+
+def test_an_outbox_with_another_field_is_declared(app: Celery, database: Database[Document], note: Any) -> None:
+    outbox = Outbox(app, database["orders"], name="renamed", field="outbox", at_once=False, sweep_every=None)
+    saved = Renamed(customer="Ann")
+    saved.save(outbox=outbox, tasks=[note.s("1")])
+    assert len(pending(database, "outbox")) == 1
+    Renamed(id=saved.pk, customer="Bob").save()
+    assert len(pending(database, "outbox")) == 1
+    assert Renamed.objects.get(customer="Bob").pendingEvents is None
+    with pytest.raises(ConfigurationError, match="PendingEventsField"):
+        Order(customer="Ann").save(outbox=outbox, tasks=[note.s("1")])
+    outbox.backing.close()
+
+
+def test_wrong_use_is_refused_in_one_sentence(
+    app: Celery, outbox: Outbox, database: Database[Document], note: Any
+) -> None:
+    other = Outbox(app, database["others"], at_once=False, sweep_every=None)
+    with pytest.raises(ConfigurationError, match="stored in"):
+        Order(customer="Ann").save(outbox=other, tasks=[note.s("1")])
+    with pytest.raises(ConfigurationError, match=r"save\(outbox="):
+        Order(customer="Ann").save(tasks=[note.s("1")])
+    with pytest.raises(ValidationError, match="belongs to the outbox"):
+        Order(customer="Ann").pendingEvents = {}
+    with pytest.raises(ValidationError, match="belongs to the outbox"):
+        Order.objects.update(set__pendingEvents=[1])
+    with pytest.raises(ConfigurationError, match=r"Wrong\(OutboxMixin, Document\)"):
+        type("Wrong", (mongoengine.Document, OutboxMixin), {})
+    assert outbox.collection.count_documents({}) == 0
