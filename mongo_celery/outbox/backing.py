@@ -12,18 +12,22 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.app import app_name
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import per_process
 from mongo_celery.locking import after_commit
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox import index
+from mongo_celery.outbox import index, swept
 from mongo_celery.outbox.dead_letters import COLLECTION, OutboxDeadLetters
 from mongo_celery.outbox.document_write import Written
+from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.options import OutboxOptions
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Counters, Relay
+from mongo_celery.outbox.swept import SweepRecords, patience
+from mongo_celery.outbox.unswept import SweepWatch
 from mongo_celery.outbox.writes import Writer
 
 logger = logging.getLogger("mongo_celery.outbox")
@@ -83,7 +87,8 @@ class Backing:
         self.at_once = options.at_once
         self.counters = Counters()
         self._source = source
-        self._options = options
+        self.options = options
+        self.watch = SweepWatch(lambda: self.collection.full_name, lambda: self.sweeps, patience(options.sweep_every))
         self._indexed = False
         self._circuit_open_until = 0.0
 
@@ -105,7 +110,7 @@ class Backing:
     @per_process
     def writer(self) -> Writer:
         """Writes changes and entries."""
-        return Writer(self.collection, max_pending=self._options.max_pending, claim_ttl=self._options.claim_ttl)
+        return Writer(self.collection, max_pending=self.options.max_pending, claim_ttl=self.options.claim_ttl)
 
     @property
     def relay(self) -> Relay:
@@ -122,16 +127,28 @@ class Backing:
             self.plain,
             self.publisher,
             lambda: self.dead_letters,
-            claim_ttl=self._options.claim_ttl,
-            max_attempts=self._options.max_attempts,
+            claim_ttl=self.options.claim_ttl,
+            max_attempts=self.options.max_attempts,
             counters=self.counters,
         )
 
     @property
     def dead_letters(self) -> OutboxDeadLetters:
         """What could not be published."""
-        store = self.plain.database.client[self._options.database][COLLECTION]
+        store = self.plain.database.client[self.options.database][COLLECTION]
         return OutboxDeadLetters(strict(store, self.plain.codec_options), self.collection.full_name)
+
+    @property
+    def apps(self) -> tuple[str, ...]:
+        """Whose entries this process delivers, by the names of their apps; empty for an app without one."""
+        return (app_name(self.app) or "",)
+
+    @per_process
+    def sweeps(self) -> SweepRecords:
+        """The notes of who has swept."""
+        notes = self.plain.database.client[self.options.database][swept.COLLECTION]
+        name = f"{self.collection.full_name}/{FIELD}"
+        return SweepRecords(strict(notes, self.plain.codec_options), name, self.apps[0], self.apps)
 
     def may_claim(self, session: ClientSession | None) -> bool:
         """Whether a write may claim its document in order to dispatch at once."""
@@ -145,6 +162,7 @@ class Backing:
     def dispatch_at_once(self, written: Written, session: ClientSession | None) -> None:
         """The fast path: whatever goes wrong, the entries are in the document, and the sweep finds them."""
         document_id = written.document_id
+        self.watch.written()
         if not self.at_once or not (written.matched or written.upserted) or document_id is NO_ID:
             return
         if session is not None and session.in_transaction:

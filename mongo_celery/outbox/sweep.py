@@ -34,6 +34,9 @@ _SWEEP_SECONDS = 60.0
 _REFUSALS_MAX = 3
 """So many documents in a row for which the broker did not answer end a sweep."""
 
+_NOTE_SECONDS = 5.0
+"""How often a process notes that it sweeps."""
+
 _IDLE_TURNS_MAX = 3
 """So many turns in which nothing could be delivered end a sweep of one outbox: what failed is held back meanwhile."""
 
@@ -57,6 +60,7 @@ class Backlog:
 def sweep_one(backlog: Backlog, older_than: float, limit: int) -> Delivery:
     """Deliver documents of one outbox, the given number at most; the sum of what was done."""
     relay = backlog.backing.relay
+    backlog.backing.sweeps.note(_NOTE_SECONDS)
     total, refusals = Delivery(), 0
     for document_id in index.due_documents(backlog.backing.plain, older_than, limit):
         try:

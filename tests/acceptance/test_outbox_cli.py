@@ -14,11 +14,14 @@ from celery import Celery
 from pymongo import MongoClient
 
 from mongo_celery import Outbox
+from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.test_cli import BARE_APP, NOWHERE, Document, Done, one_sentence, run
 from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.process import Processes, wait_for
 from tests.fixtures.rights import UrlOf, with_a_wrong_password
 
 APP = "tests.acceptance.outbox_cli_project"
+WITH_BEAT = ("-c", "1", "-B", "-s", "/dev/null", "--scheduler", "celery.beat:Scheduler")
 
 
 class Shop:
@@ -28,6 +31,7 @@ class Shop:
         self.names = f"outbox_cli_{uuid4().hex[:10]}"
         self.orders = client[f"{self.names}_data"]["orders"]
         self.parcels = client[f"{self.names}_data"]["parcels"]
+        self.notes = client[f"{self.names}_state"]["outbox_sweeps"]
         self.dead_letters = client[f"{self.names}_state"]["outbox_dead_letters"]
         self.app = Celery("writer", broker=broker_url)
         self.outbox = Outbox(self.app, self.orders, at_once=False, sweep_every=None, foreign_tasks=True)
@@ -35,11 +39,11 @@ class Shop:
         options: Document = {"database": f"{self.names}_state", "at_once": False, "sweep_every": None}
         self.lacking = Outbox(lacking, self.orders, max_attempts=1, **options)
         self._broker = broker
-        self._environment = {"PROJECT_MONGO": mongo_url, "PROJECT_BROKER": broker_url, "PROJECT_NAMES": self.names}
+        self.environment = {"PROJECT_MONGO": mongo_url, "PROJECT_BROKER": broker_url, "PROJECT_NAMES": self.names}
 
     def run(self, *arguments: str, text: str = "", **variables: str) -> Done:
         """Run `celery -A app outbox` with arguments."""
-        return run("-A", APP, "outbox", *arguments, environment={**self._environment, **variables}, text=text)
+        return run("-A", APP, "outbox", *arguments, environment={**self.environment, **variables}, text=text)
 
     def lines(self, *arguments: str, status: int = 0, **variables: str) -> list[Document]:
         """Run a command with `--json`; what its lines say."""
@@ -100,7 +104,8 @@ def test_status_shows_what_waits_and_a_sweep_delivers_it_in_order(shop: Shop) ->
     assert orders["oldest_seconds"] > 0
     assert [words in " ".join(orders["advice"]) for words in ("celery beat", "index pending-events")] == [True, True]
     assert (parcels["outbox"], parcels["pending"], parcels["oldest_seconds"]) == ("parcels", 0, None)
-    assert (parcels["advice"], parcels["late"]) == ([], False)
+    assert (parcels["late"], parcels["swept_seconds"]) == (False, None)
+    assert ["Nobody has swept it yet" in each for each in parcels["advice"]] == [True]
 
     swept = shop.run("sweep")
     assert (swept.returncode, swept.stderr) == (0, "")
@@ -130,6 +135,29 @@ def test_a_broker_that_is_down_is_said_and_ends_a_sweep_with_status_1(shop: Shop
     assert (swept["dispatched"], swept["dead"], swept["left"], swept["broker_down"]) == (0, 0, 1, True)
     assert "secret" not in json.dumps(swept)
     assert len(shop.entries(1)) == 1
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_check_fails_until_beat_and_a_worker_sweep(shop: Shop, processes: Processes) -> None:
+    """An outbox that only its writers import is swept by nobody; a worker with beat is all it takes."""
+    shop.orders.insert_one({"_id": 1})
+    for found in shop.lines("check", status=1):
+        assert found["ok"] is False
+        (sweep,) = (each for each in found["findings"] if each["name"] == "sweep")
+        assert (sweep["level"], "No worker has answered" in sweep["message"]) == ("error", True)
+
+    processes.celery(APP, "worker", *QUIET, *WITH_BEAT, environment=shop.environment)
+    wait_for(lambda: shop.notes.count_documents({}) == 2)
+
+    orders, parcels = shop.lines("check")
+    assert (orders["outbox"], orders["ok"], parcels["outbox"], parcels["ok"]) == ("orders", True, "parcels", True)
+    assert not [each for each in orders["findings"] if each["level"] == "error"]
+    done = shop.run("check", "--name", "orders")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^ok +sweep +Swept \d s ago \(outbox_cli, ", done.stdout, re.MULTILINE), done.stdout
 
 
 # -- dead letters ----------------------------------------------------------------------------------

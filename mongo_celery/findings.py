@@ -1,0 +1,66 @@
+"""What a preflight of a bridge or an outbox says: findings, each with the sentence that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from pymongo.errors import PyMongoError
+
+from mongo_celery.errors import MongoCeleryError
+from mongo_celery.mongo.opening import sentence_on
+from mongo_celery.mongo.redaction import without_credentials
+from mongo_celery.mongo.verdicts import Concern
+
+Level = Literal["ok", "warning", "error"]
+
+NEAR, SERIOUS = 0.75, 0.9
+"""Shares of a bound from which on it is said, and from which on it is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """
+    One thing that was looked at.
+
+    Attributes:
+        level: `error` where the bridge or outbox cannot work or would stand still, `warning` where it works but may
+            surprise, else `ok`.
+        name: stable, for scripts.
+        message: what was found and, unless it is ok, what to do.
+        command: that cures it, as it is to be typed; None where the message says what does.
+    """
+
+    level: Level
+    name: str
+    message: str
+    command: str | None = None
+
+
+def ok(name: str, message: str) -> Finding:
+    """All is well."""
+    return Finding("ok", name, message)
+
+
+def warning(name: str, message: str, command: str | None = None) -> Finding:
+    """It works, but may surprise."""
+    return Finding("warning", name, message, command)
+
+
+def error(name: str, message: str, command: str | None = None) -> Finding:
+    """It cannot work like this."""
+    return Finding("error", name, message, command)
+
+
+def guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:
+    """The findings of a part of a preflight; what ends it early is one more, by this name."""
+    found: list[Finding] = []
+    try:
+        for finding in part():
+            found.append(finding)  # noqa: PERF402 - what was found before an error counts
+    except MongoCeleryError as failure:
+        found.append(error(name, without_credentials(str(failure))))
+    except PyMongoError as failure:
+        found.append(error(name, without_credentials(sentence_on(failure, concern))))
+    return found
