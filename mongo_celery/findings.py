@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
-
-from pymongo.errors import PyMongoError
-
-from mongo_celery.errors import MongoCeleryError
-from mongo_celery.mongo.opening import sentence_on
-from mongo_celery.mongo.redaction import without_credentials
-from mongo_celery.mongo.verdicts import Concern
 
 Level = Literal["ok", "warning", "error"]
 
@@ -51,16 +43,3 @@ def warning(name: str, message: str, command: str | None = None) -> Finding:
 def error(name: str, message: str, command: str | None = None) -> Finding:
     """It cannot work like this."""
     return Finding("error", name, message, command)
-
-
-def guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:
-    """The findings of a part of a preflight; what ends it early is one more, by this name."""
-    found: list[Finding] = []
-    try:
-        for finding in part():
-            found.append(finding)  # noqa: PERF402 - what was found before an error counts
-    except MongoCeleryError as failure:
-        found.append(error(name, without_credentials(str(failure))))
-    except PyMongoError as failure:
-        found.append(error(name, without_credentials(sentence_on(failure, concern))))
-    return found

@@ -19,7 +19,8 @@ from mongo_celery.bridge.operations.source_check import check_sources
 from mongo_celery.bridge.operations.state_check import check_state
 from mongo_celery.bridge.operations.worker_check import check_workers
 from mongo_celery.bridge.worker.tasks import overridden_attributes
-from mongo_celery.findings import Finding, error, guarded, ok
+from mongo_celery.findings import Finding, error, ok
+from mongo_celery.mongo.examining import guarded
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring

@@ -17,7 +17,8 @@ from celery import Celery
 from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.broker.server_check import BROKER_SECONDS, check_server
 from mongo_celery.broker.workers import WorkersSaid
-from mongo_celery.findings import Finding, error, guarded, ok, warning
+from mongo_celery.findings import Finding, error, ok, warning
+from mongo_celery.mongo.examining import guarded
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.outbox import dead_letters, pending, swept
