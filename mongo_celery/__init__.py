@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         UnreadableEventError,
     )
     from mongo_celery.locking import select_for_update, select_many_for_update, transactional
-    from mongo_celery.outbox import Event, Outbox, once
+    from mongo_celery.outbox import STORED_ID, Event, Outbox, once
     from mongo_celery.twophase import Participant, TwoPhaseCommit
 
 _HOMES = {
@@ -59,6 +59,7 @@ _HOMES = {
     "FencedCollection": "bridge.fenced",
     "Outbox": "outbox",
     "Participant": "twophase",
+    "STORED_ID": "outbox",
     "TwoPhaseCommit": "twophase",
     "once": "outbox",
     "select_for_update": "locking",
@@ -67,6 +68,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "STORED_ID",
     "AccessError",
     "Bridge",
     "Change",

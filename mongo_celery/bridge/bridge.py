@@ -21,7 +21,7 @@ from mongo_celery.bridge.worker.tasks import make_task, register_commit
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.outbox import Outbox
-from mongo_celery.outbox.watching import FIELDS, OPERATIONS, STILL_PENDING, delivery_handler, handler_name
+from mongo_celery.outbox.watching import OPERATIONS, delivery_handler, handler_name, still_pending, watched_fields
 
 Function = Callable[..., Any]
 
@@ -258,8 +258,8 @@ class Bridge:
                 namespace,
                 name=handler_name(namespace),
                 operations=OPERATIONS,
-                fields=FIELDS,
-                match=STILL_PENDING,
+                fields=watched_fields(made.backing.field),
+                match=still_pending(made.backing.field),
                 partition_by="_id",
                 bind=True,
             )(delivery_handler(lambda: made.backing.relay, namespace))

@@ -4,5 +4,6 @@ from mongo_celery.outbox.bulk import Write
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.once import once
 from mongo_celery.outbox.outbox import Outbox
+from mongo_celery.outbox.stored_id import STORED_ID
 
-__all__ = ["Event", "Outbox", "Write", "once"]
+__all__ = ["STORED_ID", "Event", "Outbox", "Write", "once"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any
 
 from celery import Celery
@@ -12,31 +11,27 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
 
-from mongo_celery.app import app_name
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.forking import per_process
+from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.locking import after_commit
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
-from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import index, swept
+from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.dead_letters import COLLECTION, OutboxDeadLetters
+from mongo_celery.outbox.dispatcher import DispatcherState, OutboxDispatcher
 from mongo_celery.outbox.document_write import Written
-from mongo_celery.outbox.entries import FIELD
+from mongo_celery.outbox.failures import FailurePolicy
 from mongo_celery.outbox.options import OutboxOptions
+from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.publisher import Publisher
-from mongo_celery.outbox.relay import Counters, Relay
+from mongo_celery.outbox.relay import Counters, Delivery, HeldDocument, Relay
 from mongo_celery.outbox.swept import SweepRecords, patience
 from mongo_celery.outbox.unswept import SweepWatch
 from mongo_celery.outbox.writes import Writer
 
-logger = logging.getLogger("mongo_celery.outbox")
-
-_SLOW_SECONDS = 1.0
-"""A dispatch that fails after so long has kept a writer waiting: its broker does not answer."""
-
-_OPEN_SECONDS = 5.0
-"""For so long the circuit breaker then keeps other writers from waiting for that broker in turn."""
+_PROBE_SECONDS = 5
+"""How long a broker may take to answer whether it is back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +44,13 @@ class OutboxStatus:
         documents: how many have something pending.
         pending: how many entries wait.
         oldest_seconds: age of the oldest by the server's clock; None when nothing waits.
-        failing: how many documents hold an entry that has failed through its own fault.
+        failing: how many documents have, as the next one, an entry that has failed through its own fault.
         dead_letters: how many were set aside.
         dispatched: by this process since it started.
         failures: of this process since it started.
+        stuck: how many of the failing have failed `max_attempts` times: what stands behind waits until somebody acts.
+        other_apps: in how many the next entry belongs to an app that this process does not deliver for.
+        dispatcher: what waits in this process.
     """
 
     outbox: str
@@ -63,6 +61,9 @@ class OutboxStatus:
     dead_letters: int
     dispatched: int
     failures: int
+    stuck: int = 0
+    other_apps: int = 0
+    dispatcher: DispatcherState = field(default_factory=DispatcherState)
 
 
 class Backing:
@@ -87,10 +88,12 @@ class Backing:
         self.at_once = options.at_once
         self.counters = Counters()
         self._source = source
-        self.options = options
+        self._options = options
+        self.field = PendingField(options.field)
+        self.others_told_at = -math.inf
         self.watch = SweepWatch(lambda: self.collection.full_name, lambda: self.sweeps, patience(options.sweep_every))
         self._indexed = False
-        self._circuit_open_until = 0.0
+        self._dispatcher: PerProcess[OutboxDispatcher] = PerProcess(self._new_dispatcher)
 
     @per_process
     def collection(self) -> Collection[Any]:
@@ -110,14 +113,14 @@ class Backing:
     @per_process
     def writer(self) -> Writer:
         """Writes changes and entries."""
-        return Writer(self.collection, max_pending=self.options.max_pending, claim_ttl=self.options.claim_ttl)
+        return Writer(self.collection, max_pending=self._options.max_pending, claim_ttl=self._options.claim_ttl)
 
     @property
     def relay(self) -> Relay:
         """Delivers documents; the index exists afterwards."""
         relay = self._relay
         if not self._indexed:
-            index.ensure(self.collection)
+            index.ensure(self.collection, self.field)
             self._indexed = True
         return relay
 
@@ -127,70 +130,112 @@ class Backing:
             self.plain,
             self.publisher,
             lambda: self.dead_letters,
-            claim_ttl=self.options.claim_ttl,
-            max_attempts=self.options.max_attempts,
+            claims=self.claims,
+            claim_ttl=self._options.claim_ttl,
+            policy=FailurePolicy(self._options.failure_policy, self._options.max_attempts),
             counters=self.counters,
+        )
+
+    @per_process
+    def claims(self) -> PendingClaims:
+        """Conditions and updates of relays."""
+        return PendingClaims(self.field, self.publisher.apps)
+
+    @property
+    def dispatcher(self) -> OutboxDispatcher:
+        """Publishes what this process writes; its thread starts with the first write."""
+        return self._dispatcher.get()
+
+    def _new_dispatcher(self) -> OutboxDispatcher:
+        return OutboxDispatcher(
+            lambda: self.collection.full_name,
+            lambda: self.relay,
+            waiting=lambda limit: index.due_documents(self.plain, self.claims, 0.0, limit),
+            answers=lambda: self.publisher.answers(_PROBE_SECONDS),
+            claim_ttl=self._options.claim_ttl,
+            codec=lambda: self.collection.codec_options,
+            expects=bool(self.at_once),
         )
 
     @property
     def dead_letters(self) -> OutboxDeadLetters:
         """What could not be published."""
-        store = self.plain.database.client[self.options.database][COLLECTION]
+        store = self.plain.database.client[self._options.database][COLLECTION]
         return OutboxDeadLetters(strict(store, self.plain.codec_options), self.collection.full_name)
 
     @property
-    def apps(self) -> tuple[str, ...]:
-        """Whose entries this process delivers, by the names of their apps; empty for an app without one."""
-        return (app_name(self.app) or "",)
+    def options(self) -> OutboxOptions:
+        """What the outbox was told."""
+        return self._options
 
     @per_process
     def sweeps(self) -> SweepRecords:
         """The notes of who has swept."""
-        notes = self.plain.database.client[self.options.database][swept.COLLECTION]
-        name = f"{self.collection.full_name}/{FIELD}"
-        return SweepRecords(strict(notes, self.plain.codec_options), name, self.apps[0], self.apps)
+        notes = self.plain.database.client[self._options.database][swept.COLLECTION]
+        name = f"{self.collection.full_name}/{self.field.name}"
+        apps = [app or "" for app in self.publisher.apps]
+        return SweepRecords(strict(notes, self.plain.codec_options), name, self.app.main or "", apps)
 
     def may_claim(self, session: ClientSession | None) -> bool:
-        """Whether a write may claim its document in order to dispatch at once."""
-        return self.at_once and not self._is_circuit_open and not (session is not None and session.in_transaction)
-
-    @property
-    def _is_circuit_open(self) -> bool:
-        """Whether a broker has kept a writer waiting a moment ago: not every write shall wait for it in turn."""
-        return time.monotonic() < self._circuit_open_until
+        """Whether a write may claim its document for the dispatcher, which will soon publish what it writes."""
+        in_transaction = session is not None and session.in_transaction
+        return bool(self.at_once) and not in_transaction and self.dispatcher.accepts
 
     def dispatch_at_once(self, written: Written, session: ClientSession | None) -> None:
-        """The fast path: whatever goes wrong, the entries are in the document, and the sweep finds them."""
-        document_id = written.document_id
+        """
+        Hand a document that was written to the dispatcher: never blocks, and never fails.
+
+        With `at_once="wait"` it returns when the document has had its turn, within a bound.
+        """
         self.watch.written()
-        if not self.at_once or not (written.matched or written.upserted) or document_id is NO_ID:
+        if not self.at_once or not (written.matched or written.upserted):
             return
+        document_id = written.document_id
         if session is not None and session.in_transaction:
-            after_commit(session, lambda: self.dispatch_at_once(Written(document_id, matched=True), None))
+            if not after_commit(session, lambda: self.dispatch_at_once(Written(document_id, matched=True), None)):
+                self.dispatcher.expect()  # nobody says when the transaction ends
             return
-        if self._is_circuit_open and written.owner is None:
+        if document_id is NO_ID:
+            self.dispatcher.expect()
             return
-        started = time.monotonic()
-        try:
-            if written.owner is None or written.events is None:
-                delivery = self.relay.deliver(document_id, judge=False)
-            else:
-                delivery = self.relay.deliver_claimed(
-                    document_id, written.events, written.owner, written.claimed_at, judge=False
-                )
-            if delivery.error is not None and time.monotonic() - started > _SLOW_SECONDS:
-                self._circuit_open_until = time.monotonic() + _OPEN_SECONDS
-        except Exception as error:  # noqa: BLE001 - the write is acknowledged: nothing that comes after it may say otherwise
-            logger.warning(
-                "outbox: document %r is left to the sweep: %s",
-                document_id,
-                short(error),
-                extra={"event": "left_to_sweep"},
+        held = None
+        if written.owner is not None and written.events is not None:
+            held = HeldDocument(
+                document_id=document_id, events=written.events, owner=written.owner, claimed_at=written.claimed_at
             )
+        if self.at_once == "wait":
+            self.dispatcher.wait(held, document_id, self._wait_seconds)
+        elif held is not None:
+            self.dispatcher.add(held)
+        else:
+            self.dispatcher.hint(document_id)
+
+    def deliver_now(self, document_id: object) -> Delivery:
+        """
+        Deliver a document before this returns, after what the dispatcher of this process has of it.
+
+        Raises:
+            PyMongoError: MongoDB did not answer.
+        """
+        if self.at_once:
+            self.dispatcher.wait(None, document_id, self._wait_seconds)
+        return self.relay.deliver(document_id)
+
+    @property
+    def _wait_seconds(self) -> float:
+        """After so long a claim is not relied on any more, so there is nothing to wait for."""
+        return self._options.claim_ttl / 2
+
+    def close(self) -> None:
+        """End the dispatcher of this process, and close its connections to the broker; the next use makes new ones."""
+        dispatcher = self._dispatcher.take()
+        if dispatcher is not None:
+            dispatcher.close()
+        self.publisher.close()
 
     def status(self) -> OutboxStatus:
         """Counts and ages of what is pending; reads only documents in the index."""
-        found = index.waiting(self.plain)
+        found = index.waiting(self.plain, self.claims, self._options.max_attempts)
         return OutboxStatus(
             outbox=self.collection.full_name,
             documents=found["documents"],
@@ -200,4 +245,7 @@ class Backing:
             dead_letters=self.dead_letters.count(),
             dispatched=self.counters.dispatched,
             failures=self.counters.failures,
+            stuck=found["stuck"],
+            other_apps=found["other_apps"],
+            dispatcher=self.dispatcher.state,
         )

@@ -19,6 +19,8 @@ from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.writes import Writer
 
+_FIELD = pending.PendingField()
+
 MakeEntries = Callable[[Sequence[object], Sequence[Event], object], list[Entry]]
 
 
@@ -68,7 +70,7 @@ def write_in_bulk(
         facts = BulkRequest.of(write.request)
         document_id = _id_of(write.request, facts)
         entries = make_entries(write.tasks, write.events, document_id)
-        requests.append(_with_entries(writer, write.request, facts, entries, document_id))
+        requests.append(_with_entries(writer, write.request, facts, entries))
         if not entries:
             continue
         if document_id is not NO_ID:
@@ -87,26 +89,25 @@ def _id_of(request: Any, facts: BulkRequest) -> Any:
     return NO_ID
 
 
-def _with_entries(writer: Writer, request: Any, facts: BulkRequest, entries: Sequence[Entry], document_id: Any) -> Any:
+def _with_entries(writer: Writer, request: Any, facts: BulkRequest, entries: Sequence[Entry]) -> Any:
     if isinstance(request, (DeleteOne, DeleteMany)):
         raise OutboxRefusedError("a bulk write cannot deliver before it deletes; use the outbox's delete_one.")
     if not isinstance(request, (InsertOne, UpdateOne, UpdateMany, ReplaceOne)):
         raise OutboxRefusedError(f"{type(request).__name__} is no request of a bulk write that the outbox knows.")
     if facts.upsert:
-        pending.refuse_in_filter(facts.filter)
+        _FIELD.refuse_in_filter(facts.filter)
     if isinstance(request, InsertOne):
-        pending.refuse_in_document(facts.document)
+        _FIELD.refuse_in_document(facts.document)
         return InsertOne(writer.insertion(facts.document, entries, claim=False)[0]) if entries else request
     if isinstance(request, UpdateMany) and entries:
         raise OutboxRefusedError("UpdateMany cannot carry tasks or events: each document needs its own entries.")
     if isinstance(request, ReplaceOne):
         refuse_replacement(facts.document)
-        new_id = ObjectId() if document_id is NO_ID else document_id
-        update: Any = pending.replacement_with_entries(facts.document, entries, None, new_id)
+        update: Any = _FIELD.replacement(facts.document, entries)
     elif entries:
-        update = pending.with_entries(facts.document, entries)
+        update = _FIELD.with_entries(facts.document, entries)
     else:
-        pending.refuse_own_field(facts.document)
+        _FIELD.refuse_in_update(facts.document)
         return request
     sort = {} if facts.sort is None else {"sort": facts.sort}
     return UpdateOne(facts.filter, update, upsert=facts.upsert, **facts.options, **sort)

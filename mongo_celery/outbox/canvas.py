@@ -21,8 +21,12 @@ from kombu.serialization import dumps, prepare_accept_content
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.redaction import short
+from mongo_celery.outbox.stored_id import STORED_ID, as_argument, derived_id, mentions_stored_id, put_in
 
 _LINKS = ("link", "link_error")
+_IDS = ("task_id", "root_id", "parent_id", "group_id")
+_INVOLVED = {*_LINKS, "chain", "chord", "countdown", "eta", "expires"}
+"""Options with which a single task is more than its arguments."""
 
 
 def frozen(app: Celery, signature: object, now: datetime, first_id: str) -> Signature:
@@ -41,12 +45,13 @@ def frozen(app: Celery, signature: object, now: datetime, first_id: str) -> Sign
     Raises:
         OutboxRefusedError: it is no canvas, an empty one, or one whose ids cannot be fixed.
     """
-    if isinstance(signature, Mapping) and not isinstance(signature, Signature):
-        signature = Signature.from_dict(dict(signature), app=app)
-    if not isinstance(signature, Signature):
-        raise OutboxRefusedError(
-            f"{type(signature).__name__} is no Celery signature; pass task.s(...), or a chain, group or chord of them."
-        )
+    signature = signature_of(app, signature)
+    if _is_plain(signature):
+        options = {**signature.options, "task_id": signature.options.get("task_id") or first_id}
+        plain: Any = {**signature, "options": options}
+        copy = Signature(plain, app=app)  # a clone costs more than all else here
+        _set_ancestors(copy)
+        return copy
     copy = signature.clone()
     _refuse_shape(app, copy, top=True)
     if copy.subtask_type is None:
@@ -58,6 +63,91 @@ def frozen(app: Celery, signature: object, now: datetime, first_id: str) -> Sign
     if copy.subtask_type is None:
         _set_ancestors(copy)
     return copy
+
+
+def signature_of(app: Celery, given: object) -> Signature:
+    """
+    A signature or canvas, also of a dict of one.
+
+    Raises:
+        OutboxRefusedError: it is none.
+    """
+    if isinstance(given, Mapping) and not isinstance(given, Signature):
+        given = Signature.from_dict(dict(given), app=app)
+    if not isinstance(given, Signature):
+        raise OutboxRefusedError(
+            f"{type(given).__name__} is no Celery signature; pass task.s(...), or a chain, group or chord of them."
+        )
+    return given
+
+
+def _is_plain(signature: Signature) -> bool:
+    """Whether it is a single task with nothing in its options that has to be looked at or made absolute."""
+    return signature.subtask_type is None and type(signature) is Signature and _INVOLVED.isdisjoint(signature.options)
+
+
+def has_own_ids(signature: Any) -> bool:
+    """Whether the user has given an id to a task of this canvas."""
+    return any(leaf.options.get("task_id") for leaf in leaves(signature))
+
+
+def mentions_id(signature: Any) -> bool:
+    """
+    Whether an argument of a task of this canvas is `STORED_ID`, or has it in it.
+
+    Raises:
+        OutboxRefusedError: an argument contains itself.
+    """
+    try:
+        return any(mentions_stored_id(leaf.args) or mentions_stored_id(leaf.kwargs) for leaf in leaves(signature))
+    except RecursionError as error:
+        raise OutboxRefusedError(
+            f"{signature.task} cannot be stored: an argument contains itself, or is nested too deep.",
+            task=signature.task,
+        ) from error
+
+
+def with_id(signature: Any, value: object) -> Any:
+    """A frozen canvas with a value wherever `STORED_ID` stands among arguments."""
+    for node in _nodes(signature):
+        if node.get("subtask_type") is None:
+            node["args"], node["kwargs"] = (put_in(node[name], STORED_ID, value) for name in ("args", "kwargs"))
+    return signature
+
+
+def bound(canvas: dict[str, Any], bind: str, document_id: object) -> dict[str, Any]:
+    """
+    A canvas that was stored before its document was known, made that of one document.
+
+    Args:
+        canvas: as it was decoded, before it becomes a signature; it is changed.
+        bind: of the entry, the text that stands for the `_id`.
+        document_id: `_id` of the document in which the entry was found.
+
+    Returns:
+        The same: with the `_id` among its arguments, and each of its own ids derived for this document.
+    """
+    nodes = list(_nodes(canvas))
+    own = {node["options"].get("task_id") for node in nodes} - {None}
+    argument = as_argument(document_id)
+    for node in nodes:
+        options = node["options"]
+        options.update({name: derived_id(options[name], document_id) for name in _IDS if options.get(name) in own})
+        if node.get("subtask_type") is None:
+            node["args"], node["kwargs"] = (put_in(node[name], bind, argument) for name in ("args", "kwargs"))
+    return canvas
+
+
+def _nodes(canvas: Any) -> Iterator[dict[str, Any]]:
+    """All parts of a canvas as the dicts that they are, so that what is changed in them is changed in the canvas."""
+    yield canvas
+    kind, kwargs, options = canvas.get("subtask_type"), canvas["kwargs"], canvas["options"]
+    parts: list[Any] = [options.get(name) for name in (*_LINKS, "chain")]
+    if kind is not None:
+        parts += [kwargs.get(name) for name in ("tasks", "header", "body")]
+    for part in parts:
+        for each in [part] if isinstance(part, Mapping) else part or ():
+            yield from _nodes(each)
 
 
 def _set_ancestors(task: Any) -> None:
@@ -87,10 +177,11 @@ def encoded(app: Celery, signature: Any) -> tuple[str, str, Any]:
         OutboxRefusedError: arguments that the serializer of a task cannot encode, or that do not fit the
             signature of a registered task, as `delay` would refuse them.
     """
-    serializers = []
-    for leaf in leaves(signature):
+    serializers, tasks = [], list(leaves(signature))
+    for leaf in tasks:
         serializers.append(_serializer(app, leaf))
-        _encode((tuple(leaf.args), dict(leaf.kwargs)), serializers[-1], leaf.task)
+        if len(tasks) > 1:
+            _encode((tuple(leaf.args), dict(leaf.kwargs)), serializers[-1], leaf.task)
     for head in heads(signature):
         _check_arguments(app, head)
     whole = serializers[0] if len(set(serializers)) == 1 or signature.subtask_type is None else None

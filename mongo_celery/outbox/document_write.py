@@ -16,6 +16,8 @@ from mongo_celery.outbox.entries import Entry
 
 Document = dict[str, Any]
 
+_FIELD = pending.PendingField()
+
 _OPTIONS = ("array_filters", "collation", "hint", "let", "comment")
 
 
@@ -94,17 +96,17 @@ class DocumentWrite:
         if unknown:
             raise TypeError(f"unexpected options {sorted(unknown)}; an outbox's writes take {', '.join(_OPTIONS)}.")
 
-    def with_entries(self, entries: Sequence[Entry], claim: tuple[ObjectId, float] | None, new_id: object) -> Any:
+    def with_entries(self, entries: Sequence[Entry], claim: tuple[ObjectId, float] | None) -> Any:
         """The write and the entries as one update."""
         if self.replacement is not None:
-            return pending.replacement_with_entries(self.replacement, entries, claim, new_id)
+            return _FIELD.replacement(self.replacement, entries, claim)
         assert self.update is not None
-        return pending.with_entries(self.update, entries, claim)
+        return _FIELD.with_entries(self.update, entries, claim)
 
 
 def refuse_replacement(replacement: Mapping[str, Any]) -> None:
     """Refuse a replacement that names `pendingEvents`, or is an update."""
-    pending.refuse_in_document(replacement)
+    _FIELD.refuse_in_document(replacement)
     if any(str(key).startswith("$") for key in replacement):
         raise ValueError("replacement can not include $ operators")  # PyMongo's own words
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 from uuid import uuid4
 
-from celery import Celery
+from celery import Celery, Task
+from celery.canvas import Signature
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.outbox.canvas import encoded, frozen, representation
-from mongo_celery.outbox.events import CONTENT_TYPE, Event, cloud_event
+from mongo_celery.mongo.identity import NO_ID
+from mongo_celery.outbox.canvas import encoded, frozen, has_own_ids, mentions_id, representation, signature_of, with_id
+from mongo_celery.outbox.events import CONTENT_TYPE, Event, cloud_event, with_document
+from mongo_celery.outbox.stored_id import STORED_ID, as_argument, derived_id, mentions_stored_id, placeholder, put_in
 from mongo_celery.tracing import stored_trace, trace_to_store
 
 FIELD = "pendingEvents"
@@ -37,6 +40,9 @@ class Entry:
         payload: the frozen signature in its task's own serializer, or the event's JSON.
         attempts: how often its publishing has failed through its own fault.
         trace: the trace context in which it was written; empty where there was none.
+        app: name of the app that wrote it; empty where it has none, or where the first edition of this format wrote.
+        bind: what stands for the document's `_id` in the payload, whose ids are then derived from it; empty where the
+            `_id` was known, or is not asked for.
     """
 
     id: str
@@ -49,6 +55,8 @@ class Entry:
     payload: str | bytes
     attempts: int = 0
     trace: Mapping[str, str] = field(default_factory=dict)
+    app: str = ""
+    bind: str = ""
 
     def to_document(self) -> dict[str, Any]:
         """As it is stored; `attempts` is there from the beginning, so that counting never makes a document grow."""
@@ -63,7 +71,13 @@ class Entry:
             "payload": self.payload,
             "attempts": self.attempts,
         }
-        return {**document, "trace": dict(self.trace)} if self.trace else document
+        if self.app:
+            document["app"] = self.app
+        if self.bind:
+            document["bind"] = self.bind
+        if self.trace:
+            document["trace"] = dict(self.trace)
+        return document
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Entry:
@@ -84,43 +98,92 @@ class Entry:
             payload=document["payload"],
             attempts=int(document.get("attempts", 0)),
             trace=stored_trace(document.get("trace")),
+            app=str(document.get("app", "")),
+            bind=str(document.get("bind", "")),
         )
 
 
-def task_entry(app: Celery, signature: object, now: datetime) -> Entry:
+@dataclass(frozen=True, slots=True)
+class Home:
     """
-    An entry for a signature or canvas.
+    Which document entries are written to, as far as the writer knows.
+
+    Attributes:
+        id: its `_id`, or `NO_ID`.
+        many: whether the same entries go to many documents; None where only who writes them knows.
+    """
+
+    id: Any = NO_ID
+    many: bool | None = False
+
+    def made(self, given: Any) -> Any:
+        """
+        What the user gave, or what his callable makes of the `_id`.
+
+        Raises:
+            OutboxRefusedError: the `_id` is not known.
+        """
+        if isinstance(given, (Signature, Mapping, Task, type)) or not callable(given):
+            return given
+        if self.id is NO_ID:
+            raise OutboxRefusedError(
+                "a task or event that is made of the document's _id needs to know it, and this write does not say it: "
+                "put STORED_ID among its arguments instead, or pass id=."
+            )
+        return given(self.id)
+
+
+def task_entry(app: Celery, task: object, now: datetime, home: Home = Home()) -> Entry:
+    """
+    An entry for a signature or canvas, or for what a callable makes of the `_id`.
 
     Raises:
-        OutboxRefusedError: as of `canvas.frozen` and `canvas.encoded`.
+        OutboxRefusedError: as of `Home.made`, `canvas.frozen` and `canvas.encoded`.
     """
     id = str(uuid4())  # noqa: A001
-    canvas = frozen(app, signature, now, id)
+    signature = signature_of(app, home.made(task))
+    canvas, bind = frozen(app, signature, now, id), ""
+    shown = representation(canvas, _REPRESENTATION_CHARS)
+    asks = mentions_id(canvas)
+    if home.id is not NO_ID:
+        canvas = with_id(canvas, as_argument(home.id)) if asks else canvas
+    elif asks or home.many or (home.many is None and not has_own_ids(signature)):
+        bind = placeholder(id)
+        canvas = with_id(canvas, bind) if asks else canvas
     content_type, content_encoding, payload = encoded(app, canvas)
     return Entry(
         id=id,
         kind="task",
         at=now,
         name=str(canvas.task),
-        argsrepr=representation(canvas, _REPRESENTATION_CHARS),
+        argsrepr=shown,
         content_type=content_type,
         content_encoding=content_encoding,
         payload=payload,
         trace=trace_to_store(),
+        app=app.main or "",
+        bind=bind,
     )
 
 
-def event_entry(event: object, now: datetime, *, source: str, subject: str | None) -> Entry:
+def event_entry(app: Celery, event: object, now: datetime, *, source: str, home: Home) -> Entry:
     """
-    An entry for an event.
+    An entry for an event, or for what a callable makes of the `_id`.
 
     Raises:
-        OutboxRefusedError: it is no `Event`, or cannot be encoded.
+        OutboxRefusedError: it is no `Event`, or cannot be encoded, or as of `Home.made`.
     """
+    event = home.made(event)
     if not isinstance(event, Event):
         raise OutboxRefusedError(f"{type(event).__name__} is no event; pass mongo_celery.Event(routing_key, body).")
     id = str(uuid4())  # noqa: A001
     trace = trace_to_store()
+    is_known = home.id is not NO_ID
+    bind = "" if is_known or (home.many is False and not mentions_stored_id(event.body)) else placeholder(id)
+    if mentions_stored_id(event.body):
+        event = replace(event, body=put_in(event.body, STORED_ID, as_argument(home.id) if is_known else bind))
+    nameless = home.id is NO_ID or home.id is None or isinstance(home.id, Mapping)
+    subject = None if nameless else str(home.id)
     return Entry(
         id=id,
         kind="event",
@@ -131,7 +194,16 @@ def event_entry(event: object, now: datetime, *, source: str, subject: str | Non
         content_encoding="utf-8",
         payload=cloud_event(event, id=id, source=source, time=now, subject=subject, trace=trace),
         trace=trace,
+        app=app.main or "",
+        bind=bind,
     )
+
+
+def bound_event(entry: Entry, document_id: object) -> Entry:
+    """An event that was stored before its document was known, made that of one document: its id, subject and body."""
+    event_id = derived_id(entry.id, document_id)
+    payload = with_document(str(entry.payload), entry.bind, event_id, document_id)
+    return replace(entry, id=event_id, payload=payload, bind="")
 
 
 def entries_of(stored: Iterable[Mapping[str, Any]]) -> Sequence[Entry | Mapping[str, Any]]:

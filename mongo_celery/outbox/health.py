@@ -15,6 +15,7 @@ from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import Concern, explained
 from mongo_celery.outbox import index
 from mongo_celery.outbox.backing import OutboxStatus
+from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.sweep import SWEEP_TASK
 from mongo_celery.outbox.swept import patience
 from mongo_celery.quantities import duration
@@ -45,6 +46,7 @@ class Health:
         patience: seconds after which somebody should have swept.
         indexed: whether the index is there; None where it cannot be seen.
         broker_error: why the broker does not answer; None when it does.
+        index: name under which the index is created.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Health:
     patience: float
     indexed: bool | None
     broker_error: str | None
+    index: str = FIELD
 
     @property
     def late(self) -> bool:
@@ -70,20 +73,31 @@ class Health:
                 f"The broker does not answer: {self.broker_error}. Writes go on, and entries wait in MongoDB until it "
                 "is back.",
             )
-        elif self.late and self.status.failing < self.status.documents:
+        elif self.late and self.status.failing + self.status.other_apps < self.status.documents:
             found.append(self._late_sweep())
         elif not self.swept:
             found.append(self._unswept())
-        if self.status.failing:
+        if self.status.stuck:
             found.append(
-                f"{self.status.failing} documents hold an entry that could not be published; the worker's log says "
-                "why. It is tried again, with pauses, and then becomes a dead letter.",
+                f"{self.status.stuck} documents are stuck behind an entry that fails again and again through its own "
+                "fault; the worker's log says why. It is tried for ever, with pauses of five minutes: cure the cause, "
+                "or set it aside with failure_policy='dead_letter'.",
+            )
+        if self.status.failing > self.status.stuck:
+            found.append(
+                f"{self.status.failing - self.status.stuck} documents hold an entry that could not be published; the "
+                "worker's log says why. It is tried again, with growing pauses.",
+            )
+        if self.status.other_apps:
+            found.append(
+                f"{self.status.other_apps} documents wait for another app, whose entry is the next one in them: run "
+                "that app's sweep, or name the app in delivers= here.",
             )
         if self.status.dead_letters:
             found.append("Look at the dead letters with `outbox dead-letters list`, then replay or discard them.")
         if self.indexed is False and self.status.pending:
             found.append(
-                f"The index {index.NAME} is missing: each sweep reads the whole collection. The first delivery creates "
+                f"The index {self.index} is missing: each sweep reads the whole collection. The first delivery creates "
                 "it, unless the user may not create indexes; then create it by hand.",
             )
         return found
@@ -178,8 +192,9 @@ def _read(outbox: Outbox, app: Celery, broker_error: str | None) -> Health:
         scheduled=is_scheduled(app),
         swept_seconds=None if last is None else last.seconds,
         patience=patience(outbox.backing.options.sweep_every),
-        indexed=index.exists(outbox.backing.plain),
+        indexed=index.exists(outbox.backing.plain, outbox.backing.field),
         broker_error=broker_error,
+        index=outbox.backing.field.name,
     )
 
 

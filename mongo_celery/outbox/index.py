@@ -11,64 +11,92 @@ from pymongo.errors import OperationFailure
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox import pending
-from mongo_celery.outbox.entries import FIELD
+from mongo_celery.outbox.claims import PendingClaims
+from mongo_celery.outbox.pending import PendingField
 
 logger = logging.getLogger("mongo_celery.outbox")
 
-NAME = "pending-events"
-COUNT = f"{FIELD}.count"
+_NONE = {"documents": 0, "pending": 0, "seconds": None, "failing": 0, "stuck": 0, "other_apps": 0}
 
 
-def ensure(collection: Collection[Any]) -> None:
+def ensure(collection: Collection[Any], field: PendingField) -> None:
     """
-    Create the index if it is not there.
+    Create the index if it is not there, under this name or another.
 
     A user without the right to create indexes gets a warning: then the sweep reads the whole collection until
     somebody creates it.
     """
+    if exists(collection, field):
+        return
     try:
-        collection.create_index([(COUNT, 1)], name=NAME, partialFilterExpression=pending.WITH_ENTRIES)
+        collection.create_index([(field.count, 1)], name=field.name, partialFilterExpression=_filter(field))
     except OperationFailure as error:
         logger.warning(
             "outbox: the index %s on %s cannot be created (%s); create it by hand, or each sweep reads the whole "
             "collection",
-            NAME, collection.full_name, short(error),
+            field.name, collection.full_name, short(error),
             extra={"event": "index_refused"},
         )  # fmt: skip
 
 
-def exists(collection: Collection[Any]) -> bool | None:
-    """Whether the index is there; None where the user may not look."""
+def exists(collection: Collection[Any], field: PendingField) -> bool | None:
+    """Whether the index is there, whatever its name; None where the user may not look."""
     try:
-        return NAME in collection.index_information()
+        found = collection.index_information().values()
     except OperationFailure:
         return None
+    return any(
+        list(each["key"]) == [(field.count, 1)] and each.get("partialFilterExpression") == _filter(field)
+        for each in found
+    )
 
 
-def due_documents(collection: Collection[dict[str, Any]], older_than: float, limit: int) -> list[Any]:
-    """The `_id`s of documents whose oldest entry has waited so many seconds and that nobody holds."""
-    conditions = [pending.FREE, pending.DUE, pending.older_than(older_than)]
-    found = collection.find({**pending.WITH_ENTRIES, "$expr": {"$and": conditions}}, {"_id": 1}, limit=limit)
+def due_documents(collection: Collection[Any], claims: PendingClaims, older_than: float, limit: int) -> list[Any]:
+    """The `_id`s of documents whose oldest entry has waited so many seconds, and that this process may claim."""
+    found = _local(collection).find(claims.claimable(older_than), {"_id": 1}, limit=limit)
     return [document["_id"] for document in found]
 
 
-def waiting(collection: Collection[dict[str, Any]]) -> dict[str, Any]:
-    """Documents, entries, age of the oldest in seconds, and documents with a failed entry; by the server's clock."""
+def waiting_for_others(collection: Collection[Any], claims: PendingClaims, older_than: float) -> Any:
+    """A document whose next entry has waited so long for another app; None if there is none."""
+    return _local(collection).find_one(claims.others(older_than), {"_id": 1})
+
+
+def waiting(collection: Collection[Any], claims: PendingClaims, max_attempts: int) -> dict[str, Any]:
+    """
+    What waits, by the server's clock: documents, entries, seconds of the oldest; how many documents hold an entry that
+    has failed, are stuck behind one, or wait for another app.
+    """
+    field = claims.field
+    failed = {"$convert": {"input": claims.attempts, "to": "double", "onError": 0, "onNull": 0}}
+    entries = {"$convert": {"input": f"${field.count}", "to": "long", "onError": 0, "onNull": 0}}
     pipeline: list[dict[str, Any]] = [
-        {"$match": pending.WITH_ENTRIES},
+        {"$match": claims.with_entries},
         {
             "$group": {
                 "_id": None,
                 "documents": {"$sum": 1},
-                "pending": {"$sum": f"${COUNT}"},
-                "oldest": {"$min": pending.OLDEST},
-                "failing": {"$sum": {"$cond": [{"$gt": [{"$max": f"${FIELD}.events.attempts"}, 0]}, 1, 0]}},
+                "pending": {"$sum": entries},
+                "oldest": {"$min": claims.oldest},
+                "failing": _how_many({"$gt": [failed, 0]}),
+                "stuck": _how_many({"$gte": [failed, max_attempts]}),
+                "other_apps": _how_many({"$not": [claims.ours]}),
             },
         },
         {"$set": {"seconds": {"$max": [0, {"$divide": [{"$subtract": ["$$NOW", "$oldest"]}, 1000]}]}}},
     ]
-    # Removals are not majority writes: a majority read would still show what was delivered a moment ago.
-    local = collection.with_options(read_concern=ReadConcern("local"))
-    rows: Iterator[dict[str, Any]] = iter(local.aggregate(pipeline))
-    return next(rows, {"documents": 0, "pending": 0, "seconds": None, "failing": 0})
+    rows: Iterator[dict[str, Any]] = iter(_local(collection).aggregate(pipeline))
+    return next(rows, _NONE)
+
+
+def _how_many(condition: dict[str, Any]) -> dict[str, Any]:
+    return {"$sum": {"$cond": [condition, 1, 0]}}
+
+
+def _filter(field: PendingField) -> dict[str, Any]:
+    return {field.count: {"$gt": 0}}
+
+
+def _local(collection: Collection[Any]) -> Collection[Any]:
+    """Removals are not majority writes: a majority read would still show what was delivered a moment ago."""
+    return collection.with_options(read_concern=ReadConcern("local"))

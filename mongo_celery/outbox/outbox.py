@@ -18,7 +18,7 @@ from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
 from mongo_celery.app import Registry, add_task, schedule
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.identity import NO_ID, demanded_id
+from mongo_celery.mongo.identity import demanded_id
 from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
 from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox import pending
@@ -26,13 +26,14 @@ from mongo_celery.outbox.backing import Backing, OutboxStatus
 from mongo_celery.outbox.bulk import Write, write_in_bulk
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.document_write import DocumentWrite, Written, refuse_replacement
-from mongo_celery.outbox.entries import FIELD, Entry, event_entry, task_entry
+from mongo_celery.outbox.entries import FIELD, Entry, Home, event_entry, task_entry
 from mongo_celery.outbox.events import Event
-from mongo_celery.outbox.options import OutboxOptions, bounded
+from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import SWEEP_TASK, Backlog, sweep_all, sweep_one
 
+_FIELD = pending.PendingField()
 _DELETE_ROUNDS = 3
 _HELD = "another relay holds them, or they wait to be tried again after a failure"
 
@@ -62,14 +63,19 @@ class Outbox:
         name: what commands and logs call it; by default the collection's full name.
         sweep_after: seconds after which the sweep takes an entry.
         sweep_every: seconds between two sweeps by `celery beat`; None for no beat entry.
-        at_once: whether a write dispatches right away what it has written.
+        at_once: whether this process dispatches what it has written, by a thread of its own; `"wait"` to have a write
+            wait for that, some seconds at most.
         claim_ttl: seconds for which a document belongs to one relay.
         max_pending: how many entries a document may hold.
-        max_attempts: how often an entry may fail through its own fault before it is a dead letter.
+        max_attempts: how often an entry may fail through its own fault before it is stuck, or may be set aside.
         database: where dead letters are kept.
         exchange: topic exchange of the events.
         source: CloudEvents' source; by default `/<database>/<collection>`.
         foreign_tasks: publish tasks that this app does not know, for another app to run.
+        field: name of the field in which a document's entries wait.
+        failure_policy: `"halt"` tries an entry with a fault of its own for ever, in front of what stands behind it;
+            `"dead_letter"` sets it aside after `max_attempts` and ten minutes.
+        delivers: names of other apps that write to this collection, whose entries this app publishes too.
 
     Raises:
         ConfigurationError: an option cannot work, or the app has an outbox of this name.
@@ -83,7 +89,7 @@ class Outbox:
         name: str | None = None,
         sweep_after: Duration = 5.0,
         sweep_every: Duration | None = 5.0,
-        at_once: bool = True,
+        at_once: AtOnce = True,
         claim_ttl: Duration = 10.0,
         max_pending: int = 1000,
         max_attempts: int = 5,
@@ -91,6 +97,9 @@ class Outbox:
         exchange: str = "mongo_celery.events",
         source: str | None = None,
         foreign_tasks: bool = False,
+        field: str = FIELD,
+        failure_policy: str = "halt",
+        delivers: Sequence[str] = (),
     ) -> None:
         options = OutboxOptions(
             name=name,
@@ -104,10 +113,15 @@ class Outbox:
             exchange=exchange,
             source=source,
             foreign_tasks=foreign_tasks,
+            field=field,
+            failure_policy=failure_policy,
+            delivers=delivers,
         )
         self.app = app
         self.sweep_after = options.sweep_after
-        self.publisher = Publisher(app, options.exchange, foreign_tasks=options.foreign_tasks)
+        self.publisher = Publisher(
+            app, options.exchange, foreign_tasks=options.foreign_tasks, delivers=options.delivers
+        )
         self.backing = Backing(app, collection, self.publisher, options)
         self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
         self._source = options.source
@@ -163,7 +177,7 @@ class Outbox:
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
         """
-        pending.refuse_in_document(document)
+        _FIELD.refuse_in_document(document)
         if "_id" not in document:
             document["_id"] = ObjectId()
         entries = self._entries(tasks, events, document["_id"])
@@ -195,9 +209,9 @@ class Outbox:
         """
         entries = self._entries(tasks, events, demanded_id(filter))
         if upsert:
-            pending.refuse_in_filter(filter)
+            _FIELD.refuse_in_filter(filter)
         if not entries:
-            pending.refuse_own_field(update)
+            _FIELD.refuse_in_update(update)
             return self.collection.update_one(filter, update, upsert=upsert, session=session, **options)
         sort = options.pop("sort", None)
         write = DocumentWrite(filter=filter, update=update, upsert=upsert, sort=sort, options=options)
@@ -222,7 +236,7 @@ class Outbox:
         """
         refuse_replacement(replacement)
         if upsert:
-            pending.refuse_in_filter(filter)
+            _FIELD.refuse_in_filter(filter)
         entries = self._entries(tasks, events, demanded_id(filter))
         sort = options.pop("sort", None)
         write = DocumentWrite(filter=filter, replacement=replacement, upsert=upsert, sort=sort, options=options)
@@ -251,9 +265,9 @@ class Outbox:
         entries = self._entries(tasks, events, demanded_id(filter))
         given = {"projection": projection, "sort": sort, "upsert": upsert, "return_document": return_document}
         if upsert:
-            pending.refuse_in_filter(filter)
+            _FIELD.refuse_in_filter(filter)
         if not entries:
-            pending.refuse_own_field(update)
+            _FIELD.refuse_in_update(update)
             return self.collection.find_one_and_update(filter, update, session=session, **given, **options)
         write = DocumentWrite(filter=filter, update=update, options=options, **given)
         return self._write(write, entries, session).document
@@ -326,7 +340,7 @@ class Outbox:
             if in_transaction:
                 reason = "nothing is delivered inside a transaction"
                 break
-            reason = self.backing.relay.deliver(document_id).error or _HELD
+            reason = self.backing.deliver_now(document_id).error or _HELD
         raise OutboxRefusedError(
             f"document {document_id!r} has pending entries that could not be delivered ({reason}); it was not deleted. "
             "Try again when they are.",
@@ -376,13 +390,17 @@ class Outbox:
 
     # -- delivery ----------------------------------------------------------------------------------
 
-    def dispatch(self, document_id: object) -> Delivery:
+    def dispatch(self, *document_ids: object) -> None:
         """
-        Deliver what is pending in one document now, in order.
+        Have documents looked at that may have something pending: a hint, which never blocks and never fails.
 
-        Another relay may hold the document; then nothing is done here.
+        For writes that carry tasks and that somebody else has carried out. Without it such a write is found by the
+        sweep.
+
+        Args:
+            document_ids: their `_id`s; without any, the index is looked at.
         """
-        return self.backing.relay.deliver(document_id)
+        self.backing.dispatcher.hint(*document_ids)
 
     def sweep(self, *, older_than: Duration | None = None, limit: int = 1000) -> Delivery:
         """
@@ -408,11 +426,10 @@ class Outbox:
         now = datetime.now(UTC)
         if isinstance(tasks, (str, bytes, Mapping)) or isinstance(events, (str, bytes, Event)):
             raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
-        nameless = document_id is NO_ID or document_id is None or isinstance(document_id, Mapping)
-        subject = None if nameless else str(document_id)
+        home = Home(document_id)
         source = self._source or "/" + self.collection.full_name.replace(".", "/", 1)
-        found = [task_entry(self.app, task, now) for task in tasks]
-        return [*found, *(event_entry(event, now, source=source, subject=subject) for event in events)]
+        found = [task_entry(self.app, task, now, home) for task in tasks]
+        return [*found, *(event_entry(self.app, event, now, source=source, home=home) for event in events)]
 
     def _write(self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None) -> Written:
         claim = bool(entries) and write.return_document is None and self.backing.may_claim(session)

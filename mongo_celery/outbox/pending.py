@@ -1,22 +1,24 @@
 """
-Updates and conditions on a document's `pendingEvents`: appending, claiming, removing.
+What an outbox keeps in a document, in a field of its own, and how a write appends to it.
 
 ::
 
-    pendingEvents: {count, events: [entry ...], claim: {owner, since, ttl}, notBefore}
+    pendingEvents: {count, events: [entry ...], claim: {owner, since, ttl, wait}}
 
-`count` always equals the length of `events`; the partial index `pending-events` is on it. Every write of an
-entry also gives `claim` and `notBefore` a value: relays then change only values of fixed size, so a document
-that could be written can also be delivered, right up to the limit of 16 MB.
+`count` always equals the length of `events`; the partial index is on it. The field comes with the first entry and goes
+with the last. Every write of an entry also gives `claim` its place: relays then change only values of fixed size, so a
+document that could be written can also be delivered, right up to the limit of 16 MB.
 
-A claim runs from `since`, by the server's clock (`$currentDate`, `$$NOW`). Only an insert has no server time to
-offer; its claim, and the age of its entries, come from the writer's clock. So a time that lies ahead of the
-server's counts as long ago: a writer with a wrong clock can cost a duplicate, and never makes an entry wait.
+A claim runs from `since` for `ttl` milliseconds, by the server's clock (`$currentDate`, `$$NOW`), and a document is
+held back for `wait` milliseconds from then. Only an insert has no server time to offer; its claim, and the age of its
+entries, come from the writer's clock. So a time that lies ahead of the server's counts as long ago: a writer with a
+wrong clock can cost a duplicate, and never makes an entry wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,9 +31,16 @@ from mongo_celery.mongo.writes import Addition, Body, Modifications, Operators, 
 from mongo_celery.outbox.entries import FIELD, Entry
 
 Document = dict[str, Any]
+Claim = tuple[ObjectId, float]
+"""Owner and seconds, of a claim that is written with the entries."""
 
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 NOBODY = ObjectId("0" * 24)
+UNCLAIMED: Document = {"owner": NOBODY, "since": LONG_AGO, "ttl": Int64(0), "wait": Int64(0)}
+"""
+The smallest claim, so that `$max` fills it in where there is none and changes nothing that is there: the server
+compares documents key by key, which is why these stand in the order in which they are stored.
+"""
 
 _SKEW_SECONDS = 1.0
 """How far ahead of the server's clock a writer's may be before its times count as long ago."""
@@ -39,126 +48,158 @@ _SKEW_SECONDS = 1.0
 _PATH_STAGES = {"$set", "$addFields", "$unset"}
 
 
-def new_field(entries: Sequence[Entry], owner: ObjectId, ttl: float, now: datetime) -> Document:
-    """The field of a document that is inserted, claimed by its writer unless the owner is `NOBODY`."""
-    since = LONG_AGO if owner == NOBODY else now
-    return {
-        "count": len(entries),
-        "events": [entry.to_document() for entry in entries],
-        "claim": {"owner": owner, "since": since, "ttl": millis(ttl)},
-        "notBefore": LONG_AGO,
-    }
-
-
-def with_entries(update: Modifications, entries: Sequence[Entry], claim: tuple[ObjectId, float] | None = None) -> Any:
+@dataclass(frozen=True, slots=True)
+class PendingField:
     """
-    The user's update with the entries appended, to be written as one.
+    The field of a collection's documents in which their entries wait.
 
     Args:
-        update: update operators or a pipeline.
-        entries: at least one.
-        claim: owner and seconds, to claim the document in the same write.
-
-    Raises:
-        OutboxRefusedError: the update touches `pendingEvents`, or replaces the whole document in a pipeline.
+        name: of the field, at the top of the document.
     """
-    refuse_own_field(update)
-    if isinstance(update, Mapping) and not all(str(operator).startswith("$") for operator in update):
-        raise ValueError("update only works with $ operators")  # PyMongo's own words
-    body = Operators(update) if isinstance(update, Mapping) else Pipeline(update)
-    return body.amended(addition(entries, claim))
 
+    name: str = FIELD
 
-def replacement_with_entries(
-    replacement: Mapping[str, Any], entries: Sequence[Entry], claim: tuple[ObjectId, float] | None, new_id: object
-) -> list[Mapping[str, Any]]:
-    """
-    A pipeline that replaces a document and keeps its `_id` and what is pending.
+    @property
+    def count(self) -> str:
+        """Path of the number of entries."""
+        return f"{self.name}.count"
 
-    Args:
-        replacement: the new document; an `_id` in it must be the document's own, or the server refuses it.
-        entries: to append; may be empty.
-        claim: owner and seconds, to claim the document in the same write.
-        new_id: `_id` of a document that an upsert creates, where neither filter nor replacement says one.
-    """
-    identity = literal(replacement["_id"]) if "_id" in replacement else {"$ifNull": ["$_id", literal(new_id)]}
-    return Replacement(replacement).amended(Addition("_id", {}, identity), addition(entries, claim))
+    @property
+    def events(self) -> str:
+        """Path of the entries."""
+        return f"{self.name}.events"
 
+    @property
+    def claim(self) -> str:
+        """Path of the claim."""
+        return f"{self.name}.claim"
 
-def refuse_in_document(document: Mapping[str, Any]) -> None:
-    """Refuse a document that names `pendingEvents`."""
-    _refuse_own(Replacement(document))
+    @property
+    def absent(self) -> Document:
+        """A condition: nothing is pending, and no relay holds the document."""
+        return {self.name: {"$exists": False}}
 
+    def room_for(self, count: int, max_pending: int) -> Document:
+        """A condition: there is still room for so many entries; true of a document without the field."""
+        return {self.count: {"$not": {"$gt": max_pending - count}}}
 
-def refuse_in_filter(filter: Mapping[str, Any]) -> None:  # noqa: A002 - PyMongo's word
-    """Refuse the filter of an upsert that names `pendingEvents`: the server would copy it into the new document."""
-    for name, condition in filter.items():
-        if name in {"$and", "$or"}:
-            for each in condition:
-                refuse_in_filter(each)
-        else:
-            _refuse_own(Replacement({name: condition}))
+    def count_in(self, document: Mapping[str, Any]) -> int:
+        """How many entries a document says that it holds."""
+        field = document.get(self.name)
+        return int(field.get("count", 0)) if isinstance(field, Mapping) else 0
 
+    # -- append ------------------------------------------------------------------------------------
 
-def refuse_own_field(update: Modifications) -> None:
-    """Refuse an update or pipeline that names `pendingEvents`, or a stage that could drop it."""
-    if isinstance(update, Mapping):
-        _refuse_own(Operators(update))
-        return
-    for name in (name for stage in update for name in stage):
-        if name not in _PATH_STAGES:
-            raise OutboxRefusedError(
-                f"the pipeline stage {name} could drop {FIELD}; use $set and $unset, or replace_one.",
-            )
-    _refuse_own(Pipeline(update))
-
-
-def _refuse_own(body: Body) -> None:
-    if body.name_in(FIELD) is not None:
-        raise OutboxRefusedError(f"{FIELD} belongs to the outbox; leave it out of the update or document.")
-
-
-def addition(entries: Sequence[Entry], claim: tuple[ObjectId, float] | None) -> Addition:
-    """What the outbox writes to a document that is there: the entries appended, and the claim."""
-    return Addition(FIELD, _pushed(entries, claim), _appended(entries, claim))
-
-
-def _pushed(entries: Sequence[Entry], claim: tuple[ObjectId, float] | None) -> dict[str, Document]:
-    events = [entry.to_document() for entry in entries]
-    pushed: dict[str, Document] = {
-        "$push": {f"{FIELD}.events": {"$each": events}},
-        "$inc": {f"{FIELD}.count": len(events)},
-    }
-    fixed: Document = {f"{FIELD}.notBefore": LONG_AGO}
-    if claim is None:
-        # The smallest values: they fill in what is missing and change nothing that is there.
-        fixed |= {
-            f"{FIELD}.claim.owner": NOBODY,
-            f"{FIELD}.claim.since": LONG_AGO,
-            f"{FIELD}.claim.ttl": Int64(0),
+    def new_field(self, entries: Sequence[Entry], claim: Claim | None, now: datetime) -> Document:
+        """The field's value in a document that is inserted, claimed from `now` by the writer's clock if it is."""
+        owner, ttl = claim or (NOBODY, 0)
+        since = now if claim else LONG_AGO
+        return {
+            "count": len(entries),
+            "events": [entry.to_document() for entry in entries],
+            "claim": {"owner": owner, "since": since, "ttl": millis(ttl), "wait": Int64(0)},
         }
-    else:
+
+    def with_entries(self, update: Modifications, entries: Sequence[Entry], claim: Claim | None = None) -> Any:
+        """
+        The user's update with the entries appended, to be written as one.
+
+        Args:
+            update: update operators or a pipeline.
+            entries: at least one.
+            claim: to claim, in the same write, a document without the field.
+
+        Raises:
+            OutboxRefusedError: the update touches the field, or replaces the whole document in a pipeline.
+        """
+        self.refuse_in_update(update)
+        if isinstance(update, Mapping) and not all(str(operator).startswith("$") for operator in update):
+            raise ValueError("update only works with $ operators")  # PyMongo's own words
+        body = Operators(update) if isinstance(update, Mapping) else Pipeline(update)
+        return body.amended(self.addition(entries, claim))
+
+    def replacement(
+        self, document: Mapping[str, Any], entries: Sequence[Entry], claim: Claim | None = None
+    ) -> list[Mapping[str, Any]]:
+        """
+        A pipeline that replaces a document and keeps its `_id` and what is pending.
+
+        Args:
+            document: the new one; an `_id` in it must be the stored document's own, or the server refuses it.
+            entries: to append; may be empty.
+            claim: to claim, in the same write, a document without the field.
+        """
+        own = [self.addition(entries, claim)] if entries else [self._kept()]
+        identity = [] if "_id" in document else [Addition("_id", {}, "$_id")]
+        return Replacement(document).amended(*identity, *own)
+
+    def addition(self, entries: Sequence[Entry], claim: Claim | None = None) -> Addition:
+        """What the outbox writes to a document that is there: the entries appended, and the claim."""
+        events = [entry.to_document() for entry in entries]
+        return Addition(self.name, self._pushed(events, claim), self._appended(events, claim))
+
+    def _kept(self) -> Addition:
+        """What is pending stays; where nothing is, no field comes to be."""
+        return Addition(self.name, {}, f"${self.name}")
+
+    def _pushed(self, events: Sequence[Document], claim: Claim | None) -> dict[str, Document]:
+        pushed: dict[str, Document] = {
+            "$push": {self.events: {"$each": list(events)}},
+            "$inc": {self.count: len(events)},
+        }
+        if claim is None:
+            return {**pushed, "$max": {self.claim: dict(UNCLAIMED)}}
         owner, ttl = claim
-        pushed["$set"] = {f"{FIELD}.claim.owner": owner, f"{FIELD}.claim.ttl": millis(ttl)}
-        pushed["$currentDate"] = {f"{FIELD}.claim.since": True}
-    return {**pushed, "$max": fixed}
+        fixed = {f"{self.claim}.owner": owner, f"{self.claim}.ttl": millis(ttl), f"{self.claim}.wait": Int64(0)}
+        return {**pushed, "$set": fixed, "$currentDate": {f"{self.claim}.since": True}}
+
+    def _appended(self, events: Sequence[Document], claim: Claim | None) -> Document:
+        there = {"$ifNull": [f"${self.events}", []]}
+        kept = {"$max": [f"${self.claim}", literal(UNCLAIMED)]}
+        return {
+            "count": {"$add": [{"$size": there}, len(events)]},
+            "events": {"$concatArrays": [there, literal(list(events))]},
+            "claim": claimed_by(*claim) if claim else kept,
+        }
+
+    # -- refuse ------------------------------------------------------------------------------------
+
+    def refuse_in_document(self, document: Mapping[str, Any]) -> None:
+        """Refuse a document that names the field."""
+        self._refuse(Replacement(document))
+
+    def refuse_in_filter(self, filter: Mapping[str, Any]) -> None:  # noqa: A002 - PyMongo's word
+        """Refuse the filter of an upsert that names the field: the server would copy it into the new document."""
+        for name, condition in filter.items():
+            if name in {"$and", "$or"}:
+                for each in condition:
+                    self.refuse_in_filter(each)
+            else:
+                self._refuse(Replacement({name: condition}))
+
+    def refuse_in_update(self, update: Modifications) -> None:
+        """Refuse an update or pipeline that names the field, or a stage that could drop it."""
+        if isinstance(update, Mapping):
+            self._refuse(Operators(update))
+            return
+        for name in (name for stage in update for name in stage):
+            if name not in _PATH_STAGES:
+                raise OutboxRefusedError(
+                    f"the pipeline stage {name} could drop {self.name}; use $set and $unset, or a replacement.",
+                )
+        self._refuse(Pipeline(update))
+
+    def _refuse(self, body: Body) -> None:
+        if body.name_in(self.name) is not None:
+            raise OutboxRefusedError(f"{self.name} belongs to the outbox; leave it out of the update or document.")
 
 
-def _appended(entries: Sequence[Entry], claim: tuple[ObjectId, float] | None) -> Document:
-    there = {"$ifNull": [f"${FIELD}.events", []]}
-    return {
-        "events": {"$concatArrays": [there, literal([entry.to_document() for entry in entries])]},
-        "count": {"$add": [{"$size": there}, len(entries)]},
-        "claim": claimed_by(*claim)
-        if claim
-        else {"$ifNull": [f"${FIELD}.claim", {"owner": NOBODY, "since": LONG_AGO, "ttl": Int64(0)}]},
-        "notBefore": {"$ifNull": [f"${FIELD}.notBefore", LONG_AGO]},
-    }
+# ---------------------------------------------------------------- delivery
 
 
 def claimed_by(owner: ObjectId, ttl: float) -> Document:
     """A claim from now on, for a pipeline."""
-    return {"owner": literal(owner), "since": "$$NOW", "ttl": millis(ttl)}
+    return {"owner": literal(owner), "since": "$$NOW", "ttl": millis(ttl), "wait": Int64(0)}
 
 
 def _readable(value: object, kind: str, otherwise: object) -> Document:
@@ -199,11 +240,6 @@ def older_than(seconds: float) -> Document:
     }
 
 
-def room_for(entries: Sequence[Entry], max_pending: int) -> Document:
-    """There is still room for these entries; true of a document without the field."""
-    return {f"{FIELD}.count": {"$not": {"$gt": max_pending - len(entries)}}}
-
-
 def claim_update(owner: ObjectId, ttl: float) -> list[Document]:
     """Claim a document."""
     return [{"$set": {f"{FIELD}.claim": claimed_by(owner, ttl)}}]
@@ -221,7 +257,7 @@ def removal(ids: Sequence[str], owner: ObjectId, ttl: float) -> list[Document]:
                 f"{FIELD}.claim": {
                     "$cond": [
                         mine,
-                        {"$cond": [{"$gt": [{"$size": events}, 0]}, claimed_by(owner, ttl), _unclaimed()]},
+                        {"$cond": [{"$gt": [{"$size": events}, 0]}, claimed_by(owner, ttl), literal(UNCLAIMED)]},
                         f"${FIELD}.claim",
                     ],
                 },
@@ -249,14 +285,10 @@ def release(owner: ObjectId, pause: float, failed: str | None = None) -> list[Do
         },
     }
     change: Document = {
-        f"{FIELD}.claim": {"$cond": [mine, _unclaimed(), f"${FIELD}.claim"]},
+        f"{FIELD}.claim": {"$cond": [mine, literal(UNCLAIMED), f"${FIELD}.claim"]},
         f"{FIELD}.notBefore": after(pause) if pause else f"${FIELD}.notBefore",
     }
     return [{"$set": change if failed is None else {**change, f"{FIELD}.events": events}}]
-
-
-def _unclaimed() -> Document:
-    return {"owner": NOBODY, "since": LONG_AGO, "ttl": Int64(0)}
 
 
 def _without(events: object, ids: Sequence[str]) -> Document:

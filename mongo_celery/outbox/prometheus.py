@@ -46,10 +46,11 @@ class OutboxCollector(Collector):
     """
     Asks MongoDB at each scrape, once for each outbox of an app; nothing is connected before.
 
-    Gauges (`pending`, `documents`, `failing_documents`, `oldest_age_seconds`, `dead_letters`) are of the collection,
-    whichever process is scraped. Counters (`dispatched`, `failures`) are of the scraped process since it started;
-    processes of a prefork pool count for themselves. All names begin with `mongo_celery_outbox_`, all have the label
-    `outbox`.
+    Gauges (`pending`, `documents`, `failing_documents`, `stuck_documents`, `other_app_documents`, `oldest_age_seconds`,
+    `dead_letters`) are of the collection, whichever process is scraped. Counters (`dispatched`, `failures`,
+    `passed_over`) are of the scraped process since it started, and so are the gauges of its dispatcher
+    (`queued_documents`, `broker_down`); processes of a prefork pool count for themselves. All names begin with
+    `mongo_celery_outbox_`, all have the label `outbox`.
 
     An outbox whose MongoDB does not answer within a few seconds has `up` 0 and no gauges in that scrape: no stale
     numbers. The others are not affected.
@@ -79,10 +80,16 @@ class OutboxCollector(Collector):
             counters = outbox.backing.counters
             _add(families, "dispatched", name, counters.dispatched)
             _add(families, "failures", name, counters.failures)
+            dispatcher = outbox.backing.dispatcher.state
+            _add(families, "queued_documents", name, dispatcher.queued)
+            _add(families, "broker_down", name, int(dispatcher.broker_down))
+            _add(families, "passed_over", name, dispatcher.passed_over)
             if status is not None:
                 _add(families, "documents", name, status.documents)
                 _add(families, "pending", name, status.pending)
                 _add(families, "failing_documents", name, status.failing)
+                _add(families, "stuck_documents", name, status.stuck)
+                _add(families, "other_app_documents", name, status.other_apps)
                 _add(families, "oldest_age_seconds", name, status.oldest_seconds or 0.0)
                 _add(families, "dead_letters", name, status.dead_letters)
         yield from families.values()
@@ -111,13 +118,18 @@ def _families() -> _Families:
         "up": "Whether MongoDB answered for this outbox.",
         "documents": "Documents with something pending.",
         "pending": "Entries that wait to be dispatched.",
-        "failing_documents": "Documents with an entry that could not be published.",
+        "failing_documents": "Documents whose next entry could not be published through its own fault.",
+        "stuck_documents": "Documents whose next entry has failed max_attempts times.",
+        "other_app_documents": "Documents whose next entry belongs to an app that this process does not deliver for.",
         "oldest_age_seconds": "Age of the oldest pending entry; 0 when nothing waits.",
         "dead_letters": "Entries that were set aside.",
+        "queued_documents": "Documents in the queue of this process's dispatcher.",
+        "broker_down": "Whether this process's dispatcher waits for the broker to come back.",
     }
     counters = {
         "dispatched": "Entries that this process has published and removed.",
         "failures": "Publishes of this process that failed, broker outages included.",
+        "passed_over": "Documents that this process left to the sweep: its queue was full, or the broker down.",
     }
     return {
         **{name: GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS) for name, text in gauges.items()},

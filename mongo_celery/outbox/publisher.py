@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from celery import Celery
 from celery.canvas import Signature
-from celery.exceptions import BackendError
+from celery.exceptions import BackendError, SoftTimeLimitExceeded
 from kombu import Exchange
 from kombu.exceptions import OperationalError
 from kombu.pools import ProducerPool
@@ -16,9 +16,10 @@ from kombu.serialization import loads, prepare_accept_content
 
 from mongo_celery.broker.connection import bounded_connection, reach_broker
 from mongo_celery.forking import PerProcess
+from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.canvas import heads, leaves
-from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.canvas import bound, heads, leaves
+from mongo_celery.outbox.entries import Entry, bound_event
 from mongo_celery.tracing import sending_for, trace_headers
 
 _BROKER_SECONDS = 5
@@ -57,6 +58,10 @@ class UnknownTaskError(Exception):
     """No task of that name is registered in this process."""
 
 
+class OtherAppError(Exception):
+    """The entry belongs to an app that this process does not deliver for."""
+
+
 class Publisher:
     """
     Publishes entries of one app. Safe for threads and across forks.
@@ -65,27 +70,49 @@ class Publisher:
         app: the Celery app.
         exchange: name of the topic exchange for events.
         foreign_tasks: whether a task that this app does not know is published by its name.
+        delivers: names of other apps whose entries are published too.
     """
 
-    def __init__(self, app: Celery, exchange: str, *, foreign_tasks: bool = False) -> None:
+    def __init__(
+        self, app: Celery, exchange: str, *, foreign_tasks: bool = False, delivers: Sequence[str] = ()
+    ) -> None:
         self.app = app
+        self.delivers = tuple(delivers)
         self._exchange = Exchange(exchange, type="topic", durable=True)
         self._foreign_tasks = foreign_tasks
         self._producers: PerProcess[Any] = PerProcess(self._connect)
 
-    def publish(self, entry: Entry) -> None:
+    @property
+    def apps(self) -> tuple[str | None, ...]:
+        """Whose entries this process publishes: its own app's, those that it delivers, and those that name none."""
+        return (None, "__main__", self.app.main, *self.delivers)  # a script's name is nobody's
+
+    def publish(self, entry: Entry, document_id: object = NO_ID, /) -> None:
         """
         Publish one entry; afterwards the broker has it, as far as the broker promises anything.
+
+        Args:
+            entry: what to publish.
+            document_id: `_id` of the document that it was stored with, for an entry that is bound late.
 
         Raises:
             BrokerUnavailableError: the outcome is unknown; publish it again later.
             UnknownTaskError: the task is not registered here.
+            OtherAppError: another app has written it.
+            SoftTimeLimitExceeded: the task that publishes has run for too long; the outcome is unknown.
             Exception: the entry itself cannot be published.
         """
+        if (entry.app or None) not in self.apps:
+            raise OtherAppError(
+                f"its next entry belongs to app {entry.app!r}, and this process delivers for {self.app.main!r}; run "
+                f"that app's sweep, or make the outbox here with delivers=({entry.app!r},).",
+            )
+        if entry.bind and entry.kind != "task":
+            entry = bound_event(entry, document_id)
         is_task = entry.kind == "task"
         name = entry.name if is_task else str(self._exchange.name)  # routing keys may be many
         with sending_for(entry.trace, name, lambda: self._span_attributes(entry), is_task=is_task):
-            self._publish(entry, self._signature(entry) if is_task else None)
+            self._publish(entry, self._signature(entry, document_id) if is_task else None)
 
     def _publish(self, entry: Entry, signature: Any) -> None:
         with self._producer() as producer:
@@ -97,15 +124,21 @@ class Publisher:
                 else:
                     self._publish_event(producer, entry)
             except Exception as error:
+                limit = _time_limit(error)
+                if limit is not None:
+                    _forget(producer, connection)  # it may be in the middle of a message
+                    raise limit from None
                 verdict = self._verdict(error, connection, is_canvas=bool(signature and signature.subtask_type))
                 if isinstance(verdict, BrokerUnavailableError):
                     _forget(producer, connection)
                     raise verdict from error
                 raise
 
-    def _signature(self, entry: Entry) -> Any:
+    def _signature(self, entry: Entry, document_id: object) -> Any:
         accepted = prepare_accept_content(self.app.conf.accept_content)
         data = loads(entry.payload, entry.content_type, entry.content_encoding, accept=accepted, force=True)
+        if entry.bind:
+            data = bound(data, entry.bind, document_id)
         signature = Signature.from_dict(data, app=self.app)
         for head in heads(signature):
             head["args"] = tuple(head["args"])  # monitors show them as `delay` would
@@ -158,7 +191,7 @@ class Publisher:
         if any(getattr(each, "reply_code", None) == _FRAME_SYNTAX for each in causes):
             return error
         if any(isinstance(each, connection.channel_errors) for each in causes):
-            answers = self._answers()
+            answers = self.answers()
             if answers and any(_is_about_the_entry(each) for each in causes):
                 return error
             return BrokerUnavailableError(error, answers=answers)
@@ -172,12 +205,14 @@ class Publisher:
         if any(isinstance(each, (*backend_refused, RuntimeError, BackendError)) for each in causes):
             return BrokerUnavailableError(error, answers=True)
         silent = any(type(each).__name__ == "TimeoutError" for each in causes)  # Python's, and redis-py's of that name
-        return BrokerUnavailableError(error, answers=(is_canvas or not silent) and self._answers())
+        return BrokerUnavailableError(error, answers=(is_canvas or not silent) and self.answers())
 
-    def _answers(self) -> bool:
-        """Whether the broker takes a new connection."""
+    def answers(self, seconds: int = _BROKER_SECONDS) -> bool:
+        """Whether the broker takes a new connection, within a bound."""
         try:
-            reach_broker(self.app, _BROKER_SECONDS)
+            reach_broker(self.app, seconds)
+        except SoftTimeLimitExceeded:
+            raise
         except Exception:  # noqa: BLE001 - whatever a transport raises
             return False
         return True
@@ -211,6 +246,15 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while found is not None:
         yield found
         found = found.__cause__
+
+
+def _time_limit(error: BaseException | None) -> SoftTimeLimitExceeded | None:
+    """The soft time limit of the task that publishes, wherever it has struck: it is about no entry."""
+    while error is not None:
+        if isinstance(error, SoftTimeLimitExceeded):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _is_about_the_entry(error: BaseException) -> bool:

@@ -1,46 +1,60 @@
 """
-Delivering what is pending in one document: claim it, publish in order, remove by name.
+Delivering what is pending in documents: claim them, publish in order, remove by name.
 
-Any number of relays may work at once: the writer itself (the fast path), a bridge's handler, the sweep. The
-claim keeps them from publishing the same entries side by side; it is not what order rests on. Order rests on
-this: a relay publishes from the head of what it has read, and an entry is removed only by a relay that has
-published it. So whatever stood before an entry has been published before it, also by a relay that was paused
-and woke up late; such a relay costs duplicates, never an entry that overtakes its predecessor for the first
-time.
+Any number of relays may work at once: the dispatcher in the writer's process, a bridge's handler, the sweep. A claim
+keeps them from publishing the same entries side by side; it is not what order rests on. Order rests on this: a relay
+publishes from the head of what it has read, and an entry is removed only by a relay that has published it. So
+whatever stood before an entry has been published before it, also by a relay that was paused and woke up late; such a
+relay costs duplicates, never an entry that overtakes its predecessor for the first time.
 
-The claim is a majority write. So all that it returns is written by a majority too, and nothing of a write
-that a fail-over takes back is ever published. Removals may be lost in a fail-over: that is a duplicate. But what
-a removal shows as added meanwhile is published only after another majority write.
+What is published was acknowledged to its writer by a majority, or was read by a majority after a claim that a majority
+has: nothing of a write that a fail-over takes back is ever published, with whatever concern it was written. Removals
+do not wait for a majority: a fail-over that takes them back costs duplicates.
+
+Removals go in bulk, and so they are late: at most by `SETTLE_SECONDS`, or by `SETTLE_DOCUMENTS`. What a document has
+got meanwhile is found by that, and delivered in a turn of its own: one that somebody writes to all the time keeps
+nobody else waiting.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from bson import ObjectId
-from pymongo import ReturnDocument, WriteConcern
+from celery.exceptions import SoftTimeLimitExceeded
+from pymongo import UpdateOne, WriteConcern
 from pymongo.collection import Collection
+from pymongo.errors import PyMongoError
+from pymongo.read_concern import ReadConcern
 
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.outbox import pending
+from mongo_celery.outbox.claims import PendingClaims, age_of
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
-from mongo_celery.outbox.entries import FIELD, Entry, entries_of
-from mongo_celery.outbox.publisher import BrokerUnavailableError, Publisher
-from mongo_celery.quantities import number
+from mongo_celery.outbox.entries import Entry, entries_of
+from mongo_celery.outbox.failures import FailureKind, FailurePolicy, FailureVerdict, entry_id_of
+from mongo_celery.outbox.publisher import Publisher, UnknownTaskError
 
 logger = logging.getLogger("mongo_celery.outbox")
 
-_BATCH = 50
-"""How many entries are published before they are removed; a crash repeats at most so many."""
+SETTLE_SECONDS = 0.1
+"""How long an entry that was published may still be pending: a crash repeats at most what was published meanwhile."""
 
-_BROKER_PAUSE_SECONDS = 1.0
-_REFUSED_PAUSE_SECONDS = 30.0
-_PAUSES = Pauses(first=1.0, longest=300.0)
+SETTLE_DOCUMENTS = 100
+"""How many documents may have entries that were published and are still pending."""
+
+_ENTRIES = 50
+"""Entries of one document before the next has its turn."""
+
+_TURNS_MAX = 20
+"""After so many turns a delivery leaves the rest of a document, to which somebody may write all the time, to others."""
+
+_OUTAGES_MAX = 3
+"""So many documents in a row for which the broker did not answer end a delivery."""
 
 
 @dataclass(slots=True)
@@ -49,7 +63,7 @@ class Counters:
     Counts of one process since it started; racing threads may lose a count.
 
     Attributes:
-        dispatched: entries published and removed.
+        dispatched: entries published.
         failures: publishes that failed, broker outages included.
         dead: entries set aside as dead letters.
     """
@@ -62,7 +76,7 @@ class Counters:
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """
-    What one attempt on one document came to.
+    What an attempt on one document, or on some, came to.
 
     Attributes:
         dispatched: how many entries were published and removed.
@@ -78,6 +92,94 @@ class Delivery:
     broker_down: bool = False
     error: str | None = None
 
+    def and_(self, other: Delivery) -> Delivery:
+        """The sum of both."""
+        return Delivery(
+            self.dispatched + other.dispatched,
+            self.dead + other.dead,
+            self.left + other.left,
+            self.broker_down or other.broker_down,
+            other.error or self.error,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldDocument:
+    """
+    A document that this process holds, with what is pending in it.
+
+    Attributes:
+        document_id: its `_id`.
+        events: the stored entries, acknowledged or read by a majority.
+        owner: of the claim.
+        claimed_at: the monotonic clock before the claim was sent.
+        field: all of what was read; empty where the writer knows it without reading.
+    """
+
+    document_id: object
+    events: Any
+    owner: ObjectId
+    claimed_at: float
+    field: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedPart:
+    """
+    What was published of one document, to be removed.
+
+    Attributes:
+        held: the document.
+        names: of the entries that were published or set aside, from the head.
+        dispatched: how many were published.
+        dead: how many were set aside.
+        verdict: on what stands behind them, if it could not be published; the document is let go then.
+        error: why it ended early, in words.
+        lets_go: whether this relay has nothing more to do with the document.
+        failed: name of the entry whose attempts grow.
+    """
+
+    held: HeldDocument
+    names: Sequence[Any]
+    dispatched: int
+    dead: int = 0
+    verdict: FailureVerdict | None = None
+    error: str | None = None
+    lets_go: bool = False
+    failed: object = None
+
+    @property
+    def left(self) -> int:
+        """How many entries are behind those, as far as was read."""
+        return len(self.held.events) - len(self.names)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the document's field can go with these entries, as far as was read."""
+        return bool(self.names) and not self.left and not self.lets_go and None not in self.names
+
+    @property
+    def is_outage(self) -> bool:
+        """Whether it ended since the broker did not answer."""
+        return self.verdict is not None and self.verdict.is_outage
+
+    @property
+    def delivery(self) -> Delivery:
+        """As a sum of one."""
+        return Delivery(self.dispatched, self.dead, self.left if self.lets_go else 0, self.is_outage, self.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """Documents in which something is left, and the owners of this process's claims on them."""
+
+    document_ids: Sequence[Any] = ()
+    owners: Sequence[ObjectId] = ()
+
+    def and_(self, other: Remainder) -> Remainder:
+        """Both."""
+        return Remainder([*self.document_ids, *other.document_ids], [*self.owners, *other.owners])
+
 
 class Relay:
     """
@@ -87,8 +189,9 @@ class Relay:
         collection: opened with majority writes and reads.
         publisher: to the broker.
         dead_letters: gives the store for what cannot be published.
+        claims: conditions and updates on the collection's field.
         claim_ttl: seconds for which a document belongs to one relay; after a crash it is free again.
-        max_attempts: how often an entry may fail through its own fault before it is set aside.
+        policy: what becomes of an entry that fails through its own fault.
         counters: of this process.
     """
 
@@ -98,183 +201,258 @@ class Relay:
         publisher: Publisher,
         dead_letters: Callable[[], OutboxDeadLetters],
         *,
+        claims: PendingClaims,
         claim_ttl: float,
-        max_attempts: int,
+        policy: FailurePolicy,
         counters: Counters,
     ) -> None:
         self._collection = collection
-        self._quick = collection.with_options(write_concern=WriteConcern(1))
+        self._quick = collection.with_options(write_concern=WriteConcern(1), read_concern=ReadConcern("local"))
         self._publisher = publisher
         self._dead_letters = dead_letters
+        self._claims = claims
+        self._field = claims.field
         self._claim_ttl = claim_ttl
-        self._max_attempts = max_attempts
+        self._policy = policy
         self._counters = counters
 
+    # -- whole deliveries --------------------------------------------------------------------------
+
     def deliver(self, document_id: object, *, older_than: float | None = None, judge: bool = True) -> Delivery:
+        """As `deliver_all`, of one document."""
+        return self.deliver_all([document_id], older_than=older_than, judge=judge)
+
+    def deliver_all(
+        self, document_ids: Sequence[object], *, older_than: float | None = None, judge: bool = True
+    ) -> Delivery:
         """
-        Claim a document and deliver what is pending in it.
+        Claim documents and deliver what is pending in them, in turns.
 
         Args:
-            document_id: its `_id`.
-            older_than: only if its oldest entry has waited so many seconds.
+            document_ids: their `_id`s.
+            older_than: only those whose oldest entry has waited so many seconds.
             judge: whether an entry that cannot be published counts an attempt; a writer, which need not know
                 all tasks, leaves that to a process that does.
 
         Returns:
-            What was done; nothing if another relay holds the document, it is held back, or nothing is pending.
+            What was done; nothing of a document that another relay holds, that is held back, in which nothing is
+            pending, or whose next entry belongs to another app.
 
         Raises:
-            PyMongoError: MongoDB did not answer; the claim lapses by itself.
+            SoftTimeLimitExceeded: of the task that delivers; every claim was let go.
+            PyMongoError: MongoDB did not answer; claims lapse by themselves.
         """
-        owner = ObjectId()
-        conditions = [pending.FREE, pending.DUE]
-        if older_than is not None:
-            conditions.append(pending.older_than(older_than))
-        claimed_at = time.monotonic()
-        document = self._collection.find_one_and_update(
-            {"_id": document_id, **pending.WITH_ENTRIES, "$expr": {"$and": conditions}},
-            pending.claim_update(owner, self._claim_ttl),
-            projection={FIELD: 1},
-            return_document=ReturnDocument.AFTER,
-        )
-        if document is None:
-            return Delivery()
-        events = document[FIELD].get("events")
-        if not isinstance(events, list) or not events:
-            logger.error(
-                "document %r: %s says that entries wait, and there are none; put right",
-                document_id,
-                FIELD,
-                extra={"event": "count_repaired"},
-            )
-            self._removed(document_id, [], owner)
-            return Delivery()
-        return self.deliver_claimed(document_id, events, owner, claimed_at, judge=judge)
+        total, looks = Delivery(), Remainder(document_ids)
+        for turn in range(_TURNS_MAX):
+            done, looks = self._turn(looks, older_than=None if turn else older_than, judge=judge)
+            total = total.and_(done)
+            if total.broker_down or not looks.document_ids:
+                break
+        if looks.owners:
+            self.release(looks.document_ids, looks.owners)
+        return total
+
+    def _turn(self, looks: Remainder, *, older_than: float | None, judge: bool) -> tuple[Delivery, Remainder]:
+        """Claim some documents and publish the first entries of each; what was done, and where something is left."""
+        total, left, unsettled = Delivery(), Remainder(), list[PublishedPart]()
+        owner, outages, began = ObjectId(), 0, time.monotonic()
+        try:
+            for held in self.claim(looks.document_ids, older_than=older_than, held=looks.owners, owner=owner):
+                part = self.publish(held, judge=judge)
+                unsettled.append(part)
+                total = total.and_(part.delivery)
+                outages = outages + 1 if part.is_outage else 0
+                if outages >= _OUTAGES_MAX:
+                    break
+                if len(unsettled) >= SETTLE_DOCUMENTS or time.monotonic() - began > SETTLE_SECONDS:
+                    left, unsettled, began = left.and_(self.settle(unsettled)), [], time.monotonic()
+            left = left.and_(self.settle(unsettled))
+        except BaseException:  # a time limit, or the end of the process
+            with suppress(PyMongoError):
+                self.settle(unsettled)
+                self.release(looks.document_ids, [owner, *looks.owners])
+            raise
+        if outages >= _OUTAGES_MAX:
+            self.release(looks.document_ids, [owner, *looks.owners])
+            return total, Remainder()
+        return total, left
 
     def is_held(self, document_id: object) -> bool:
         """Whether something is pending in a document and a relay holds it."""
-        held = {"_id": document_id, **pending.WITH_ENTRIES, "$expr": {"$not": [pending.FREE]}}
-        return self._collection.find_one(held, {"_id": 1}) is not None
+        return self._collection.find_one({"_id": document_id, **self._claims.held()}, {"_id": 1}) is not None
 
-    def deliver_claimed(
+    # -- their steps -------------------------------------------------------------------------------
+
+    def claim(
         self,
-        document_id: object,
-        events: Sequence[Mapping[str, Any]],
-        owner: ObjectId,
-        claimed_at: float,
+        document_ids: Sequence[object],
         *,
-        judge: bool = True,
-    ) -> Delivery:
-        """Deliver the entries of a document that was claimed at a moment of the monotonic clock."""
+        older_than: float | None = None,
+        held: Sequence[ObjectId] = (),
+        owner: ObjectId | None = None,
+    ) -> Iterator[HeldDocument]:
+        """
+        Claim those of some documents that may be claimed, by one write of a majority, and read them by a majority.
+
+        Args:
+            document_ids: their `_id`s.
+            older_than: as of `deliver_all`.
+            held: owners of claims that this process has on some of them.
+            owner: of the new claims, if the caller is to let them go himself.
+        """
+        if not document_ids:
+            return
+        owner = owner or ObjectId()
+        claimed_at = time.monotonic()
+        these = {"_id": document_ids[0] if len(document_ids) == 1 else {"$in": list(document_ids)}}
+        condition = {**these, **self._claims.claimable(older_than, held)}
+        update = self._claims.claimed(owner, self._claim_ttl)
+        if len(document_ids) == 1:
+            claimed = self._collection.update_one(condition, update).matched_count
+        else:
+            claimed = self._collection.update_many(condition, update).matched_count
+        if not claimed:
+            return
+        mine = {**these, f"{self._field.claim}.owner": owner}
+        for document in self._collection.find(mine, {self._field.name: 1}):
+            found = document[self._field.name]
+            events = found.get("events")
+            if isinstance(events, list) and events:
+                yield HeldDocument(
+                    document_id=document["_id"], events=events, owner=owner, claimed_at=claimed_at, field=found
+                )
+            else:
+                self._repair(document["_id"], events, owner)
+
+    def publish(self, held: HeldDocument, *, judge: bool) -> PublishedPart:
+        """
+        Publish the first entries of a document, in order, up to one that cannot be.
+
+        Raises:
+            SoftTimeLimitExceeded: what was published before is removed, and the document let go.
+        """
+        names: list[Any] = []
         dispatched = dead = 0
-        while events:
-            published: list[str] = []
-            everything = entries_of(events)
-            batch = everything[:_BATCH]
+        knows = bool(self._publisher.app.finalized)  # type: ignore[attr-defined] # else it has not heard of its tasks yet
+        everything = entries_of(held.events)
+        for entry in everything[:_ENTRIES]:
+            if time.monotonic() - held.claimed_at > self._claim_ttl / 2:  # it may be another's soon
+                return PublishedPart(
+                    held=held, names=names, dispatched=dispatched, dead=dead, lets_go=True,
+                    error="the claim's time was used up",
+                )  # fmt: skip
             try:
-                for entry in batch:
-                    if time.monotonic() - claimed_at > self._claim_ttl / 2:
-                        break  # it may be another's soon; what is left is for whoever claims next
-                    if not isinstance(entry, Entry):
-                        raise ValueError("the entry cannot be read: somebody else has written to pendingEvents")  # noqa: TRY004
-                    self._publisher.publish(entry)
-                    published.append(entry.id)
+                self._publish(entry, held.document_id)
+            except SoftTimeLimitExceeded:
+                with suppress(PyMongoError):
+                    self.settle([PublishedPart(held=held, names=names, dispatched=dispatched, lets_go=True)])
+                raise
             except Exception as error:  # noqa: BLE001 - whatever a serializer, a canvas or a broker raises
-                if published:
-                    dispatched += len(published)
-                    self._counters.dispatched += len(published)
-                    self._removed(document_id, published, owner)
-                failed = batch[len(published)]
-                if not self._set_aside(document_id, failed, error, owner, judge=judge):
-                    left = len(events) - len(published)
-                    down = isinstance(error, BrokerUnavailableError) and not error.answers
-                    return Delivery(dispatched, dead, left, down, f"{type(error).__name__}: {short(error)}")
-                nameless = [entry for entry in everything if _id_of(entry) is None] if _id_of(failed) is None else []
-                for entry in nameless:  # they can only be removed together
-                    self._dead_letters().add(document_id, entry, error)
-                dead += max(1, len(nameless))
-                published = [_id_of(failed)]
-                claimed_at, events = self._removed(document_id, published, owner)
+                judges = judge and (knows or not isinstance(error, UnknownTaskError))
+                verdict = self._judged(held, entry, error, judge=judges)
+                if verdict is None or verdict.kind is not FailureKind.DEAD_LETTER:
+                    return PublishedPart(
+                        held=held, names=names, dispatched=dispatched, dead=dead, verdict=verdict, lets_go=True,
+                        error=f"{type(error).__name__}: {short(error)}",
+                        failed=entry_id_of(entry) if verdict is not None and verdict.counts else None,
+                    )  # fmt: skip
+                alike = [each for each in everything if entry_id_of(each) is None]  # they are removed together
+                aside = alike if entry_id_of(entry) is None else [entry]
+                if entry_id_of(entry) is None and None in names:
+                    aside = []  # they are aside already
+                for each in aside:
+                    self._dead_letters().add(held.document_id, each, error)  # before it is removed: it may be repeated
+                dead += len(aside)
+                self._counters.dead += len(aside)
+                names.append(entry_id_of(entry))
                 continue
-            if not published:
-                self._release(document_id, owner)
-                return Delivery(dispatched, dead, len(events), error="the claim's time was used up")
-            dispatched += len(published)
-            self._counters.dispatched += len(published)
-            claimed_at, events = self._removed(document_id, published, owner)
-        return Delivery(dispatched, dead)
+            names.append(entry_id_of(entry))
+            dispatched += 1
+            self._counters.dispatched += 1
+        return PublishedPart(held=held, names=names, dispatched=dispatched, dead=dead)
 
-    def _removed(self, document_id: object, ids: Sequence[str], owner: ObjectId) -> tuple[float, Sequence[Any]]:
-        """Remove entries; what is left, if the claim is still mine, and since when."""
-        now = time.monotonic()
-        document = self._quick.find_one_and_update(
-            {"_id": document_id, FIELD: {"$exists": True}},  # else it was replaced behind the outbox's back
-            pending.removal(ids, owner, self._claim_ttl),
-            projection={FIELD: 1},
-            return_document=ReturnDocument.AFTER,
-        )
-        if document is None:
-            logger.warning(
-                "document %r was deleted or replaced while its entries were delivered",
-                document_id,
-                extra={"event": "document_replaced"},
-            )
-            return now, []
-        field = document[FIELD]
-        if not field["events"] or field["claim"]["owner"] != owner:
-            return now, []
-        return self._confirmed(document_id, owner)
+    def _publish(self, entry: Entry | Mapping[str, Any], document_id: object) -> None:
+        if not isinstance(entry, Entry):
+            raise ValueError(f"the entry cannot be read: somebody else has written to {self._field.name}")  # noqa: TRY004
+        self._publisher.publish(entry, document_id)
 
-    def _confirmed(self, document_id: object, owner: ObjectId) -> tuple[float, Sequence[Any]]:
-        """What was added meanwhile, once a majority has it: the removal was not a majority write."""
-        now = time.monotonic()
-        document = self._collection.find_one_and_update(
-            {"_id": document_id, f"{FIELD}.claim.owner": owner},
-            pending.claim_update(owner, self._claim_ttl),
-            projection={FIELD: 1},
-            return_document=ReturnDocument.AFTER,
-        )
-        return now, [] if document is None else document[FIELD]["events"]
-
-    def _set_aside(
-        self, document_id: object, entry: Entry | Mapping[str, Any], error: Exception, owner: ObjectId, *, judge: bool
-    ) -> bool:
-        """Judge a failure; True if the entry is a dead letter now, else the document is let go for a while."""
+    def _judged(
+        self, held: HeldDocument, entry: Entry | Mapping[str, Any], error: Exception, *, judge: bool
+    ) -> FailureVerdict | None:
+        """What becomes of an entry; None where this process leaves that to another."""
         self._counters.failures += 1
-        if isinstance(error, BrokerUnavailableError):
+        at = entry.at if isinstance(entry, Entry) else entry.get("at")
+        verdict = self._policy.verdict(entry, error, age_of(held.field, at))
+        if verdict.kind is not FailureKind.WAIT_FOR_BROKER and not judge:
+            return None
+        self._policy.tell(verdict, entry, held.document_id, error)
+        return verdict
+
+    def settle(self, parts: Sequence[PublishedPart]) -> Remainder:
+        """
+        Remove what was published, and let go what cannot go on.
+
+        Returns:
+            Documents in which something is left that this process still holds.
+        """
+        whole = [part for part in parts if part.is_whole]
+        others = [part for part in parts if part.names and not part.is_whole]
+        if whole:
+            updates = [UpdateOne(*self._claims.emptied(part.held.document_id, part.names)) for part in whole]
+            if self._quick.bulk_write(updates, ordered=False).matched_count < len(whole):
+                others += whole
+        remainder = self._remove(others) if others else Remainder()
+        for part in parts:
+            if part.lets_go:
+                pause = part.verdict.pause if part.verdict is not None else 0.0
+                self.release([part.held.document_id], [part.held.owner], pause, part.failed)
+        return remainder
+
+    def _remove(self, parts: Sequence[PublishedPart]) -> Remainder:
+        ids = [part.held.document_id for part in parts]
+        removals = [
+            UpdateOne(*self._claims.removed(part.held.document_id, part.names, part.held.owner, self._claim_ttl))
+            for part in parts  # each for itself: entries of one name may lie in many documents
+        ]
+        self._quick.bulk_write(removals, ordered=False)
+        found = list(self._quick.find({"_id": {"$in": ids}}, {f"{self._field.claim}.owner": 1}))
+        for gone in [] if len(found) == len(ids) else [each for each in ids if not _is_among(each, found)]:
             logger.warning(
-                "outbox: the broker took no message (%s); entries wait in MongoDB",
-                short(error),
-                extra={"event": "broker_refused"},
+                "document %r was deleted while its entries were delivered", gone, extra={"event": "document_deleted"}
             )
-            self._release(document_id, owner, _REFUSED_PAUSE_SECONDS if error.answers else _BROKER_PAUSE_SECONDS)
-            return False
-        if not judge:
-            self._release(document_id, owner)
-            return False
-        attempts = 1 + entry.attempts if isinstance(entry, Entry) else self._max_attempts
-        if attempts < self._max_attempts:
-            logger.warning(
-                "outbox: entry %s of document %r failed (attempt %d of %d): %s",
-                _id_of(entry), document_id, attempts, self._max_attempts, short(error),
-                extra={"event": "entry_failed"},
-            )  # fmt: skip
-            self._release(document_id, owner, _PAUSES.nth(attempts), _id_of(entry))
-            return False
+        going_on = [part.held.owner for part in parts if not part.lets_go]
+        left = [document["_id"] for document in found if self._owner_in(document) in going_on]
+        return Remainder(left, going_on if left else ())
+
+    def _owner_in(self, document: Mapping[str, Any]) -> Any:
+        stored = document.get(self._field.name)
+        claim = stored.get("claim") if isinstance(stored, Mapping) else None
+        return claim.get("owner") if isinstance(claim, Mapping) else None
+
+    def release(
+        self,
+        document_ids: Sequence[object],
+        owners: Sequence[ObjectId],
+        pause: float = 0.0,
+        failed: object = None,
+    ) -> None:
+        """Let claims go that are still these owners', and hold their documents back for a while."""
+        if document_ids and owners:
+            self._quick.update_many(*self._claims.released(document_ids, owners, pause, failed))
+
+    def _repair(self, document_id: object, events: object, owner: ObjectId) -> None:
+        """Somebody else has written to the field: what is no list of entries is set aside, and the field goes."""
+        error = ValueError(f"{self._field.name} says that entries wait, and there are none")
+        if events is not None and events != []:
+            self._dead_letters().add(document_id, {"events": events}, error)
         logger.error(
-            "outbox: entry %s of document %r is a dead letter after %s: %s",
-            _id_of(entry), document_id, number(attempts, "attempt", "attempts"), short(error),
-            extra={"event": "entry_dead"},
-        )  # fmt: skip
-        # Before it is removed: a crash repeats it, and loses nothing.
-        self._dead_letters().add(document_id, entry, error)
-        self._counters.dead += 1
-        return True
-
-    def _release(self, document_id: object, owner: ObjectId, pause: float = 0.0, failed: str | None = None) -> None:
-        there = {"_id": document_id, f"{FIELD}.events": {"$type": "array"}}  # else replaced behind the outbox's back
-        self._quick.update_one(there, pending.release(owner, pause, failed))
+            "document %r: %s says that entries wait, and there are none; put right",
+            document_id,
+            self._field.name,
+            extra={"event": "count_repaired"},
+        )
+        self._quick.update_one(*self._claims.discarded(document_id, owner))
 
 
-def _id_of(entry: Entry | Mapping[str, Any]) -> Any:
-    return entry.id if isinstance(entry, Entry) else entry.get("id")
+def _is_among(document_id: object, documents: Sequence[Mapping[str, Any]]) -> bool:
+    return any(document["_id"] == document_id for document in documents)

@@ -164,7 +164,7 @@ def _replay_without_document(outbox: Outbox, found: DeadLetter, entry: Entry, *,
             "Discard it, or publish it all the same with --without-document.",
         )
     try:
-        outbox.publisher.publish(entry)
+        outbox.publisher.publish(entry, found.document)
     except BrokerUnavailableError as error:
         raise CommandRefusedError(
             f"The broker did not take {found.id}: {short(error)}. Nothing was changed."

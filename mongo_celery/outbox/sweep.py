@@ -2,7 +2,8 @@
 The sweep: delivers what a crash, a lost connection or a broker outage has left behind.
 
 Outboxes take turns, a handful of documents each, so that a large backlog in one collection does not keep the
-others waiting. A broker that takes nothing ends the sweep: everything waits for the next.
+others waiting. A broker that takes nothing ends the sweep: everything waits for the next. So does the soft time limit
+of its task, which is about no entry: every claim is let go before it passes through.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.errors import ConnectionFailure, PyMongoError
 
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import index
 from mongo_celery.outbox.backing import Backing
-from mongo_celery.outbox.relay import Delivery
+from mongo_celery.outbox.relay import Delivery, Relay
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -31,14 +33,14 @@ _TURN = 50
 _SWEEP_SECONDS = 60.0
 """After so long a sweep leaves the rest to the next, which beat has started meanwhile."""
 
-_REFUSALS_MAX = 3
-"""So many documents in a row for which the broker did not answer end a sweep."""
-
 _NOTE_SECONDS = 5.0
 """How often a process notes that it sweeps."""
 
 _IDLE_TURNS_MAX = 3
 """So many turns in which nothing could be delivered end a sweep of one outbox: what failed is held back meanwhile."""
+
+_OTHERS_SECONDS = 60.0
+"""What has waited for another app for so long is told, and looked for no more often than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +61,53 @@ class Backlog:
 
 def sweep_one(backlog: Backlog, older_than: float, limit: int) -> Delivery:
     """Deliver documents of one outbox, the given number at most; the sum of what was done."""
-    relay = backlog.backing.relay
-    backlog.backing.sweeps.note(_NOTE_SECONDS)
-    total, refusals = Delivery(), 0
-    for document_id in index.due_documents(backlog.backing.plain, older_than, limit):
-        try:
-            delivery = relay.deliver(document_id, older_than=older_than)
-        except ConnectionFailure:
-            raise
-        except Exception as error:  # noqa: BLE001 - one document that nobody can make sense of stops no other
-            logger.error(
-                "outbox %s: document %r cannot be delivered: %s",
-                backlog.name(),
-                document_id,
-                short(error),
-                extra={"event": "document_undeliverable"},
-            )
-            delivery = Delivery(left=1, error=short(error))
-        total = _sum(total, delivery)
-        refusals = refusals + 1 if delivery.broker_down else 0
-        if refusals >= _REFUSALS_MAX:
+    relay, backing = backlog.backing.relay, backlog.backing
+    backing.sweeps.note(_NOTE_SECONDS)
+    found = index.due_documents(backing.plain, backing.claims, older_than, limit)
+    total = Delivery()
+    for start in range(0, len(found), _TURN):
+        total = total.and_(_deliver(backlog, relay, found[start : start + _TURN], older_than))
+        if total.broker_down:
             break
     return total
+
+
+def _deliver(backlog: Backlog, relay: Relay, document_ids: list[Any], older_than: float) -> Delivery:
+    """Deliver some documents; one that nobody can make sense of stops no other."""
+    try:
+        return relay.deliver_all(document_ids, older_than=older_than)
+    except (ConnectionFailure, SoftTimeLimitExceeded):
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with it
+        if len(document_ids) > 1:
+            total = Delivery()
+            for document_id in document_ids:
+                total = total.and_(_deliver(backlog, relay, [document_id], older_than))
+            return total
+        logger.error(
+            "outbox %s: document %r cannot be delivered: %s",
+            backlog.name(),
+            document_ids[0],
+            short(error),
+            extra={"event": "document_undeliverable"},
+        )
+        return Delivery(left=1, error=short(error))
+
+
+def _tell_of_others(backlog: Backlog) -> None:
+    """What waits for another app waits in silence otherwise, since this process passes it over."""
+    backing = backlog.backing
+    if time.monotonic() < backing.others_told_at + _OTHERS_SECONDS:
+        return
+    backing.others_told_at = time.monotonic()
+    found = index.waiting_for_others(backing.plain, backing.claims, _OTHERS_SECONDS)
+    if found is not None:
+        logger.warning(
+            "outbox %s: document %r waits for another app, and this app (%s) does not deliver its entries; run that "
+            "app's sweep, or make the outbox here with delivers=",
+            backlog.name(), found["_id"], backing.app.main,
+            extra={"event": "other_app"},
+        )  # fmt: skip
 
 
 def sweep_all(backlogs: Iterable[Backlog]) -> dict[str, Any]:
@@ -98,13 +125,14 @@ def sweep_all(backlogs: Iterable[Backlog]) -> dict[str, Any]:
         for backlog in list(waiting):
             try:
                 delivery = sweep_one(backlog, backlog.age, _TURN)
+                _tell_of_others(backlog)
             except PyMongoError as error:  # MongoDB does not answer, or refuses the query
                 logger.warning(
                     "outbox %s was not swept: %s", backlog.name(), short(error), extra={"event": "sweep_failed"}
                 )
                 delivery = Delivery(error=short(error))
             name = backlog.name()
-            totals[name] = _sum(totals.get(name, Delivery()), delivery)
+            totals[name] = totals.get(name, Delivery()).and_(delivery)
             idle[name] += delivery.dispatched + delivery.dead == 0
             if (not delivery.left and not delivery.dispatched + delivery.dead) or idle[name] >= _IDLE_TURNS_MAX:
                 waiting.remove(backlog)
@@ -115,13 +143,3 @@ def sweep_all(backlogs: Iterable[Backlog]) -> dict[str, Any]:
         name: {"dispatched": total.dispatched, "dead": total.dead, "error": total.error}
         for name, total in totals.items()
     }
-
-
-def _sum(total: Delivery, one: Delivery) -> Delivery:
-    return Delivery(
-        total.dispatched + one.dispatched,
-        total.dead + one.dead,
-        total.left + one.left,
-        total.broker_down or one.broker_down,
-        one.error or total.error,
-    )

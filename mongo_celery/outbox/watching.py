@@ -13,19 +13,26 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mongo_celery.outbox.entries import FIELD
+from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.relay import Relay
 
 OPERATIONS = ("insert", "update", "replace")
-FIELDS = (f"{FIELD}.count",)
-"""A claim changes other fields, so a delivery does not call for the next one."""
 
-STILL_PENDING: dict[str, Any] = {
-    "$or": [
-        {"$eq": [{"$type": "$fullDocument"}, "missing"]},  # a bridge that does not look documents up
-        {"$gt": [f"$fullDocument.{FIELD}.count", 0]},
-    ],
-}
+
+def watched_fields(field: PendingField) -> tuple[str, ...]:
+    """A claim changes other fields, so a delivery does not call for the next one."""
+    return (field.count,)
+
+
+def still_pending(field: PendingField) -> dict[str, Any]:
+    """True of a change whose document has something pending when the change is read."""
+    return {
+        "$or": [
+            {"$eq": [{"$type": "$fullDocument"}, "missing"]},  # a bridge that does not look documents up
+            {"$gt": [f"$fullDocument.{field.count}", 0]},
+        ],
+    }
+
 
 _BUSY_SECONDS = 1.0
 _RETRIES_MAX = 1_000_000

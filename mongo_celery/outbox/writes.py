@@ -33,6 +33,8 @@ from mongo_celery.outbox.entries import FIELD, Entry
 
 Document = dict[str, Any]
 
+_FIELD = pending.PendingField()
+
 _SECONDS = 10.0
 """How long a document may keep changing between being found and being written before the outcome is given up."""
 
@@ -119,7 +121,7 @@ class Writer:
         claim: bool,
     ) -> Written | None:
         """Update by `_id`; None where the filter no longer matches it."""
-        room = pending.room_for(entries, self._max_pending)
+        room = _FIELD.room_for(len(entries), self._max_pending)
         if claim:
             owner, now = ObjectId(), time.monotonic()
             free = [room, {"$expr": {"$and": [pending.FREE, pending.DUE]}}]
@@ -139,11 +141,11 @@ class Writer:
         self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None
     ) -> Written | None:
         """Update whichever document the filter finds; a full one is passed over for another."""
-        room = pending.room_for(entries, self._max_pending)
+        room = _FIELD.room_for(len(entries), self._max_pending)
         asked = write.return_document is not None
         document = self.collection.find_one_and_update(
             {**write.filter, "$and": [*write.filter.get("$and", ()), room]},
-            write.with_entries(entries, None, ObjectId()),
+            write.with_entries(entries, None),
             projection=write.projection if asked else {"_id": 1},
             return_document=bool(write.return_document) if asked else ReturnDocument.AFTER,
             session=session,
@@ -169,7 +171,7 @@ class Writer:
         asked = write.return_document is not None
         return self.collection.find_one_and_update(
             narrowed(write.filter, document_id).where(*conditions),
-            write.with_entries(entries, claim, document_id),
+            write.with_entries(entries, claim),
             projection=write.projection if asked else {FIELD: 1},
             return_document=bool(write.return_document) if asked else ReturnDocument.AFTER,
             session=session,
@@ -191,7 +193,7 @@ class Writer:
     def _upsert(self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None) -> Written:
         """Create the document; if another writer is faster, this is an update like any other."""
         new_id = ObjectId()
-        update = write.with_entries(entries, None, new_id)
+        update = write.with_entries(entries, None)
         known = write.pinned
         if known is NO_ID and write.replacement is None and not names_id(write):
             known = new_id
@@ -236,8 +238,8 @@ class Writer:
     ) -> tuple[Document, Written]:
         """A new document with its entries, and how it will stand when it has been inserted."""
         self._refuse_more_than_ever(entries)
-        owner, now = ObjectId() if claim else pending.NOBODY, time.monotonic()
-        field = pending.new_field(entries, owner, self._claim_ttl, datetime.now(UTC))
+        owner, now = ObjectId(), time.monotonic()
+        field = _FIELD.new_field(entries, (owner, self._claim_ttl) if claim else None, datetime.now(UTC))
         whole = {**document, FIELD: field}
         if not claim:
             return whole, Written(document["_id"], matched=True)
@@ -266,12 +268,12 @@ class Writer:
                 if found is None:
                     continue
                 document_id = found["_id"]  # noqa: PLW2901
-                there[id_key(document_id, codec)] = document_id, _count(found)
+                there[id_key(document_id, codec)] = document_id, _FIELD.count_in(found)
             key = id_key(document_id, codec)
             sums[key] = sums.get(key, 0) + count
         ids = [document_id for document_id, condition, _ in added if condition is None]
         for found in self._latest.find({"_id": {"$in": ids}}, shown, session=session) if ids else ():
-            there[id_key(found["_id"], codec)] = found["_id"], _count(found)
+            there[id_key(found["_id"], codec)] = found["_id"], _FIELD.count_in(found)
         for key, (document_id, count) in there.items():
             self._refuse_beyond(document_id, count, sums.get(key, 0))
 
@@ -288,7 +290,7 @@ class Writer:
 
     def _refuse_full(self, document_id: object, entries: Sequence[Entry], session: ClientSession | None) -> None:
         document = self._latest.find_one({"_id": document_id}, {f"{FIELD}.count": 1}, session=session)
-        self._refuse_beyond(document_id, _count(document or {}), len(entries))
+        self._refuse_beyond(document_id, _FIELD.count_in(document or {}), len(entries))
 
     def _refuse_beyond(self, document_id: object, count: int, added: int) -> None:
         if count + added > self._max_pending:
@@ -299,11 +301,6 @@ class Writer:
                 document=document_id,
                 pending=count,
             )
-
-
-def _count(document: Mapping[str, Any]) -> int:
-    field = document.get(FIELD)
-    return int(field.get("count", 0)) if isinstance(field, Mapping) else 0
 
 
 @contextmanager

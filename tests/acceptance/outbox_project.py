@@ -273,7 +273,7 @@ def die_sweeping(points: str) -> None:
 
 def be_zombies(*keys: str) -> None:
     """Per document a relay that stops at another point; ends when all were continued and have ended."""
-    relays = _at_each_point("zombie", lambda at: items.dispatch(keys[at - 1]), signal.SIGSTOP)
+    relays = _at_each_point("zombie", lambda at: items.backing.relay.deliver(keys[at - 1]), signal.SIGSTOP)
     pids = [next(relays) for _ in keys]
     ended = [pid for pid in pids if os.WIFEXITED(os.waitpid(pid, os.WUNTRACED)[1])]
     say(f"stopped {len(pids) - len(ended)} of {len(pids)}")

@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 PROJECT = "tests.acceptance.outbox_project"
 WORK = "work"
-OPTIONS: Document = {"claim_ttl": 4.0, "sweep_after": 0.5, "sweep_every": 0.5}
+OPTIONS: Document = {"claim_ttl": 4.0, "sweep_after": 0.5, "sweep_every": 0.5, "at_once": "wait"}
+"""A write waits for the dispatcher, so that a process that writes dies at a stated point of the delivery, too."""
 _BEAT = ("-s", "/dev/null", "--scheduler", "celery.beat:Scheduler")
 _DRIFTED: Document = {
     "$expr": {"$ne": ["$pendingEvents.count", {"$size": {"$ifNull": ["$pendingEvents.events", []]}}]},
@@ -68,7 +69,7 @@ class Shop:
 
     def __exit__(self, *error: object) -> None:
         self._processes.__exit__()
-        self.outbox.publisher.close()
+        self.outbox.backing.close()
         self.app.close()
         for name in (self.name, f"{self.name}_state"):
             self._client.drop_database(name)

@@ -132,7 +132,7 @@ def test_nothing_is_published_of_a_write_that_an_election_takes_back(
         shop.insert("there", 1)
         shop.sweep_all()
         wait_for(lambda: tap.first() == {"there": [1]})
-        assert outbox.dispatch("there").left == 0, "and the index is known to be there"
+        assert outbox.backing.relay.deliver("there").left == 0, "and the index is known to be there"
         with elections.held_back() as primary, MongoClient[Document](primary.url) as direct:
             items = direct[shop.name]["items"]
             tasks = [shop.effect("lost", 1)]
@@ -140,7 +140,7 @@ def test_nothing_is_published_of_a_write_that_an_election_takes_back(
             lapsed = wait_for(
                 lambda: items.find_one({"_id": "lost", "$expr": FREE}), message="the writer's claim lapsed"
             )
-            relaying = pool.submit(outbox.dispatch, "lost")
+            relaying = pool.submit(outbox.backing.relay.deliver, "lost")
             wait_for(lambda: _owner(items) != lapsed[FIELD]["claim"]["owner"], message="a relay's claim")
             assert not writing.done()
             assert not relaying.done()

@@ -54,7 +54,7 @@ def test_a_writer_that_is_killed_at_any_point_loses_nothing(shop: Shop, mongo_cl
     for kind in KINDS:
         points = [point for died, _at, point in deaths if died == kind]
         assert points.count("before publish") == points.count("after publish") >= 2
-        assert points[-1] == "after findAndModify", "the removal is the last"
+        assert points[-1] == "after update", "the removal is the last"
         ns = [written.get(f"{'old ' if kind in OLD else ''}{kind} {at}", []) for at, _ in enumerate(points, 1)]
         assert ns[0] in ([], [3]), "killed before the command"
         assert ns[-1] == [1, 2, 3], "killed after the removal"
@@ -77,7 +77,7 @@ def test_a_sweeper_that_is_killed_at_any_point_loses_nothing(shop: Shop, redis_u
         shop.agree(tap)
 
     points = {point for _, _, point in said(sweepers)}
-    assert points == {f"{when} {what}" for when in ("before", "after") for what in ("findAndModify", "publish")}
+    assert points == {f"{when} {what}" for when in ("before", "after") for what in ("update", "publish")}
     assert tap.duplicates > 0, "who dies between publishing and removing leaves a duplicate"
 
 
@@ -242,7 +242,7 @@ def test_everything_is_done_once_and_in_order_under_random_kills(shop: Shop, red
         # The consumer of the effects lives: what a killed one had just taken from Redis is lost to it, outbox or not.
         shop.worker(WORK, alone=True)
         workers = [shop.worker(SWEEPS, alone=True) for _ in range(2)]
-        soak = shop.program("soak", 1, REPLACED, *keys)
+        soak = shop.program("soak", 1, REPLACED, *keys, at_once=True)
         for number in range(3):
             victim = workers[number]
             victim.wait_for_output("ready")

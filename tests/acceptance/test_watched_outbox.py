@@ -14,8 +14,8 @@ from pymongo import MongoClient
 
 from mongo_celery import Bridge, Outbox
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.outbox import pending
 from mongo_celery.outbox.entries import task_entry
+from mongo_celery.outbox.pending import PendingField
 from tests.acceptance.chain_rig import QUIET
 from tests.fixtures.process import Processes, wait_for
 
@@ -30,7 +30,7 @@ class Watched:
 
     def __init__(self, name: str, client: MongoClient[Document], broker: str) -> None:
         self.data = client[f"{name}_data"]
-        self.app = Celery("writer", broker=broker)
+        self.app = Celery("watched", broker=broker)
         self.outbox = Outbox(self.app, self.data["orders"], at_once=False, sweep_every=None, foreign_tasks=True)
 
     def task(self, order: int, step: int) -> Any:
@@ -44,7 +44,7 @@ class Watched:
     def pending(self, order: int) -> int:
         document = self.data["orders"].find_one({"_id": order})
         assert document is not None
-        return int(document["pendingEvents"]["count"])
+        return int(document.get("pendingEvents", {}).get("count", 0))
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_the_listener_delivers_what_the_writer_leaves_pending_in_order_per_docum
 def test_the_listener_waits_for_the_claim_of_a_writer_that_has_died(watched: Watched) -> None:
     """Killed after its write, it holds the document longer than three of Celery's retries; no beat comes back to it."""
     entry = task_entry(watched.app, watched.task(7, 1), datetime.now(UTC))
-    field = pending.new_field([entry], ObjectId(), 7.0, datetime.now(UTC))
+    field = PendingField().new_field([entry], (ObjectId(), 7.0), datetime.now(UTC))
 
     watched.data["orders"].insert_one({"_id": 7, "pendingEvents": field})
 

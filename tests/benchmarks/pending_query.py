@@ -14,7 +14,7 @@ from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStart
 
 from mongo_celery import Outbox
 from mongo_celery.bench.stage import Scene, Stage
-from mongo_celery.outbox import index, pending
+from mongo_celery.outbox import index
 from tests.benchmarks.readings import MILLISECONDS, Reading
 
 PENDING = 100
@@ -59,25 +59,25 @@ def measure_pending_query(stage: Stage, documents: int, announce: Callable[[str]
             foreign_tasks=True,
             database=scene.setting.state_database,
         )
-        index.ensure(collection)
+        index.ensure(collection, outbox.backing.field)
         _fill(scene, documents, announce)
         for number in range(0, documents, max(documents // PENDING, 1))[:PENDING]:
             outbox.update_one({"_id": number}, {"$inc": {"n": 1}}, tasks=[outbox.app.signature("bench.none")])
         announce("the sweep's query")
-        plain = outbox.backing.plain
-        seconds = _timed(lambda: index.due_documents(plain, 0.0, _LIMIT))
+        plain, claims = outbox.backing.plain, outbox.backing.claims
+        seconds = _timed(lambda: index.due_documents(plain, claims, 0.0, _LIMIT))
         question = recorder.last_find()
         explained = plain.database.command("explain", question, verbosity="executionStats")
         statistics = explained["executionStats"]
         naturally = {**question, "hint": {"$natural": 1}}
         readings = (
             _reading("sweep_query", seconds),
-            _reading("status", _timed(lambda: index.waiting(plain))),
+            _reading("status", _timed(lambda: index.waiting(plain, claims, 5))),
             _reading("sweep_query_without_index", _timed(lambda: plain.database.command(naturally), 3)),
         )
         return PendingQuery(
             documents=documents,
-            pending=plain.count_documents(pending.WITH_ENTRIES),
+            pending=plain.count_documents(claims.with_entries),
             index=_index_of(explained["queryPlanner"]["winningPlan"]),
             keys_examined=statistics["totalKeysExamined"],
             documents_examined=statistics["totalDocsExamined"],

@@ -11,9 +11,11 @@ from typing import Any
 
 import redis
 from celery import Celery
+from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery import Outbox
+from mongo_celery.outbox.pending import LONG_AGO, UNCLAIMED
 
 Document = dict[str, Any]
 
@@ -70,7 +72,8 @@ class Rig:
         self._outboxes: list[Outbox] = []
 
     def outbox(self, collection: str = "orders", **options: Any) -> Outbox:
-        made = Outbox(self.app, self.database[collection], **{"sweep_every": None, **options})
+        """An outbox whose writes wait for the dispatcher, so that a test can look at once at what it has sent."""
+        made = Outbox(self.app, self.database[collection], **{"sweep_every": None, "at_once": "wait", **options})
         self._outboxes.append(made)
         return made
 
@@ -90,7 +93,7 @@ class Rig:
 
     def close(self) -> None:
         for outbox in self._outboxes:
-            outbox.publisher.close()
+            outbox.backing.close()
         self._redis.close()
         self.app.close()
 
@@ -104,10 +107,21 @@ def opened(database: Database[Document], broker: str, **conf: Any) -> Iterator[R
         rig.close()
 
 
+def ripen(collection: Collection[Document], identity: Any) -> None:
+    """As if the next entry of a document had been tried for as long as anything is, and had failed each time."""
+    tried = {"pendingEvents.events.0.attempts": 99, "pendingEvents.events.0.at": LONG_AGO}
+    assert collection.update_one({"_id": identity}, {"$set": tried}).matched_count
+
+
+def due_again(collection: Collection[Document]) -> None:
+    """As if the pauses after failures were over."""
+    collection.update_many({"pendingEvents": {"$exists": True}}, {"$set": {"pendingEvents.claim": UNCLAIMED}})
+
+
 def pending(database: Database[Document], identity: Any, collection: str = "orders") -> Document:
-    """The outbox's field of a document; its count is checked on the way."""
+    """The outbox's field of a document, as if empty where it has none; its count is checked on the way."""
     document = database[collection].find_one({"_id": identity})
     assert document is not None
-    field: Document = document["pendingEvents"]
+    field: Document = document.get("pendingEvents", {"count": 0, "events": []})
     assert field["count"] == len(field["events"])
     return field

@@ -13,13 +13,14 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.fenced.fence import FIELD as STAMPS
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.writes import Body, BulkRequest, Operators, Pipeline, Replacement, target_of
-from mongo_celery.outbox import pending
 from mongo_celery.outbox.entries import FIELD as PENDING
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.pending import PendingField
 from tests.integration.fenced_rig import Document, fence, stamp
 
 NOW = datetime(2024, 2, 29, 12, 0, 0, 5000, UTC)
 ME = ObjectId("1" * 24)
+WAITING = PendingField()
 SHARED: Document = {"left": "$price", "n": 2}
 """What every body of the tests makes of `{n: 1}`; a string like a path must stay one."""
 
@@ -54,8 +55,8 @@ def written(target: Collection[Document], body: Body, token: int, name: str, *, 
     return target.bulk_write(
         [
             UpdateOne(
-                document.where(guard, pending.room_for(entries, room)),
-                body.amended(stamps, pending.addition(entries, (ME, 10))),
+                document.where(guard, WAITING.room_for(len(entries), room)),
+                body.amended(stamps, WAITING.addition(entries, (ME, 10))),
             )
             for guard, stamps in mine.edits(body)
         ]
@@ -73,7 +74,7 @@ def test_a_write_carries_the_stamp_and_the_entries_and_does_what_it_did(
 ) -> None:
     """W1, W3: the stamps of others and what was pending stay; one statement matches, and exactly one."""
     older = {**mine, **stamp(9, key="shop/other")}
-    first = pending.new_field([entry("first")], pending.NOBODY, 10, NOW)
+    first = WAITING.new_field([entry("first")], None, NOW)
     target.insert_one({"_id": 1, "n": 1, STAMPS: older, PENDING: first})
     assert written(target, body, 5, "second") == 1
     [document] = target.find()
@@ -109,7 +110,7 @@ def test_either_owner_can_refuse_a_write_and_then_none_of_it_happens(target: Col
 @every_body
 def test_an_insertion_carries_the_fields_of_both(target: Collection[Document], body: Body) -> None:
     """W1: as values, not as expressions."""
-    own = {STAMPS: stamp(5), PENDING: pending.new_field([entry("first")], ME, 10, NOW)}
+    own = {STAMPS: stamp(5), PENDING: WAITING.new_field([entry("first")], (ME, 10), NOW)}
     document = target_of({"_id": 1})
     assert document is not None
     kind: Any = ReplaceOne if isinstance(body, Replacement) else UpdateOne
@@ -130,7 +131,7 @@ def test_a_path_into_an_own_field_is_found_in_every_body() -> None:
     assert {body.name_in(PENDING) for body in bodies} == {f"{PENDING}.events"}
     assert {body.name_in("pending") for body in bodies} == {None}
     with pytest.raises(OutboxRefusedError, match=PENDING):
-        pending.refuse_own_field({"$rename": {"a": f"{PENDING}.events"}})
+        WAITING.refuse_in_update({"$rename": {"a": f"{PENDING}.events"}})
 
 
 def test_a_request_of_a_bulk_write_is_taken_apart() -> None:

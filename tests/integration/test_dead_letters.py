@@ -17,6 +17,7 @@ from pymongo.database import Database
 from mongo_celery import Event, Outbox
 from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
 from mongo_celery.outbox.replay import dead_letter, dead_letters, discard, replay
+from tests.integration.outbox_rig import ripen
 
 Document = dict[str, Any]
 
@@ -30,8 +31,10 @@ class Orders:
         self.orders = database["orders"]
         self.stored = database["outbox_dead_letters"]
         given: Document = {"at_once": False, "sweep_every": None, "database": database.name, **options}
-        self.writer = Outbox(Celery("writer", broker=broker), self.orders, foreign_tasks=True, **given)
-        self.outbox = Outbox(Celery("lacking", broker=broker), self.orders, max_attempts=1, **given)
+        self.writer = Outbox(Celery("shop", broker=broker), self.orders, foreign_tasks=True, **given)
+        lacking = Celery("shop", broker=broker)
+        lacking.finalize()  # as in a worker: it has heard of all its tasks
+        self.outbox = Outbox(lacking, self.orders, failure_policy="dead_letter", **given)
         self._broker = broker_client
 
     def bill(self, order: object) -> Any:
@@ -41,7 +44,8 @@ class Orders:
     def make_dead_letter(self, order: object) -> str:
         """Insert an order with that task and let the relay try it; the dead letter's id."""
         self.writer.insert_one({"_id": order}, tasks=[self.bill(order)])
-        assert self.outbox.dispatch(order).dead == 1
+        ripen(self.orders, order)
+        assert self.outbox.backing.relay.deliver(order).dead == 1
         (found,) = [each.id for each in dead_letters(self.outbox, 0) if each.document == order]
         return found
 
@@ -49,7 +53,7 @@ class Orders:
         """What is pending in an order."""
         document = self.orders.find_one({"_id": order})
         assert document is not None
-        field: Document = document["pendingEvents"]
+        field: Document = document.get("pendingEvents", {"count": 0, "events": []})
         assert field["count"] == len(field["events"]), "the index is on the count"
         found: list[Document] = field["events"]
         return found
@@ -88,7 +92,7 @@ def test_a_replayed_entry_is_last_with_a_new_id_and_its_tasks_own(orders: Orders
     assert orders.ids(1) == [other, f"{id_}~1"]
     assert orders.entries(1)[1]["attempts"] == 0
     assert dead_letters(orders.outbox, 0) == []
-    assert orders.writer.dispatch(1).dispatched == 2
+    assert orders.writer.backing.relay.deliver(1).dispatched == 2
     assert orders.published() == [other, id_]
 
 
@@ -97,7 +101,8 @@ def test_a_relay_that_wakes_up_late_does_not_take_a_replayed_entry_with_it(order
     id_ = orders.make_dead_letter(1)
     replay(orders.outbox, id_)
 
-    orders.outbox.backing.relay._removed(1, [id_], ObjectId())
+    relay = orders.outbox.backing.relay
+    relay._quick.update_one(*relay._claims.removed(1, [id_], ObjectId(), 1.0))
 
     assert orders.ids(1) == [f"{id_}~1"]
 
@@ -134,7 +139,8 @@ def test_an_entry_that_fails_again_becomes_a_letter_of_its_own(orders: Orders) -
     """And can be replayed again, by a name that no earlier relay knows."""
     id_ = orders.make_dead_letter(1)
     replay(orders.outbox, id_)
-    assert orders.outbox.dispatch(1).dead == 1
+    ripen(orders.orders, 1)
+    assert orders.outbox.backing.relay.deliver(1).dead == 1
 
     (again,) = dead_letters(orders.outbox, 0)
 
@@ -212,6 +218,7 @@ def test_documents_are_found_again_whatever_their_id_is(
     options: CodecOptions[Document] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD, tz_aware=True)
     orders = Orders(database.with_options(codec_options=options), redis_url, redis_client)
     orders.writer.insert_one({"_id": id_}, tasks=[orders.bill(1)])
+    ripen(orders.orders, id_)
     assert orders.outbox.sweep(older_than=0).dead == 1
     (found,) = dead_letters(orders.outbox, 0)
 

@@ -118,7 +118,7 @@ assert Order.objects.count() == 1
 with transaction.atomic():
     kept = outbox.save(Order(customer="Eve", total=1), tasks=[receipt.s("committed")])
 assert outbox.status().pending == 1
-outbox.dispatch(kept.pk)
+outbox.backing.relay.deliver(kept.pk)
 
 for wrong in (Other(), object()):
     try:

@@ -12,7 +12,7 @@ from celery import chain, chord, group
 from pymongo.database import Database
 
 from mongo_celery.errors import OutboxRefusedError
-from tests.integration.outbox_rig import Rig, opened, pending
+from tests.integration.outbox_rig import Rig, opened, pending, ripen
 
 Document = dict[str, Any]
 Canvas = Callable[[Rig], Any]
@@ -50,7 +50,7 @@ def test_every_dispatch_of_a_stored_canvas_sends_the_same_ids(
     stored = pending(database, 1)
     sent = []
     for _ in range(2):
-        assert outbox.dispatch(1).dispatched == 1
+        assert outbox.backing.relay.deliver(1).dispatched == 1
         sent.append([(message.id, message.headers["group"], message.body) for message in rig.drain()])
         database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents": stored}})
 
@@ -112,7 +112,7 @@ def test_relative_times_of_what_is_sent_become_points_in_time(rig: Rig) -> None:
     before = datetime.now(UTC)
     later = chain(rig.add.s(1, 1).set(countdown=60), rig.add.s(2).set(countdown=30))
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1).set(countdown=60, expires=120), later])
-    outbox.dispatch(1)
+    outbox.backing.relay.deliver(1)
 
     single, first = rig.drain()
     for headers in (single.headers, first.headers):
@@ -127,16 +127,17 @@ def test_each_task_is_encoded_by_its_own_serializer(rig: Rig, database: Database
     outbox.insert_one({"_id": 1}, tasks=[rig.pickled.s({1, 2}), rig.add.s(1, 2)])
     types = [entry["contentType"] for entry in pending(database, 1)["events"]]
     assert types == ["application/x-python-serialize", "application/json"]
-    assert outbox.dispatch(1).dispatched == 2
+    assert outbox.backing.relay.deliver(1).dispatched == 2
 
 
 def test_a_serializer_that_the_app_does_not_accept_is_never_loaded(rig: Rig, database: Database[Document]) -> None:
     """A pickle that somebody has put into a document is no way to run code."""
-    outbox = rig.outbox(at_once=False, max_attempts=1)
+    outbox = rig.outbox(at_once=False, failure_policy="dead_letter")
     outbox.insert_one({"_id": 1}, tasks=[rig.pickled.s(1)])
+    ripen(database["orders"], 1)
     rig.app.conf.accept_content = ["json"]
 
-    assert outbox.dispatch(1).dead == 1
+    assert outbox.backing.relay.deliver(1).dead == 1
     assert rig.drain() == []
     dead_letter = outbox.dead_letters.find()[0]
     assert "ontentDisallowed" in dead_letter["error"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,21 +13,18 @@ from amqp.exceptions import NotFound, PreconditionFailed
 from bson import encode
 from celery import chord
 from celery.result import AsyncResult
-from pymongo import InsertOne
 from pymongo.database import Database
 
 from mongo_celery import Outbox
 from mongo_celery.errors import ConfigurationError, OutboxRefusedError
-from mongo_celery.outbox import Write
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import SWEEP_TASK
 from tests.fixtures.redis import MakeRedis
-from tests.integration.outbox_rig import Rig, opened, pending
+from tests.integration.outbox_rig import Rig, due_again, opened, pending, ripen
 
 Document = dict[str, Any]
-_LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @pytest.fixture
@@ -38,19 +34,12 @@ def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
     database.client["mongo_celery"]["outbox_dead_letters"].delete_many({"outbox": {"$regex": f"^{database.name}"}})
 
 
-def due_again(database: Database[Document]) -> None:
-    """As if the pauses after failures were over."""
-    database["orders"].update_many(
-        {"pendingEvents": {"$exists": True}}, {"$set": {"pendingEvents.notBefore": _LONG_AGO}}
-    )
-
-
 def test_entries_that_the_broker_refuses_stop_no_others_and_become_dead_letters(
     rig: Rig, database: Database[Document], redis_url: str
 ) -> None:
     """More refused documents than end a sweep when the broker is down, and they come first in the index."""
     first, second = (
-        rig.outbox(at_once=False, sweep_after=0.001, max_attempts=2),
+        rig.outbox(at_once=False, sweep_after=0.001, failure_policy="dead_letter"),
         rig.outbox("others", at_once=False, sweep_after=0.001),
     )
     with redis.Redis.from_url(redis_url) as broker:
@@ -62,7 +51,10 @@ def test_entries_that_the_broker_refuses_stop_no_others_and_become_dead_letters(
 
     rig.app.tasks[SWEEP_TASK]()
     assert sorted(rig.sent()) == [[10, 1], [11, 1]]
-    due_again(database)
+    assert first.status().failing == 4
+    due_again(database["orders"])
+    for number in range(4):
+        ripen(database["orders"], number)
     rig.app.tasks[SWEEP_TASK]()
     assert first.dead_letters.count() == 4
     assert "WRONGTYPE" in first.dead_letters.find()[0]["error"]
@@ -80,12 +72,12 @@ def test_a_result_backend_that_is_gone_is_no_fault_of_the_entry(
         outbox.insert_one({"_id": 1}, tasks=[chord([rig.add.s(1, 1), rig.add.s(2, 2)], rig.total.s())])
         backend.kill()
         for _ in range(3):
-            delivery = outbox.dispatch(1)
+            delivery = outbox.backing.relay.deliver(1)
             assert (delivery.dispatched, delivery.dead, delivery.broker_down) == (0, 0, False)
-            due_again(database)
+            due_again(database["orders"])
         assert [entry["attempts"] for entry in pending(database, 1)["events"]] == [0]
         backend.restart()
-        assert outbox.dispatch(1).dispatched == 1
+        assert outbox.backing.relay.deliver(1).dispatched == 1
         rig.app.backend.result_consumer._pubsub = None  # type: ignore[attr-defined] # results that are collected later miss the backend, too
 
 
@@ -97,10 +89,11 @@ def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig, databas
         [{"_id": 0, "pendingEvents": {"count": 3}}, {"_id": 1, "pendingEvents": {"count": 3, "events": "none"}}]
     )
     for number in (0, 1):
-        assert outbox.dispatch(number) == Delivery()
+        assert outbox.backing.relay.deliver(number) == Delivery()
     rig.app.tasks[SWEEP_TASK]()
     assert rig.sent() == [[1, 1]]
-    assert [pending(database, number)["events"] for number in range(3)] == [[], [], []]
+    assert database["orders"].count_documents({"pendingEvents": {"$exists": True}}) == 0
+    assert [found["entry"] for found in outbox.dead_letters.find()] == [{"events": "none"}], "it may be somebody's"
 
     outbox.insert_one({"_id": 3}, tasks=[rig.add.s(3, 3)])
     outbox.insert_one({"_id": 4}, tasks=[rig.add.s(4, 4)])
@@ -118,16 +111,16 @@ def test_a_document_that_was_replaced_behind_the_outboxs_back_is_left_as_it_is(
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     publish = outbox.publisher.publish
 
-    def poison(entry: Entry) -> None:
+    def poison(entry: Entry, *_document_id: object) -> None:
         database["orders"].replace_one({"_id": 1}, {"fresh": 1})
         raise ValueError(f"poison {entry.id}")
 
     outbox.publisher.publish = poison  # type: ignore[method-assign]
-    outbox.dispatch(1)
+    outbox.backing.relay.deliver(1)
     assert database["orders"].find_one() == {"_id": 1, "fresh": 1}
     outbox.publisher.publish = publish  # type: ignore[method-assign]
     outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
-    assert outbox.dispatch(1).dispatched == 1
+    assert outbox.backing.relay.deliver(1).dispatched == 1
 
 
 def test_a_relay_that_fails_lets_its_claim_go_though_another_has_emptied_the_document(
@@ -137,17 +130,17 @@ def test_a_relay_that_fails_lets_its_claim_go_though_another_has_emptied_the_doc
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
 
-    def emptied(entry: Entry) -> None:
+    def emptied(entry: Entry, *_document_id: object) -> None:
         change = {"$set": {"pendingEvents.events": [], "pendingEvents.count": 0}}
         database["orders"].update_one({"_id": 1}, change)
         raise ValueError(entry.id)
 
     publish, outbox.publisher.publish = outbox.publisher.publish, emptied  # type: ignore[method-assign]
-    outbox.dispatch(1)
+    outbox.backing.relay.deliver(1)
     outbox.publisher.publish = publish  # type: ignore[method-assign]
-    database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents.notBefore": _LONG_AGO}})
+    due_again(database["orders"])
     outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
-    assert outbox.dispatch(1).dispatched == 1
+    assert outbox.backing.relay.deliver(1).dispatched == 1
 
 
 @pytest.mark.parametrize(
@@ -175,17 +168,18 @@ def test_what_rabbitmq_says_is_told_apart(rig: Rig, error: Exception, *, waits: 
 
 def test_a_poison_entry_that_fills_its_document_becomes_a_dead_letter(rig: Rig, database: Database[Document]) -> None:
     """A dead letter with its whole traceback would be larger than 16 MB."""
-    outbox = rig.outbox(at_once=False, max_attempts=1)
+    outbox = rig.outbox(at_once=False, failure_policy="dead_letter")
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s("x" * (16 * 2**20 - 1300), 1)])
+    ripen(database["orders"], 1)
     stored = database["orders"].find_one()
     assert stored is not None
     assert len(encode(stored)) > 16 * 2**20 - 1000
 
-    def poison(entry: Entry) -> None:
+    def poison(entry: Entry, *_document_id: object) -> None:
         raise ValueError(entry.id * 500)
 
     outbox.publisher.publish = poison  # type: ignore[method-assign]
-    assert outbox.dispatch(1).dead == 1
+    assert outbox.backing.relay.deliver(1).dead == 1
     assert outbox.dead_letters.count() == 1
     assert pending(database, 1)["count"] == 0
 
@@ -205,32 +199,3 @@ def test_an_outbox_says_at_once_what_it_cannot_work_with(rig: Rig) -> None:
             Outbox(rig.app, wrong, sweep_every=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="claim_ttl"):
         rig.outbox(claim_ttl=0.002)
-
-
-def test_a_broker_that_keeps_a_writer_waiting_is_not_asked_by_every_write(
-    database: Database[Document], make_redis: MakeRedis
-) -> None:
-    """Frozen: the first write waits for it, the next ones leave their entries to the sweep."""
-    broker = make_redis()
-    with opened(database, broker.url, broker_transport_options={"socket_timeout": 1.5}) as rig:
-        outbox = rig.outbox()
-        outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
-        rig.drain()
-        asked: list[Entry] = []
-        publish = outbox.publisher.publish
-
-        def counted(entry: Entry) -> None:
-            asked.append(entry)
-            publish(entry)
-
-        outbox.publisher.publish = counted  # type: ignore[method-assign]
-        broker.pause()
-        try:
-            outbox.bulk_write(
-                [Write(InsertOne({"_id": number}), tasks=[rig.add.s(number, number)]) for number in range(1, 5)]
-            )
-            assert len(asked) == 1
-            assert database["orders"].count_documents({"pendingEvents.count": 1}) == 4
-        finally:
-            broker.resume()
-        assert outbox.sweep(older_than=0).dispatched + len(rig.drain()) >= 4

@@ -5,20 +5,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from bson import ObjectId
+from celery.exceptions import SoftTimeLimitExceeded
 from pymongo import monitoring
+from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery import Event, Outbox
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.relay import Delivery
+from mongo_celery.outbox.sweep import sweep_all
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.redis import MakeRedis
-from tests.integration.outbox_rig import Rig, opened, pending
+from tests.integration.outbox_rig import Rig, due_again, opened, pending, ripen
 
 Document = dict[str, Any]
 
@@ -45,12 +50,12 @@ def test_a_document_of_a_crashed_relay_is_free_again_by_the_servers_clock(
     now = datetime.now(UTC)
 
     claim(database, 1, now, 600)
-    assert outbox.dispatch(1).dispatched == 0
+    assert outbox.backing.relay.deliver(1).dispatched == 0
     claim(database, 1, now - timedelta(seconds=601), 600)
-    assert outbox.dispatch(1).dispatched == 1
+    assert outbox.backing.relay.deliver(1).dispatched == 1
     outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
     claim(database, 1, now + timedelta(hours=1), 600)
-    assert outbox.dispatch(1).dispatched == 1
+    assert outbox.backing.relay.deliver(1).dispatched == 1
     assert rig.sent() == [[1, 1], [2, 2]]
 
 
@@ -96,18 +101,18 @@ def test_a_relay_that_sleeps_past_its_claim_repeats_but_never_overtakes(rig: Rig
     asleep, wake = threading.Event(), threading.Event()
     publish = sleeper.publisher.publish
 
-    def slow(entry: Entry) -> None:
+    def slow(entry: Entry, *_document_id: object) -> None:
         asleep.set()
         assert wake.wait(60)
         publish(entry)
 
     sleeper.publisher.publish = slow  # type: ignore[method-assign]
-    thread = threading.Thread(target=sleeper.dispatch, args=(1,))
+    thread = threading.Thread(target=sleeper.backing.relay.deliver, args=(1,))
     thread.start()
     assert asleep.wait(60)
-    wait_for(lambda: writer.dispatch(1).dispatched == 3)
+    wait_for(lambda: writer.backing.relay.deliver(1).dispatched == 3)
     writer.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 3)])
-    wait_for(lambda: writer.dispatch(1).dispatched == 1)
+    wait_for(lambda: writer.backing.relay.deliver(1).dispatched == 1)
     wake.set()
     thread.join()
     sleeper.publisher.close()
@@ -117,46 +122,162 @@ def test_a_relay_that_sleeps_past_its_claim_repeats_but_never_overtakes(rig: Rig
     assert pending(database, 1)["count"] == 0
 
 
-def test_a_poison_entry_becomes_a_dead_letter_and_blocks_only_its_own_document_meanwhile(
+def poison(collection: Collection[Document], identity: Any, place: int = 0) -> None:
+    """As if somebody had damaged what an entry carries."""
+    assert collection.update_one(
+        {"_id": identity}, {"$set": {f"pendingEvents.events.{place}.payload": "{"}}
+    ).modified_count
+
+
+def test_a_poison_entry_holds_back_its_own_document_and_becomes_a_dead_letter_in_the_end(
     rig: Rig, database: Database[Document]
 ) -> None:
-    """Counted, held back, set aside with its error; its successors follow."""
-    outbox = rig.outbox(at_once=False, max_attempts=2)
-    unknown = rig.app.signature("shop.unknown", args=(1,))
-    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 0), unknown, rig.add.s(1, 1)])
+    """Counted, held back, set aside with its error where that is the policy; its successors follow."""
+    outbox = rig.outbox(at_once=False, failure_policy="dead_letter")
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, step) for step in range(3)])
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
+    poison(database["orders"], 1, 1)
 
     outbox.sweep(older_than=0)
     assert sorted(rig.sent()) == [[1, 0], [2, 0]]
     waiting = pending(database, 1)
     assert (waiting["count"], waiting["events"][0]["attempts"]) == (2, 1)
-    assert outbox.status().failing == 1
-    assert outbox.dispatch(1).dispatched == 0  # held back
-    database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents.notBefore": datetime(2020, 1, 1, tzinfo=UTC)}})
+    assert (outbox.status().failing, outbox.status().stuck) == (1, 0)
+    assert outbox.backing.relay.deliver(1) == Delivery(), "it is held back"
+    ripen(database["orders"], 1)
+    due_again(database["orders"])
 
-    delivery = outbox.dispatch(1)
+    delivery = outbox.backing.relay.deliver(1)
 
     assert (delivery.dead, delivery.dispatched) == (1, 1)
-    assert rig.sent() == [[1, 1]]
+    assert rig.sent() == [[1, 2]]
     (dead_letter,) = outbox.dead_letters.find()
     assert dead_letter["document"] == 1
-    assert "shop.unknown" in dead_letter["error"]
     assert outbox.status().dead_letters == 1
+    assert "pendingEvents" not in (database["orders"].find_one({"_id": 1}) or {})
 
 
-def test_an_entry_that_has_failed_thousands_of_times_is_still_counted_and_held_back(
-    rig: Rig, database: Database[Document]
+def test_by_default_a_poison_entry_stays_and_is_said_to_be_stuck(
+    rig: Rig, database: Database[Document], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`max_attempts` has no upper limit; the pause has one."""
-    outbox = rig.outbox(at_once=False, max_attempts=10_000)
-    outbox.insert_one({"_id": 1}, tasks=[rig.app.signature("shop.unknown", args=(1,))])
+    """Nothing behind it overtakes it; `max_attempts` has no upper limit, the pause has one."""
+    outbox = rig.outbox(at_once=False, max_attempts=2001)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, step) for step in range(2)])
+    poison(database["orders"], 1)
     database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents.events.0.attempts": 2000}})
 
-    outbox.sweep(older_than=0)
+    with caplog.at_level(logging.ERROR, "mongo_celery.outbox"):
+        assert outbox.backing.relay.deliver(1).dispatched == 0
 
     waiting = pending(database, 1)
-    assert waiting["events"][0]["attempts"] == 2001
-    assert waiting["notBefore"] > datetime.now(UTC).replace(tzinfo=None)
+    assert (waiting["events"][0]["attempts"], waiting["claim"]["wait"]) == (2001, 300_000)
+    assert (outbox.status().stuck, outbox.dead_letters.count(), rig.sent()) == (1, 0, [])
+    assert [record.__dict__["event"] for record in caplog.records] == ["entry_stuck"]
+
+
+def test_a_task_that_no_process_knows_yet_waits_and_counts_nothing(rig: Rig, database: Database[Document]) -> None:
+    """A rolling deploy: the old worker passes it on to the new one, with what stands behind it."""
+    old = rig.outbox(at_once=False, max_attempts=1, failure_policy="dead_letter")
+    old.insert_one({"_id": 1}, tasks=[rig.app.signature("shop.new", args=(1, 1)), rig.add.s(1, 2)])
+    for _ in range(3):
+        assert old.backing.relay.deliver(1).dispatched == 0
+        assert pending(database, 1)["claim"]["wait"] == 30_000
+        due_again(database["orders"])
+    assert (old.status().failing, old.dead_letters.count()) == (0, 0)
+
+    rig.app.task(name="shop.new", shared=False)(claim)
+    assert old.backing.relay.deliver(1).dispatched == 2
+    assert rig.sent() == [[1, 1], [1, 2]]
+
+
+def test_another_apps_entry_is_stopped_at_and_never_passed_over(
+    rig: Rig, database: Database[Document], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own app delivers it, or one that says so; this one neither counts nor dead-letters it, and says it waits."""
+    mine = rig.outbox(at_once=False, max_attempts=1, failure_policy="dead_letter")
+    mine.insert_one({"_id": 1}, tasks=[rig.add.s(1, step) for step in range(3)])
+    database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents.events.1.app": "web"}})
+    mine.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
+
+    first = mine.backing.relay.deliver(1)
+    assert (first.dispatched, first.left) == (1, 2)
+    assert "belongs to app 'web'" in str(first.error)
+    assert mine.sweep(older_than=0).dispatched == 1
+    assert (mine.status().other_apps, mine.status().failing) == (1, 0)
+    database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents.events.0.at": datetime(2020, 1, 1, tzinfo=UTC)}})
+    with caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
+        sweep_all([mine.backlog])
+    assert [record.__dict__["event"] for record in caplog.records] == ["other_app"]
+    assert rig.sent() == [[1, 0], [2, 0]]
+
+    both = rig.outbox(name="both", at_once=False, delivers=("web",))
+    assert both.backing.relay.deliver(1).dispatched == 2
+    assert rig.sent() == [[1, 1], [1, 2]]
+
+
+def test_a_field_of_the_first_edition_is_delivered_and_leaves_nothing(rig: Rig, database: Database[Document]) -> None:
+    """A claim without `wait`, and the moment until which it is held back beside it."""
+    outbox = rig.outbox(at_once=False)
+    for identity in (1, 2):
+        outbox.insert_one({"_id": identity}, tasks=[rig.add.s(identity, step) for step in range(2)])
+    past, ahead = datetime(2020, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
+    for identity, until in ((1, past), (2, ahead)):
+        first_edition = {"$set": {"pendingEvents.notBefore": until}, "$unset": {"pendingEvents.claim.wait": 1}}
+        database["orders"].update_one({"_id": identity}, first_edition)
+
+    assert outbox.sweep(older_than=0).dispatched == 2
+    assert rig.sent() == [[1, 0], [1, 1]]
+    assert database["orders"].find_one({"_id": 1}) == {"_id": 1}
+    database["orders"].update_one({"_id": 2}, {"$set": {"pendingEvents.notBefore": past}})
+    assert outbox.backing.relay.deliver(2).dispatched == 2
+    assert database["orders"].find_one({"_id": 2}) == {"_id": 2}
+
+
+def test_a_time_limit_is_no_entrys_fault_and_lets_every_claim_go(rig: Rig) -> None:
+    """It strikes in the sweep's second message: the first is removed, and the next sweep can begin at once."""
+    outbox = rig.outbox(at_once=False, max_attempts=1, failure_policy="dead_letter", claim_ttl=600)
+    for identity in range(3):
+        outbox.insert_one({"_id": identity}, tasks=[rig.add.s(identity, step) for step in range(2)])
+    publish, published = outbox.publisher.publish, list[Entry]()
+
+    def interrupted(entry: Entry, *_document_id: object) -> None:
+        if len(published) == 1:
+            raise SoftTimeLimitExceeded
+        published.append(entry)
+        publish(entry)
+
+    outbox.publisher.publish = interrupted  # type: ignore[method-assign]
+    with pytest.raises(SoftTimeLimitExceeded):
+        sweep_all([replace(outbox.backlog, age=0.001)])
+    outbox.publisher.publish = publish  # type: ignore[method-assign]
+
+    assert (outbox.status().pending, outbox.status().failing, outbox.dead_letters.count()) == (5, 0, 0)
+    assert outbox.sweep(older_than=0).dispatched == 5
+    sent = rig.sent()
+    assert [[step for each, step in sent if each == identity] for identity in range(3)] == [[0, 1]] * 3
+
+
+def test_a_document_that_somebody_writes_to_all_the_time_does_not_capture_a_relay(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """It goes to the end after some entries, and is left to the next delivery after some turns."""
+    outbox = rig.outbox(at_once=False, max_pending=10_000)
+    for identity in range(2):
+        outbox.insert_one({"_id": identity}, tasks=[rig.add.s(identity, 0)])
+    publish = outbox.publisher.publish
+
+    def publish_and_add(entry: Entry, *_document_id: object) -> None:
+        publish(entry)
+        if entry.argsrepr.startswith("add(0"):
+            outbox.update_one({"_id": 0}, {"$inc": {"n": 1}}, tasks=[rig.add.s(0, 1)])
+
+    outbox.publisher.publish = publish_and_add  # type: ignore[method-assign]
+    assert outbox.sweep(older_than=0).dispatched == 21
+    outbox.publisher.publish = publish  # type: ignore[method-assign]
+    assert pending(database, 0)["claim"]["ttl"] == 0, "its claim was let go"
+    assert outbox.sweep(older_than=0).dispatched == 1
+    sent = rig.sent()
+    assert (len(sent), sent.index([1, 0]) < 2) == (22, True)
 
 
 def test_a_writer_that_does_not_know_a_task_leaves_it_to_a_process_that_does(
@@ -167,12 +288,12 @@ def test_a_writer_that_does_not_know_a_task_leaves_it_to_a_process_that_does(
     rig.outbox().insert_one({"_id": 1}, tasks=[unknown])
     assert pending(database, 1)["events"][0]["attempts"] == 0
 
-    rig.outbox(name="foreign", foreign_tasks=True).dispatch(1)
+    rig.outbox(name="foreign", foreign_tasks=True).backing.relay.deliver(1)
     assert rig.sent() == [[1, 1]]
 
 
 def test_entries_that_somebody_has_damaged_are_set_aside_one_by_one(rig: Rig, database: Database[Document]) -> None:
-    outbox = rig.outbox(at_once=False, max_attempts=1)
+    outbox = rig.outbox(at_once=False, failure_policy="dead_letter")
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     database["orders"].update_one(
         {"_id": 1},
@@ -181,7 +302,7 @@ def test_entries_that_somebody_has_damaged_are_set_aside_one_by_one(rig: Rig, da
             "$inc": {"pendingEvents.count": 3},
         },
     )
-    delivery = outbox.dispatch(1)
+    delivery = outbox.backing.relay.deliver(1)
     assert (delivery.dispatched, delivery.dead) == (1, 3)
     assert outbox.dead_letters.count() == 3
     assert rig.sent() == [[1, 1]]
@@ -223,12 +344,12 @@ def test_a_document_that_is_deleted_behind_its_back_ends_the_delivery_quietly(
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     publish = outbox.publisher.publish
 
-    def publish_and_delete(entry: Entry) -> None:
+    def publish_and_delete(entry: Entry, *_document_id: object) -> None:
         publish(entry)
         database["orders"].delete_one({"_id": 1})
 
     outbox.publisher.publish = publish_and_delete  # type: ignore[method-assign]
-    assert outbox.dispatch(1).error is None
+    assert outbox.backing.relay.deliver(1).error is None
     assert rig.sent() == [[1, 1]]
 
 
@@ -259,14 +380,16 @@ def test_events_reach_whoever_has_bound_a_queue_to_the_exchange(rig: Rig) -> Non
 
 
 class Concerns(monitoring.CommandListener):
-    """Notes how far each write is acknowledged."""
+    """Notes how far each write is acknowledged, and by whom what is read must be held."""
 
     def __init__(self) -> None:
         self.noted: list[object] = []
 
     def started(self, event: monitoring.CommandStartedEvent) -> None:
-        if event.command_name == "findAndModify":
+        if event.command_name == "update":
             self.noted.append(event.command["writeConcern"]["w"])
+        if event.command_name == "find":
+            self.noted.append(f"read {event.command['readConcern']['level']}")
 
     def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
         """Nothing."""
@@ -286,15 +409,16 @@ def test_what_is_added_during_a_delivery_is_published_only_after_a_majority_writ
     relay = Outbox(rig.app, collection, name="relay", sweep_every=None)
     publish = relay.publisher.publish
 
-    def publish_and_add(entry: Entry) -> None:
+    def publish_and_add(entry: Entry, *_document_id: object) -> None:
         publish(entry)
         seen.noted.append("published")
         if seen.noted.count("published") == 1:
             writer.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 1)])
 
     relay.publisher.publish = publish_and_add  # type: ignore[method-assign]
-    assert relay.dispatch(1).dispatched == 2
+    assert relay.backing.relay.deliver(1).dispatched == 2
     relay.publisher.close()
 
     assert rig.sent() == [[1, 0], [1, 1]]
-    assert seen.noted == ["majority", "published", 1, "majority", "published", 1]
+    claimed, more = ["majority", "read majority", "published", 1], [1, "read local"]
+    assert seen.noted == [*claimed, *more, *claimed]

@@ -103,7 +103,8 @@ def keys_of(kind: type) -> set[str]:
 
 
 def health() -> dict[str, Any]:
-    counts = dict.fromkeys(("documents", "pending", "failing", "dead_letters", "dispatched", "failures"), 0)
+    names = ("documents", "pending", "failing", "dead_letters", "dispatched", "failures")
+    counts: dict[str, Any] = dict.fromkeys(names, 0)
     status = OutboxStatus(outbox="shop.orders", oldest_seconds=None, **counts)
     about = {
         "sweep_after": 10.0,

@@ -60,8 +60,10 @@ def test_an_outbox_is_told_in_words_and_its_dead_letters_with_their_whole_ids(wi
     letters = shown(dead_letters_view("orders", [letter], 2), width)
     assert letters[0] == "orders: 2 dead letters"
     assert letters[1].startswith(f"{ENTRY}  2026-11-23 00:00:00")
-    counts = {"documents": 1, "pending": 1, "failing": 1, "dead_letters": 1, "dispatched": 0, "failures": 0}
-    status = OutboxStatus(outbox="shop.orders", oldest_seconds=12.0, **counts)
+    status = OutboxStatus(
+        outbox="shop.orders", oldest_seconds=12.0,
+        documents=1, pending=1, failing=1, dead_letters=1, dispatched=0, failures=0,
+    )  # fmt: skip
     about = {"scheduled": True, "indexed": True, "swept_seconds": 1.0, "patience": 60.0, "broker_error": None}
     health = Health(name="orders", status=status, sweep_after=10, **about)  # type: ignore[arg-type]
     assert " ".join(shown(health_view([health]), width)) == (

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from mongo_celery import Event, StaleFencingTokenError, tracing
-from mongo_celery.outbox.entries import Entry, event_entry, task_entry
+from mongo_celery.outbox.entries import Entry, Home, event_entry, task_entry
 from mongo_celery.tracing import (
     STORED_BYTES_MAX,
     committing,
@@ -183,8 +183,8 @@ def test_an_event_tells_its_trace_as_cloudevents_do() -> None:
     """The extension for distributed tracing; an attribute of the user's stands."""
     with trace.get_tracer("test").start_as_current_span("request"):
         parent = trace_headers()["traceparent"]
-        plain = event_entry(Event("a", 1), NOW, source="/s", subject=None)
-        own = event_entry(Event("a", 1, attributes={"traceparent": PARENT}), NOW, source="/s", subject=None)
+        plain = event_entry(Celery(), Event("a", 1), NOW, source="/s", home=Home())
+        own = event_entry(Celery(), Event("a", 1, attributes={"traceparent": PARENT}), NOW, source="/s", home=Home())
 
     assert json.loads(plain.payload)["traceparent"] == plain.trace["traceparent"] == parent
     assert json.loads(own.payload)["traceparent"] == PARENT

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from bson import ObjectId
 from celery import Celery
 
 from mongo_celery.broker.connection import bounded_connection
@@ -21,14 +20,15 @@ from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.examining import guarded
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Concern
-from mongo_celery.outbox import dead_letters, pending, swept
+from mongo_celery.outbox import dead_letters, swept
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.check.contents import check_contents
 from mongo_celery.outbox.check.odm import check_models
 from mongo_celery.outbox.check.storage import check_rights, check_storage
 from mongo_celery.outbox.check.sweeping import Sweeping, ask_about_sweeps, judge_sweeping, sweep_queue
-from mongo_celery.outbox.entries import FIELD, task_entry
+from mongo_celery.outbox.entries import task_entry
 from mongo_celery.outbox.health import concern_of, is_scheduled, late_after, reach
+from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.swept import patience
 from mongo_celery.quantities import duration, number
 
@@ -91,15 +91,15 @@ def _check_answer(outbox: Outbox) -> Iterator[Finding]:
 
 def _parts(outbox: Outbox, facts: AppFacts) -> Mapping[str, Callable[[], Iterable[Finding]]]:
     backing = outbox.backing
-    plain, options = backing.plain, backing.options
+    plain, options, field = backing.plain, backing.options, backing.field
     return {
         "rights": lambda: check_rights(plain, options.database, _OWN),
-        "collection": lambda: check_storage(plain, FIELD, _example(outbox.app)),
-        "models": lambda: check_models(plain.database.name, plain.name, FIELD),
+        "collection": lambda: check_storage(plain, field.name, _example(outbox.app, field)),
+        "models": lambda: check_models(plain.database.name, plain.name, field.name),
         "pending": lambda: check_contents(
             plain,
-            FIELD,
-            apps=backing.apps,
+            field.name,
+            apps=[app or "" for app in outbox.publisher.apps],
             tasks=None if options.foreign_tasks else outbox.app.tasks,
             late=late_after(outbox.sweep_after),
             max_pending=options.max_pending,
@@ -109,11 +109,11 @@ def _parts(outbox: Outbox, facts: AppFacts) -> Mapping[str, Callable[[], Iterabl
     }
 
 
-def _example(app: Celery) -> dict[str, Any]:
+def _example(app: Celery, field: PendingField) -> dict[str, Any]:
     """A value of the field, as a write stores it."""
     now = datetime.now(UTC)
     signature = app.signature("example")
-    return pending.new_field([task_entry(app, signature, now)], ObjectId(), 0, now)
+    return field.new_field([task_entry(app, signature, now)], None, now)
 
 
 def _check_sweeping(outbox: Outbox, facts: AppFacts) -> Iterable[Finding]:
@@ -140,8 +140,15 @@ def judge_state(status: OutboxStatus, sweep_after: float) -> Iterator[Finding]:
         )
     else:
         yield ok("late", f"{number(status.pending, 'entry is', 'entries are')} pending, none for long.")
-    if status.failing:
-        documents = number(status.failing, "document holds", "documents hold")
+    if status.stuck:
+        documents = number(status.stuck, "document is", "documents are")
+        yield error(
+            "stuck",
+            f"{documents} stuck behind an entry that fails again and again through its own fault; the workers' log "
+            "says why. Cure the cause, or set such entries aside with failure_policy='dead_letter'.",
+        )
+    if status.failing > status.stuck:
+        documents = number(status.failing - status.stuck, "document holds", "documents hold")
         yield warning("failing", f"{documents} an entry that could not be published; the workers' log says why.")
     if status.dead_letters:
         yield warning(

@@ -1,0 +1,491 @@
+"""
+The dispatcher: one thread in each process that writes to an outbox, which publishes what was written.
+
+Callers never wait for the broker. They hand over a document that their write has claimed, with its entries, or the
+`_id` of one that may have something pending; the thread claims that, publishes, and removes in bulk.
+
+::
+
+    write --add/hint--> queue --(a turn)--> publish --> what was published --(100 ms or 100 documents)--> remove
+                          ^                                                                                  |
+                          +--------- back to the end of the queue, if more was added meanwhile <-------------+
+
+- The queue holds a document once and is bounded. Where it is full, a write claims nothing, and the index is looked at
+  later: nothing is lost, since everything is in the documents.
+- A document has some entries published in its turn, and goes back to the end: nobody's documents wait for a hot one.
+- A claim whose time is half over is not relied on; the document is looked at as if somebody had asked for it.
+- A broker that does not answer ends all turns: claims are let go, the queue is emptied, and this thread alone asks
+  whether the broker is back. Then the index says what waits.
+- After a fork the child makes a dispatcher of its own; what the parent's queue holds is the parent's to deliver.
+- At the end of a process what is queued is published for a second, what was published is removed, and claims are let
+  go; after two seconds the process ends in any case.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pymongo
+from bson import ObjectId
+from bson.codec_options import CodecOptions
+from pymongo.errors import OperationFailure, PyMongoError
+
+from mongo_celery.mongo.identity import id_key
+from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import is_transient
+from mongo_celery.outbox import exits
+from mongo_celery.outbox.failures import FailureKind
+from mongo_celery.outbox.relay import SETTLE_DOCUMENTS, SETTLE_SECONDS, HeldDocument, PublishedPart, Relay, Remainder
+
+logger = logging.getLogger("mongo_celery.outbox")
+
+QUEUE_MAX = 1000
+"""Documents; more than are published before a claim of some seconds lapses would be claimed in vain."""
+
+_TURN = 50
+"""Documents that are taken from the queue at once; those to be looked at are claimed by one command."""
+
+_STALLED_SECONDS = 1.0
+"""A message that is under way for so long: the broker may be frozen, and writes claim nothing for now."""
+
+_REFUSALS_MAX = 3
+"""So many documents in a row that a broker has refused with all others are an outage, too."""
+
+_LOOK = 100
+"""Documents that one look at the index finds."""
+
+_REFUSED_SECONDS = 30.0
+"""For so long what this process could not publish is not taken from the index again; the sweep takes it."""
+
+_PROBES = Pauses(first=0.5, longest=5.0)
+_MONGO_PAUSE_SECONDS = 1.0
+
+_LOOKS_AFTER = (0.1, 0.5, 2.0)
+"""When the index is looked at after a write that the outbox has prepared, and somebody else carries out."""
+
+CLOSE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherState:
+    """
+    A dispatcher at one moment.
+
+    Attributes:
+        queued: documents that wait for their turn.
+        unsettled: documents with entries that were published, and are not removed yet.
+        broker_down: whether it waits for the broker to come back.
+        passed_over: how many documents were left to the sweep or to a look at the index, since the queue was full or
+            the broker down; since the process started.
+    """
+
+    queued: int = 0
+    unsettled: int = 0
+    broker_down: bool = False
+    passed_over: int = 0
+
+
+@dataclass(slots=True)
+class _Errand:
+    """A document in the queue: held with its entries, or to be looked at, and who waits for it."""
+
+    document_id: Any
+    held: HeldDocument | None = None
+    owners: tuple[ObjectId, ...] = ()
+    waiting: list[threading.Event] = field(default_factory=list)
+
+
+class OutboxDispatcher:
+    """
+    Publishes what this process has written to one outbox.
+
+    `accepts`, `add`, `hint` and `expect` are for any thread; they never block and never fail. Nothing starts before
+    the first of them.
+
+    Args:
+        name: gives what logs call the outbox.
+        relay: gives the relay of this process; asked by the thread only.
+        waiting: gives `_id`s of documents that may be claimed, as the index says, some at most.
+        answers: whether the broker takes a new connection; may take some seconds.
+        claim_ttl: seconds of a claim.
+        codec: of the collection, by which `_id`s are compared.
+        expects: whether writes that others carry out are looked for.
+    """
+
+    def __init__(
+        self,
+        name: Callable[[], str],
+        relay: Callable[[], Relay],
+        *,
+        waiting: Callable[[int], Sequence[Any]],
+        answers: Callable[[], bool],
+        claim_ttl: float,
+        codec: Callable[[], CodecOptions[Any]],
+        expects: bool = True,
+    ) -> None:
+        self._name = name
+        self._relay = relay
+        self._waiting = waiting
+        self._answers = answers
+        self._claim_ttl = claim_ttl
+        self._codec = codec
+        self._expects = expects
+        self._changed = threading.Condition()
+        self._queue: OrderedDict[Hashable, _Errand] = OrderedDict()
+        self._unsettled: list[PublishedPart] = []
+        self._settled_by = 0.0
+        self._waiters: list[threading.Event] = []
+        self._looks_at: list[float] = []
+        self._down_until: float | None = None
+        self._probes = 0
+        self._refusals = 0
+        self._paused_until = 0.0
+        self._publishing_since: float | None = None
+        self._passed_over = 0
+        self._refused: OrderedDict[Hashable, float] = OrderedDict()
+        self._published = 0
+        self._published_at_look = -1
+        self._closing_by: float | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- for callers -------------------------------------------------------------------------------
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a write may claim its document: it will be published soon."""
+        since = self._publishing_since
+        return (
+            self._down_until is None
+            and self._closing_by is None
+            and len(self._queue) < QUEUE_MAX
+            and time.monotonic() >= self._paused_until
+            and (since is None or time.monotonic() - since < _STALLED_SECONDS)
+        )
+
+    @property
+    def state(self) -> DispatcherState:
+        """For people and metrics."""
+        return DispatcherState(len(self._queue), len(self._unsettled), self._down_until is not None, self._passed_over)
+
+    def add(self, held: HeldDocument) -> None:
+        """Have a document delivered that the write has claimed."""
+        self._put([_Errand(held.document_id, held)])
+
+    def hint(self, *document_ids: object) -> None:
+        """Have documents looked at that may have something pending; without any, look at the index."""
+        if document_ids:
+            self._put([_Errand(document_id) for document_id in document_ids])
+        else:
+            self._look_after(0.0)
+
+    def expect(self) -> None:
+        """Have the index looked at soon, and again: somebody will carry out a write that carries tasks."""
+        if self._expects:
+            self._look_after(*_LOOKS_AFTER)
+
+    def wait(self, held: HeldDocument | None, document_id: object, seconds: float) -> bool:
+        """Have a document delivered, and wait until it was its turn; False if it was not within so many seconds."""
+        done = threading.Event()
+        self._put([_Errand(document_id, held, waiting=[done])])
+        return done.wait(seconds)
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Publish what is queued for half that time, remove what was published, let claims go, and end the thread."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            thread = self._thread
+            if thread is None or thread is threading.current_thread():
+                return
+            self._closing_by = time.monotonic() + seconds / 2
+            self._changed.notify_all()
+        thread.join(max(0.1, deadline - time.monotonic() - seconds / 4))
+        if thread.is_alive():  # it is in the middle of a message that the broker does not take
+            with suppress(Exception), pymongo.timeout(seconds / 4):
+                self._let_go()
+            return
+        with self._changed:  # whoever writes after this, in a process that goes on after all, starts another
+            self._thread = self._closing_by = None
+
+    def _put(self, errands: Sequence[_Errand]) -> None:
+        """Queue documents, or leave them to the index."""
+        try:
+            keys = [id_key(errand.document_id, self._codec()) for errand in errands]
+            with self._changed:
+                for key, errand in zip(keys, errands, strict=True):
+                    self._queue_one(key, errand)
+                self._wake()
+        except Exception as error:  # noqa: BLE001 - the write is acknowledged: nothing that comes after it may say otherwise
+            self._leave(error)
+            for errand in errands:
+                _tell(errand.waiting)
+
+    def _queue_one(self, key: Hashable, errand: _Errand) -> None:
+        there = self._queue.get(key)
+        if there is not None:  # what is added behind its entries is found when these are removed
+            if errand.held is not None:
+                there.owners = (*there.owners, errand.held.owner, *([there.held.owner] if there.held else []))
+                there.held = None
+            there.owners = (*there.owners, *errand.owners)
+            there.waiting += errand.waiting
+        elif self._down_until is not None or self._closing_by is not None or len(self._queue) >= QUEUE_MAX:
+            self._passed_over += 1
+            self._plan_looks(_LOOKS_AFTER[-1])
+            _tell(errand.waiting)
+        else:
+            self._queue[key] = errand
+
+    def _look_after(self, *seconds: float) -> None:
+        try:
+            with self._changed:
+                self._plan_looks(*seconds)
+                self._wake()
+        except Exception as error:  # noqa: BLE001 - see `_put`
+            self._leave(error)
+
+    def _plan_looks(self, *seconds: float) -> None:
+        """Plan looks at the index; the first that is planned already stays, so that they go on under any load."""
+        now = time.monotonic()
+        first = min([now + seconds[0], *self._looks_at[:1]])
+        others = [now + each for each in seconds[1:]] or self._looks_at[1:]
+        self._looks_at = sorted({first, *others})
+
+    def _wake(self) -> None:
+        if self._closing_by is not None:
+            return
+        if self._thread is None or not self._thread.is_alive():
+            exits.close_at_exit(self)
+            self._thread = threading.Thread(target=self._run, name="mongo_celery-outbox", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _leave(self, error: BaseException) -> None:
+        logger.warning(
+            "outbox %s: what was written is left to the sweep: %s",
+            self._name(),
+            short(error),
+            extra={"event": "left_to_sweep"},
+        )
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            try:
+                self._work()
+            except PyMongoError as error:
+                self._leave(error)
+                self._forget_claims()
+            except Exception:
+                logger.exception(
+                    "outbox %s: the dispatcher met an error of its own; the sweep delivers what it had",
+                    self._name(),
+                    extra={"event": "dispatcher_failed"},
+                )
+                self._forget_claims()
+        with suppress(Exception), pymongo.timeout(CLOSE_SECONDS / 4):
+            self._let_go()
+
+    def _wait_for_work(self) -> bool:
+        """Wait until there is something to do; False when the process ends and nothing is left to publish."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                if self._closing_by is not None:
+                    return bool(self._queue) and self._down_until is None and now < self._closing_by
+                due = self._next_at(now)
+                if due is not None and due <= now:
+                    return True
+                self._changed.wait(None if due is None else due - now)
+
+    def _next_at(self, now: float) -> float | None:
+        """When there is something to do; None if nothing is planned."""
+        times = [self._down_until] if self._down_until is not None else list(self._looks_at[:1])
+        if self._unsettled:
+            times.append(self._settled_by)
+        if self._queue and self._down_until is None:
+            times.append(now)
+        return max(min(times), self._paused_until) if times else None
+
+    def _work(self) -> None:
+        """One turn: ask a broker that was away, look at the index, deliver some documents, remove."""
+        if self._down_until is not None and time.monotonic() >= self._down_until:
+            self._probe()
+        if self._down_until is None:
+            self._look()
+            self._deliver(self._taken())
+        if self._unsettled and (self._waiters or not self._may_settle_later()):
+            self._settle()
+        self._tell_waiting()
+
+    def _taken(self) -> list[_Errand]:
+        with self._changed:
+            return [self._queue.popitem(last=False)[1] for _ in range(min(_TURN, len(self._queue)))]
+
+    def _deliver(self, errands: Sequence[_Errand]) -> None:
+        """Publish what is held, then claim and publish what is to be looked at."""
+        fresh, looks = list[HeldDocument](), list[_Errand]()
+        now = time.monotonic()
+        for errand in errands:
+            self._waiters += errand.waiting
+            if errand.held is not None and now - errand.held.claimed_at < self._claim_ttl / 2:
+                fresh.append(errand.held)
+            else:
+                owners = (*errand.owners, errand.held.owner) if errand.held is not None else errand.owners
+                looks.append(_Errand(errand.document_id, None, owners))
+        if not self._publish_all(fresh):
+            self._release(looks)
+            return
+        if looks:
+            self._settle()  # what was published there is still pending, and this process still holds it
+            ids = [errand.document_id for errand in looks]
+            owner = ObjectId()
+            claimed = self._relay().claim(ids, held=[each for errand in looks for each in errand.owners], owner=owner)
+            if not self._publish_all(claimed):
+                self._relay().release(ids, [owner])
+
+    def _publish_all(self, documents: Any) -> bool:
+        """Publish from documents that are held; False if the broker does not answer."""
+        rest = iter(documents)
+        for held in rest:
+            self._publishing_since = time.monotonic()
+            try:
+                part = self._relay().publish(held, judge=False)
+            finally:
+                self._publishing_since = None
+            self._note(part)
+            refused = part.verdict is not None and part.verdict.kind is FailureKind.WAIT_FOR_BROKER
+            self._refusals = self._refusals + 1 if refused else 0
+            if part.is_outage or self._refusals >= _REFUSALS_MAX:
+                self._pause_for_broker([*rest] if isinstance(documents, list) else [])
+                return False
+            if not self._may_settle_later():
+                self._settle()
+        return True
+
+    def _note(self, part: PublishedPart) -> None:
+        self._published += part.dispatched
+        if part.lets_go and not part.is_outage:  # a process that knows more than this one delivers it
+            self._refused[id_key(part.held.document_id, self._codec())] = time.monotonic() + _REFUSED_SECONDS
+            if len(self._refused) > QUEUE_MAX:
+                self._refused.popitem(last=False)
+        with self._changed:
+            if not self._unsettled:
+                self._settled_by = time.monotonic() + SETTLE_SECONDS
+            self._unsettled.append(part)
+
+    def _may_settle_later(self) -> bool:
+        return len(self._unsettled) < SETTLE_DOCUMENTS and time.monotonic() < self._settled_by
+
+    def _settle(self) -> None:
+        """Remove what was published; what has got more meanwhile goes to the end of the queue."""
+        with self._changed:
+            parts, self._unsettled = self._unsettled, []
+        try:
+            remainder = self._relay().settle(parts) if parts else Remainder()
+        except PyMongoError as error:
+            if is_transient(error) or not isinstance(error, OperationFailure):
+                with self._changed:  # removing by name may be done at any time
+                    self._unsettled = [*parts, *self._unsettled]
+            raise
+        with self._changed:
+            for document_id in remainder.document_ids:
+                errand = _Errand(document_id, None, tuple(remainder.owners))
+                key = id_key(document_id, self._codec())
+                if key in self._queue:
+                    self._queue[key].owners += errand.owners
+                else:
+                    self._queue[key] = errand  # also beyond the bound: it holds its claim
+
+    # -- what is away ------------------------------------------------------------------------------
+
+    def _pause_for_broker(self, held: Sequence[HeldDocument]) -> None:
+        """The broker takes nothing: let all claims go, leave everything to the index, and ask from time to time."""
+        with self._changed:
+            errands, self._queue = list(self._queue.values()), OrderedDict()
+            self._passed_over += len(errands) + len(held)
+            self._refusals, self._probes = 0, 0
+            self._down_until = time.monotonic() + _PROBES.nth(0)
+            for errand in errands:
+                self._waiters += errand.waiting
+        with suppress(PyMongoError):  # claims lapse
+            self._release([*errands, *(_Errand(each.document_id, each) for each in held)])
+        self._settle()
+
+    def _release(self, errands: Sequence[_Errand]) -> None:
+        owned = [
+            (errand.document_id, (*errand.owners, *([errand.held.owner] if errand.held else [])))
+            for errand in errands
+            if errand.owners or errand.held
+        ]
+        if owned:
+            self._relay().release([each for each, _ in owned], [owner for _, owners in owned for owner in owners])
+
+    def _probe(self) -> None:
+        if not self._answers():
+            self._probes += 1
+            self._down_until = time.monotonic() + _PROBES.nth(self._probes)
+            return
+        with self._changed:
+            self._down_until = None
+            self._plan_looks(0.0, *_LOOKS_AFTER[1:])
+        logger.info(
+            "outbox %s: the broker answers again; what waits is delivered",
+            self._name(),
+            extra={"event": "broker_back"},
+        )
+
+    def _look(self) -> None:
+        """Queue what the index says is waiting, if a look is planned for now."""
+        with self._changed:
+            now = time.monotonic()
+            if not self._looks_at or self._looks_at[0] > now or len(self._queue) >= QUEUE_MAX:
+                return
+            self._looks_at = [each for each in self._looks_at if each > now]
+        found = self._waiting(_LOOK)
+        keys = [id_key(each, self._codec()) for each in found]
+        with self._changed:
+            for key, document_id in zip(keys, found, strict=True):
+                if self._refused.get(key, now) <= now:
+                    self._queue.setdefault(key, _Errand(document_id))
+            if len(found) >= _LOOK and self._published > self._published_at_look:
+                self._plan_looks(0.0)
+        self._published_at_look = self._published
+
+    def _forget_claims(self) -> None:
+        """MongoDB does not answer: claims lapse, and the index is looked at when it is back."""
+        with self._changed:
+            for errand in self._queue.values():
+                self._waiters += errand.waiting
+            self._passed_over += len(self._queue)
+            self._queue.clear()
+            self._paused_until = time.monotonic() + _MONGO_PAUSE_SECONDS
+            self._plan_looks(_MONGO_PAUSE_SECONDS, self._claim_ttl)
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        _tell(waiters)
+
+    def _let_go(self) -> None:
+        """At the end: remove what was published, and release what was not."""
+        with self._changed:
+            parts, self._unsettled = self._unsettled, []
+            errands, self._queue = list(self._queue.values()), OrderedDict()
+        _tell([each for errand in errands for each in errand.waiting])
+        _tell(self._waiters)
+        remainder = self._relay().settle(parts) if parts else Remainder()
+        self._relay().release(remainder.document_ids, remainder.owners)
+        self._release(errands)
+
+
+def _tell(waiting: Sequence[threading.Event]) -> None:
+    for each in waiting:
+        each.set()

@@ -1,0 +1,173 @@
+"""What is stored for a task or event: its ids, and the `_id` of its document where it is known and where it is not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from bson import Decimal128, Int64, ObjectId
+from celery import Celery, chain, chord, group
+from kombu.serialization import loads
+
+from mongo_celery import STORED_ID, Event, OutboxRefusedError
+from mongo_celery.outbox.canvas import bound
+from mongo_celery.outbox.entries import Entry, Home, bound_event, event_entry, task_entry
+
+NOW = datetime(2024, 2, 29, 12, 0, 0, tzinfo=UTC)
+KEY = ObjectId("1" * 24)
+LATE = Home(many=True)
+
+
+@pytest.fixture(name="app")
+def an_app() -> Iterator[Celery]:
+    app = Celery("shop", set_as_current=False, backend="cache+memory://")
+    app.conf.accept_content = ["json", "pickle"]
+    yield app
+    app.close()
+
+
+@pytest.fixture(name="note")
+def a_task(app: Celery) -> Any:
+    def note(*args: Any, **kwargs: Any) -> None:
+        """Take anything."""
+
+    return app.task(name="note", shared=False)(note)
+
+
+def decoded(entry: Entry) -> Any:
+    return loads(entry.payload, entry.content_type, entry.content_encoding, accept={entry.content_type})
+
+
+def ids_in(canvas: Any) -> set[str]:
+    """Every task id in a stored canvas, wherever it stands."""
+    found = set()
+    if isinstance(canvas, dict):
+        found |= {canvas["task_id"]} if isinstance(canvas.get("task_id"), str) else set()
+        canvas = list(canvas.values())
+    for each in canvas if isinstance(canvas, list | tuple) else ():
+        found |= ids_in(each)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("identity", "argument"),
+    [(KEY, "1" * 24), (7, 7), (Int64(7), 7), ("k", "k"), (Decimal128("1.5"), "1.5"), ({"a": KEY}, {"a": "1" * 24})],
+)
+def test_a_known_id_stands_where_stored_id_stood(app: Celery, note: Any, identity: Any, argument: Any) -> None:
+    """In lists and dicts too; nothing is left to be bound, and the signature may be used again."""
+    signature = note.s(STORED_ID, [1, {"of": STORED_ID}], key=(STORED_ID,))
+    entry = task_entry(app, signature, NOW, Home(identity))
+    stored = decoded(entry)
+    assert (stored["args"], stored["kwargs"]) == ([argument, [1, {"of": argument}]], {"key": [argument]})
+    assert (entry.bind, entry.app, stored["options"]["task_id"]) == ("", "shop", entry.id)
+    assert signature.args[0] is STORED_ID
+    assert "task_id" not in signature.options
+    assert "STORED_ID" in entry.argsrepr
+
+
+def test_a_callable_gets_the_id_as_it_is(app: Celery, note: Any) -> None:
+    """Tasks and events alike."""
+    assert decoded(task_entry(app, lambda key: note.s(key.binary.hex()), NOW, Home(KEY)))["args"] == ["1" * 24]
+    event = event_entry(app, lambda key: Event("placed", {"of": key}), NOW, source="/s", home=Home(KEY))
+    assert json.loads(event.payload)["data"] == {"of": "1" * 24}
+
+
+@pytest.mark.parametrize("home", [Home(), Home(many=None), Home(many=True)])
+def test_a_callable_is_refused_where_the_id_is_not_known(app: Celery, note: Any, home: Home) -> None:
+    """By one sentence that names what to use instead."""
+    with pytest.raises(OutboxRefusedError, match="STORED_ID"):
+        task_entry(app, lambda key: note.s(key, 1), NOW, home)
+
+
+CANVASES: dict[str, Any] = {
+    "task": lambda note: note.s(STORED_ID),
+    "chain": lambda note: chain(note.si(STORED_ID), group(note.si(1), note.si(STORED_ID)), note.si(2)),
+    "group": lambda note: group(note.s(STORED_ID), note.s(1).set(link=note.si(STORED_ID))),
+    "chord": lambda note: chord([note.s(STORED_ID), note.s(2)], note.si(STORED_ID)),
+    "with links": lambda note: note.s(1).on_error(note.si(STORED_ID)),
+}
+
+
+@pytest.mark.parametrize("serializer", ["json", "pickle"])
+@pytest.mark.parametrize("make", CANVASES.values(), ids=CANVASES.keys())
+def test_what_is_bound_late_has_ids_of_its_own_in_each_document(
+    app: Celery, note: Any, make: Any, serializer: str
+) -> None:
+    """The same at each dispatch, others in each document, and everywhere the `_id` of that document."""
+    app.conf.task_serializer = note.serializer = serializer
+    entry = task_entry(app, make(note), NOW, LATE)
+    first, again, other = (bound(decoded(entry), entry.bind, each) for each in (KEY, KEY, 7))
+    assert repr(first) == repr(again)
+    stored = ids_in(decoded(entry))
+    assert len(stored) == len(ids_in(first)) == len(ids_in(other))
+    assert len(stored | ids_in(first) | ids_in(other)) == 3 * len(stored)
+    assert entry.bind not in repr(first) + repr(other)
+    assert repr(first).count("1" * 24) == repr(decoded(entry)).count(entry.bind) > 0
+    Celery("relay", set_as_current=False).signature(first)  # a relay can make a canvas of it
+
+
+def test_ids_that_are_not_the_canvas_s_own_stay(app: Celery, note: Any) -> None:
+    """A parent that runs already, and a text that only looks like what stands for the `_id`."""
+    entry = task_entry(app, note.s("mongo_celery.STORED_ID:x").set(parent_id="p", root_id="r"), NOW, LATE)
+    found = bound(decoded(entry), entry.bind, 7)
+    assert (found["options"]["parent_id"], found["options"]["root_id"]) == ("p", "r")
+    assert found["args"] == ["mongo_celery.STORED_ID:x"]
+    alone = bound(decoded(task_entry(app, note.s(), NOW, LATE)), "x", 7)
+    assert alone["options"]["root_id"] == alone["options"]["task_id"]
+
+
+def test_numbers_that_are_close_are_two_documents(app: Celery, note: Any) -> None:
+    """Two decimals that share a float are two `_id`s, and so are a text and a number."""
+    entry = task_entry(app, note.s(), NOW, LATE)
+    keys = [0.1, Decimal128("0.1"), "0.1", b"0.1"]
+    assert len({bound(decoded(entry), entry.bind, key)["options"]["task_id"] for key in keys}) == len(keys)
+
+
+def test_an_id_that_the_user_chose_stays_unless_the_write_goes_to_many(app: Celery, note: Any) -> None:
+    """Operators may go to one document or to many; a task without an id of its own gets one in each."""
+    assert task_entry(app, note.s().set(task_id="mine"), NOW, Home(many=None)).bind == ""
+    assert task_entry(app, note.s().set(task_id="mine"), NOW, LATE).bind
+    assert task_entry(app, note.s(), NOW, Home(many=None)).bind
+    assert task_entry(app, note.s(), NOW, Home(many=False)).bind == ""
+
+
+def test_an_event_is_bound_like_a_task(app: Celery) -> None:
+    """Its id, its subject unless it has one, and its body."""
+    entry = event_entry(app, Event("placed", {"of": [STORED_ID]}), NOW, source="/s", home=LATE)
+    [one, other] = [bound_event(entry, each) for each in (KEY, b"\x00\xff")]
+    told = json.loads(one.payload)
+    assert (told["id"], told["subject"], told["data"]) == (one.id, "1" * 24, {"of": ["1" * 24]})
+    assert json.loads(other.payload)["data"] == {"of": ["00ff"]}
+    assert len({entry.id, one.id, other.id}) == 3
+    named = event_entry(app, Event("placed", subject="own"), NOW, source="/s", home=LATE)
+    assert json.loads(bound_event(named, KEY).payload)["subject"] == "own"
+
+
+def test_stored_id_is_one_value_that_cannot_become_text() -> None:
+    """Else it would be sent as a text that says nothing."""
+    assert copy.deepcopy(STORED_ID) is STORED_ID is pickle.loads(pickle.dumps(STORED_ID))
+    for spoiled in (str, "order {}".format, lambda value: f"order {value}"):
+        with pytest.raises(TypeError, match="whole argument"):
+            spoiled(STORED_ID)
+
+
+def test_an_entry_comes_back_as_it_was_stored(app: Celery, note: Any) -> None:
+    """And one of the first edition, which had neither an app nor anything to bind."""
+    entry = task_entry(app, note.s(STORED_ID), NOW, LATE)
+    stored = entry.to_document()
+    assert Entry.from_document(stored) == entry
+    old = {name: value for name, value in stored.items() if name not in {"app", "bind"}}
+    assert (Entry.from_document(old).app, Entry.from_document(old).bind) == ("", "")
+
+
+def test_an_argument_that_contains_itself_is_refused(app: Celery, note: Any) -> None:
+    """Looking for `STORED_ID` in it must end."""
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(OutboxRefusedError, match="contains itself"):
+        task_entry(app, note.s(endless), NOW)

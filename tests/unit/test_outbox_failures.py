@@ -1,0 +1,105 @@
+"""What becomes of an entry that could not be published: its own faults count, and nothing else does."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.failures import DEAD_SECONDS_MIN, UNKNOWN_SECONDS_MAX, FailureKind, FailurePolicy
+from mongo_celery.outbox.publisher import BrokerUnavailableError, OtherAppError, UnknownTaskError
+
+HALT, DEAD = FailurePolicy("halt", 5), FailurePolicy("dead_letter", 5)
+POISON = ValueError("its own")
+
+
+def entry(attempts: int = 0) -> Entry:
+    return Entry(
+        id="e1", kind="task", at=datetime.now(UTC), name="shop.note", argsrepr="()", content_type="application/json",
+        content_encoding="utf-8", payload="{}", attempts=attempts,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [HALT, DEAD], ids=["halt", "dead_letter"])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (BrokerUnavailableError("gone"), FailureKind.WAIT_FOR_BROKER),
+        (BrokerUnavailableError("out of memory", answers=True), FailureKind.WAIT_FOR_BROKER),
+        (OtherAppError("web"), FailureKind.OTHER_APP),
+        (UnknownTaskError("shop.new"), FailureKind.WAIT_FOR_TASK),
+    ],
+)
+def test_what_is_not_its_own_fault_is_never_counted_however_often(
+    policy: FailurePolicy, error: Exception, kind: FailureKind
+) -> None:
+    """An outage, a deploy or another app's entry makes no dead letter and nothing stuck."""
+    verdict = policy.verdict(entry(attempts=1000), error, age=3600.0)
+    assert (verdict.kind, verdict.counts, verdict.attempts) == (kind, False, 0)
+
+
+def test_only_a_broker_that_does_not_answer_is_an_outage() -> None:
+    """One that refuses answers others, so the next document is tried."""
+    gone = HALT.verdict(entry(), BrokerUnavailableError("gone"), 0.0)
+    full = HALT.verdict(entry(), BrokerUnavailableError("full", answers=True), 0.0)
+    assert (gone.is_outage, full.is_outage) == (True, False)
+    assert gone.pause < full.pause
+
+
+def test_by_default_an_entry_is_tried_for_ever_and_stuck_after_max_attempts() -> None:
+    """Its pauses grow to five minutes."""
+    verdicts = [HALT.verdict(entry(attempts), POISON, 0.0) for attempts in range(40)]
+    assert [each.kind for each in verdicts[:4]] == [FailureKind.ATTEMPT] * 4
+    assert {each.kind for each in verdicts[4:]} == {FailureKind.STUCK}
+    assert all(each.counts for each in verdicts)
+    pauses = [each.pause for each in verdicts]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 300.0
+
+
+@pytest.mark.parametrize("max_attempts", [1, 5, 30])
+def test_a_dead_letter_has_had_its_attempts_and_ten_minutes(max_attempts: int) -> None:
+    """What it was held back for adds up to the time that has passed, whatever the clocks say."""
+    policy, waited, attempts = FailurePolicy("dead_letter", max_attempts), 0.0, 0
+    while (verdict := policy.verdict(entry(attempts), POISON, None)).kind is FailureKind.ATTEMPT:
+        waited += verdict.pause
+        attempts += 1
+    assert verdict.kind is FailureKind.DEAD_LETTER
+    assert attempts + 1 >= max_attempts
+    assert waited >= DEAD_SECONDS_MIN
+    assert not verdict.counts
+
+
+def test_a_stored_number_of_attempts_may_be_any() -> None:
+    """Somebody else can write what he likes."""
+    for stored in (10**9, -3, "many", None, True):
+        found = {"id": "e1", "attempts": stored}
+        assert DEAD.verdict(found, POISON, None).kind in (FailureKind.ATTEMPT, FailureKind.DEAD_LETTER)
+
+
+def test_a_task_that_nobody_has_known_for_six_hours_is_its_own_fault() -> None:
+    error = UnknownTaskError("shop.gone")
+    assert HALT.verdict(entry(), error, UNKNOWN_SECONDS_MAX - 1).kind is FailureKind.WAIT_FOR_TASK
+    assert HALT.verdict(entry(), error, UNKNOWN_SECONDS_MAX).kind is FailureKind.ATTEMPT
+    assert HALT.verdict(entry(), error, None).kind is FailureKind.WAIT_FOR_TASK
+    assert HALT.verdict(entry(4), error, UNKNOWN_SECONDS_MAX).kind is FailureKind.STUCK
+
+
+def test_what_has_no_id_cannot_be_counted() -> None:
+    """Set aside at once where that is the policy, else held back for as long as anything."""
+    nameless: dict[str, Any] = {"value": "text"}
+    assert DEAD.verdict(nameless, POISON, None).kind is FailureKind.DEAD_LETTER
+    stuck = HALT.verdict(nameless, POISON, None)
+    assert (stuck.kind, stuck.pause) == (FailureKind.STUCK, 300.0)
+
+
+def test_that_an_entry_is_stuck_is_an_error_once(caplog: pytest.LogCaptureFixture) -> None:
+    """From then on a warning: an alarm every five minutes would be switched off."""
+    with caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
+        for attempts in range(8):
+            HALT.tell(HALT.verdict(entry(attempts), POISON, None), entry(attempts), 7, POISON)
+    levels = [record.levelno for record in caplog.records]
+    assert levels == [logging.WARNING] * 4 + [logging.ERROR] + [logging.WARNING] * 3
