@@ -8,6 +8,7 @@ A write is repeated until it is answered; its filter, or a duplicate `_id`, keep
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import random
@@ -35,9 +36,10 @@ SWEEPERS = 2
 _LOOK_SECONDS = 0.02
 _AGAIN_SECONDS = 0.05
 _ALONE_MANY = 3
-_BULK_MANY = 20
+_BULK_MANY = 40
 _LIFE_SECONDS = (0.5, 8.0)
 _POINTS_MAX = 400
+_SWEEP_SECONDS = (0.01, 0.3)
 _FREEZES_PER_SECOND = 0.3
 _FROZEN_SECONDS = (0.2, 7.0)
 """Longer than a claim, so that some wake up when others have their documents."""
@@ -197,10 +199,9 @@ def _sweep_on(seed: int, _keys: Keys, _tally: Tally) -> None:
     chance = random.Random(seed)
     _doom(chance)
     while True:
-        try:
+        with contextlib.suppress(PyMongoError):
             items.sweep(older_than=chance.choice([0.01, 0.5]))
-        except PyMongoError:
-            time.sleep(_AGAIN_SECONDS)
+        time.sleep(chance.uniform(*_SWEEP_SECONDS))
 
 
 @dataclass
