@@ -62,6 +62,8 @@ def plain_health(health: Health) -> dict[str, Any]:
         "pending": status.pending,
         "oldest_seconds": None if status.oldest_seconds is None else round(status.oldest_seconds, 3),
         "failing": status.failing,
+        "stuck": status.stuck,
+        "other_apps": status.other_apps,
         "dead_letters": status.dead_letters,
         "sweep_after": health.sweep_after,
         "late": health.late,

@@ -72,6 +72,7 @@ _LOOKS_AFTER = (0.1, 0.5, 2.0)
 """When the index is looked at after a write that the outbox has prepared, and somebody else carries out."""
 
 CLOSE_SECONDS = 2.0
+"""How long the end of a process may take, whatever broker and MongoDB do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +198,9 @@ class OutboxDispatcher:
         self._put([_Errand(document_id, held, waiting=[done])])
         return done.wait(seconds)
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Publish what is queued for half that time, remove what was published, let claims go, and end the thread."""
+    def close(self) -> None:
+        """Publish what is queued for half of the time, remove what was published, let claims go, and end the thread."""
+        seconds = CLOSE_SECONDS
         deadline = time.monotonic() + seconds
         with self._changed:
             thread = self._thread

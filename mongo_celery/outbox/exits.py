@@ -8,6 +8,7 @@ Celery has signals. Whichever comes first closes; the others find nothing to do.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - a transport that is imported while the process ends needs it, too late
 import os
 import weakref
 from contextlib import suppress

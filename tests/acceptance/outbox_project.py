@@ -265,7 +265,7 @@ def die_writing(*kinds: str) -> None:
 
 def die_sweeping(points: str) -> None:
     """Sweepers that die at their first, second ... point."""
-    sweepers = _at_each_point("sweep", lambda _at: items.sweep(older_than=0.01), signal.SIGKILL)
+    sweepers = _at_each_point("sweep", lambda _at: items.sweep(older_than=0.01, limit=2), signal.SIGKILL)
     for pid in itertools.islice(sweepers, int(points)):
         status = wait_for_end(pid)
         assert status in (0, -signal.SIGKILL), f"a sweeper ended with {status}"

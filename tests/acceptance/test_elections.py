@@ -17,8 +17,9 @@ from pymongo.errors import ConnectionFailure, PyMongoError
 
 from mongo_celery import Outbox, select_for_update, transactional
 from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.entries import FIELD
-from mongo_celery.outbox.pending import FREE
+from mongo_celery.outbox.pending import PendingField
 from tests.acceptance.bank_rig import Bank
 from tests.acceptance.outbox_project import EFFECT, configured
 from tests.acceptance.outbox_rig import OPTIONS, Shop, Tap
@@ -28,6 +29,7 @@ from tests.fixtures.process import Processes, wait_for
 from tests.integration.partition_rig import rig_of, token
 
 Document = dict[str, Any]
+FREE = PendingClaims(PendingField(), (None,)).free
 
 
 @pytest.fixture

@@ -259,7 +259,7 @@ def test_a_missing_right_names_the_outbox_its_collections_and_the_cure(
     done = shop.run(*command, PROJECT_MONGO=guarded_url("bridge"))
     assert (done.returncode, done.stdout) == (1, "")
     *warnings, last = done.stderr.splitlines()
-    assert all("the index pending-events" in each for each in warnings)
+    assert all("the index pendingEvents" in each for each in warnings)
     assert f"lacks a right on the outbox's collection {shop.names}_data.orders" in last
     assert f"find, insert, update and remove on {shop.names}_state.outbox_dead_letters" in last
     assert "state database" not in last

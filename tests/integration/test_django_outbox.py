@@ -54,7 +54,7 @@ def receipt(order): ...
 
 sent = []
 post_save.connect(lambda sender, instance, created, **_: sent.append(created), sender=Order, weak=False)
-outbox = Outbox(app, lambda: connection.get_collection("orders"), sweep_every=None)
+outbox = Outbox(app, lambda: connection.get_collection("orders"), sweep_every=None, at_once="wait")
 
 new = outbox.save(Order(customer="Ann", total="12.50"), tasks=[receipt.s("new")])
 assert new.pk is not None and not new._state.adding, new.pk
@@ -126,7 +126,7 @@ for wrong in (Other(), object()):
     except ConfigurationError as error:
         continue
     raise AssertionError(wrong)
-outbox.publisher.close()
+outbox.backing.close()
 print(json.dumps({"signals": sent, "orders": Order.objects.count()}))
 """
 

@@ -175,6 +175,10 @@ def test_by_default_a_poison_entry_stays_and_is_said_to_be_stuck(
     assert [record.__dict__["event"] for record in caplog.records] == ["entry_stuck"]
 
 
+def _new(a: int, b: int) -> int:
+    return a + b
+
+
 def test_a_task_that_no_process_knows_yet_waits_and_counts_nothing(rig: Rig, database: Database[Document]) -> None:
     """A rolling deploy: the old worker passes it on to the new one, with what stands behind it."""
     old = rig.outbox(at_once=False, max_attempts=1, failure_policy="dead_letter")
@@ -185,7 +189,7 @@ def test_a_task_that_no_process_knows_yet_waits_and_counts_nothing(rig: Rig, dat
         due_again(database["orders"])
     assert (old.status().failing, old.dead_letters.count()) == (0, 0)
 
-    rig.app.task(name="shop.new", shared=False)(claim)
+    rig.app.task(name="shop.new", shared=False)(_new)
     assert old.backing.relay.deliver(1).dispatched == 2
     assert rig.sent() == [[1, 1], [1, 2]]
 

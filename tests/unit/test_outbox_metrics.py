@@ -166,7 +166,7 @@ def test_a_scrape_finds_gauges_and_counters_for_each_outbox(database: Database[D
         """Any task."""
 
     dead_letters = f"{database.name}_none"
-    orders = Outbox(app, database["orders"], name="orders", sweep_every=None, database=dead_letters)
+    orders = Outbox(app, database["orders"], name="orders", sweep_every=None, database=dead_letters, at_once="wait")
     Outbox(app, database["parcels"], name="parcels", sweep_every=None, database=dead_letters)
     orders.insert_one({"_id": 1}, tasks=[note.s(1), note.s(2)])
     database["orders"].insert_one(field(3, 40, attempts=1))
@@ -178,7 +178,7 @@ def test_a_scrape_finds_gauges_and_counters_for_each_outbox(database: Database[D
     assert found["oldest_age_seconds", "orders"] >= 40
     assert (found["dispatched_total", "orders"], found["failures_total", "orders"]) == (2, 0)
     assert [found[name, "parcels"] for name in ("pending", "oldest_age_seconds", "dead_letters")] == [0, 0, 0]
-    orders.publisher.close()
+    orders.backing.close()
 
 
 def test_a_server_that_does_not_answer_gives_no_stale_numbers(
@@ -197,7 +197,8 @@ def test_a_server_that_does_not_answer_gives_no_stale_numbers(
     found = samples(app)
 
     of_orders = {name for name, outbox in found if outbox == "orders"}
-    assert of_orders == {"up", "dispatched_total", "failures_total"}
+    of_the_process = {"dispatched_total", "failures_total", "passed_over_total", "queued_documents", "broker_down"}
+    assert of_orders == {"up", *of_the_process}
     assert (found["up", "orders"], found["up", "parcels"], found["pending", "parcels"]) == (0, 1, 0)
 
 

@@ -1,0 +1,315 @@
+"""The dispatcher of a process: callers never wait for the broker, and what they hand over is delivered all the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import Outbox
+from mongo_celery.outbox import dispatcher as module
+from mongo_celery.outbox.claims import PendingClaims
+from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.pending import NOBODY, PendingField
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.forking import holds_after_a_fork
+from tests.fixtures.mongo import MakeClient
+from tests.fixtures.process import wait_for
+from tests.fixtures.redis import MakeRedis
+from tests.integration.outbox_rig import Rig, due_again, opened, pending
+
+Document = dict[str, Any]
+
+PROGRAM = Path(__file__).with_name("outbox_exits.py")
+
+
+@pytest.fixture
+def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
+    with opened(database, redis_url) as made:
+        yield made
+
+
+@contextmanager
+def held_up(outbox: Outbox) -> Iterator[tuple[list[Entry], threading.Event]]:
+    """No message goes out before the block ends: the entries that were tried, and what is set by the first of them."""
+    publish, here = outbox.publisher.publish, os.getpid()
+    asked, begun, go_on = list[Entry](), threading.Event(), threading.Event()
+
+    def hold(entry: Entry, *document_id: object) -> None:
+        if os.getpid() == here:
+            asked.append(entry)
+            begun.set()
+            assert go_on.wait(120)
+        publish(entry, *document_id)
+
+    outbox.publisher.publish = hold  # type: ignore[method-assign]
+    try:
+        yield asked, begun
+    finally:
+        go_on.set()
+        outbox.publisher.publish = publish  # type: ignore[method-assign]
+
+
+def _note(name: str) -> str:
+    return name
+
+
+def settled(outbox: Outbox) -> bool:
+    """Whether nothing is pending in the collection, nor waits in the process."""
+    status = outbox.status()
+    return not status.pending and not status.dispatcher.queued and not status.dispatcher.unsettled
+
+
+def test_no_caller_waits_for_a_frozen_broker_and_one_thread_alone_asks_whether_it_is_back(
+    database: Database[Document], make_redis: MakeRedis
+) -> None:
+    """Four threads write on; one message was tried in vain; afterwards everything is sent, in the order of each."""
+    broker = make_redis()
+    with opened(database, broker.url, broker_transport_options={"socket_timeout": 1.0}) as rig:
+        outbox, asked = rig.outbox(at_once=True), list[Entry]()
+        outbox.insert_one({"_id": "first"}, tasks=[rig.add.s(0, 0)])
+        wait_for(lambda: settled(outbox))
+        publish = outbox.publisher.publish
+
+        def counted(entry: Entry, *document_id: object) -> None:
+            asked.append(entry)
+            publish(entry, *document_id)
+
+        def write(number: int) -> None:
+            for step in range(25):
+                push = {"$set": {"step": step}}
+                outbox.update_one({"_id": number}, push, upsert=True, tasks=[rig.add.s(number, step)])
+
+        outbox.publisher.publish = counted  # type: ignore[method-assign]
+        broker.pause()
+        try:
+            threads = [threading.Thread(target=write, args=(number,)) for number in range(1, 5)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            wait_for(lambda: outbox.status().dispatcher.broker_down)
+            outbox.insert_one({"_id": "later"}, tasks=[rig.add.s(5, 0)])
+            assert len(asked) == 1
+            assert outbox.status().pending == 101
+            assert not outbox.backing.may_claim(None)
+        finally:
+            broker.resume()
+        wait_for(lambda: settled(outbox))
+        sent = rig.sent()
+        first = {number: list(dict.fromkeys(step for each, step in sent if each == number)) for number in range(6)}
+        assert first == {0: [0], **{number: list(range(25)) for number in range(1, 5)}, 5: [0]}
+        assert outbox.status().dispatcher.passed_over > 0
+
+
+def test_a_hot_document_is_delivered_in_order_and_keeps_no_other_waiting(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """Eight writers on one document, and a ninth whose documents have their turns between; nothing remains."""
+    outbox = rig.outbox(at_once=True)
+
+    def write(number: int) -> None:
+        for step in range(20):
+            change = {"$inc": {"n": 1}}
+            outbox.update_one({"_id": "hot"}, change, upsert=True, tasks=[rig.add.s(number, step)])
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for step in range(20):
+        outbox.insert_one({"_id": step}, tasks=[rig.add.s(9, step)])
+    for thread in threads:
+        thread.join()
+    wait_for(lambda: settled(outbox))
+
+    sent = rig.sent()
+    assert len(sent) == 180
+    for number in range(8):
+        assert [step for each, step in sent if each == number] == list(range(20))
+    assert sorted(step for each, step in sent if each == 9) == list(range(20))
+    assert database["orders"].find_one({"_id": "hot"}) == {"_id": "hot", "n": 160}
+    assert database["orders"].count_documents({"pendingEvents": {"$exists": True}}) == 0
+
+
+def test_what_a_full_queue_does_not_take_is_found_by_the_index(
+    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write claims nothing then, so that its document is free for whoever finds it."""
+    monkeypatch.setattr(module, "QUEUE_MAX", 2)
+    outbox = rig.outbox(at_once=True, claim_ttl=600)
+    with held_up(outbox) as (_asked, begun):
+        outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
+        assert begun.wait(120)
+        for number in range(1, 8):
+            outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
+        assert outbox.status().dispatcher.passed_over == 5
+        owners = [pending(database, number)["claim"]["owner"] for number in range(8)]
+        assert [owner == NOBODY for owner in owners] == [False] * 3 + [True] * 5
+    wait_for(lambda: settled(outbox))
+    assert sorted(rig.sent()) == [[number, 0] for number in range(8)]
+
+
+def test_a_claim_that_has_grown_old_in_the_queue_is_not_relied_on(rig: Rig, database: Database[Document]) -> None:
+    """Another relay has delivered the document meanwhile; it is looked at, and nothing is sent twice."""
+    outbox = rig.outbox(at_once=True, claim_ttl=0.5)
+    free = PendingClaims(PendingField(), (None,)).free
+    with held_up(outbox) as (_asked, begun):
+        outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
+        assert begun.wait(120)
+        outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 0)])
+        wait_for(lambda: database["orders"].find_one({"_id": 1, "$expr": free}))
+        other = rig.outbox(name="other", at_once=False)
+        assert other.backing.relay.deliver(1).dispatched == 1
+    wait_for(lambda: settled(outbox))
+    assert sorted(rig.sent()) == [[0, 0], [1, 0]]
+
+
+def test_a_hint_and_a_look_find_what_somebody_else_has_written(rig: Rig) -> None:
+    """By `_id`, by the index now, and by the flag that a prepared write leaves; none of them needs the sweep."""
+    elsewhere, outbox = rig.outbox(name="elsewhere", at_once=False), rig.outbox(at_once=True)
+    for number in range(3):
+        elsewhere.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
+
+    outbox.dispatch(1, 1, "nobody's")
+    wait_for(lambda: outbox.status().pending == 2)
+    outbox.dispatch()
+    wait_for(lambda: settled(outbox))
+    outbox.backing.dispatcher.expect()
+    elsewhere.insert_one({"_id": 3}, tasks=[rig.add.s(3, 0)])
+    wait_for(lambda: settled(outbox))
+
+    assert rig.sent()[0] == [1, 0]
+
+
+def test_a_document_can_be_deleted_right_after_it_was_written(rig: Rig, database: Database[Document]) -> None:
+    """The dispatcher has it, so it is asked first; in the end it was delivered, and is gone."""
+    outbox = rig.outbox(at_once=True)
+    for number in range(5):
+        outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
+        assert outbox.delete_one({"_id": number}).deleted_count == 1
+    assert rig.sent() == [[number, 0] for number in range(5)]
+    assert database["orders"].count_documents({}) == 0
+
+
+def test_a_removal_that_mongodb_does_not_answer_is_made_again(
+    rig: Rig, database: Database[Document], failpoint: Failpoint, make_client: MakeClient
+) -> None:
+    """What was published is remembered until it is removed, and is sent once."""
+    client = make_client(appName="dispatcher", retryWrites=False)
+    outbox = Outbox(rig.app, client[database.name]["orders"], name="cut", sweep_every=None)
+    outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
+    wait_for(lambda: settled(outbox))
+    rig.drain()
+    with failpoint(failCommands=["update"], closeConnection=True, appName="dispatcher"):
+        outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 0)])
+        wait_for(lambda: len(rig.sent()) > 0 and outbox.status().dispatcher.unsettled)
+        assert outbox.status().pending == 1
+    wait_for(lambda: settled(outbox))
+    assert rig.sent() == []
+    outbox.backing.close()
+
+
+def test_a_broker_that_refuses_everything_is_asked_by_one_and_not_by_every_write(
+    database: Database[Document], make_redis: MakeRedis
+) -> None:
+    """Out of memory: after three refusals the rest waits, free for anybody; nothing is counted."""
+    broker = make_redis()
+    with opened(database, broker.url) as rig, redis.Redis.from_url(broker.url) as memory:
+        outbox = rig.outbox(at_once=True)
+        outbox.insert_one({"_id": "first"}, tasks=[rig.add.s(0, 0)])
+        wait_for(lambda: settled(outbox))
+        rig.drain()
+        with held_up(outbox) as (_asked, begun):
+            for number in range(6):
+                outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
+            assert begun.wait(120)
+            memory.config_set("maxmemory", 1)
+        wait_for(lambda: outbox.status().dispatcher.passed_over >= 3)
+        memory.config_set("maxmemory", 0)
+        due_again(database["orders"])
+        outbox.dispatch()
+        wait_for(lambda: due_again(database["orders"]) or (outbox.sweep(older_than=0) and settled(outbox)))
+        assert sorted({number for number, _ in rig.sent()}) == list(range(6))
+        assert (outbox.status().failing, outbox.dead_letters.count()) == (0, 0)
+
+
+def test_a_write_that_waits_does_so_within_a_bound(rig: Rig, database: Database[Document]) -> None:
+    """The write is acknowledged, and its entry is in the document, whatever the dispatcher does."""
+    outbox = rig.outbox(claim_ttl=0.5)
+    with held_up(outbox) as (asked, _begun):
+        outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+        assert len(asked) == 1
+        assert pending(database, 1)["count"] == 1
+    wait_for(lambda: settled(outbox))
+
+
+def test_a_child_has_a_dispatcher_of_its_own_and_leaves_its_parents_queue_alone(
+    mongo_url: str, redis_url: str, database: Database[Document]
+) -> None:
+    """Forked in the middle of a message and of a hand-over; both deliver what is their own, and once."""
+    app = Celery("forking", broker=redis_url, set_as_current=False)
+    add = app.task(name="add", shared=False)(_note)
+    outbox = Outbox(
+        app, lambda: MongoClient(mongo_url)[database.name]["orders"], name="forked", sweep_every=None, claim_ttl=600
+    )
+
+    def child() -> bool:
+        mine = outbox.backing.dispatcher
+        assert mine.state.queued == 0
+        outbox.insert_one({"_id": "child"}, tasks=[add.s("child")])
+        assert mine.wait(None, "child", 20)
+        return outbox.backing.latest.find_one({"_id": "child"}) == {"_id": "child"}  # removals wait for no majority
+
+    with held_up(outbox) as (asked, begun):
+        outbox.insert_one({"_id": "parent"}, tasks=[add.s("parent")])
+        assert begun.wait(120)
+        outbox.insert_one({"_id": "queued"}, tasks=[add.s("queued")])
+        with outbox.backing.dispatcher._changed:
+            assert holds_after_a_fork(child)
+        assert outbox.status().dispatcher.queued == 1
+        assert outbox.status().pending == 2
+    wait_for(lambda: settled(outbox))
+    assert len(asked) <= 2
+    with redis.Redis.from_url(redis_url) as broker:
+        assert broker.llen("celery") == 3
+    outbox.backing.close()
+    outbox.collection.database.client.close()
+    app.close()
+
+
+@pytest.mark.parametrize("way", ["atexit", "multiprocessing", "billiard", "worker"])
+def test_a_process_that_ends_delivers_what_it_has_queued(
+    way: str, mongo_url: str, redis_url: str, redis_client: Any, database: Database[Document]
+) -> None:
+    """By whatever way Python or Celery ends one; no message went out before the end had begun."""
+    ended = _ended(way, "deliver", mongo_url, redis_url, database.name)
+    assert ended.returncode == 0, ended.stderr
+    assert redis_client.llen("celery") == 3
+    assert list(database["orders"].find({}, {"_id": 1, "pendingEvents": 1})) == [{"_id": each} for each in range(3)]
+
+
+def test_a_process_that_ends_while_the_broker_is_silent_lets_its_claims_go(
+    mongo_url: str, redis_url: str, database: Database[Document]
+) -> None:
+    """It ends, though a message is under way; whoever comes next need not wait for the claims of those behind it."""
+    ended = _ended("atexit", "hang", mongo_url, redis_url, database.name)
+    assert ended.returncode == 0, ended.stderr
+    owners = [pending(database, number)["claim"]["owner"] for number in range(3)]
+    assert [owner == NOBODY for owner in owners] == [False, True, True]
+
+
+def _ended(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
