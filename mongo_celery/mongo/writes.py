@@ -263,6 +263,7 @@ class BulkRequest:
         upsert: whether it may create its document.
         sort: which document if several match.
         options: collation, array filters and hint, as far as they were given.
+        namespace: of a client's bulk write; None where the request goes to a collection's.
     """
 
     filter: Any
@@ -270,6 +271,7 @@ class BulkRequest:
     upsert: bool
     sort: Any
     options: Mapping[str, Any]
+    namespace: str | None = None
 
     @classmethod
     def of(cls, request: Any) -> BulkRequest:
@@ -277,7 +279,14 @@ class BulkRequest:
         names = [name for kind in type(request).__mro__ for name in getattr(kind, "__slots__", ())]
         facts = {name.lstrip("_"): getattr(request, name) for name in names}
         options = {name: facts[name] for name in _OPTIONS if facts.get(name) is not None}
-        return cls(facts.get("filter"), facts.get("doc"), bool(facts.get("upsert")), facts.get("sort"), options)
+        return cls(
+            facts.get("filter"),
+            facts.get("doc"),
+            bool(facts.get("upsert")),
+            facts.get("sort"),
+            options,
+            facts.get("namespace"),
+        )
 
 
 COUNTS = ("nInserted", "nMatched", "nModified", "nRemoved", "nUpserted")

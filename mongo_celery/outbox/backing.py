@@ -113,7 +113,12 @@ class Backing:
     @per_process
     def writer(self) -> Writer:
         """Writes changes and entries."""
-        return Writer(self.collection, max_pending=self._options.max_pending, claim_ttl=self._options.claim_ttl)
+        return Writer(
+            self.collection,
+            self.field,
+            max_pending=self._options.max_pending,
+            claim_ttl=self._options.claim_ttl,
+        )
 
     @property
     def relay(self) -> Relay:

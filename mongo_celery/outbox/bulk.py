@@ -1,27 +1,33 @@
-"""PyMongo's bulk write with entries: each request keeps its order and carries its own tasks and events."""
+"""
+PyMongo's bulk write with entries: each request keeps its place and carries its own tasks and events.
+
+All requests between two deletes are one bulk write of PyMongo's; a delete has to deliver first, and stands by itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from bson import ObjectId
-from pymongo import DeleteMany, DeleteOne, InsertOne, ReplaceOne, UpdateMany, UpdateOne
+from pymongo import DeleteMany, DeleteOne, InsertOne, UpdateMany
 from pymongo.client_session import ClientSession
+from pymongo.errors import BulkWriteError
+from pymongo.results import BulkWriteResult
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
-from mongo_celery.mongo.writes import BulkRequest
-from mongo_celery.outbox import pending
-from mongo_celery.outbox.document_write import refuse_replacement
+from mongo_celery.mongo.identity import NO_ID, id_key
+from mongo_celery.mongo.writes import COUNTS, BulkRequest
+from mongo_celery.outbox.carriers import Carriers
+from mongo_celery.outbox.deletes import Deletes
+from mongo_celery.outbox.document_write import Written
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.writes import Writer
 
-_FIELD = pending.PendingField()
-
-MakeEntries = Callable[[Sequence[object], Sequence[Event], object], list[Entry]]
+_CLAIMED_MAX = 500
+"""Inserted documents that one write claims: more could not be published before their claims are half over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,84 +36,176 @@ class Write:
     One request of a bulk write with its tasks and events.
 
     Args:
-        request: PyMongo's `InsertOne`, `UpdateOne` or `ReplaceOne`.
-        tasks: signatures, chains, groups, chords.
+        request: PyMongo's `InsertOne`, `UpdateOne`, `UpdateMany`, `ReplaceOne`; deletes carry nothing.
+        tasks: signatures, chains, groups, chords, or callables of the `_id` that make one.
         events: events.
     """
 
     request: Any
-    tasks: Sequence[object] = ()
+    tasks: Sequence[Any] = ()
     events: Sequence[Event] = ()
 
     @classmethod
-    def of(cls, given: Any, tasks: Sequence[object], events: Sequence[Event]) -> Write:
-        """A write from what the user passed, with what every request gets in addition."""
+    def of(cls, given: Any, tasks: Sequence[Any], events: Sequence[Any]) -> Write:
+        """A write from what the user passed, with what every request but a delete gets in addition."""
         write = given if isinstance(given, cls) else cls(*given) if isinstance(given, tuple) else cls(given)
+        if isinstance(write.request, (DeleteOne, DeleteMany)):
+            return write
         return cls(write.request, [*write.tasks, *tasks], [*write.events, *events])
 
 
-def write_in_bulk(
-    writer: Writer,
-    writes: Sequence[Write],
-    make_entries: MakeEntries,
-    *,
-    ordered: bool,
-    session: ClientSession | None,
-) -> tuple[Any, list[Any]]:
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request that is ready to be sent, its entries, and its document's `_id` or `NO_ID`."""
+
+    place: int
+    request: Any
+    entries: Sequence[Entry]
+    document_id: Any
+    written: Written | None = None
+
+
+class BulkWrites:
     """
-    Run a bulk write.
+    Bulk writes to one collection.
 
-    How full the documents are is looked at before the write; writers at the same time can pass the limit a little.
-
-    Returns:
-        PyMongo's result, and the `_id`s that are known to have something pending now.
-
-    Raises:
-        OutboxRefusedError: before anything was written.
+    Args:
+        writer: to it.
+        carriers: of entries.
+        deletes: in it.
     """
-    requests, known, added = [], dict[Hashable, Any](), list[tuple[Any, Any, int]]()
-    for write in writes:
-        facts = BulkRequest.of(write.request)
-        document_id = _id_of(write.request, facts)
-        entries = make_entries(write.tasks, write.events, document_id)
-        requests.append(_with_entries(writer, write.request, facts, entries))
-        if not entries:
-            continue
-        if document_id is not NO_ID:
-            known[id_key(document_id, writer.collection.codec_options)] = document_id
-        if not isinstance(write.request, InsertOne):
-            added.append((document_id, facts.filter if document_id is NO_ID else None, len(entries)))
-    writer.refuse_full_documents(added, session)
-    return writer.collection.bulk_write(requests, ordered=ordered, session=session), list(known.values())
+
+    def __init__(self, writer: Writer, carriers: Carriers, deletes: Deletes) -> None:
+        self._writer = writer
+        self._carriers = carriers
+        self._deletes = deletes
+        self.written: list[Written] = []
+        """What has something pending now, as far as it is known; filled also where the write fails."""
+
+    def run(
+        self, writes: Sequence[Write], *, ordered: bool, session: ClientSession | None, claim: bool, **options: Any
+    ) -> BulkWriteResult:
+        """
+        Carry out a bulk write.
+
+        How full the documents are is looked at before the write; writers at the same time can pass the limit a little.
+
+        Raises:
+            OutboxRefusedError: nothing was written, unless the message says so.
+            BulkWriteError: as PyMongo's.
+        """
+        requests = list(self._prepared(writes, claim=claim))
+        self._refuse_full(requests, session)
+        for each in requests:
+            if _is_delete(each.request):
+                facts = BulkRequest.of(each.request)
+                self._deletes.deliver_all(facts.filter, session, **facts.options)
+        tally: dict[str, Any] = {
+            "writeErrors": [],
+            "writeConcernErrors": [],
+            **dict.fromkeys(COUNTS, 0),
+            "upserted": [],
+        }
+        failed = None
+        for is_delete, run in groupby(requests, lambda each: _is_delete(each.request)):
+            try:
+                for part in [[each] for each in run] if is_delete else [list(run)]:
+                    done = self._delete(part[0], session) if is_delete else self._write(part, ordered, session, options)
+                    _add(tally, done, part[0].place)
+            except BulkWriteError as error:
+                failed = failed or error
+                _add(tally, error.details or {}, part[0].place)
+                if ordered:
+                    break
+        if failed is not None:
+            labels = (failed.details or {}).get("errorLabels")
+            raise BulkWriteError({**tally, "errorLabels": labels} if labels else tally) from failed
+        return BulkWriteResult(tally, acknowledged=True)
+
+    def _prepared(self, writes: Sequence[Write], *, claim: bool) -> Iterator[_Request]:
+        claimed = 0
+        for place, write in enumerate(writes):
+            entries, document_id = self._carriers.entries_of_request(write.request, write.tasks, write.events)
+            request, written = self._carriers.with_entries(write.request, entries, document_id), None
+            if claim and entries and isinstance(write.request, InsertOne) and claimed < _CLAIMED_MAX:
+                claimed += 1
+                whole, written = self._writer.insertion(BulkRequest.of(write.request).document, entries, claim=True)
+                request = InsertOne(whole)
+            elif entries:
+                self._writer.refuse_more_than_ever(entries)
+            yield _Request(place, request, entries, document_id, written)
+
+    def _refuse_full(self, requests: Sequence[_Request], session: ClientSession | None) -> None:
+        added = list[tuple[Any, Any, int]]()
+        for each in requests:
+            if not each.entries or isinstance(each.request, InsertOne):
+                continue
+            facts = BulkRequest.of(each.request)
+            if isinstance(each.request, UpdateMany):
+                self._writer.refuse_full_among(facts.filter, len(each.entries), session, **_found_by(facts))
+            else:
+                named = each.document_id is not NO_ID
+                added.append((each.document_id, None if named else facts.filter, len(each.entries)))
+        self._writer.refuse_full_documents(added, session)
+
+    def _write(
+        self, part: Sequence[_Request], ordered: bool, session: ClientSession | None, options: Any
+    ) -> dict[str, Any]:
+        requests = [each.request for each in part]
+        try:
+            result = self._writer.collection.bulk_write(requests, ordered=ordered, session=session, **options)
+        except BulkWriteError as error:
+            self._note(part, _not_written(error, len(part), ordered=ordered))
+            raise
+        self._note(part, set())
+        return dict(result.bulk_api_result)
+
+    def _note(self, part: Sequence[_Request], missing: set[int]) -> None:
+        """Remember what is to be dispatched; what was claimed and may not be written must not be."""
+        known: dict[Hashable, Any] = {}
+        for place, each in enumerate(part):
+            if each.entries and place not in missing:
+                if each.written is not None:
+                    self.written.append(each.written)
+                elif each.document_id is NO_ID:
+                    self.written.append(Written(NO_ID, matched=True))
+                else:
+                    known[id_key(each.document_id, self._writer.collection.codec_options)] = each.document_id
+        self.written += [Written(each, matched=True) for each in known.values()]
+
+    def _delete(self, each: _Request, session: ClientSession | None) -> dict[str, Any]:
+        facts = BulkRequest.of(each.request)
+        delete = self._deletes.many if isinstance(each.request, DeleteMany) else self._deletes.one
+        try:
+            return {"nRemoved": delete(facts.filter, session, **facts.options).deleted_count}
+        except OutboxRefusedError as error:
+            if each.place == 0:
+                raise
+            raise OutboxRefusedError(f"{error} The {each.place} requests before it were carried out.") from error
 
 
-def _id_of(request: Any, facts: BulkRequest) -> Any:
-    if isinstance(request, InsertOne):
-        return facts.document.setdefault("_id", ObjectId())
-    if isinstance(request, (UpdateOne, ReplaceOne)) and not facts.options.get("collation"):
-        return demanded_id(facts.filter)
-    return NO_ID
+def _is_delete(request: Any) -> bool:
+    return isinstance(request, (DeleteOne, DeleteMany))
 
 
-def _with_entries(writer: Writer, request: Any, facts: BulkRequest, entries: Sequence[Entry]) -> Any:
-    if isinstance(request, (DeleteOne, DeleteMany)):
-        raise OutboxRefusedError("a bulk write cannot deliver before it deletes; use the outbox's delete_one.")
-    if not isinstance(request, (InsertOne, UpdateOne, UpdateMany, ReplaceOne)):
-        raise OutboxRefusedError(f"{type(request).__name__} is no request of a bulk write that the outbox knows.")
-    if facts.upsert:
-        _FIELD.refuse_in_filter(facts.filter)
-    if isinstance(request, InsertOne):
-        _FIELD.refuse_in_document(facts.document)
-        return InsertOne(writer.insertion(facts.document, entries, claim=False)[0]) if entries else request
-    if isinstance(request, UpdateMany) and entries:
-        raise OutboxRefusedError("UpdateMany cannot carry tasks or events: each document needs its own entries.")
-    if isinstance(request, ReplaceOne):
-        refuse_replacement(facts.document)
-        update: Any = _FIELD.replacement(facts.document, entries)
-    elif entries:
-        update = _FIELD.with_entries(facts.document, entries)
-    else:
-        _FIELD.refuse_in_update(facts.document)
-        return request
-    sort = {} if facts.sort is None else {"sort": facts.sort}
-    return UpdateOne(facts.filter, update, upsert=facts.upsert, **facts.options, **sort)
+def _found_by(facts: BulkRequest) -> dict[str, Any]:
+    return {name: facts.options[name] for name in ("collation", "hint") if name in facts.options}
+
+
+def _not_written(error: BulkWriteError, count: int, *, ordered: bool) -> set[int]:
+    """The places of requests that were not carried out, or of which nobody knows."""
+    details = error.details or {}
+    failed = {each["index"] for each in details.get("writeErrors", [])}
+    if details.get("writeConcernErrors") or not failed:
+        return set(range(count))  # acknowledged by no majority: the sweep takes what is there
+    return set(range(min(failed), count)) if ordered else failed
+
+
+def _add(tally: dict[str, Any], done: Mapping[str, Any], first: int) -> None:
+    """Add the numbers of a part of the requests, whose places begin at `first`."""
+    for name in COUNTS:
+        tally[name] += done.get(name, 0)
+    for name in ("upserted", "writeErrors", "writeConcernErrors"):
+        found = [{**each, "index": each["index"] + first} if "index" in each else each for each in done.get(name, [])]
+        if found:
+            tally[name] = [*tally.get(name, []), *found]

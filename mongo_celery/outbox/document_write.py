@@ -11,12 +11,11 @@ from pymongo.results import UpdateResult
 
 from mongo_celery.mongo.identity import NO_ID, demanded_id
 from mongo_celery.mongo.writes import Modifications
-from mongo_celery.outbox import pending
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.pending import Claim, PendingField
 
 Document = dict[str, Any]
 
-_FIELD = pending.PendingField()
 
 _OPTIONS = ("array_filters", "collation", "hint", "let", "comment")
 
@@ -96,23 +95,25 @@ class DocumentWrite:
         if unknown:
             raise TypeError(f"unexpected options {sorted(unknown)}; an outbox's writes take {', '.join(_OPTIONS)}.")
 
-    def with_entries(self, entries: Sequence[Entry], claim: tuple[ObjectId, float] | None) -> Any:
+    def with_entries(self, field: PendingField, entries: Sequence[Entry], claim: Claim | None = None) -> Any:
         """The write and the entries as one update."""
         if self.replacement is not None:
-            return _FIELD.replacement(self.replacement, entries, claim)
+            return field.replacement(self.replacement, entries, claim)
         assert self.update is not None
-        return _FIELD.with_entries(self.update, entries, claim)
+        return field.with_entries(self.update, entries, claim)
 
 
-def refuse_replacement(replacement: Mapping[str, Any]) -> None:
-    """Refuse a replacement that names `pendingEvents`, or is an update."""
-    _FIELD.refuse_in_document(replacement)
+def refuse_replacement(field: PendingField, replacement: Mapping[str, Any]) -> None:
+    """Refuse a replacement that names the field, or is an update."""
+    field.refuse_in_document(replacement)
     if any(str(key).startswith("$") for key in replacement):
         raise ValueError("replacement can not include $ operators")  # PyMongo's own words
 
 
 def names_id(write: DocumentWrite) -> bool:
-    """Whether filter or update say what `_id` a new document gets, or a part of it."""
+    """Whether filter, update or replacement say what `_id` a new document gets, or anything else about it."""
+    if write.replacement is not None:
+        return "_id" in write.replacement or _mentions_id(write.filter)
     parts = [write.update] if isinstance(write.update, Mapping) else list(write.update or ())
     changes = [each for part in parts for each in part.values() if isinstance(each, Mapping)]
     named = [str(name) for each in changes for name in (*each, *each.values()) if isinstance(name, str)]
@@ -120,8 +121,8 @@ def names_id(write: DocumentWrite) -> bool:
 
 
 def _mentions_id(condition: Mapping[str, Any]) -> bool:
-    nested = (each for name in ("$and", "$or") for each in condition.get(name, ()))
-    return any(map(_is_id, condition)) or any(map(_mentions_id, nested))
+    nested = (each for name in ("$and", "$or", "$nor") for each in condition.get(name, ()))
+    return any(map(_is_id, condition)) or any(map(_mentions_id, nested)) or "_id" in str(condition.get("$expr", ""))
 
 
 def _is_id(path: str) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
@@ -123,7 +123,7 @@ class Home:
         Raises:
             OutboxRefusedError: the `_id` is not known.
         """
-        if isinstance(given, (Signature, Mapping, Task, type)) or not callable(given):
+        if not asks_for_id(given):
             return given
         if self.id is NO_ID:
             raise OutboxRefusedError(
@@ -131,6 +131,11 @@ class Home:
                 "put STORED_ID among its arguments instead, or pass id=."
             )
         return given(self.id)
+
+
+def asks_for_id(given: object) -> bool:
+    """Whether a task or event is a callable of the `_id`, and not a signature or task, which can be called, too."""
+    return callable(given) and not isinstance(given, (Signature, Mapping, Task, type))
 
 
 def task_entry(app: Celery, task: object, now: datetime, home: Home = Home()) -> Entry:
@@ -197,6 +202,41 @@ def event_entry(app: Celery, event: object, now: datetime, *, source: str, home:
         app=app.main or "",
         bind=bind,
     )
+
+
+class EntryMaker:
+    """
+    Makes entries of what users give.
+
+    Args:
+        app: the Celery app.
+        source: gives the events' source.
+    """
+
+    def __init__(self, app: Celery, source: Callable[[], str]) -> None:
+        self._app = app
+        self._source = source
+
+    def now(self) -> datetime:
+        """The writer's clock."""
+        return datetime.now(UTC)
+
+    def entries(self, tasks: Sequence[Any], events: Sequence[Any], home: Home) -> list[Entry]:
+        """
+        Entries of tasks and events, in this order.
+
+        Raises:
+            OutboxRefusedError: as of `task_entry` and `event_entry`, and for what is no list.
+        """
+        for given in (tasks, events):
+            if isinstance(given, (str, bytes, Mapping, Event)) or callable(given):
+                raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
+        now = self.now()
+        found = [task_entry(self._app, task, now, home) for task in tasks]
+        if not events:
+            return found
+        source = self._source()
+        return [*found, *(event_entry(self._app, event, now, source=source, home=home) for event in events)]
 
 
 def bound_event(entry: Entry, document_id: object) -> Entry:

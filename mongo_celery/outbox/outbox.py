@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from bson import ObjectId
 from celery import Celery
 from celery.result import AsyncResult
-from pymongo import ReturnDocument
+from pymongo import InsertOne, ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.results import DeleteResult, InsertOneResult, UpdateResult
+from pymongo.results import BulkWriteResult, DeleteResult, InsertManyResult, InsertOneResult, UpdateResult
 
 from mongo_celery.app import Registry, add_task, schedule
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.identity import demanded_id
+from mongo_celery.mongo.identity import NO_ID, demanded_id
 from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
 from mongo_celery.mongo.writes import Modifications
-from mongo_celery.outbox import pending
 from mongo_celery.outbox.backing import Backing, OutboxStatus
-from mongo_celery.outbox.bulk import Write, write_in_bulk
+from mongo_celery.outbox.bulk import BulkWrites, Write
+from mongo_celery.outbox.carriers import Carriers
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
-from mongo_celery.outbox.document_write import DocumentWrite, Written, refuse_replacement
-from mongo_celery.outbox.entries import FIELD, Entry, Home, event_entry, task_entry
+from mongo_celery.outbox.deletes import Deletes
+from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id, refuse_replacement
+from mongo_celery.outbox.entries import FIELD, Entry, EntryMaker, Home, asks_for_id, task_entry
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
+from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import SWEEP_TASK, Backlog, sweep_all, sweep_one
-
-_FIELD = pending.PendingField()
-_DELETE_ROUNDS = 3
-_HELD = "another relay holds them, or they wait to be tried again after a failure"
+from mongo_celery.outbox.writes import size_errors
 
 OUTBOXES: Registry[Outbox] = Registry(
     "outbox",
@@ -124,7 +122,9 @@ class Outbox:
         )
         self.backing = Backing(app, collection, self.publisher, options)
         self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
-        self._source = options.source
+        self.field = PendingField(options.field)
+        self._maker = EntryMaker(app, lambda: options.source or "/" + self.collection.full_name.replace(".", "/", 1))
+        self._carriers = Carriers(self.field, self._maker)
         OUTBOXES.add(app, self, self._name)
         add_task(app, SWEEP_TASK, _sweep_of(app), acks_late=False)
         if options.sweep_every is not None:
@@ -153,14 +153,82 @@ class Outbox:
         """What a sweep needs of this outbox."""
         return Backlog(lambda: self.name, self.backing, self.sweep_after)
 
+    # -- plain values ------------------------------------------------------------------------------
+
+    def with_tasks(
+        self,
+        what: Any,
+        tasks: Sequence[Any] = (),
+        events: Sequence[Any] = (),
+        *,
+        id: Any = NO_ID,  # noqa: A002 - MongoDB's word
+        many: bool = False,
+    ) -> Any:
+        """
+        A plain value that carries tasks and events, for whatever driver writes it: PyMongo's collections, sync and
+        async, bulk writes and transactions, MongoEngine's `__raw__`, Beanie, a fenced view.
+
+        Write it once. It is saved with its tasks or not at all; they are dispatched soon after, or at once if
+        `dispatch` says where. Nothing bounds how many entries such writes leave in a document, `max_pending` neither.
+
+        A document that carries tasks is for an insert. As a replacement it would drop what others have pending: that
+        is what `replacement` is for, and the same holds for a `save()` of MongoEngine or Beanie of a document that is
+        there already.
+
+        Args:
+            what: a document to insert, update operators, a pipeline, or a request of a bulk write. It is not changed,
+                but for the `_id` that an `InsertOne` gives its document.
+            tasks: signatures, chains, groups, chords. `STORED_ID` among their arguments becomes the document's `_id`;
+                where that is known already, a callable of it that makes the signature will do as well.
+            events: events, or callables of the `_id`.
+            id: the `_id` of the document that is updated, where only the filter will say it.
+            many: operators or a pipeline for `update_many`: then ids that the user has chosen are another in each
+                document, too, as those that he has not always are.
+
+        Returns:
+            A value of the same kind; for a `ReplaceOne` an `UpdateOne` that does the same.
+
+        Raises:
+            OutboxRefusedError: nothing was made; the message says why.
+        """
+        carried = self._carriers.of(what, tasks, events, id=id, many=many)
+        self._expect(tasks, events)
+        return carried
+
+    def replacement(
+        self,
+        document: Mapping[str, Any],
+        tasks: Sequence[Any] = (),
+        events: Sequence[Any] = (),
+        *,
+        id: Any = NO_ID,  # noqa: A002
+    ) -> list[Mapping[str, Any]]:
+        """
+        A pipeline that replaces a document and carries tasks and events, for `update_one` and `find_one_and_update`.
+
+        What is pending in the document stays, and so does its `_id`. With `upsert` it creates the document.
+
+        Args:
+            document: the new one.
+            tasks: as of `with_tasks`.
+            events: as of `with_tasks`.
+            id: the document's `_id`, where only the filter will say it.
+
+        Raises:
+            OutboxRefusedError: nothing was made; the message says why.
+        """
+        carried = self._carriers.replacement(document, tasks, events, id=id)
+        self._expect(tasks, events)
+        return carried
+
     # -- writes ------------------------------------------------------------------------------------
 
     def insert_one(
         self,
         document: Any,
         *,
-        tasks: Sequence[object] = (),
-        events: Sequence[Event] = (),
+        tasks: Sequence[Any] = (),
+        events: Sequence[Any] = (),
         session: ClientSession | None = None,
         **options: Any,
     ) -> InsertOneResult:
@@ -169,18 +237,18 @@ class Outbox:
 
         Args:
             document: gets an `_id` if it has none, as with PyMongo; is not changed otherwise.
-            tasks: signatures, chains, groups, chords.
-            events: events.
+            tasks: signatures, chains, groups, chords, or callables of the `_id` that make one.
+            events: events, or callables of the `_id` that make one.
             session: inside a transaction nothing is dispatched before the commit.
             options: further options of PyMongo's `insert_one`.
 
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
         """
-        _FIELD.refuse_in_document(document)
+        self.field.refuse_in_document(document)
         if "_id" not in document:
             document["_id"] = ObjectId()
-        entries = self._entries(tasks, events, document["_id"])
+        entries = self._maker.entries(tasks, events, Home(document["_id"]))
         if not entries:
             return self.collection.insert_one(document, session=session, **options)
         claim = self.backing.may_claim(session)
@@ -188,34 +256,103 @@ class Outbox:
         self.backing.dispatch_at_once(written, session)
         return InsertOneResult(document["_id"], acknowledged=True)
 
+    def insert_many(
+        self,
+        documents: Sequence[Any],
+        *,
+        tasks: Sequence[Any] = (),
+        events: Sequence[Any] = (),
+        ordered: bool = True,
+        session: ClientSession | None = None,
+        **options: Any,
+    ) -> InsertManyResult:
+        """
+        Insert documents, each with these tasks and events of its own, as PyMongo's `insert_many`.
+
+        Args:
+            documents: as of `insert_one`.
+            tasks: for each document: `STORED_ID` among the arguments is its `_id`, and a callable gets it.
+            events: for each document.
+            ordered: as PyMongo's.
+            session: inside a transaction nothing is dispatched before the commit.
+            options: further options of PyMongo's `insert_many`.
+
+        Raises:
+            OutboxRefusedError: nothing was written; the message says why.
+            BulkWriteError: as PyMongo's; what was inserted is dispatched.
+        """
+        documents = list(documents)
+        requests = [InsertOne(document) for document in documents]
+        if not requests:
+            raise TypeError("documents must be a non-empty list")  # PyMongo's own words
+        self.bulk_write(requests, tasks=tasks, events=events, ordered=ordered, session=session, **options)
+        return InsertManyResult([document["_id"] for document in documents], acknowledged=True)
+
     def update_one(
         self,
         filter: Mapping[str, Any],  # noqa: A002 - PyMongo's word
         update: Modifications,
         *,
         upsert: bool = False,
-        tasks: Sequence[object] = (),
-        events: Sequence[Event] = (),
+        tasks: Sequence[Any] = (),
+        events: Sequence[Any] = (),
         session: ClientSession | None = None,
         **options: Any,
     ) -> UpdateResult:
         """
         Update one document and add its tasks and events, as PyMongo's `update_one`; then dispatch them.
 
-        If no document matches and `upsert` is false, nothing is written and nothing is dispatched.
+        If no document matches and `upsert` is false, nothing is written and nothing is dispatched. Callables of the
+        `_id` need a filter that names it, or an upsert in which nothing does.
 
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
         """
-        entries = self._entries(tasks, events, demanded_id(filter))
         if upsert:
-            _FIELD.refuse_in_filter(filter)
-        if not entries:
-            _FIELD.refuse_in_update(update)
+            self.field.refuse_in_filter(filter)
+        if not (tasks or events):
+            self.field.refuse_in_update(update)
             return self.collection.update_one(filter, update, upsert=upsert, session=session, **options)
         sort = options.pop("sort", None)
         write = DocumentWrite(filter=filter, update=update, upsert=upsert, sort=sort, options=options)
-        return self._write(write, entries, session).result()
+        return self._write(write, tasks, events, session).result()
+
+    def update_many(
+        self,
+        filter: Mapping[str, Any],  # noqa: A002
+        update: Modifications,
+        *,
+        upsert: bool = False,
+        tasks: Sequence[Any] = (),
+        events: Sequence[Any] = (),
+        session: ClientSession | None = None,
+        **options: Any,
+    ) -> UpdateResult:
+        """
+        Update documents and add these tasks and events to each, as PyMongo's `update_many`.
+
+        In each document they have ids of their own, and `STORED_ID` among their arguments is its `_id`. How full the
+        documents are is looked at before the write; writers at the same time can pass the limit a little.
+
+        Raises:
+            OutboxRefusedError: nothing was written; the message says why.
+        """
+        if upsert:
+            self.field.refuse_in_filter(filter)
+        pinned = NO_ID if "collation" in options else demanded_id(filter)
+        entries = self._maker.entries(tasks, events, Home(pinned, many=True))
+        self.field.refuse_in_update(update)
+        whole = self.field.with_entries(update, entries) if entries else update
+        if entries:
+            self.backing.writer.refuse_more_than_ever(entries)
+            alike = {name: options[name] for name in ("collation", "hint", "let") if name in options}
+            self.backing.writer.refuse_full_among(filter, len(entries), session, **alike)
+        with size_errors(self.collection.full_name, "documents before it may have been written"):
+            result = self.collection.update_many(filter, whole, upsert=upsert, session=session, **options)
+        if entries and (result.matched_count or result.upserted_id is not None):
+            known = pinned if result.upserted_id is None else result.upserted_id
+            self.backing.dispatch_at_once(Written(known, matched=True), session)
+        return result
 
     def replace_one(
         self,
@@ -223,8 +360,8 @@ class Outbox:
         replacement: Mapping[str, Any],
         *,
         upsert: bool = False,
-        tasks: Sequence[object] = (),
-        events: Sequence[Event] = (),
+        tasks: Sequence[Any] = (),
+        events: Sequence[Any] = (),
         session: ClientSession | None = None,
         **options: Any,
     ) -> UpdateResult:
@@ -234,13 +371,12 @@ class Outbox:
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
         """
-        refuse_replacement(replacement)
-        if upsert:
-            _FIELD.refuse_in_filter(filter)
-        entries = self._entries(tasks, events, demanded_id(filter))
-        sort = options.pop("sort", None)
-        write = DocumentWrite(filter=filter, replacement=replacement, upsert=upsert, sort=sort, options=options)
-        return self._write(write, entries, session).result()
+        write = self._replacing(filter, replacement, upsert=upsert, sort=options.pop("sort", None), options=options)
+        if not (tasks or events):
+            kept = self.field.replacement(replacement, [])
+            given = {} if write.sort is None else {"sort": write.sort}
+            return self.collection.update_one(filter, kept, upsert=upsert, session=session, **given, **options)
+        return self._write(write, tasks, events, session).result()
 
     def find_one_and_update(
         self,
@@ -251,8 +387,8 @@ class Outbox:
         sort: Any = None,
         upsert: bool = False,
         return_document: bool = ReturnDocument.BEFORE,
-        tasks: Sequence[object] = (),
-        events: Sequence[Event] = (),
+        tasks: Sequence[Any] = (),
+        events: Sequence[Any] = (),
         session: ClientSession | None = None,
         **options: Any,
     ) -> Any:
@@ -262,47 +398,79 @@ class Outbox:
         Raises:
             OutboxRefusedError: nothing was written; the message says why.
         """
-        entries = self._entries(tasks, events, demanded_id(filter))
         given = {"projection": projection, "sort": sort, "upsert": upsert, "return_document": return_document}
         if upsert:
-            _FIELD.refuse_in_filter(filter)
-        if not entries:
-            _FIELD.refuse_in_update(update)
+            self.field.refuse_in_filter(filter)
+        if not (tasks or events):
+            self.field.refuse_in_update(update)
             return self.collection.find_one_and_update(filter, update, session=session, **given, **options)
         write = DocumentWrite(filter=filter, update=update, options=options, **given)
-        return self._write(write, entries, session).document
+        return self._write(write, tasks, events, session).document
+
+    def find_one_and_replace(
+        self,
+        filter: Mapping[str, Any],  # noqa: A002
+        replacement: Mapping[str, Any],
+        *,
+        projection: Any = None,
+        sort: Any = None,
+        upsert: bool = False,
+        return_document: bool = ReturnDocument.BEFORE,
+        tasks: Sequence[Any] = (),
+        events: Sequence[Any] = (),
+        session: ClientSession | None = None,
+        **options: Any,
+    ) -> Any:
+        """
+        Replace one document as `replace_one` does and return it, as PyMongo's `find_one_and_replace`.
+
+        Raises:
+            OutboxRefusedError: nothing was written; the message says why.
+        """
+        given = {"projection": projection, "return_document": return_document}
+        write = self._replacing(filter, replacement, upsert=upsert, sort=sort, options=options, **given)
+        if not (tasks or events):
+            kept, given = self.field.replacement(replacement, []), {**given, "sort": sort, "upsert": upsert}
+            return self.collection.find_one_and_update(filter, kept, session=session, **given, **options)
+        return self._write(write, tasks, events, session).document
 
     def bulk_write(
         self,
         requests: Sequence[Any],
         *,
-        tasks: Sequence[object] = (),
-        events: Sequence[Event] = (),
+        tasks: Sequence[Any] = (),
+        events: Sequence[Any] = (),
         ordered: bool = True,
         session: ClientSession | None = None,
-    ) -> Any:
+        **options: Any,
+    ) -> BulkWriteResult:
         """
         PyMongo's `bulk_write`, each request with its tasks and events.
 
+        A `DeleteOne` or `DeleteMany` carries none; it delivers first what is pending in its documents. It stands by
+        itself between the others, so it costs round trips of its own.
+
         Args:
-            requests: PyMongo's `InsertOne`, `UpdateOne` and `ReplaceOne`, bare or in a `Write(request, tasks=[...])`
-                or `(request, [task, ...])`.
-            tasks: in addition, for every request.
-            events: in addition, for every request.
+            requests: PyMongo's requests, bare or in a `Write(request, tasks=[...])` or `(request, [task, ...])`.
+            tasks: in addition, for every request but deletes.
+            events: in addition, for every request but deletes.
             ordered: as PyMongo's.
             session: inside a transaction nothing is dispatched before the commit.
+            options: further options of PyMongo's `bulk_write`.
 
         Raises:
-            OutboxRefusedError: a request that changes many documents or deletes cannot carry entries, and a
-                document that is full; nothing was written.
+            OutboxRefusedError: what was refused is said, and that nothing was written, unless it says otherwise.
             PyMongoError: as PyMongo's `bulk_write`, also for a document that would be larger than 16 MB; then
-                other requests may have been carried out, and the error says which.
+                other requests may have been carried out, and the error says which. Those are dispatched.
         """
         writes = [Write.of(request, tasks, events) for request in requests]
-        result, ids = write_in_bulk(self.backing.writer, writes, self._entries, ordered=ordered, session=session)
-        for each in ids:
-            self.backing.dispatch_at_once(Written(each, matched=True), session)
-        return result
+        bulk = BulkWrites(self.backing.writer, self._carriers, self._deletes)
+        claim = self.backing.may_claim(session)
+        try:
+            return bulk.run(writes, ordered=ordered, session=session, claim=claim, **options)
+        finally:
+            for written in bulk.written:
+                self.backing.dispatch_at_once(written, session)
 
     def delete_one(
         self,
@@ -324,28 +492,39 @@ class Outbox:
         Raises:
             OutboxRefusedError: something could not be delivered; the document is still there.
         """
-        in_transaction = session is not None and session.in_transaction
-        alike = {name: options[name] for name in ("collation", "hint", "let") if name in options}
-        empty = {f"{FIELD}.count": {"$not": {"$gt": 0}}}
-        reason, document_id = "", None
-        for _ in range(_DELETE_ROUNDS):
-            guard = {**filter, "$and": [*filter.get("$and", ()), empty]}
-            result = self.collection.delete_one(guard, session=session, **options)
-            if result.deleted_count:
-                return result
-            found = self.backing.latest.find_one(filter, {"_id": 1}, session=session, **alike)
-            if found is None:
-                return result
-            document_id = found["_id"]
-            if in_transaction:
-                reason = "nothing is delivered inside a transaction"
-                break
-            reason = self.backing.deliver_now(document_id).error or _HELD
-        raise OutboxRefusedError(
-            f"document {document_id!r} has pending entries that could not be delivered ({reason}); it was not deleted. "
-            "Try again when they are.",
-            document=document_id,
-        )
+        return self._deletes.one(filter, session, **options)
+
+    def delete_many(
+        self,
+        filter: Mapping[str, Any],  # noqa: A002
+        *,
+        session: ClientSession | None = None,
+        **options: Any,
+    ) -> DeleteResult:
+        """
+        Deliver what is pending in documents, then delete them; arguments as of `delete_one`.
+
+        Raises:
+            OutboxRefusedError: something could not be delivered; the message says how many were deleted.
+        """
+        return self._deletes.many(filter, session, **options)
+
+    def find_one_and_delete(
+        self,
+        filter: Mapping[str, Any],  # noqa: A002
+        *,
+        projection: Any = None,
+        sort: Any = None,
+        session: ClientSession | None = None,
+        **options: Any,
+    ) -> Any:
+        """
+        Deliver what is pending in a document, then delete and return it, as PyMongo's `find_one_and_delete`.
+
+        Raises:
+            OutboxRefusedError: something could not be delivered; the document is still there.
+        """
+        return self._deletes.found(filter, sort, session, projection=projection, **options)
 
     def delay(self, document_id: object, task: Any, *args: Any, **kwargs: Any) -> AsyncResult[Any]:
         """
@@ -365,11 +544,13 @@ class Outbox:
         """
         if isinstance(document_id, Mapping) and "_id" in document_id:
             document_id = document_id["_id"]
-        entry = task_entry(self.app, task.s(*args, **kwargs), datetime.now(UTC))
+        entry = task_entry(self.app, task.s(*args, **kwargs), self._maker.now(), Home(document_id))
         write = DocumentWrite(filter={"_id": document_id}, update={}, options={})
-        written = self._write(write, [entry], None)
+        claim = self.backing.may_claim(None)
+        written = self.backing.writer.write(write, [entry], session=None, claim=claim)
         if not written.matched:
             raise OutboxRefusedError(f"there is no document {document_id!r} in {self.collection.full_name}.")
+        self.backing.dispatch_at_once(written, None)
         return self.app.AsyncResult(entry.id)
 
     def save(self, instance: Any, *, tasks: Sequence[object] = (), events: Sequence[Event] = ()) -> Any:
@@ -422,21 +603,46 @@ class Outbox:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _entries(self, tasks: Sequence[object], events: Sequence[Event], document_id: object) -> list[Entry]:
-        now = datetime.now(UTC)
-        if isinstance(tasks, (str, bytes, Mapping)) or isinstance(events, (str, bytes, Event)):
-            raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
-        home = Home(document_id)
-        source = self._source or "/" + self.collection.full_name.replace(".", "/", 1)
-        found = [task_entry(self.app, task, now, home) for task in tasks]
-        return [*found, *(event_entry(self.app, event, now, source=source, home=home) for event in events)]
+    def _expect(self, tasks: Sequence[Any], events: Sequence[Any]) -> None:
+        """Have the index looked at soon: a write that somebody else carries out will be found there."""
+        if self.backing.at_once and (tasks or events):
+            self.backing.dispatcher.expect()
 
-    def _write(self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None) -> Written:
-        claim = bool(entries) and write.return_document is None and self.backing.may_claim(session)
-        written = self.backing.writer.write(write, entries, session=session, claim=claim)
-        if entries:
-            self.backing.dispatch_at_once(written, session)
+    def _write(
+        self, write: DocumentWrite, tasks: Sequence[Any], events: Sequence[Any], session: ClientSession | None
+    ) -> Written:
+        writer, claim = self.backing.writer, self.backing.may_claim(session)
+        chosen = write.upsert and write.pinned is NO_ID and not names_id(write)
+        if chosen and any(map(asks_for_id, (*tasks, *events))):
+
+            def make(document_id: Any) -> Sequence[Entry]:
+                return self._maker.entries(tasks, events, Home(document_id))
+
+            written = writer.upsert_of_new_id(write, make, session=session, claim=claim)
+        else:
+            entries = self._maker.entries(tasks, events, Home(write.pinned))
+            written = writer.write(write, entries, session=session, claim=claim)
+        self.backing.dispatch_at_once(written, session)
         return written
+
+    def _replacing(
+        self,
+        filter: Mapping[str, Any],  # noqa: A002
+        replacement: Mapping[str, Any],
+        *,
+        options: Mapping[str, Any],
+        upsert: bool,
+        sort: Any,
+        **given: Any,
+    ) -> DocumentWrite:
+        refuse_replacement(self.field, replacement)
+        if upsert:
+            self.field.refuse_in_filter(filter)
+        return DocumentWrite(filter=filter, replacement=replacement, upsert=upsert, sort=sort, options=options, **given)
+
+    @property
+    def _deletes(self) -> Deletes:
+        return Deletes(self.collection, self.field, lambda document_id: self.backing.deliver_now(document_id).error)
 
 
 def _sweep_of(app: Celery) -> Callable[[], Any]:

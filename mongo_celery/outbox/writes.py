@@ -1,22 +1,22 @@
 """
 What the user writes to a document, and its entries, as one atomic write.
 
-Where the document's `_id` is known the write also claims the document, if no relay holds it: then the writer
-publishes what it has just written without asking again. A filter on other fields finds its document by itself, as
-PyMongo's does; with `sort` or `upsert` it is resolved to an `_id` first, because only an update by `_id` can tell
-"full" and "held by a relay" from "no such document".
+Where the filter pins the document's `_id`, two updates are tried. The first claims the document for the dispatcher,
+and matches only where nothing is pending, so that what is published needs no further look. The second only appends,
+under the condition that there is room. With another filter PyMongo's own choice of a document stands: no condition of
+ours may lead it to another, or make an upsert create a second one. So an upsert is resolved to an `_id` first, and
+where `sort` chooses, the chosen one is looked at before the write.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
 from bson import ObjectId
-from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
@@ -27,13 +27,12 @@ from mongo_celery.mongo.identity import NO_ID, id_key
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import is_duplicate_id, is_too_large
 from mongo_celery.mongo.writes import narrowed
-from mongo_celery.outbox import pending
-from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id
-from mongo_celery.outbox.entries import FIELD, Entry
+from mongo_celery.outbox.document_write import DocumentWrite, Written
+from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.pending import Claim, PendingField
 
 Document = dict[str, Any]
-
-_FIELD = pending.PendingField()
+MakeEntries = Callable[[Any], Sequence[Entry]]
 
 _SECONDS = 10.0
 """How long a document may keep changing between being found and being written before the outcome is given up."""
@@ -49,12 +48,14 @@ class Writer:
 
     Args:
         collection: the user's, with its own codec options, and majority writes.
+        field: in which entries wait.
         max_pending: how many entries a document may hold.
         claim_ttl: seconds for which the writer holds a document to deliver what it wrote.
     """
 
-    def __init__(self, collection: Collection[Any], *, max_pending: int, claim_ttl: float) -> None:
+    def __init__(self, collection: Collection[Any], field: PendingField, *, max_pending: int, claim_ttl: float) -> None:
         self.collection = collection
+        self.field = field
         # Read as updates see it: a document that a majority does not have yet is there all the same.
         self._latest = collection.with_options(read_concern=ReadConcern("local"))
         self._max_pending = max_pending
@@ -75,41 +76,70 @@ class Writer:
         Raises:
             OutboxRefusedError: too many entries would wait, or the document would be larger than 16 MB.
         """
-        self._refuse_more_than_ever(entries)
-        deadline, upserts = time.monotonic() + _SECONDS, 0
-        with _size_errors(self.collection.full_name):
+        self.refuse_more_than_ever(entries)
+        if write.upsert:
+            return self._upserted(write, lambda _: entries, None, session, claim=claim)
+        with size_errors(self.collection.full_name):
+            if write.pinned is not NO_ID:
+                written = self._update(write, write.pinned, entries, session=session, claim=claim)
+                return Written() if written is None else written
+            if write.sort is not None:
+                self._refuse_full_first(write, entries, session)
+                return self._update_any(write, entries, write.filter, session)
+            return self._update_one_with_room(write, entries, session)
+
+    def upsert_of_new_id(
+        self, write: DocumentWrite, make: MakeEntries, *, session: ClientSession | None, claim: bool
+    ) -> Written:
+        """
+        An upsert whose entries are made of the `_id`, where neither filter nor update says anything of it.
+
+        The `_id` of a document that is created is chosen here. So the creation only ever inserts: it cannot end as an
+        update of a document that somebody else has created, with entries that name another.
+
+        Args:
+            write: what to do.
+            make: gives the entries for an `_id`.
+            session: of the user; inside a transaction nothing is claimed.
+            claim: whether to claim the document for delivery.
+
+        Raises:
+            OutboxRefusedError: as of `write`.
+        """
+        return self._upserted(write, make, ObjectId(), session, claim=claim)
+
+    def _upserted(
+        self,
+        write: DocumentWrite,
+        make: MakeEntries,
+        new_id: ObjectId | None,
+        session: ClientSession | None,
+        *,
+        claim: bool,
+    ) -> Written:
+        deadline, creations = time.monotonic() + _SECONDS, 0
+        with size_errors(self.collection.full_name):
             while time.monotonic() < deadline:
-                if write.pinned is NO_ID and not write.upsert and write.sort is None and write.shows_id:
-                    written = self._update_any(write, entries, session)
+                document_id = self._find(write, session)
+                if document_id is not NO_ID:
+                    written = self._update(write, document_id, make(document_id), session=session, claim=claim)
                 else:
-                    document_id = self._find(write, session)
-                    if document_id is not NO_ID:
-                        written = self._update(write, document_id, entries, session=session, claim=claim)
-                    elif not write.upsert:
-                        return Written()
-                    else:
-                        upserts += 1
-                        written = self._upsert_unless_there(write, entries, session, again=upserts == 1)
+                    creations += 1
+                    entries = make(new_id)
+                    self.refuse_more_than_ever(entries)
+                    written = self._create_unless_there(write, entries, new_id, session, again=creations == 1)
                 if written is not None:
                     return written
                 time.sleep(_PAUSES.nth())
-        raise OutboxRefusedError(
-            f"a document of {self.collection.full_name} kept changing for {_SECONDS:.0f} s between being found and "
-            "being written; use a filter on _id, or repeat the write.",
-        )
+        raise self._kept_changing()
 
-    def _find(self, write: DocumentWrite, session: ClientSession | None) -> object:
-        """The `_id` of the document that the filter means; from the filter itself where it says so."""
-        if write.pinned is not NO_ID and not write.upsert:
-            return write.pinned
-        found = self._latest.find_one(
-            write.filter,
-            {"_id": 1},
-            sort=write.sort,
-            session=session,
-            **{name: write.options[name] for name in _FINDING if name in write.options},
-        )
+    def _find(self, write: DocumentWrite, session: ClientSession | None) -> Any:
+        """The `_id` of the document that the filter means, as an update would see it."""
+        found = self._found(write, {"_id": 1}, session)
         return NO_ID if found is None else found["_id"]
+
+    def _found(self, write: DocumentWrite, shown: Document, session: ClientSession | None) -> Any:
+        return self._latest.find_one(write.filter, shown, sort=write.sort, session=session, **_alike(write))
 
     def _update(
         self,
@@ -120,94 +150,120 @@ class Writer:
         session: ClientSession | None,
         claim: bool,
     ) -> Written | None:
-        """Update by `_id`; None where the filter no longer matches it."""
-        room = _FIELD.room_for(len(entries), self._max_pending)
+        """Update by `_id`; None where the filter does not match it."""
+        target, deadline = narrowed(write.filter, document_id), time.monotonic() + _SECONDS
         if claim:
-            owner, now = ObjectId(), time.monotonic()
-            free = [room, {"$expr": {"$and": [pending.FREE, pending.DUE]}}]
-            document = self._update_by_id(write, document_id, entries, free, (owner, self._claim_ttl), session)
+            mine, now = (ObjectId(), self._claim_ttl), time.monotonic()
+            document = self._updated(write, target.where(self.field.absent), entries, mine, session)
             if document is not None:
-                return Written(document["_id"], True, False, document[FIELD]["events"], owner, now)
-        document = self._update_by_id(write, document_id, entries, [room], None, session)
-        if document is not None:
-            return Written(document_id, matched=True, document=document)
-        pinned = write.pinned is not NO_ID and not write.upsert  # an upsert looks again, and then creates it
-        if pinned and self._matching(write, session) is NO_ID:
-            return Written()
-        self._refuse_full(document_id, entries, session)
-        return None
+                events = [entry.to_document() for entry in entries]
+                return Written(document_id, True, False, events, mine[0], now, document)
+        room = self.field.room_for(len(entries), self._max_pending)
+        while time.monotonic() < deadline:
+            document = self._updated(write, target.where(room), entries, None, session)
+            if document is not None:
+                return Written(document_id, matched=True, document=document)
+            there = {"_id": {"$eq": document_id}, **target.rest}
+            if self._latest.find_one(there, {"_id": 1}, session=session, **_alike(write)) is None:
+                return None
+            self._refuse_full(document_id, entries, session)
+        raise self._kept_changing()
 
-    def _update_any(
-        self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None
-    ) -> Written | None:
-        """Update whichever document the filter finds; a full one is passed over for another."""
-        room = _FIELD.room_for(len(entries), self._max_pending)
-        asked = write.return_document is not None
-        document = self.collection.find_one_and_update(
-            {**write.filter, "$and": [*write.filter.get("$and", ()), room]},
-            write.with_entries(entries, None),
-            projection=write.projection if asked else {"_id": 1},
-            return_document=bool(write.return_document) if asked else ReturnDocument.AFTER,
-            session=session,
-            **write.options,
-        )
-        if document is not None:
-            return Written(document["_id"], matched=True, document=document)
-        document_id = self._matching(write, session)
-        if document_id is NO_ID:
-            return Written()
-        self._refuse_full(document_id, entries, session)
-        return None
-
-    def _update_by_id(
+    def _updated(
         self,
         write: DocumentWrite,
-        document_id: object,
+        where: Mapping[str, Any],
         entries: Sequence[Entry],
-        conditions: Sequence[Document],
-        claim: tuple[ObjectId, float] | None,
+        claim: Claim | None,
         session: ClientSession | None,
     ) -> Any:
-        asked = write.return_document is not None
+        """The document that the user asked for, or anything if he did not; None where there was none to update."""
+        update = write.with_entries(self.field, entries, claim)
+        if write.return_document is None:
+            result = self.collection.update_one(where, update, session=session, **write.options)
+            return result if result.matched_count else None
         return self.collection.find_one_and_update(
-            narrowed(write.filter, document_id).where(*conditions),
-            write.with_entries(entries, claim),
-            projection=write.projection if asked else {FIELD: 1},
-            return_document=bool(write.return_document) if asked else ReturnDocument.AFTER,
+            where,
+            update,
+            projection=write.projection,
+            return_document=bool(write.return_document),
             session=session,
             **write.options,
         )
 
-    def _upsert_unless_there(
-        self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None, *, again: bool
+    def _update_one_with_room(
+        self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None
+    ) -> Written:
+        """Update whichever document the filter finds; a full one is passed over for another."""
+        room, deadline = self.field.room_for(len(entries), self._max_pending), time.monotonic() + _SECONDS
+        where = {**write.filter, "$and": [*write.filter.get("$and", ()), room]}
+        while time.monotonic() < deadline:
+            written = self._update_any(write, entries, where, session)
+            if written.matched:
+                return written
+            document_id = self._find(write, session)
+            if document_id is NO_ID:
+                return Written()
+            self._refuse_full(document_id, entries, session)
+            time.sleep(_PAUSES.nth())
+        raise self._kept_changing()
+
+    def _update_any(
+        self,
+        write: DocumentWrite,
+        entries: Sequence[Entry],
+        where: Mapping[str, Any],
+        session: ClientSession | None,
+    ) -> Written:
+        """Update the document that the server chooses, and learn which it was."""
+        asked = write.return_document is not None
+        document = self.collection.find_one_and_update(
+            where,
+            write.with_entries(self.field, entries),
+            projection=write.projection if asked else {"_id": 1},
+            sort=write.sort,
+            return_document=bool(write.return_document),
+            session=session,
+            **write.options,
+        )
+        if document is None:
+            return Written()
+        return Written(document["_id"] if write.shows_id else NO_ID, matched=True, document=document)
+
+    def _create_unless_there(
+        self,
+        write: DocumentWrite,
+        entries: Sequence[Entry],
+        new_id: ObjectId | None,
+        session: ClientSession | None,
+        *,
+        again: bool,
     ) -> Written | None:
         """Create the document; None if somebody else has created it meanwhile, and it may be looked for again."""
         try:
-            return self._upsert(write, entries, session)
+            return self._create(write, entries, new_id, session)
         except DuplicateKeyError as error:
             # Twice: it is there, and the filter does not match it. PyMongo says no more than this either.
-            if not again or not is_duplicate_id(error) or (session is not None and session.in_transaction):
+            there = is_duplicate_id(error) or new_id is not None
+            if not again or not there or (session is not None and session.in_transaction):
                 raise
             return None
 
-    def _upsert(self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None) -> Written:
-        """Create the document; if another writer is faster, this is an update like any other."""
-        new_id = ObjectId()
-        update = write.with_entries(entries, None)
-        known = write.pinned
-        if known is NO_ID and write.replacement is None and not names_id(write):
-            known = new_id
-            if isinstance(update, dict):
-                update.setdefault("$setOnInsert", {})["_id"] = new_id
-            else:
-                update = [*update, {"$set": {"_id": {"$ifNull": ["$_id", {"$literal": new_id}]}}}]
+    def _create(
+        self, write: DocumentWrite, entries: Sequence[Entry], new_id: ObjectId | None, session: ClientSession | None
+    ) -> Written:
+        """The upsert of a document that was not there; without an `_id` of ours it may yet be an update."""
+        where, update = write.filter, write.with_entries(self.field, entries)
+        if new_id is not None:
+            where = {**where, "$nor": [*where.get("$nor", ()), {}]}
+            update = _creating(update, new_id)
         if write.return_document is None:
-            result = self.collection.update_one(write.filter, update, upsert=True, session=session, **write.options)
+            result = self.collection.update_one(where, update, upsert=True, session=session, **write.options)
             if "upserted" in (result.raw_result or {}):
                 return Written(result.upserted_id, upserted=True)
             return Written(write.pinned, matched=True)
         document = self.collection.find_one_and_update(
-            write.filter,
+            where,
             update,
             projection=write.projection,
             upsert=True,
@@ -215,7 +271,8 @@ class Writer:
             return_document=bool(write.return_document),
             **write.options,
         )
-        document_id = known if document is None or not write.shows_id else document["_id"]
+        known = write.pinned if new_id is None else new_id
+        document_id = document["_id"] if document is not None and write.shows_id else known
         return Written(document_id, upserted=True, document=document)
 
     def insert(
@@ -229,7 +286,7 @@ class Writer:
     ) -> Written:
         """Insert a new document with its entries; errors as of `write`."""
         whole, written = self.insertion(document, entries, claim=claim)
-        with _size_errors(self.collection.full_name):
+        with size_errors(self.collection.full_name):
             self.collection.insert_one(whole, session=session, **options)
         return written
 
@@ -237,10 +294,10 @@ class Writer:
         self, document: Mapping[str, Any], entries: Sequence[Entry], *, claim: bool
     ) -> tuple[Document, Written]:
         """A new document with its entries, and how it will stand when it has been inserted."""
-        self._refuse_more_than_ever(entries)
+        self.refuse_more_than_ever(entries)
         owner, now = ObjectId(), time.monotonic()
-        field = _FIELD.new_field(entries, (owner, self._claim_ttl) if claim else None, datetime.now(UTC))
-        whole = {**document, FIELD: field}
+        field = self.field.new_field(entries, (owner, self._claim_ttl) if claim else None, datetime.now(UTC))
+        whole = {**document, self.field.name: field}
         if not claim:
             return whole, Written(document["_id"], matched=True)
         return whole, Written(document["_id"], matched=True, events=field["events"], owner=owner, claimed_at=now)
@@ -258,39 +315,63 @@ class Writer:
         Raises:
             OutboxRefusedError: one of them has not.
         """
-        shown = {f"{FIELD}.count": 1}
         codec = self.collection.codec_options
         sums: dict[Hashable, int] = {}
-        there: dict[Hashable, tuple[Any, int]] = {}
+        ids: dict[Hashable, Any] = {}
         for document_id, condition, count in added:
             if condition is not None:
-                found = self._latest.find_one(condition, shown, session=session)
+                found = self._latest.find_one(condition, {"_id": 1}, session=session)
                 if found is None:
                     continue
                 document_id = found["_id"]  # noqa: PLW2901
-                there[id_key(document_id, codec)] = document_id, _FIELD.count_in(found)
             key = id_key(document_id, codec)
-            sums[key] = sums.get(key, 0) + count
-        ids = [document_id for document_id, condition, _ in added if condition is None]
-        for found in self._latest.find({"_id": {"$in": ids}}, shown, session=session) if ids else ():
-            there[id_key(found["_id"], codec)] = found["_id"], _FIELD.count_in(found)
-        for key, (document_id, count) in there.items():
-            self._refuse_beyond(document_id, count, sums.get(key, 0))
+            sums[key], ids[key] = sums.get(key, 0) + count, document_id
+        if not ids:
+            return
+        # Those with room for what one of them gets at most have room: hardly any is ever read.
+        nearly = {self.field.count: {"$gt": self._max_pending - max(sums.values(), default=0)}}
+        shown = {self.field.count: 1}
+        for found in self._latest.find({"_id": {"$in": [*ids.values()]}, **nearly}, shown, session=session):
+            key = id_key(found["_id"], codec)
+            self._refuse_beyond(found["_id"], self.field.count_in(found), sums.get(key, 0))
+        for key, count in sums.items():
+            self._refuse_beyond(ids[key], 0, count)
 
-    def _matching(self, write: DocumentWrite, session: ClientSession | None) -> object:
-        alike = {name: write.options[name] for name in _FINDING if name in write.options}
-        found = self._latest.find_one(write.filter, {"_id": 1}, session=session, **alike)
-        return NO_ID if found is None else found["_id"]
+    def refuse_full_among(
+        self,
+        filter: Mapping[str, Any],  # noqa: A002
+        count: int,
+        session: ClientSession | None,
+        **options: Any,
+    ) -> None:
+        """
+        Look whether all documents of a filter have room for so many entries.
 
-    def _refuse_more_than_ever(self, entries: Sequence[Entry]) -> None:
+        Raises:
+            OutboxRefusedError: one of them has not.
+        """
+        full = {self.field.count: {"$gt": self._max_pending - count}}
+        where = {**filter, "$and": [*filter.get("$and", ()), full]}
+        found = self._latest.find_one(where, {self.field.count: 1}, session=session, **options)
+        if found is not None:
+            self._refuse_beyond(found["_id"], self.field.count_in(found), count)
+
+    def refuse_more_than_ever(self, entries: Sequence[Entry]) -> None:
+        """Refuse more entries than any document may hold."""
         if len(entries) > self._max_pending:
             raise OutboxRefusedError(
                 f"{len(entries)} entries are more than one document may hold: max_pending={self._max_pending}.",
             )
 
+    def _refuse_full_first(self, write: DocumentWrite, entries: Sequence[Entry], session: ClientSession | None) -> None:
+        """Refuse where the document that the user's order puts first has no room; a moment later it may be another."""
+        found = self._found(write, {self.field.count: 1}, session)
+        if found is not None:
+            self._refuse_beyond(found["_id"], self.field.count_in(found), len(entries))
+
     def _refuse_full(self, document_id: object, entries: Sequence[Entry], session: ClientSession | None) -> None:
-        document = self._latest.find_one({"_id": document_id}, {f"{FIELD}.count": 1}, session=session)
-        self._refuse_beyond(document_id, _FIELD.count_in(document or {}), len(entries))
+        document = self._latest.find_one({"_id": document_id}, {self.field.count: 1}, session=session)
+        self._refuse_beyond(document_id, self.field.count_in(document or {}), len(entries))
 
     def _refuse_beyond(self, document_id: object, count: int, added: int) -> None:
         if count + added > self._max_pending:
@@ -302,9 +383,26 @@ class Writer:
                 pending=count,
             )
 
+    def _kept_changing(self) -> OutboxRefusedError:
+        return OutboxRefusedError(
+            f"a document of {self.collection.full_name} kept changing for {_SECONDS:.0f} s between being found and "
+            "being written; use a filter on _id, or repeat the write.",
+        )
+
+
+def _alike(write: DocumentWrite) -> dict[str, Any]:
+    return {name: write.options[name] for name in _FINDING if name in write.options}
+
+
+def _creating(update: Any, new_id: ObjectId) -> Any:
+    """The update of an upsert that is to create a document of this `_id`."""
+    if isinstance(update, Mapping):
+        return {**update, "$setOnInsert": {**update.get("$setOnInsert", {}), "_id": new_id}}
+    return [*update, {"$set": {"_id": new_id}}]
+
 
 @contextmanager
-def _size_errors(namespace: str) -> Iterator[None]:
+def size_errors(namespace: str, otherwise: str = "") -> Iterator[None]:
     """Say in our words that a document would be larger than 16 MB."""
     try:
         yield
@@ -312,6 +410,7 @@ def _size_errors(namespace: str) -> Iterator[None]:
         if not is_too_large(error):
             raise
         raise OutboxRefusedError(
-            f"the document with its entries would be larger than 16 MB; nothing was written to {namespace}. "
+            f"the document with its entries would be larger than 16 MB; {otherwise or 'nothing was written'} to "
+            f"{namespace}. "
             "Pass ids instead of values to the tasks, or keep less in the document.",
         ) from error

@@ -1,0 +1,278 @@
+"""An outbox's writes to several documents, its deletes, and tasks that are made of the `_id`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from bson import ObjectId
+from pymongo import DeleteMany, DeleteOne, InsertOne, ReturnDocument, UpdateMany, UpdateOne
+from pymongo.database import Database
+from pymongo.errors import BulkWriteError, DuplicateKeyError
+
+from mongo_celery import STORED_ID, Outbox, OutboxRefusedError
+from mongo_celery.mongo.identity import NO_ID
+from mongo_celery.outbox import Write
+from mongo_celery.outbox.pending import NOBODY
+from tests.integration.outbox_rig import Rig, opened, pending
+
+Document = dict[str, Any]
+
+
+@pytest.fixture(name="rig")
+def a_rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
+    with opened(database, redis_url) as rig:
+        yield rig
+
+
+@pytest.fixture(name="outbox")
+def an_outbox(rig: Rig) -> Outbox:
+    return rig.outbox(at_once=False)
+
+
+def delivered(rig: Rig, outbox: Outbox) -> list[list[Any]]:
+    """Arguments of what a sweep publishes, in an order of their own."""
+    outbox.sweep(older_than=0)
+    return sorted(rig.sent(), key=repr)
+
+
+def hold(database: Database[Document], identity: Any) -> None:
+    """Another relay's claim."""
+    claim = {"pendingEvents.claim.owner": ObjectId(), "pendingEvents.claim.ttl": 60_000}
+    update: Any = {"$set": claim, "$currentDate": {"pendingEvents.claim.since": True}}
+    assert database["orders"].update_one({"_id": identity}, update).matched_count == 1
+
+
+def test_inserted_documents_get_tasks_of_their_own(rig: Rig, outbox: Outbox) -> None:
+    """The `_id`s are in the user's documents and in the result, as PyMongo has it."""
+    documents: list[Document] = [{"_id": 1}, {"n": 2}]
+    done = outbox.insert_many(documents, tasks=[rig.add.s(STORED_ID, 1), lambda key: rig.add.s(str(key), 2)])
+    assert done.inserted_ids == [1, documents[1]["_id"]]
+    made = str(documents[1]["_id"])
+    assert delivered(rig, outbox) == sorted([[1, 1], ["1", 2], [made, 1], [made, 2]], key=repr)
+    with pytest.raises(TypeError, match="non-empty"):
+        outbox.insert_many([])
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_was_inserted_before_an_error_is_dispatched_at_once(
+    rig: Rig, database: Database[Document], ordered: bool
+) -> None:
+    """And nothing of what was not: its entries were never stored."""
+    outbox = rig.outbox()
+    database["orders"].insert_one({"_id": 2})
+    with pytest.raises(BulkWriteError) as caught:
+        outbox.insert_many([{"_id": 1}, {"_id": 2}, {"_id": 3}], tasks=[rig.add.s(STORED_ID, 0)], ordered=ordered)
+    assert [each["index"] for each in (caught.value.details or {})["writeErrors"]] == [1]
+    assert sorted(rig.sent()) == ([[1, 0]] if ordered else [[1, 0], [3, 0]])
+
+
+def test_an_update_of_many_is_a_task_in_each(rig: Rig, outbox: Outbox, database: Database[Document]) -> None:
+    """PyMongo's result; a full document refuses the whole before anything is written."""
+    database["orders"].insert_many([{"_id": each, "n": each % 2} for each in range(4)])
+    done = outbox.update_many({"n": 1}, {"$set": {"seen": 1}}, tasks=[rig.add.s(STORED_ID, 1)])
+    assert (done.matched_count, done.modified_count, done.upserted_id) == (2, 2, None)
+    done = outbox.update_many({"_id": 9}, {"$set": {"n": 9}}, upsert=True, tasks=[lambda key: rig.add.s(key, 2)])
+    assert done.upserted_id == 9
+    assert outbox.update_many({"n": 77}, {"$set": {"n": 9}}, tasks=[rig.add.s(1, 2)]).matched_count == 0
+    ids = {each["id"] for key in (1, 3) for each in pending(database, key)["events"]}
+    assert len(ids) == 1, "the same entry, which is bound when it is published"
+    narrow = rig.outbox(name="narrow", at_once=False, max_pending=1)
+    with pytest.raises(OutboxRefusedError, match="max_pending=1"):
+        narrow.update_many({}, {"$set": {"seen": 2}}, tasks=[rig.add.s(1, 1)])
+    assert database["orders"].count_documents({"seen": 2}) == 0
+
+
+def test_a_delete_of_many_delivers_first(rig: Rig, outbox: Outbox, database: Database[Document]) -> None:
+    """And where one is held by another relay nothing is deleted."""
+    outbox.insert_many([{"_id": each} for each in range(3)], tasks=[rig.add.s(STORED_ID, 0)])
+    assert outbox.delete_many({"_id": {"$lt": 2}}).deleted_count == 2
+    assert sorted(rig.sent()) == [[0, 0], [1, 0]]
+    assert outbox.delete_many({"_id": 0}).deleted_count == 0
+    database["orders"].insert_one({"_id": 5})
+    hold(database, 2)
+    with pytest.raises(OutboxRefusedError, match="none of the filter's documents were deleted"):
+        outbox.delete_many({})
+    assert database["orders"].count_documents({}) == 2
+
+
+def test_a_document_is_delivered_deleted_and_returned(rig: Rig, outbox: Outbox, database: Database[Document]) -> None:
+    """The first of the user's order, also where another has nothing pending."""
+    outbox.insert_many([{"_id": each, "n": -each} for each in range(3)], tasks=[rig.add.s(STORED_ID, 0)])
+    database["orders"].insert_one({"_id": 9, "n": 9})
+    found = outbox.find_one_and_delete({}, sort=[("n", 1)], projection={"n": 1})
+    assert found == {"_id": 2, "n": -2}
+    assert rig.sent() == [[2, 0]]
+    assert outbox.find_one_and_delete({"n": 77}, sort=[("n", 1)]) is None
+    assert outbox.find_one_and_delete({"n": 77}) is None
+    hold(database, 0)
+    with pytest.raises(OutboxRefusedError, match="not deleted"):
+        outbox.find_one_and_delete({"_id": 0})
+
+
+def test_a_document_is_replaced_and_returned(rig: Rig, outbox: Outbox) -> None:
+    """As PyMongo does it; what is pending stays."""
+    outbox.insert_one({"_id": 1, "n": 1}, tasks=[rig.add.s(1, 0)])
+    after: Any = {"return_document": ReturnDocument.AFTER, "projection": {"n": 1, "_id": 0}}
+    assert outbox.find_one_and_replace({"n": 1}, {"n": 2}, tasks=[rig.add.s(1, 1)], **after) == {"n": 2}
+    assert outbox.find_one_and_replace({"_id": 1}, {"n": 3}, projection={"n": 1}) == {"_id": 1, "n": 2}
+    assert outbox.find_one_and_replace({"k": 7}, {"k": 7}, upsert=True, tasks=[rig.add.s(7, 7)]) is None
+    assert outbox.find_one_and_replace({"k": 8}, {"k": 8}, tasks=[rig.add.s(8, 8)]) is None
+    assert delivered(rig, outbox) == [[1, 0], [1, 1], [7, 7]]
+
+
+def test_deletes_keep_their_place_in_a_bulk_write(rig: Rig, outbox: Outbox, database: Database[Document]) -> None:
+    """What an earlier request of the same write has stored is delivered before its document goes."""
+    database["orders"].insert_many([{"_id": 1}, {"_id": 2}, {"_id": 3, "n": 3}])
+    done = outbox.bulk_write(
+        [
+            Write(UpdateOne({"_id": 1}, {"$set": {"a": 1}}), tasks=[rig.add.s(1, 1)]),
+            DeleteOne({"_id": 1}),
+            (InsertOne({"_id": 1, "new": True}), [rig.add.s(1, 2)]),
+            DeleteMany({"n": 3}),
+            UpdateMany({}, {"$set": {"b": 1}}),
+            UpdateOne({"_id": 8}, {"$set": {"b": 1}}, upsert=True),
+        ]
+    )
+    assert (done.deleted_count, done.inserted_count, done.matched_count, done.upserted_ids) == (2, 1, 3, {5: 8})
+    assert rig.sent() == [[1, 1]]
+    assert pending(database, 1)["count"] == 1
+    with pytest.raises(BulkWriteError) as caught:
+        outbox.bulk_write([DeleteOne({"_id": 2}), InsertOne({"_id": 4}), InsertOne({"_id": 1}), DeleteOne({"_id": 8})])
+    details = caught.value.details or {}
+    assert [each["index"] for each in details["writeErrors"]] == [2]
+    assert (details["nRemoved"], details["nInserted"]) == (1, 1)
+    assert database["orders"].find_one({"_id": 8}) is not None
+    with pytest.raises(BulkWriteError):
+        outbox.bulk_write([InsertOne({"_id": 1}), DeleteOne({"_id": 8})], ordered=False)
+    assert database["orders"].find_one({"_id": 8}) is None
+
+
+def test_a_bulk_write_that_could_not_deliver_has_written_nothing(
+    rig: Rig, outbox: Outbox, database: Database[Document]
+) -> None:
+    """What its deletes would need is done before its first write."""
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    hold(database, 1)
+    with pytest.raises(OutboxRefusedError, match="could not be delivered"):
+        outbox.bulk_write([InsertOne({"_id": 2}), DeleteOne({"_id": 1})])
+    assert database["orders"].count_documents({}) == 1
+
+
+Act = Callable[[Outbox, Any], Any]
+
+KNOWN: dict[str, Act] = {
+    "insert": lambda outbox, make: outbox.insert_one({"_id": 7}, tasks=[make]),
+    "by its id": lambda outbox, make: outbox.update_one({"_id": 7}, {"$set": {"a": 1}}, upsert=True, tasks=[make]),
+    "by eq": lambda outbox, make: outbox.update_one({"_id": {"$eq": 7}}, {"$inc": {"a": 1}}, upsert=True, tasks=[make]),
+    "a replacement": lambda outbox, make: outbox.replace_one({"_id": 7}, {"a": 1}, upsert=True, tasks=[make]),
+}
+
+
+@pytest.mark.parametrize("act", KNOWN.values(), ids=KNOWN.keys())
+def test_a_task_is_made_of_an_id_that_the_write_says(rig: Rig, outbox: Outbox, act: Act) -> None:
+    """By an insert, or by a filter that demands it."""
+    act(outbox, lambda key: rig.add.s(key, "x"))
+    assert delivered(rig, outbox) == [[7, "x"]]
+
+
+UPSERTS: dict[str, Act] = {
+    "operators": lambda outbox, make: outbox.update_one({"k": 1}, {"$inc": {"n": 1}}, upsert=True, tasks=[make]),
+    "a pipeline": lambda outbox, make: outbox.update_one({"k": 1}, [{"$set": {"n": 1}}], upsert=True, tasks=[make]),
+    "a replacement": lambda outbox, make: outbox.replace_one({"k": 1}, {"k": 1}, upsert=True, tasks=[make]),
+    "found": lambda outbox, make: outbox.find_one_and_update({"k": 1}, {"$inc": {"n": 1}}, upsert=True, tasks=[make]),
+}
+
+
+@pytest.mark.parametrize("act", UPSERTS.values(), ids=UPSERTS.keys())
+def test_a_task_is_made_of_the_id_that_an_upsert_finds_or_makes(
+    rig: Rig, outbox: Outbox, database: Database[Document], act: Act
+) -> None:
+    """Neither filter nor update says anything of it."""
+    for _ in range(2):
+        act(outbox, lambda key: rig.add.s(str(key), "x"))
+    [document] = database["orders"].find()
+    assert document["k"] == 1
+    assert delivered(rig, outbox) == [[str(document["_id"]), "x"]] * 2
+
+
+def test_an_upsert_with_tasks_of_its_id_never_updates_another_document(
+    rig: Rig, outbox: Outbox, database: Database[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else is faster, where an index says that there is one: the task names the one that is there."""
+    database["orders"].create_index("k", unique=True)
+    writer = outbox.backing.writer
+    find = writer._find
+
+    def then_created(*given: Any) -> Any:
+        found = find(*given)
+        if found is NO_ID:
+            database["orders"].insert_one({"_id": "rival", "k": 1})
+        return found
+
+    monkeypatch.setattr(writer, "_find", then_created)
+    task = [lambda key: rig.add.s(str(key), "x")]
+    assert outbox.update_one({"k": 1}, {"$inc": {"n": 1}}, upsert=True, tasks=task).matched_count == 1
+    assert database["orders"].count_documents({"k": 1}) == 1
+    assert delivered(rig, outbox) == [["rival", "x"]]
+
+
+VAGUE: dict[str, Act] = {
+    "a list of ids": lambda outbox, make: outbox.update_one(
+        {"_id": {"$in": [801, 802]}}, {"$set": {"a": 1}}, upsert=True, tasks=[make]
+    ),
+    "another field": lambda outbox, make: outbox.update_one({"k": 1}, {"$set": {"a": 1}}, tasks=[make]),
+    "an id on insert": lambda outbox, make: outbox.update_one(
+        {"k": 1}, {"$setOnInsert": {"_id": 5}}, upsert=True, tasks=[make]
+    ),
+    "a collation": lambda outbox, make: outbox.update_one(
+        {"_id": "a"}, {"$set": {"a": 1}}, collation={"locale": "en"}, tasks=[make]
+    ),
+    "many": lambda outbox, make: outbox.update_many({}, {"$set": {"a": 1}}, tasks=[make]),
+    "a bulk write": lambda outbox, make: outbox.bulk_write([UpdateOne({"k": 1}, {"$set": {"a": 1}})], tasks=[make]),
+}
+
+
+@pytest.mark.parametrize("act", VAGUE.values(), ids=VAGUE.keys())
+def test_a_task_is_not_made_of_an_id_that_nobody_knows(
+    rig: Rig, outbox: Outbox, database: Database[Document], act: Act
+) -> None:
+    """Nothing is written, and the sentence names what helps."""
+    database["orders"].insert_one({"_id": 1, "k": 1})
+    with pytest.raises(OutboxRefusedError, match="STORED_ID"):
+        act(outbox, lambda key: rig.add.s(key, 1))
+    assert list(database["orders"].find()) == [{"_id": 1, "k": 1}]
+
+
+def test_a_write_claims_a_document_in_which_nothing_is_pending(
+    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its `_id` only, and never in a transaction: a second write appends, and leaves the claim as it is."""
+    outbox = rig.outbox()
+    claims: list[Any] = []
+    monkeypatch.setattr(outbox.backing, "dispatch_at_once", lambda written, _: claims.append(written.owner))
+    outbox.insert_one({"_id": 1, "k": 1}, tasks=[rig.add.s(1, 1)])
+    database["orders"].update_one({"_id": 1}, {"$unset": {"pendingEvents": ""}})
+    outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 2)])
+    held = pending(database, 1)["claim"]
+    assert claims[1] == held["owner"] != claims[0]
+    assert list(held) == ["owner", "since", "ttl", "wait"]
+    outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 3)])
+    assert pending(database, 1)["claim"] == held
+    database["orders"].update_one({"_id": 1}, {"$unset": {"pendingEvents": ""}})
+    outbox.update_one({"k": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 4)])
+    with database.client.start_session() as session, session.start_transaction():
+        outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 1)], session=session)
+    assert claims[2:] == [None, None, None]
+    assert {pending(database, each)["claim"]["owner"] for each in (1, 2)} == {NOBODY}
+
+
+def test_a_duplicate_is_pymongo_s_error(rig: Rig, outbox: Outbox) -> None:
+    """With tasks as without."""
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    with pytest.raises(DuplicateKeyError):
+        outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 2)])
+    with pytest.raises(DuplicateKeyError):
+        outbox.update_one({"_id": 1, "k": 2}, {"$set": {"a": 1}}, upsert=True, tasks=[lambda key: rig.add.s(key, 3)])
+    assert delivered(rig, outbox) == [[1, 1]]
