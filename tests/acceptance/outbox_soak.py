@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pymongo import UpdateOne
+from pymongo import UpdateOne, WriteConcern
+from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, DuplicateKeyError, PyMongoError
 
-from mongo_celery import transactional
+from mongo_celery import STORED_ID, transactional
 from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.outbox import Write
 from tests.acceptance.outbox_project import POINTS, client, effect, fork, import_all, items, say
@@ -113,6 +114,50 @@ def _bulk(chance: random.Random, keys: Keys, n: str) -> int:
     return len(chosen)
 
 
+def _user() -> Collection[Document]:
+    """The collection as its owner may open it: what a majority does not have yet counts as written."""
+    return items.collection.with_options(write_concern=WriteConcern(1))
+
+
+def _operators(chance: random.Random, keys: Keys, n: str) -> int:
+    """Half of them without a hint, so that the flag has to do."""
+    key = chance.choice(keys)
+    _user().update_one(_unwritten(key, n), items.with_tasks(_push(n), _tasks(key, n)))
+    if chance.random() < 0.5:
+        items.dispatch(key)
+    return 1
+
+
+def _replacement(chance: random.Random, keys: Keys, n: str) -> int:
+    key = chance.choice(keys)
+    while True:
+        ns = (items.collection.find_one({"_id": key}, {"ns": 1}) or {}).get("ns", [])
+        if n in ns:
+            return 1
+        carrying = items.replacement({"ns": [*ns, n]}, _tasks(key, n))
+        if _user().update_one({"_id": key, "ns": ns}, carrying).matched_count:
+            return 1
+
+
+def _many(chance: random.Random, keys: Keys, n: str) -> int:
+    """The same entry in each document, which the relay binds to its own."""
+    chosen = chance.sample(list(keys), min(_BULK_MANY, len(keys)))
+    unwritten = {"_id": {"$in": chosen}, "ns": {"$ne": n}}
+    if chance.random() < 0.5:
+        items.update_many(unwritten, _push(n), tasks=[effect.s(STORED_ID, n)])
+    else:
+        _user().update_many(unwritten, items.with_tasks(_push(n), [effect.s(STORED_ID, n)], many=True))
+    return len(chosen)
+
+
+def _carried_bulk(chance: random.Random, keys: Keys, n: str) -> int:
+    chosen = chance.sample(list(keys), min(_BULK_MANY, len(keys)))
+    requests = [items.with_tasks(UpdateOne(_unwritten(key, n), _push(n)), _tasks(key, n)) for key in chosen]
+    _user().bulk_write(requests, ordered=chance.random() < 0.5)
+    items.dispatch(*chosen)
+    return len(chosen)
+
+
 def _transaction(chance: random.Random, keys: Keys, n: str) -> int:
     chosen = chance.sample(list(keys), 2)
 
@@ -130,8 +175,12 @@ KINDS: dict[str, tuple[int, Callable[[random.Random, Keys, str], int]]] = {
     "find_one_and_update": (2, _find_one_and_update),
     "replace": (1, _replace),
     "insert": (4, _insert),
-    "bulk": (4, _bulk),
+    "bulk": (2, _bulk),
     "transaction": (1, _transaction),
+    "operators": (6, _operators),
+    "replacement": (1, _replacement),
+    "many": (2, _many),
+    "carried_bulk": (2, _carried_bulk),
 }
 """How often, and how; each returns how many entries it has written."""
 

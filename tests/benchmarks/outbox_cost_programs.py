@@ -52,7 +52,7 @@ class Writers:
     def ways(self) -> dict[str, Callable[[], None]]:
         """By name."""
         if self._size > 1:
-            return {"plain": self._plain_bulk, "outbox": self._outbox_bulk}
+            return {"plain": self._plain_bulk, "outbox": self._outbox_bulk, "operators": self._operators_bulk}
         return {
             "insert_plain": self._plain_insert,
             "insert_outbox": self._outbox_insert,
@@ -95,6 +95,13 @@ class Writers:
         self.outbox.bulk_write(requests)
         self._sent += len(ids)
 
+    def _operators_bulk(self) -> None:
+        ids = [next(self._there) for _ in range(self._size)]
+        requests = [self.outbox.with_tasks(UpdateOne({"_id": _id}, _CHANGE), [send_receipt.s(str(_id))]) for _id in ids]
+        self.collection.bulk_write(requests)
+        self.outbox.dispatch(*ids)
+        self._sent += len(ids)
+
     def settle(self) -> None:
         """Wait until the broker has every message, and no document an entry."""
         deadline = time.monotonic() + _SETTLE_SECONDS_MAX
@@ -120,7 +127,7 @@ def costs(rounds: str, count: str, size: str, paced: str, *servers: str) -> None
         paced: `1` for writes that are 15 ms apart.
         servers: pids of those whose processor time counts, beside this process's.
     """
-    writers = Writers(int(rounds) * int(count) * int(size) * 2 + _WARM_UP * int(size), int(size))
+    writers = Writers(int(rounds) * int(count) * int(size) * 3 + _WARM_UP * int(size), int(size))
     progress, pids = Stopwatch(setting.clock, "progress"), [os.getpid(), *map(int, servers)]
     ways = writers.ways()
     for write in ways.values():

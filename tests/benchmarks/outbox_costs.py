@@ -31,6 +31,8 @@ AIMS = {
     "update_cpu": 1.3,
     "bulk_100_cpu": 1.2,
     "bulk_1000_cpu": 1.3,
+    "bulk_100_operators_cpu": 1.2,
+    "bulk_1000_operators_cpu": 1.3,
     "hot_p99": 1.3,
     "hot_longest": 1.3,
     "frozen_longest": 1.0,
@@ -84,15 +86,17 @@ def _costs(stage: Stage, sizes: Sizes, name: str, of: tuple[int, int], *, paced:
         arguments = (str(sizes.rounds), str(max(count, 1)), str(size), str(int(paced)), *pids)
         found = ask(scene, _PROGRAMS, "costs", *arguments)
     kinds = ("",) if size > 1 else ("insert_", "update_")
+    ways = ("plain", "outbox", "operators") if size > 1 else ("plain", "outbox")
     for what, seconds in found.items():
         if what == "cpu" and (stage.uncounted or paced):
             continue
         for kind in kinds:
-            plain, own = ([each * 1000 for each in seconds[f"{kind}{way}"]] for way in ("plain", "outbox"))
-            reference = f"{name}{kind}{what}_plain"
+            times = {way: [each * 1000 for each in seconds[f"{kind}{way}"]] for way in ways}
+            reference, plain = f"{name}{kind}{what}_plain", times.pop("plain")
             yield reading(reference, MILLISECONDS, plain, None)
-            if min(plain) > 0:  # processor time has steps of 10 ms
-                yield reading(f"{name}{kind}{what}", MILLISECONDS, own, (reference, plain))
+            for way, own in times.items() if min(plain) > 0 else ():  # processor time has steps of 10 ms
+                words = "" if way == "outbox" else f"{way}_"
+                yield reading(f"{name}{kind}{words}{what}", MILLISECONDS, own, (reference, plain))
 
 
 def _hot(stage: Stage, sizes: Sizes) -> Iterator[Reading]:

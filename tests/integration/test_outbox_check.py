@@ -203,7 +203,7 @@ def test_a_model_of_beanie_that_forbids_extra_fields_is_found(monkeypatch: pytes
 def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
     outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From its second write on, in a thread of its own; a write without entries is none."""
+    """From its second write on, whoever carries it out, in a thread of its own; one without entries is none."""
     monkeypatch.setattr(unswept, "_LOOK_SECONDS", 0.0)
     watch = outbox.backing.watch = unswept.SweepWatch(lambda: "orders", lambda: outbox.backing.sweeps, 0.0)
     looked: list[bool | None] = []
@@ -213,7 +213,7 @@ def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
         outbox.insert_one({"_id": 0})
         outbox.insert_one({"_id": 1}, tasks=[outbox.app.signature("mail")])
         assert looked == []
-        outbox.insert_one({"_id": 2}, tasks=[outbox.app.signature("mail")])
+        outbox.with_tasks({"_id": 2}, [outbox.app.signature("mail")])
         wait_for(lambda: looked == [False])
 
     assert [getattr(each, "event", "") for each in caplog.records] == ["nobody_sweeps"]
