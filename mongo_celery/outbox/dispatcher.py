@@ -35,10 +35,11 @@ from typing import Any
 import pymongo
 from bson import ObjectId
 from bson.codec_options import CodecOptions
+from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.mongo.identity import id_key
-from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.redaction import short, traceback_of
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.outbox import exits
@@ -224,6 +225,8 @@ class OutboxDispatcher:
                 for key, errand in zip(keys, errands, strict=True):
                     self._queue_one(key, errand)
                 self._wake()
+        except SoftTimeLimitExceeded:  # of the task that writes
+            raise
         except Exception as error:  # noqa: BLE001 - the write is acknowledged: nothing that comes after it may say otherwise
             self._leave(error)
             for errand in errands:
@@ -249,6 +252,8 @@ class OutboxDispatcher:
             with self._changed:
                 self._plan_looks(*seconds)
                 self._wake()
+        except SoftTimeLimitExceeded:
+            raise
         except Exception as error:  # noqa: BLE001 - see `_put`
             self._leave(error)
 
@@ -285,10 +290,11 @@ class OutboxDispatcher:
             except PyMongoError as error:
                 self._leave(error)
                 self._forget_claims()
-            except Exception:
-                logger.exception(
-                    "outbox %s: the dispatcher met an error of its own; the sweep delivers what it had",
+            except Exception as error:  # noqa: BLE001 - a dispatcher that ends would deliver nothing from then on
+                logger.error(
+                    "outbox %s: the dispatcher met an error of its own, and the sweep delivers what it had: %s",
                     self._name(),
+                    traceback_of(error),
                     extra={"event": "dispatcher_failed"},
                 )
                 self._forget_claims()

@@ -48,7 +48,7 @@ def close_at_exit(thing: Closing) -> None:
 
 
 def _close_all(pid: int) -> None:
-    if pid != os.getpid():
+    if pid != os.getpid() or pid not in _REGISTERED:  # a child that has none of its own leaves its parent's alone
         return
     for thing in list(_OPEN):
         with suppress(Exception):

@@ -26,7 +26,7 @@ from bson import ObjectId
 from bson.int64 import Int64
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.expressions import after, literal, millis
+from mongo_celery.mongo.expressions import literal, millis
 from mongo_celery.mongo.writes import Addition, Body, Modifications, Operators, Pipeline, Replacement
 from mongo_celery.outbox.entries import FIELD, Entry
 
@@ -41,9 +41,6 @@ UNCLAIMED: Document = {"owner": NOBODY, "since": LONG_AGO, "ttl": Int64(0), "wai
 The smallest claim, so that `$max` fills it in where there is none and changes nothing that is there: the server
 compares documents key by key, which is why these stand in the order in which they are stored.
 """
-
-_SKEW_SECONDS = 1.0
-"""How far ahead of the server's clock a writer's may be before its times count as long ago."""
 
 _PATH_STAGES = {"$set", "$addFields", "$unset"}
 
@@ -194,108 +191,6 @@ class PendingField:
             raise OutboxRefusedError(f"{self.name} belongs to the outbox; leave it out of the update or document.")
 
 
-# ---------------------------------------------------------------- delivery
-
-
 def claimed_by(owner: ObjectId, ttl: float) -> Document:
     """A claim from now on, for a pipeline."""
     return {"owner": literal(owner), "since": "$$NOW", "ttl": millis(ttl), "wait": Int64(0)}
-
-
-def _readable(value: object, kind: str, otherwise: object) -> Document:
-    """A value, or another where somebody else has written something that is none: no query fails for it."""
-    return {"$convert": {"input": value, "to": kind, "onError": otherwise, "onNull": otherwise}}
-
-
-_SINCE = _readable(f"${FIELD}.claim.since", "date", LONG_AGO)
-_TTL = _readable(f"${FIELD}.claim.ttl", "long", Int64(0))
-
-OLDEST: Document = _readable(
-    {"$cond": [{"$isArray": f"${FIELD}.events.at"}, {"$arrayElemAt": [f"${FIELD}.events.at", 0]}, None]}, "date", None
-)
-"""When the oldest entry was written; null where that cannot be read."""
-
-FREE: Document = {
-    "$or": [
-        {"$lte": [{"$add": [_SINCE, _TTL]}, "$$NOW"]},
-        {"$gt": [_SINCE, after(_SKEW_SECONDS)]},
-    ],
-}
-"""No claim, a lapsed one, or one whose time cannot be right."""
-
-WITH_ENTRIES: Document = {f"{FIELD}.count": {"$gt": 0}}
-"""Something is pending; what the partial index holds, so that a query needs this condition to use it."""
-
-DUE: Document = {"$lte": [f"${FIELD}.notBefore", "$$NOW"]}
-"""Not held back after a failure."""
-
-
-def older_than(seconds: float) -> Document:
-    """The oldest entry has waited so long, or its time cannot be right."""
-    return {
-        "$or": [
-            {"$lte": [OLDEST, {"$subtract": ["$$NOW", millis(seconds)]}]},
-            {"$gt": [OLDEST, after(_SKEW_SECONDS)]},
-        ],
-    }
-
-
-def claim_update(owner: ObjectId, ttl: float) -> list[Document]:
-    """Claim a document."""
-    return [{"$set": {f"{FIELD}.claim": claimed_by(owner, ttl)}}]
-
-
-def removal(ids: Sequence[str], owner: ObjectId, ttl: float) -> list[Document]:
-    """Remove entries by name, then go on holding the claim if it is mine and there is more, else let it go."""
-    events, mine = f"${FIELD}.events", {"$eq": [f"${FIELD}.claim.owner", literal(owner)]}
-    readable = {"$cond": [{"$isArray": events}, events, []]}
-    return [
-        {"$set": {f"{FIELD}.events": _without(readable, ids)}},
-        {
-            "$set": {
-                f"{FIELD}.count": {"$size": events},
-                f"{FIELD}.claim": {
-                    "$cond": [
-                        mine,
-                        {"$cond": [{"$gt": [{"$size": events}, 0]}, claimed_by(owner, ttl), literal(UNCLAIMED)]},
-                        f"${FIELD}.claim",
-                    ],
-                },
-            },
-        },
-    ]
-
-
-def release(owner: ObjectId, pause: float, failed: str | None = None) -> list[Document]:
-    """
-    Let a claim go if it is mine, and hold the document back for a while.
-
-    Args:
-        owner: of the claim.
-        pause: seconds before the next relay may take it.
-        failed: id of an entry whose attempts grow by one.
-    """
-    mine = {"$eq": [f"${FIELD}.claim.owner", literal(owner)]}
-    counted = {"$mergeObjects": ["$$entry", {"attempts": {"$add": [{"$ifNull": ["$$entry.attempts", 0]}, 1]}}]}
-    events: Document = {
-        "$map": {
-            "input": f"${FIELD}.events",
-            "as": "entry",
-            "in": {"$cond": [{"$eq": ["$$entry.id", literal(failed)]}, counted, "$$entry"]},
-        },
-    }
-    change: Document = {
-        f"{FIELD}.claim": {"$cond": [mine, literal(UNCLAIMED), f"${FIELD}.claim"]},
-        f"{FIELD}.notBefore": after(pause) if pause else f"${FIELD}.notBefore",
-    }
-    return [{"$set": change if failed is None else {**change, f"{FIELD}.events": events}}]
-
-
-def _without(events: object, ids: Sequence[str]) -> Document:
-    return {
-        "$filter": {
-            "input": events,
-            "as": "entry",
-            "cond": {"$not": [{"$in": [{"$ifNull": ["$$entry.id", None]}, literal(list(ids))]}]},
-        },
-    }

@@ -127,7 +127,7 @@ def _families() -> _Families:
         "broker_down": "Whether this process's dispatcher waits for the broker to come back.",
     }
     counters = {
-        "dispatched": "Entries that this process has published and removed.",
+        "dispatched": "Entries that this process has published.",
         "failures": "Publishes of this process that failed, broker outages included.",
         "passed_over": "Documents that this process left to the sweep: its queue was full, or the broker down.",
     }

@@ -20,7 +20,7 @@ from bson.binary import UuidRepresentation
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.document_write import DocumentWrite
-from mongo_celery.outbox.entries import FIELD, Entry
+from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 
 if TYPE_CHECKING:
@@ -144,17 +144,20 @@ def next_id(id: str) -> str:  # noqa: A002
 
 def _append(outbox: Outbox, document_id: Any, id: str, again: Entry) -> bool:  # noqa: A002
     """Add the entry, by one update; False where the document is gone or holds it under either id."""
-    guard = {"_id": document_id, f"{FIELD}.events.id": {"$nin": [id, again.id]}}
+    guard = {"_id": document_id, f"{outbox.backing.field.events}.id": {"$nin": [id, again.id]}}
     write = DocumentWrite(filter=guard, update={}, options={})
     return outbox.backing.writer.write(write, [again], session=None, claim=False).matched
 
 
 def _ids_in(outbox: Outbox, document_id: Any) -> list[Any] | None:
     """The ids of the entries in a document; None where there is no document."""
-    document = outbox.backing.plain.find_one({"_id": document_id}, {f"{FIELD}.events.id": 1})
+    field = outbox.backing.field
+    document = outbox.backing.plain.find_one({"_id": document_id}, {f"{field.events}.id": 1})
     if document is None:
         return None
-    return [entry.get("id") for entry in document.get(FIELD, {}).get("events", []) if isinstance(entry, Mapping)]
+    stored = document.get(field.name)
+    events = stored.get("events") if isinstance(stored, Mapping) else None
+    return [entry.get("id") for entry in events or [] if isinstance(entry, Mapping)]
 
 
 def _replay_without_document(outbox: Outbox, found: DeadLetter, entry: Entry, *, allowed: bool) -> Replay:
@@ -180,7 +183,7 @@ def _entry(found: DeadLetter) -> Entry:
         return Entry.from_document(found.entry)
     except (KeyError, TypeError, ValueError) as error:
         raise CommandRefusedError(
-            f"Dead letter {found.id} cannot be read, so it can only be discarded: somebody else has written to {FIELD} "
+            f"Dead letter {found.id} cannot be read, so it can only be discarded: somebody else has written to it "
             f"(missing or wrong: {short(error)}).",
         ) from error
 
