@@ -331,6 +331,36 @@ def test_mongoengine_writes_the_same_values(outbox: Outbox, rig: Rig, mongo_url:
     assert args_in(database, identity) == [[str(identity), number] for number in (1, 2, 3)]
 
 
+def test_beanie_writes_the_same_values(outbox: Outbox, rig: Rig, mongo_url: str) -> None:
+    """By its updates of one and of many, and by a document of its own to insert."""
+    beanie = pytest.importorskip("beanie", reason="beanie is not installed: pip install -e '.[dev]'")
+    database = rig.database
+
+    class Order(beanie.Document):  # type: ignore[misc, name-defined]
+        paid: bool = False
+
+        class Settings:
+            name = "orders"
+
+    async def write() -> Any:
+        async with AsyncMongoClient[Document](mongo_url) as client:
+            await beanie.init_beanie(database=client[database.name], document_models=[Order])
+            whole = outbox.with_tasks(Order().model_dump(exclude={"id"}), [rig.add.s(STORED_ID, 1)])
+            made = (await Order.get_pymongo_collection().insert_one(whole)).inserted_id
+            paid = outbox.with_tasks({"$set": {"paid": True}}, [lambda key: rig.add.s(str(key), 2)], id=made)
+            await Order.find_one(Order.id == made).update(paid)
+            await Order.find(Order.paid == True).update(  # noqa: E712 - Beanie's expression
+                outbox.with_tasks({"$set": {"seen": 1}}, [rig.add.s(STORED_ID, 3)], many=True)
+            )
+            found = await Order.get(made)
+            assert found is not None
+            assert found.paid
+            return made
+
+    identity = asyncio.run(write())
+    assert args_in(database, identity) == [[str(identity), number] for number in (1, 2, 3)]
+
+
 def test_a_value_that_an_odm_wrote_as_null_is_refused_by_the_server(
     outbox: Outbox, rig: Rig, database: Database[Document]
 ) -> None:
