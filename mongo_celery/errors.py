@@ -178,8 +178,9 @@ class CommandRefusedError(MongoCeleryError):
 
 class OutboxRefusedError(MongoCeleryError):
     """
-    The outbox refuses this write; nothing was written. The message names the reason: an entry that
-    cannot be encoded, too many pending entries, a document beyond 16 MB, or `pendingEvents` in the update.
+    The outbox refuses this write; nothing was written, unless the message says what was. It names the reason: an
+    entry that cannot be encoded, a task made of an `_id` that the write does not say, too many pending entries, a
+    document beyond 16 MB, what a delete could not deliver, or the outbox's own field in the update.
     """
 
 

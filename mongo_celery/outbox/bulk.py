@@ -22,7 +22,7 @@ from mongo_celery.mongo.writes import COUNTS, BulkRequest
 from mongo_celery.outbox.carriers import Carriers
 from mongo_celery.outbox.deletes import Deletes
 from mongo_celery.outbox.document_write import Written
-from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.entries import Entry, listed
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.writes import Writer
 
@@ -51,11 +51,11 @@ class Write:
         write = given if isinstance(given, cls) else cls(*given) if isinstance(given, tuple) else cls(given)
         if isinstance(write.request, (DeleteOne, DeleteMany)):
             return write
-        return cls(write.request, [*write.tasks, *tasks], [*write.events, *events])
+        return cls(write.request, [*listed(write.tasks), *tasks], [*listed(write.events), *events])
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _BulkStep:
     """A request that is ready to be sent, its entries, and its document's `_id` or `NO_ID`."""
 
     place: int
@@ -122,7 +122,7 @@ class BulkWrites:
             raise BulkWriteError({**tally, "errorLabels": labels} if labels else tally) from failed
         return BulkWriteResult(tally, acknowledged=True)
 
-    def _prepared(self, writes: Sequence[Write], *, claim: bool) -> Iterator[_Request]:
+    def _prepared(self, writes: Sequence[Write], *, claim: bool) -> Iterator[_BulkStep]:
         claimed = 0
         for place, write in enumerate(writes):
             entries, document_id = self._carriers.entries_of_request(write.request, write.tasks, write.events)
@@ -133,9 +133,9 @@ class BulkWrites:
                 request = InsertOne(whole)
             elif entries:
                 self._writer.refuse_more_than_ever(entries)
-            yield _Request(place, request, entries, document_id, written)
+            yield _BulkStep(place, request, entries, document_id, written)
 
-    def _refuse_full(self, requests: Sequence[_Request], session: ClientSession | None) -> None:
+    def _refuse_full(self, requests: Sequence[_BulkStep], session: ClientSession | None) -> None:
         added = list[tuple[Any, Any, int]]()
         for each in requests:
             if not each.entries or isinstance(each.request, InsertOne):
@@ -149,7 +149,7 @@ class BulkWrites:
         self._writer.refuse_full_documents(added, session)
 
     def _write(
-        self, part: Sequence[_Request], ordered: bool, session: ClientSession | None, options: Any
+        self, part: Sequence[_BulkStep], ordered: bool, session: ClientSession | None, options: Any
     ) -> dict[str, Any]:
         requests = [each.request for each in part]
         try:
@@ -160,7 +160,7 @@ class BulkWrites:
         self._note(part, set())
         return dict(result.bulk_api_result)
 
-    def _note(self, part: Sequence[_Request], missing: set[int]) -> None:
+    def _note(self, part: Sequence[_BulkStep], missing: set[int]) -> None:
         """Remember what is to be dispatched; what was claimed and may not be written must not be."""
         known: dict[Hashable, Any] = {}
         for place, each in enumerate(part):
@@ -173,7 +173,7 @@ class BulkWrites:
                     known[id_key(each.document_id, self._writer.collection.codec_options)] = each.document_id
         self.written += [Written(each, matched=True) for each in known.values()]
 
-    def _delete(self, each: _Request, session: ClientSession | None) -> dict[str, Any]:
+    def _delete(self, each: _BulkStep, session: ClientSession | None) -> dict[str, Any]:
         facts = BulkRequest.of(each.request)
         delete = self._deletes.many if isinstance(each.request, DeleteMany) else self._deletes.one
         try:

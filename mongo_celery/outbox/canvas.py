@@ -320,7 +320,7 @@ def _encode(value: object, serializer: str, task: str) -> tuple[str, str, Any]:
     except Exception as error:
         raise OutboxRefusedError(
             f"{task} cannot be stored: serializer {serializer!r} cannot encode its arguments ({short(error)}). "
-            "Pass plain values, such as an id instead of a document.",
+            "Pass plain values: an id instead of a document, and str(id) or STORED_ID instead of an ObjectId.",
             task=task,
         ) from error
     return content_type, encoding, payload

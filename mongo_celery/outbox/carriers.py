@@ -18,11 +18,12 @@ bound on how many entries wait.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from bson import ObjectId
 from pymongo import DeleteMany, DeleteOne, InsertOne, ReplaceOne, UpdateMany, UpdateOne
+from pymongo.common import validate_is_document_type
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, demanded_id, same_bson
@@ -119,6 +120,8 @@ class Carriers:
         if not isinstance(request, _WRITES):
             raise OutboxRefusedError(f"{type(request).__name__} is no request of a bulk write that the outbox knows.")
         facts = BulkRequest.of(request)
+        if isinstance(request, InsertOne):
+            validate_is_document_type("document", facts.document)
         document_id = _id_of(request, facts)
         return self._maker.entries(tasks, events, Home(document_id, isinstance(request, UpdateMany))), document_id
 
@@ -171,5 +174,7 @@ def _unsure(id: Any) -> bool | None:  # noqa: A002
 def _id_of(request: Any, facts: BulkRequest) -> Any:
     if isinstance(request, InsertOne):
         # As PyMongo does when it inserts: the user finds the `_id` in his document afterwards.
-        return facts.document["_id"] if "_id" in facts.document else facts.document.setdefault("_id", ObjectId())
+        if "_id" not in facts.document and isinstance(facts.document, MutableMapping):
+            facts.document["_id"] = ObjectId()
+        return facts.document["_id"] if "_id" in facts.document else ObjectId()
     return NO_ID if facts.options.get("collation") else demanded_id(facts.filter)

@@ -204,6 +204,18 @@ def event_entry(app: Celery, event: object, now: datetime, *, source: str, home:
     )
 
 
+def listed(given: Any) -> list[Any]:
+    """
+    What a user gave as tasks or as events, to be gone through more than once.
+
+    Raises:
+        OutboxRefusedError: it is one task or event, or nothing that can be gone through.
+    """
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
+    return list(given)
+
+
 class EntryMaker:
     """
     Makes entries of what users give.
@@ -228,11 +240,8 @@ class EntryMaker:
         Raises:
             OutboxRefusedError: as of `task_entry` and `event_entry`, and for what is no list.
         """
-        for given in (tasks, events):
-            if isinstance(given, (str, bytes, Mapping, Event)) or callable(given):
-                raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
-        now = self.now()
-        found = [task_entry(self._app, task, now, home) for task in tasks]
+        now, events = self.now(), listed(events)
+        found = [task_entry(self._app, task, now, home) for task in listed(tasks)]
         if not events:
             return found
         source = self._source()

@@ -26,7 +26,7 @@ from mongo_celery.outbox.carriers import Carriers
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.deletes import Deletes
 from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id, refuse_replacement
-from mongo_celery.outbox.entries import FIELD, Entry, EntryMaker, Home, asks_for_id, task_entry
+from mongo_celery.outbox.entries import FIELD, Entry, EntryMaker, Home, asks_for_id, listed, task_entry
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
 from mongo_celery.outbox.pending import PendingField
@@ -463,6 +463,7 @@ class Outbox:
             PyMongoError: as PyMongo's `bulk_write`, also for a document that would be larger than 16 MB; then
                 other requests may have been carried out, and the error says which. Those are dispatched.
         """
+        tasks, events = listed(tasks), listed(events)
         writes = [Write.of(request, tasks, events) for request in requests]
         bulk = BulkWrites(self.backing.writer, self._carriers, self._deletes)
         claim = self.backing.may_claim(session)
@@ -614,6 +615,7 @@ class Outbox:
     def _write(
         self, write: DocumentWrite, tasks: Sequence[Any], events: Sequence[Any], session: ClientSession | None
     ) -> Written:
+        tasks, events = listed(tasks), listed(events)
         writer, claim = self.backing.writer, self.backing.may_claim(session)
         chosen = write.upsert and write.pinned is NO_ID and not names_id(write)
         if chosen and any(map(asks_for_id, (*tasks, *events))):

@@ -112,6 +112,9 @@ class PendingField:
         self.refuse_in_update(update)
         if isinstance(update, Mapping) and not all(str(operator).startswith("$") for operator in update):
             raise ValueError("update only works with $ operators")  # PyMongo's own words
+        for operator, fields in update.items() if isinstance(update, Mapping) else ():
+            if not isinstance(fields, Mapping):
+                raise OutboxRefusedError(f"{operator} takes a document of fields, not {type(fields).__name__}.")
         body = Operators(update) if isinstance(update, Mapping) else Pipeline(update)
         return body.amended(self.addition(entries, claim))
 

@@ -268,6 +268,19 @@ def test_a_write_claims_a_document_in_which_nothing_is_pending(
     assert {pending(database, each)["claim"]["owner"] for each in (1, 2)} == {NOBODY}
 
 
+def test_tasks_may_be_gone_through_only_once(rig: Rig, outbox: Outbox) -> None:
+    """A generator's tasks are those of every document, and of an upsert that looks at them first."""
+    once: Any = (rig.add.s(STORED_ID, each) for each in (1, 2))
+    outbox.insert_many([{"_id": 1}, {"_id": 2}], tasks=once)
+    once = (rig.add.s(3, each) for each in (1,))
+    outbox.update_one({"k": 3}, {"$set": {"a": 1}}, upsert=True, tasks=once)
+    assert delivered(rig, outbox) == [[1, 1], [1, 2], [2, 1], [2, 2], [3, 1]]
+    with pytest.raises(OutboxRefusedError, match="are lists"):
+        outbox.bulk_write([Write(InsertOne({"_id": 9}), rig.add.s(1, 1))])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="document must be an instance"):
+        outbox.insert_many(["text"], tasks=[rig.add.s(1, 1)])
+
+
 def test_a_duplicate_is_pymongo_s_error(rig: Rig, outbox: Outbox) -> None:
     """With tasks as without."""
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])

@@ -257,6 +257,8 @@ REFUSED: dict[str, tuple[str, Make]] = {
     "many inserts": ("many=True", lambda outbox, task: outbox.with_tasks({"a": 1}, [task], many=True)),
     "two ids": ("leave one of them out", lambda outbox, task: outbox.with_tasks({"_id": 1}, [task], id=2)),
     "an id of a request": ("says itself", lambda outbox, task: outbox.with_tasks(InsertOne({}), [task], id=2)),
+    "an operator of nothing": ("takes a document", lambda outbox, task: outbox.with_tasks({"$max": 5}, [task])),
+    "no list at all": ("are lists", lambda outbox, _: outbox.with_tasks({"a": 1}, None)),  # type: ignore[arg-type]
     "a task, no list": ("are lists", lambda outbox, task: outbox.with_tasks({"a": 1}, task)),
 }
 
