@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         UnreadableEventError,
     )
     from mongo_celery.locking import select_for_update, select_many_for_update, transactional
-    from mongo_celery.outbox import STORED_ID, Event, Outbox, once
+    from mongo_celery.outbox import STORED_ID, Event, Outbox, OutboxCollection, once
     from mongo_celery.twophase import Participant, TwoPhaseCommit
 
 _HOMES = {
@@ -58,6 +58,7 @@ _HOMES = {
     "Fence": "bridge.fenced.fence",
     "FencedCollection": "bridge.fenced",
     "Outbox": "outbox",
+    "OutboxCollection": "outbox",
     "Participant": "twophase",
     "STORED_ID": "outbox",
     "TwoPhaseCommit": "twophase",
@@ -91,6 +92,7 @@ __all__ = [
     "LeaseLostError",
     "MongoCeleryError",
     "Outbox",
+    "OutboxCollection",
     "OutboxRefusedError",
     "Participant",
     "RefusedChangeError",

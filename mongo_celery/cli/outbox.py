@@ -14,7 +14,7 @@ from celery.bin.base import handle_preload_options
 from mongo_celery.cli.apps import all_of, console_of, json_option, one_sentence_errors, sentence_for
 
 if TYPE_CHECKING:
-    from mongo_celery.outbox import Outbox
+    from mongo_celery.outbox.registry import AnyOutbox
     from mongo_celery.outbox.replay import DeadLetter
 
 _LIMIT = 50
@@ -214,7 +214,7 @@ def replay(ctx: click.Context, /, ids: Sequence[str], everything: bool, **given:
     ctx.exit(1 if failed else 0)
 
 
-def _replay(chosen: Outbox, entry_id: str, without_document: bool, as_json: bool) -> bool:
+def _replay(chosen: AnyOutbox, entry_id: str, without_document: bool, as_json: bool) -> bool:
     """Replay one dead letter; a refusal is shown, and does not keep the others."""
     from dataclasses import asdict
 
@@ -271,14 +271,14 @@ def discard(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: b
 # -- inside ----------------------------------------------------------------------------------------
 
 
-def _outboxes(ctx: click.Context, name: str | None) -> list[Outbox]:
-    from mongo_celery.outbox.outbox import OUTBOXES
+def _outboxes(ctx: click.Context, name: str | None) -> list[AnyOutbox]:
+    from mongo_celery.outbox.registry import OUTBOXES
 
     return all_of(ctx, OUTBOXES, name)
 
 
 @contextmanager
-def _reached(outbox: Outbox) -> Iterator[None]:
+def _reached(outbox: AnyOutbox) -> Iterator[None]:
     """Inside, the primary has answered once, and errors are one sentence that names what the outbox needs."""
     from mongo_celery.outbox.health import concern_of, reach
 
@@ -287,7 +287,7 @@ def _reached(outbox: Outbox) -> Iterator[None]:
         yield
 
 
-def _find(outboxes: Sequence[Outbox], id: str) -> tuple[Outbox, DeadLetter]:  # noqa: A002
+def _find(outboxes: Sequence[AnyOutbox], id: str) -> tuple[AnyOutbox, DeadLetter]:  # noqa: A002
     """A dead letter and its outbox."""
     from mongo_celery.outbox.replay import dead_letter
 
@@ -300,7 +300,7 @@ def _find(outboxes: Sequence[Outbox], id: str) -> tuple[Outbox, DeadLetter]:  # 
     raise click.ClickException(f"there is no dead letter {id!r} in {names}; see `outbox dead-letters list`.")
 
 
-def _all_dead_letters(outboxes: Sequence[Outbox]) -> list[tuple[Outbox, str]]:
+def _all_dead_letters(outboxes: Sequence[AnyOutbox]) -> list[tuple[AnyOutbox, str]]:
     from mongo_celery.outbox import replay as commands
 
     found = []

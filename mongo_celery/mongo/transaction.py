@@ -27,7 +27,8 @@ import inspect
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
 import pymongo
@@ -61,6 +62,13 @@ _COMMIT_MARGIN = 0.01
 class _HasSignature(Protocol):
     __signature__: inspect.Signature
     __wrapped__: object
+
+
+class Collects(Protocol):
+    """What gathers, while the body runs, what is to be written just before the commit: an `OutboxCollection`."""
+
+    def collect(self, session: ClientSession) -> AbstractContextManager[object]:
+        """Gather inside; what was gathered is written, in the session's transaction, when the block ends."""
 
 
 def hide_session(call: Callable[..., Any], signature: inspect.Signature) -> None:
@@ -127,6 +135,8 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         read_concern: by default snapshot.
         write_concern: by default majority.
         read_preference: by default the primary.
+        outbox: an `OutboxCollection`: what the body sends with `delay` and its like is then stored by the transaction,
+            and dispatched after its commit; see its `collect`.
 
     Raises:
         ConfigurationError: it decorates what it cannot run, such as a Celery task.
@@ -145,11 +155,18 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         read_concern: ReadConcern | None = None,
         write_concern: WriteConcern | None = None,
         read_preference: Any = None,
+        outbox: Collects | None = None,
     ) -> None:
         if not isinstance(client, MongoClient) and not callable(client):
             raise ConfigurationError(
                 f"transactional needs a MongoClient, or a callable that returns one, not {type(client).__name__}.",
             )
+        if outbox is not None and not hasattr(outbox, "collect"):
+            raise ConfigurationError(
+                f"transactional(outbox=...) needs an OutboxCollection, not {type(outbox).__name__}; an Outbox stores "
+                "tasks in the documents that it writes.",
+            )
+        self._outbox = outbox
         self._client = client
         self._timeout = positive(timeout, "timeout")
         self._options: dict[str, Any] = {
@@ -167,7 +184,8 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         def call(*args: Any, **kwargs: Any) -> Result:
             given = kwargs.pop("session", None)
             if given is not None and given.in_transaction:
-                return function(*args, session=given, **kwargs)
+                with self._collecting(given):
+                    return function(*args, session=given, **kwargs)
             return self.run(lambda session: function(*args, session=session, **kwargs), session=given)
 
         hide_session(call, inspect.signature(function))
@@ -197,13 +215,22 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
             session = stack.enter_context(client_of(self._client).start_session())
             attempts = self._begin(stack, session)
             session.start_transaction(**self._options)
+            collecting = ExitStack()
+            collecting.enter_context(self._collecting(session))
             entered = self._entered.__dict__.setdefault("stack", [])
-            entered.append((stack.pop_all(), session, attempts))
+            entered.append((stack.pop_all(), collecting, session, attempts))
         return session
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        stack, session, attempts = self._entered.stack.pop()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        stack, collecting, session, attempts = self._entered.stack.pop()
         with stack:
+            try:
+                collecting.__exit__(kind, error, traceback)
+            except BaseException:
+                _abort(session)
+                raise
             if error is not None:
                 _abort(session)
                 refuse_standalone(error)
@@ -216,6 +243,9 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 attempts.callbacks.clear()
         attempts.run_callbacks()
 
+    def _collecting(self, session: ClientSession) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._outbox is None else self._outbox.collect(session)
+
     def _begin(self, stack: ExitStack, session: ClientSession) -> Attempts:
         attempts = Attempts(time.monotonic() + self._timeout)
         stack.enter_context(remembered(session, attempts))
@@ -227,7 +257,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
             attempts.begin()
             session.start_transaction(**self._options)
             try:
-                with standalone_refused():
+                with standalone_refused(), self._collecting(session):
                     result = body(session)
             except BaseException as error:
                 _abort(session)

@@ -152,10 +152,13 @@ class Backing:
         return self._dispatcher.get()
 
     def _new_dispatcher(self) -> OutboxDispatcher:
-        return OutboxDispatcher(
+        return self._dispatcher_of(OutboxDispatcher)
+
+    def _dispatcher_of(self, kind: type[OutboxDispatcher]) -> OutboxDispatcher:
+        return kind(
             lambda: self.collection.full_name,
             lambda: self.relay,
-            waiting=lambda limit: index.due_documents(self.plain, self.claims, 0.0, limit),
+            waiting=lambda limit: self.due(0.0, limit),
             answers=lambda: self.publisher.answers(_PROBE_SECONDS),
             claim_ttl=self._options.claim_ttl,
             codec=lambda: self.collection.codec_options,
@@ -237,6 +240,19 @@ class Backing:
         if dispatcher is not None:
             dispatcher.close()
         self.publisher.close()
+
+    @property
+    def index_name(self) -> str:
+        """Of the index on what is pending."""
+        return self.field.name
+
+    def is_indexed(self) -> bool | None:
+        """Whether the index is there; None where the user may not look."""
+        return index.exists(self.plain, self.field)
+
+    def due(self, older_than: float, limit: int) -> list[Any]:
+        """The `_id`s of documents whose oldest entry has waited so many seconds, and that this process may claim."""
+        return index.due_documents(self.plain, self.claims, older_than, limit)
 
     def status(self) -> OutboxStatus:
         """Counts and ages of what is pending; reads only documents in the index."""

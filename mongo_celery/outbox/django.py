@@ -1,5 +1,5 @@
 """
-Saving instances of Django models (django-mongodb-backend) with their tasks.
+Saving instances of Django models (django-mongodb-backend) with their tasks, and the session of Django's transactions.
 
 Nothing of Django is imported before an instance of a model arrives. The values are those that Django's own `save`
 would write: `pre_save` of each field, then its value for the database.
@@ -7,9 +7,11 @@ would write: `pre_save` of each field, then its value for the database.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from pymongo.client_session import ClientSession
 from pymongo.errors import DuplicateKeyError
 from pymongo.results import InsertOneResult, UpdateResult
 
@@ -17,6 +19,30 @@ from mongo_celery.errors import ConfigurationError
 
 Insert = Callable[..., InsertOneResult]
 Update = Callable[..., UpdateResult]
+
+
+@contextmanager
+def transaction(using: str | None) -> Iterator[ClientSession]:
+    """
+    Django's `atomic`, and the session of its transaction.
+
+    Args:
+        using: alias of the database; None for Django's default.
+
+    Raises:
+        ConfigurationError: the database is not MongoDB's.
+    """
+    from django.db import DEFAULT_DB_ALIAS, connections
+    from django_mongodb_backend.transaction import atomic
+
+    alias = using or DEFAULT_DB_ALIAS
+    connection = connections[alias]
+    if connection.vendor != "mongodb":
+        raise ConfigurationError(
+            f"the database {alias!r} is {connection.display_name}'s; atomic needs one of django-mongodb-backend."
+        )
+    with atomic(using=alias):
+        yield connection.session
 
 
 def save(instance: Any, collection: str, *, insert: Insert, update: Update) -> Any:

@@ -13,7 +13,6 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import ping
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import Concern, explained
-from mongo_celery.outbox import index
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.sweep import SWEEP_TASK
@@ -23,7 +22,7 @@ from mongo_celery.quantities import duration
 if TYPE_CHECKING:
     from celery import Celery
 
-    from mongo_celery.outbox.outbox import Outbox
+    from mongo_celery.outbox.registry import AnyOutbox
 
 BROKER_SECONDS = 3
 """How long a command waits for the broker's answer."""
@@ -136,7 +135,7 @@ def is_scheduled(app: Celery) -> bool:
     return any(entry.get("task") == SWEEP_TASK for entry in app.conf.beat_schedule.values())
 
 
-def reach(outbox: Outbox) -> None:
+def reach(outbox: AnyOutbox) -> None:
     """
     Have the primary answer once, within some seconds.
 
@@ -151,7 +150,7 @@ def reach(outbox: Outbox) -> None:
     ping(client)
 
 
-def read_health(app: Celery, outboxes: Sequence[Outbox]) -> list[Health]:
+def read_health(app: Celery, outboxes: Sequence[AnyOutbox]) -> list[Health]:
     """
     Look at outboxes of one app; the broker is asked once.
 
@@ -166,7 +165,7 @@ def read_health(app: Celery, outboxes: Sequence[Outbox]) -> list[Health]:
     return [_read(outbox, app, broker_error) for outbox in outboxes]
 
 
-def concern_of(outbox: Outbox) -> Concern:
+def concern_of(outbox: AnyOutbox) -> Concern:
     """Whom an error of MongoDB concerns that an outbox meets, and what the outbox needs."""
     documents, dead_letters = outbox.collection.full_name, outbox.dead_letters.full_name
     notes = outbox.backing.sweeps.full_name
@@ -177,7 +176,7 @@ def concern_of(outbox: Outbox) -> Concern:
     )
 
 
-def _read(outbox: Outbox, app: Celery, broker_error: str | None) -> Health:
+def _read(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Health:
     try:
         status, last = outbox.status(), outbox.backing.sweeps.last()
     except PyMongoError as error:
@@ -192,9 +191,9 @@ def _read(outbox: Outbox, app: Celery, broker_error: str | None) -> Health:
         scheduled=is_scheduled(app),
         swept_seconds=None if last is None else last.seconds,
         patience=patience(outbox.backing.options.sweep_every),
-        indexed=index.exists(outbox.backing.plain, outbox.backing.field),
+        indexed=outbox.backing.is_indexed(),
         broker_error=broker_error,
-        index=outbox.backing.field.name,
+        index=outbox.backing.index_name,
     )
 
 

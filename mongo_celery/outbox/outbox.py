@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.results import BulkWriteResult, DeleteResult, InsertManyResult, InsertOneResult, UpdateResult
 
-from mongo_celery.app import Registry, add_task, schedule
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, demanded_id
@@ -31,16 +30,12 @@ from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
 from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.publisher import Publisher
+from mongo_celery.outbox.registry import OUTBOXES, register
 from mongo_celery.outbox.relay import Delivery
-from mongo_celery.outbox.sweep import SWEEP_TASK, Backlog, sweep_all, sweep_one
+from mongo_celery.outbox.sweep import Backlog, sweep_one
 from mongo_celery.outbox.writes import size_errors
 
-OUTBOXES: Registry[Outbox] = Registry(
-    "outbox",
-    create="mongo_celery.Outbox(app, client.shop.orders) where the app or its tasks are made",
-    rename="use it, or give this one name='...'",
-)
-"""Of all apps."""
+__all__ = ["OUTBOXES", "Outbox"]
 
 
 class Outbox:
@@ -125,10 +120,7 @@ class Outbox:
         self.field = PendingField(options.field)
         self._maker = EntryMaker(app, lambda: options.source or "/" + self.collection.full_name.replace(".", "/", 1))
         self._carriers = Carriers(self.field, self._maker)
-        OUTBOXES.add(app, self, self._name)
-        add_task(app, SWEEP_TASK, _sweep_of(app), acks_late=False)
-        if options.sweep_every is not None:
-            schedule(app, SWEEP_TASK, options.sweep_every)
+        register(app, self, self._name, options.sweep_every)
 
     def __repr__(self) -> str:
         return f"<Outbox {self._name or '(not opened yet)'}>"
@@ -648,11 +640,3 @@ class Outbox:
     @property
     def _deletes(self) -> Deletes:
         return Deletes(self.collection, self.field, lambda document_id: self.backing.deliver_now(document_id).error)
-
-
-def _sweep_of(app: Celery) -> Callable[[], Any]:
-    def sweep_outboxes() -> Any:
-        """Deliver what was left behind in all outboxes of this app."""
-        return sweep_all(outbox.backlog for outbox in OUTBOXES.of(app))
-
-    return sweep_outboxes

@@ -19,7 +19,7 @@ import pymongo
 from pymongo.errors import PyMongoError
 
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.outbox import OUTBOXES, Outbox
+from mongo_celery.outbox.registry import OUTBOXES, AnyOutbox
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -94,7 +94,7 @@ class OutboxCollector(Collector):
                 _add(families, "dead_letters", name, status.dead_letters)
         yield from families.values()
 
-    def _status(self, outbox: Outbox) -> OutboxStatus | None:
+    def _status(self, outbox: AnyOutbox) -> OutboxStatus | None:
         try:
             with pymongo.timeout(self._answer_seconds):
                 return outbox.status()
@@ -105,7 +105,7 @@ class OutboxCollector(Collector):
             return None
 
 
-def _name(outbox: Outbox) -> str | None:
+def _name(outbox: AnyOutbox) -> str | None:
     try:
         return outbox.name
     except (PyMongoError, ValueError) as error:  # a URL that is none; without a name there is nothing to label

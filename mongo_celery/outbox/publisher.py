@@ -19,6 +19,7 @@ from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.canvas import bound, heads, leaves
+from mongo_celery.outbox.capture import captured
 from mongo_celery.outbox.entries import Entry, bound_event
 from mongo_celery.tracing import sending_for, trace_headers
 
@@ -120,7 +121,8 @@ class Publisher:
             try:
                 if signature is not None:
                     _carry(signature, trace_headers())
-                    signature.apply_async(producer=producer, retry=True, retry_policy=_ONCE_AGAIN)
+                    with captured(self.app, None):  # a transaction's body may be delivering
+                        signature.apply_async(producer=producer, retry=True, retry_policy=_ONCE_AGAIN)
                 else:
                     self._publish_event(producer, entry)
             except Exception as error:

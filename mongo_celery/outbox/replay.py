@@ -21,10 +21,11 @@ from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.document_write import DocumentWrite
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.parcel_backing import ParcelBacking
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 
 if TYPE_CHECKING:
-    from mongo_celery.outbox.outbox import Outbox
+    from mongo_celery.outbox.registry import AnyOutbox
 
 _ROUNDS = 3
 
@@ -77,18 +78,18 @@ class Replay:
     entry: str | None
 
 
-def dead_letters(outbox: Outbox, limit: int) -> list[DeadLetter]:
+def dead_letters(outbox: AnyOutbox, limit: int) -> list[DeadLetter]:
     """The dead letters of an outbox, the oldest first."""
     return [_dead_letter(outbox, stored) for stored in outbox.dead_letters.find(limit)]
 
 
-def dead_letter(outbox: Outbox, id: str) -> DeadLetter | None:  # noqa: A002
+def dead_letter(outbox: AnyOutbox, id: str) -> DeadLetter | None:  # noqa: A002
     """One dead letter by the id of its entry."""
     stored = outbox.dead_letters.get(id)
     return None if stored is None else _dead_letter(outbox, stored)
 
 
-def replay(outbox: Outbox, id: str, *, without_document: bool = False) -> Replay:  # noqa: A002
+def replay(outbox: AnyOutbox, id: str, *, without_document: bool = False) -> Replay:  # noqa: A002
     """
     Put a dead letter back at the end of what is pending in its document, with its attempts at zero.
 
@@ -112,6 +113,10 @@ def replay(outbox: Outbox, id: str, *, without_document: bool = False) -> Replay
         raise CommandRefusedError(f"Outbox {outbox.name} has no dead letter {id}.")
     entry = _entry(found)
     again = replace(entry, id=next_id(id), attempts=0, at=datetime.now(UTC))
+    if isinstance(outbox.backing, ParcelBacking):
+        outbox.backing.put_back(found.document, again)
+        outbox.dead_letters.remove(id)
+        return Replay(id=id, result="pending", entry=again.id)
     for _ in range(_ROUNDS):
         if _append(outbox, found.document, id, again):
             break
@@ -131,7 +136,7 @@ def replay(outbox: Outbox, id: str, *, without_document: bool = False) -> Replay
     return Replay(id=id, result="pending", entry=again.id)
 
 
-def discard(outbox: Outbox, id: str) -> bool:  # noqa: A002
+def discard(outbox: AnyOutbox, id: str) -> bool:  # noqa: A002
     """Throw a dead letter away: its task or event will never be published. False if there is none."""
     return outbox.dead_letters.remove(id)
 
@@ -142,14 +147,14 @@ def next_id(id: str) -> str:  # noqa: A002
     return f"{base}~{int(number) + 1}" if mark and number.isdecimal() else f"{id}~1"
 
 
-def _append(outbox: Outbox, document_id: Any, id: str, again: Entry) -> bool:  # noqa: A002
+def _append(outbox: AnyOutbox, document_id: Any, id: str, again: Entry) -> bool:  # noqa: A002
     """Add the entry, by one update; False where the document is gone or holds it under either id."""
     guard = {"_id": document_id, f"{outbox.backing.field.events}.id": {"$nin": [id, again.id]}}
     write = DocumentWrite(filter=guard, update={}, options={})
     return outbox.backing.writer.write(write, [again], session=None, claim=False).matched
 
 
-def _ids_in(outbox: Outbox, document_id: Any) -> list[Any] | None:
+def _ids_in(outbox: AnyOutbox, document_id: Any) -> list[Any] | None:
     """The ids of the entries in a document; None where there is no document."""
     field = outbox.backing.field
     document = outbox.backing.plain.find_one({"_id": document_id}, {f"{field.events}.id": 1})
@@ -160,7 +165,7 @@ def _ids_in(outbox: Outbox, document_id: Any) -> list[Any] | None:
     return [entry.get("id") for entry in events or [] if isinstance(entry, Mapping)]
 
 
-def _replay_without_document(outbox: Outbox, found: DeadLetter, entry: Entry, *, allowed: bool) -> Replay:
+def _replay_without_document(outbox: AnyOutbox, found: DeadLetter, entry: Entry, *, allowed: bool) -> Replay:
     if not allowed:
         raise CommandRefusedError(
             f"Document {found.document!r} of dead letter {found.id} is gone, so there is nothing to put it back into. "
@@ -188,7 +193,7 @@ def _entry(found: DeadLetter) -> Entry:
         ) from error
 
 
-def _dead_letter(outbox: Outbox, stored: Mapping[str, Any]) -> DeadLetter:
+def _dead_letter(outbox: AnyOutbox, stored: Mapping[str, Any]) -> DeadLetter:
     return DeadLetter(
         id=str(stored["_id"]).removeprefix(f"{outbox.collection.full_name}/"),
         document=stored.get("document"),

@@ -63,7 +63,7 @@ def sweep_one(backlog: Backlog, older_than: float, limit: int) -> Delivery:
     """Deliver documents of one outbox, the given number at most; the sum of what was done."""
     relay, backing = backlog.backing.relay, backlog.backing
     backing.sweeps.note(_NOTE_SECONDS)
-    found = index.due_documents(backing.plain, backing.claims, older_than, limit)
+    found = backing.due(older_than, limit)
     total = Delivery()
     for start in range(0, len(found), _TURN):
         total = total.and_(_deliver(backlog, relay, found[start : start + _TURN], older_than))

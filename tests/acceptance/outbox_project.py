@@ -41,7 +41,7 @@ OPTIONS: Document = json.loads(os.environ.get("OUTBOX_OPTIONS", "{}"))
 
 EFFECT = "effect"
 EFFECTS, SWEEPS = "effects", "sweeps"
-_COMMANDS = {"insert", "update", "findAndModify", "commitTransaction"}
+COMMANDS = {"insert", "update", "findAndModify", "commitTransaction"}
 _INTERRUPTED = 11601
 _SOAK_NUMBERS = 10_000
 _LIFE_SECONDS_MAX = 5.0
@@ -127,12 +127,12 @@ class Points(monitoring.CommandListener):
 
     def started(self, event: monitoring.CommandStartedEvent) -> None:
         """Before a command is sent."""
-        if event.command_name in _COMMANDS:
+        if event.command_name in COMMANDS:
             self.pass_by(f"before {event.command_name}")
 
     def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
         """After its answer."""
-        if event.command_name in _COMMANDS:
+        if event.command_name in COMMANDS:
             self.pass_by(f"after {event.command_name}")
 
     def failed(self, event: monitoring.CommandFailedEvent) -> None:
@@ -271,9 +271,14 @@ def die_sweeping(points: str) -> None:
         assert status in (0, -signal.SIGKILL), f"a sweeper ended with {status}"
 
 
+def deliver(key: str) -> None:
+    """Deliver what is pending in a document."""
+    items.backing.relay.deliver(key)
+
+
 def be_zombies(*keys: str) -> None:
     """Per document a relay that stops at another point; ends when all were continued and have ended."""
-    relays = _at_each_point("zombie", lambda at: items.backing.relay.deliver(keys[at - 1]), signal.SIGSTOP)
+    relays = _at_each_point("zombie", lambda at: deliver(keys[at - 1]), signal.SIGSTOP)
     pids = [next(relays) for _ in keys]
     ended = [pid for pid in pids if os.WIFEXITED(os.waitpid(pid, os.WUNTRACED)[1])]
     say(f"stopped {len(pids) - len(ended)} of {len(pids)}")

@@ -14,12 +14,13 @@ from celery import Celery
 from pymongo import MongoClient
 from pymongo.database import Database
 
-from mongo_celery import Outbox
+from mongo_celery import Outbox, OutboxCollection
 from mongo_celery.findings import Finding
 from mongo_celery.outbox import unswept
 from mongo_celery.outbox.check import sweeping
 from mongo_celery.outbox.check.examination import AppFacts, check, look_around
 from mongo_celery.outbox.check.odm import check_models
+from mongo_celery.outbox.registry import AnyOutbox
 from tests.fixtures.process import wait_for
 from tests.fixtures.rights import UrlOf
 
@@ -43,7 +44,7 @@ def outbox(database: Database[Document], state_database: str, redis_url: str) ->
     made.publisher.close()
 
 
-def findings(outbox: Outbox, facts: AppFacts | None = None) -> dict[str, Finding]:
+def findings(outbox: AnyOutbox, facts: AppFacts | None = None) -> dict[str, Finding]:
     """What a check says, by name; broker and workers are asked only for a test that is about them."""
     return {each.name: each for each in check(outbox, facts or AppFacts([], None))}
 
@@ -144,6 +145,25 @@ def test_servers_that_are_away_are_findings(state_database: str) -> None:
         found = findings(Outbox(app, client["shop"]["orders"], database=state_database), look_around(app))
     assert levels(found) == {"mongodb": "error", "broker": "error"}
     assert all("secret" not in each.message for each in found.values())
+
+
+def test_an_outbox_of_transactions_is_looked_at_like_one_of_documents(
+    database: Database[Document], state_database: str, redis_url: str
+) -> None:
+    """Its index is another one, and so are its collections."""
+    app = Celery("shop", broker=redis_url)
+    outbox = OutboxCollection(app, database["sent"], at_once=False, database=state_database)
+    assert levels(findings(outbox)) == {"collection": "warning", "sweep": "error"}
+
+    database.create_collection("sent")
+    found = findings(outbox)
+    assert levels(found) == {"index": "warning", "sweep": "error"}
+    assert found["index"].command is not None
+    assert 'createIndex({"key": 1, "seq": 1, "_id": 1}, {"name": "parcels"})' in found["index"].command
+
+    outbox.sweep()
+    assert levels(findings(outbox)) == {}
+    outbox.publisher.close()
 
 
 # -- models ----------------------------------------------------------------------------------------

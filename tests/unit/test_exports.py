@@ -24,6 +24,7 @@ NAMES = {
     "Fence",
     "FencedCollection",
     "Outbox",
+    "OutboxCollection",
     "Participant",
     "STORED_ID",
     "TwoPhaseCommit",

@@ -13,6 +13,7 @@ from mongo_celery.broker.workers import WorkersSaid
 from mongo_celery.mongo.rights import Allowed
 from mongo_celery.outbox.check.contents import Kind, judge_apps, judge_tasks
 from mongo_celery.outbox.check.storage import (
+    WantedIndex,
     forbids,
     judge_indexes,
     judge_kind,
@@ -29,6 +30,7 @@ Document = dict[str, Any]
 
 FIELD = "pendingEvents"
 COUNT = f"{FIELD}.count"
+WANTED = WantedIndex(FIELD, [(COUNT, 1)], {COUNT: {"$gt": 0}})
 PARTIAL = {"key": {COUNT: 1}, "name": "mine", "partialFilterExpression": {COUNT: {"$gt": 0}}}
 
 
@@ -54,20 +56,22 @@ def test_documents_must_be_able_to_grow_and_to_stay(about: Document | None, leve
 def test_the_index_may_have_any_name_but_no_other_extent() -> None:
     """Its name is whoever's who made it; one without the condition holds every document."""
     everything: Document = {"key": {COUNT: 1}, "name": "whole"}
-    assert [each.level for each in judge_indexes("orders", FIELD, [everything, PARTIAL])] == ["ok"]
+    assert [each.level for each in judge_indexes("orders", WANTED, [everything, PARTIAL])] == ["ok"]
     for found, words in (([everything], "whole is on"), ([], "is missing")):
-        (finding,) = judge_indexes("orders", FIELD, found)
+        (finding,) = judge_indexes("orders", WANTED, found)
         assert finding.level == "warning"
         assert words in finding.message
         assert finding.command == (
             'db.orders.createIndex({"pendingEvents.count": 1}, '
-            '{partialFilterExpression: {"pendingEvents.count": {$gt: 0}}})'
+            '{"name": "pendingEvents", "partialFilterExpression": {"pendingEvents.count": {"$gt": 0}}})'
         )
 
 
 def test_documents_that_expire_take_their_entries_along() -> None:
     """A time to live is the user's own; but it has to be longer than an outage."""
-    found = list(judge_indexes("orders", FIELD, [PARTIAL, {"key": {"at": 1}, "name": "old", "expireAfterSeconds": 60}]))
+    found = list(
+        judge_indexes("orders", WANTED, [PARTIAL, {"key": {"at": 1}, "name": "old", "expireAfterSeconds": 60}])
+    )
     assert [(each.level, each.name) for each in found] == [("ok", "index"), ("warning", "expiry")]
 
 
@@ -115,10 +119,10 @@ def test_missing_rights_are_named_with_their_collections() -> None:
             ]
         )
 
-    (lacking,) = judge_rights(of(["find"], everything), "shop", "orders", "state", ["letters"])
-    (unindexed,) = judge_rights(of(everything, everything), "shop", "orders", "state", ["letters"])
-    (well,) = judge_rights(of([*everything, "createIndex"], everything), "shop", "orders", "state", ["letters"])
-    (free,) = judge_rights(Allowed(None), "shop", "orders", "state", ["letters"])
+    (lacking,) = judge_rights(of(["find"], everything), ("shop", "orders"), [("state", "letters")])
+    (unindexed,) = judge_rights(of(everything, everything), ("shop", "orders"), [("state", "letters")])
+    (well,) = judge_rights(of([*everything, "createIndex"], everything), ("shop", "orders"), [("state", "letters")])
+    (free,) = judge_rights(Allowed(None), ("shop", "orders"), [("state", "letters")])
     assert lacking.level == "error"
     assert "lacks insert, update, remove on shop.orders." in lacking.message
     assert (unindexed.level, well.level, free.level) == ("warning", "ok", "ok")

@@ -19,7 +19,7 @@ from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreadable
 from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.outbox import OUTBOXES
+from mongo_celery.outbox.registry import OUTBOXES
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
 
 if TYPE_CHECKING:

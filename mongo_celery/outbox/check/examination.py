@@ -24,18 +24,18 @@ from mongo_celery.outbox import dead_letters, swept
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.check.contents import check_contents
 from mongo_celery.outbox.check.odm import check_models
-from mongo_celery.outbox.check.storage import check_rights, check_storage
+from mongo_celery.outbox.check.storage import WantedIndex, check_rights, check_storage
 from mongo_celery.outbox.check.sweeping import Sweeping, ask_about_sweeps, judge_sweeping, sweep_queue
 from mongo_celery.outbox.entries import task_entry
 from mongo_celery.outbox.health import concern_of, is_scheduled, late_after, reach
+from mongo_celery.outbox.parcel_backing import ParcelBacking
+from mongo_celery.outbox.parcels import ORDER
 from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.swept import patience
 from mongo_celery.quantities import duration, number
 
 if TYPE_CHECKING:
-    from mongo_celery.outbox.outbox import Outbox
-
-_OWN = (dead_letters.COLLECTION, swept.COLLECTION)
+    from mongo_celery.outbox.registry import AnyOutbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def _check_settings(app: Celery) -> Iterator[Finding]:
         yield error("task_always_eager", "Whoever delivers runs the tasks itself, one after the other; unset it.")
 
 
-def check(outbox: Outbox, facts: AppFacts) -> list[Finding]:
+def check(outbox: AnyOutbox, facts: AppFacts) -> list[Finding]:
     """
     Look at everything that one outbox needs, and at what is pending in it, for some seconds.
 
@@ -84,17 +84,17 @@ def check(outbox: Outbox, facts: AppFacts) -> list[Finding]:
     return [*found, *facts.findings]
 
 
-def _check_answer(outbox: Outbox) -> Iterator[Finding]:
+def _check_answer(outbox: AnyOutbox) -> Iterator[Finding]:
     reach(outbox)
     yield ok("mongodb", f"The primary answers, and {outbox.collection.full_name} can be opened.")
 
 
-def _parts(outbox: Outbox, facts: AppFacts) -> Mapping[str, Callable[[], Iterable[Finding]]]:
+def _parts(outbox: AnyOutbox, facts: AppFacts) -> Mapping[str, Callable[[], Iterable[Finding]]]:
     backing = outbox.backing
     plain, options, field = backing.plain, backing.options, backing.field
     return {
-        "rights": lambda: check_rights(plain, options.database, _OWN),
-        "collection": lambda: check_storage(plain, field.name, _example(outbox.app, field)),
+        "rights": lambda: check_rights(plain, _others(outbox)),
+        "collection": lambda: check_storage(plain, field.name, _index_of(outbox), _example(outbox.app, field)),
         "models": lambda: check_models(plain.database.name, plain.name, field.name),
         "pending": lambda: check_contents(
             plain,
@@ -109,6 +109,23 @@ def _parts(outbox: Outbox, facts: AppFacts) -> Mapping[str, Callable[[], Iterabl
     }
 
 
+def _others(outbox: AnyOutbox) -> list[tuple[str, str]]:
+    """Database and name of the outbox's own collections."""
+    backing = outbox.backing
+    state = [(backing.options.database, name) for name in (dead_letters.COLLECTION, swept.COLLECTION)]
+    keys = [backing.store.keys] if isinstance(backing, ParcelBacking) else []
+    return [*state, *((each.database.name, each.name) for each in keys)]
+
+
+def _index_of(outbox: AnyOutbox) -> WantedIndex:
+    """The index by which a sweep finds what is due."""
+    backing = outbox.backing
+    if isinstance(backing, ParcelBacking):
+        return WantedIndex(backing.index_name, (("key", 1), *ORDER), None)
+    count = backing.field.count
+    return WantedIndex(backing.index_name, ((count, 1),), {count: {"$gt": 0}})
+
+
 def _example(app: Celery, field: PendingField) -> dict[str, Any]:
     """A value of the field, as a write stores it."""
     now = datetime.now(UTC)
@@ -116,7 +133,7 @@ def _example(app: Celery, field: PendingField) -> dict[str, Any]:
     return field.new_field([task_entry(app, signature, now)], None, now)
 
 
-def _check_sweeping(outbox: Outbox, facts: AppFacts) -> Iterable[Finding]:
+def _check_sweeping(outbox: AnyOutbox, facts: AppFacts) -> Iterable[Finding]:
     options = outbox.backing.options
     sweeping = Sweeping(
         last=outbox.backing.sweeps.last(),

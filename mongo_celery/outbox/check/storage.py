@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pymongo
@@ -27,13 +29,39 @@ _KINDS = {"view": "a view", "timeseries": "a time series"}
 _ON_DOCUMENTS = ("find", "insert", "update", "remove")
 
 
-def check_storage(collection: Collection[dict[str, Any]], field: str, example: Document) -> Iterator[Finding]:
+@dataclass(frozen=True, slots=True)
+class WantedIndex:
+    """
+    The index by which a sweep finds what is due.
+
+    Attributes:
+        name: that it gets where it is created; another is as good.
+        keys: fields and directions.
+        condition: of the documents that it holds; None for all.
+    """
+
+    name: str
+    keys: Sequence[tuple[str, int]]
+    condition: Document | None
+
+    def command(self, collection: str) -> str:
+        """What creates it, for mongosh."""
+        options: dict[str, Any] = {"name": self.name}
+        if self.condition is not None:
+            options["partialFilterExpression"] = self.condition
+        return f"db.{collection}.createIndex({json.dumps(dict(self.keys))}, {json.dumps(options)})"
+
+
+def check_storage(
+    collection: Collection[dict[str, Any]], field: str, index: WantedIndex, example: Document
+) -> Iterator[Finding]:
     """
     What the server says of the user's collection.
 
     Args:
         collection: with plain types.
         field: in which entries are stored.
+        index: the one that it should have.
         example: a value of that field.
     """
     try:
@@ -45,7 +73,7 @@ def check_storage(collection: Collection[dict[str, Any]], field: str, example: D
     yield from judge_kind(collection.full_name, about)
     if about is None or about.get("type", "collection") != "collection":
         return
-    yield from _check_indexes(collection, field)
+    yield from _check_indexes(collection, index)
     yield from _check_validator(collection, field, about.get("options", {}), example)
     yield from _check_shard_key(collection)
     yield from _check_values(collection, field)
@@ -74,39 +102,36 @@ def judge_kind(name: str, about: Document | None) -> Iterator[Finding]:
 # -- indexes ---------------------------------------------------------------------------------------
 
 
-def _check_indexes(collection: Collection[dict[str, Any]], field: str) -> Iterator[Finding]:
+def _check_indexes(collection: Collection[dict[str, Any]], wanted: WantedIndex) -> Iterator[Finding]:
     try:
         with pymongo.timeout(ANSWER_SECONDS):
             indexes = list(collection.list_indexes())
     except OperationFailure as failure:
         yield warning("index", f"The indexes cannot be seen; grant listIndexes. {short(failure)}.")
         return
-    yield from judge_indexes(collection.name, field, indexes)
+    yield from judge_indexes(collection.name, wanted, indexes)
 
 
-def judge_indexes(name: str, field: str, indexes: Iterable[Document]) -> Iterator[Finding]:
+def judge_indexes(name: str, wanted: WantedIndex, indexes: Iterable[Document]) -> Iterator[Finding]:
     """Whether the sweep has its index, and whether another one lets documents expire."""
     indexes = list(indexes)
-    count = f"{field}.count"
-    create = f'db.{name}.createIndex({{"{count}": 1}}, {{partialFilterExpression: {{"{count}": {{$gt: 0}}}}}})'
-    of_count = [each for each in indexes if list(each["key"].items()) == [(count, 1)]]
-    fits = [each for each in of_count if each.get("partialFilterExpression") == {count: {"$gt": 0}}]
+    alike = [each for each in indexes if list(each["key"].items()) == list(wanted.keys)]
+    fits = [each for each in alike if each.get("partialFilterExpression") == wanted.condition]
     if fits:
-        yield ok("index", f"{fits[0]['name']} holds the documents in which something is pending.")
-    elif of_count:
-        other = of_count[0]["name"]
+        yield ok("index", f"{fits[0]['name']} leads the sweep to what is pending.")
+    elif alike:
         yield warning(
             "index",
-            f"{other} is on {count}, but not only on documents in which something is pending: it holds all of them, "
-            "and each write changes it. Drop it, and create the partial one:",
-            create,
+            f"{alike[0]['name']} is on {wanted.keys[0][0]}, but not on the documents in which something is pending "
+            "alone: where it holds all, each write changes it. Drop it, and create the partial one:",
+            wanted.command(name),
         )
     else:
         yield warning(
             "index",
             "It is missing: each sweep reads the whole collection. The first delivery creates it and waits for it, "
             "unless the user may not; with many documents create it in advance:",
-            create,
+            wanted.command(name),
         )
     for each in indexes:
         if "expireAfterSeconds" in each:
@@ -247,28 +272,27 @@ def _many(count: int) -> str:
 # -- rights ----------------------------------------------------------------------------------------
 
 
-def check_rights(collection: Collection[dict[str, Any]], state: str, names: Iterable[str]) -> Iterator[Finding]:
+def check_rights(collection: Collection[dict[str, Any]], others: Iterable[tuple[str, str]]) -> Iterator[Finding]:
     """
     Whether the user may do what writers and relays do.
 
     Args:
         collection: the user's.
-        state: the state database.
-        names: of the outboxes' own collections there.
+        others: database and name of the outbox's own.
     """
     with pymongo.timeout(ANSWER_SECONDS):
         may = allowed(collection.database.client)
-    yield from judge_rights(may, collection.database.name, collection.name, state, names)
+    yield from judge_rights(may, (collection.database.name, collection.name), others)
 
 
-def judge_rights(may: Allowed, database: str, name: str, state: str, names: Iterable[str]) -> Iterator[Finding]:
-    """Findings from what the server says that the user may do; arguments as above."""
-    wanted = {(database, name): _ON_DOCUMENTS} | {(state, own): _ON_DOCUMENTS for own in names}
+def judge_rights(may: Allowed, collection: tuple[str, str], others: Iterable[tuple[str, str]]) -> Iterator[Finding]:
+    """Findings from what the server says that the user may do; arguments as above, by database and name."""
     missing = []
-    for (where, what), actions in wanted.items():
-        lacking = [each for each in actions if not may.may(each, {"db": where, "collection": what})]
+    for database, name in (collection, *others):
+        lacking = [each for each in _ON_DOCUMENTS if not may.may(each, {"db": database, "collection": name})]
         if lacking:
-            missing.append(f"{', '.join(lacking)} on {where}.{what}")
+            missing.append(f"{', '.join(lacking)} on {database}.{name}")
+    database, name = collection
     if missing:
         yield error("rights", f"This user lacks {'; '.join(missing)}. Grant them to writers and workers.")
     elif not may.may("createIndex", {"db": database, "collection": name}):

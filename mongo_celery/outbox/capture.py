@@ -1,0 +1,140 @@
+"""
+What a body sends with `delay` and its like, taken for its transaction's box instead of being published.
+
+All of Celery's ways to send (tasks, signatures, names, canvases) end in `app.send_task`. It is replaced on the app,
+once, and looks for the box that is open in the current context: a thread that is started in the body has a context of
+its own and publishes at once, a task of asyncio has the body's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, Protocol
+
+from celery import Celery
+from celery.canvas import Signature
+from celery.utils import uuid
+
+from mongo_celery.errors import OutboxRefusedError
+
+Options = dict[str, Any]
+
+
+class Taker(Protocol):
+    """Who takes what is sent while it is open."""
+
+    def take(self, signature: Signature) -> None:
+        """Keep one task."""
+
+
+_TAKERS: ContextVar[Mapping[Celery, Taker]] = ContextVar("mongo_celery_outbox_takers")
+_SEND_TASK = inspect.signature(Celery.send_task)
+
+_OF_THE_CALL = (
+    "producer",
+    "publisher",
+    "connection",
+    "router",
+    "result_cls",
+    "add_to_parent",
+    "task_type",
+    "route_name",
+)
+"""Arguments of `send_task` that say how to send now, and are no options of the task."""
+
+_NONE_COUNTS = ("expires", "time_limit", "soft_time_limit")
+"""Options where None is no omission: it takes back what the task itself says."""
+
+
+def install(app: Celery) -> None:
+    """Have an app ask for an open box before it sends; a second time changes nothing."""
+    replaced = app.__dict__.get("send_task")
+    if getattr(replaced, "_mongo_celery_outbox", False):
+        return
+
+    @wraps(Celery.send_task)
+    def send_task(*args: Any, **kwargs: Any) -> Any:
+        # Looked up at each call: tracing tools replace the method of the class, at any time.
+        send = replaced or type(app).send_task.__get__(app)
+        taker = _TAKERS.get({}).get(app)
+        if taker is None:
+            return send(*args, **kwargs)
+        return _take(app, taker, send, *args, **kwargs)
+
+    send_task._mongo_celery_outbox = True  # type: ignore[attr-defined] # noqa: SLF001
+    app.send_task = send_task  # type: ignore[method-assign]
+
+
+@contextmanager
+def captured(app: Celery, taker: Taker | None) -> Iterator[None]:
+    """Inside, what an app sends goes to a taker; with None it is published, whatever box is open around."""
+    around = _TAKERS.get({})
+    if taker is None and app not in around:
+        yield
+        return
+    others = {each: takes for each, takes in around.items() if each is not app}
+    token = _TAKERS.set(others if taker is None else {**others, app: taker})
+    try:
+        yield
+    finally:
+        _TAKERS.reset(token)
+
+
+def _take(app: Celery, taker: Taker, send: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    given = dict(_SEND_TASK.bind(app, *args, **kwargs).arguments)
+    del given["self"]
+    more = given.pop("options", {})
+    options: Options = {**given, **more}
+    name, task_args, task_kwargs = options.pop("name"), options.pop("args", None), options.pop("kwargs", None)
+    running = app.current_worker_task
+    if running and running.request.id in _ids(options):
+        # The running task goes on in it (`retry`, `replace`): what it raises next aborts the transaction.
+        return send(*args, **kwargs)
+    call = {argument: options.pop(argument, None) for argument in _OF_THE_CALL}
+    _refuse(name, call, options)
+    kept = {option: value for option, value in options.items() if value is not None or option in _NONE_COUNTS}
+    kept.setdefault("task_id", uuid())
+    taker.take(Signature(name, tuple(task_args or ()), dict(task_kwargs or {}), kept, app=app))
+    result = (call["result_cls"] or app.AsyncResult)(kept["task_id"])
+    result.ignored = kept.get("ignore_result")
+    if running and call["add_to_parent"] is not False:
+        running.add_trail(result)
+    return result
+
+
+def _ids(options: Mapping[str, Any]) -> Iterator[Any]:
+    """The ids of a message's task and of all that is to follow it."""
+    yield options.get("task_id")
+    for option in ("chain", "chord"):
+        found = options.get(option) or ()
+        for follower in [found] if isinstance(found, Mapping) else found:
+            yield from _ids_of(follower)
+
+
+def _ids_of(follower: Mapping[str, Any]) -> Iterator[Any]:
+    yield from _ids(follower.get("options") or {})
+    kwargs = follower.get("kwargs") or {}
+    parts = [*(kwargs.get("tasks") or ()), kwargs.get("body")] if follower.get("subtask_type") else []
+    for part in parts:
+        if isinstance(part, Mapping):
+            yield from _ids_of(part)
+
+
+def _refuse(name: str, call: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuse what a box cannot hold."""
+    if call["connection"] is not None or call["router"] is not None:
+        raise OutboxRefusedError(
+            f"{name} is sent with a connection or router of its own, which a transaction's box cannot keep; send it "
+            "after the commit.",
+            task=name,
+        )
+    if options.get("chord") is not None:
+        raise OutboxRefusedError(
+            f"{name} is part of a chord, for which Celery has asked the result backend already; put the chord as a "
+            "whole into the transaction's box, with box.add([chord(...)]).",
+            task=name,
+        )

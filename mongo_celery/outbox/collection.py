@@ -1,0 +1,303 @@
+"""An outbox for what has no document of its own: tasks and events that go with a transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from celery import Celery
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+
+from mongo_celery.arguments import Duration, seconds
+from mongo_celery.errors import OutboxRefusedError, TransactionRequiredError
+from mongo_celery.locking import after_commit
+from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
+from mongo_celery.outbox.backing import OutboxStatus
+from mongo_celery.outbox.box import Box, Contents
+from mongo_celery.outbox.capture import captured, install
+from mongo_celery.outbox.dead_letters import OutboxDeadLetters
+from mongo_celery.outbox.entries import Entry, EntryMaker, Home, asks_for_id
+from mongo_celery.outbox.events import Event
+from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
+from mongo_celery.outbox.parcel_backing import ParcelBacking
+from mongo_celery.outbox.parcels import key_text
+from mongo_celery.outbox.publisher import Publisher
+from mongo_celery.outbox.registry import register
+from mongo_celery.outbox.relay import Delivery
+from mongo_celery.outbox.stored_id import mentions_stored_id
+from mongo_celery.outbox.sweep import Backlog, sweep_one
+
+_NOWHERE = Home()
+"""Of what is stored in no document of the user's."""
+
+
+class OutboxCollection:
+    """
+    Saves tasks and events with a transaction, in a collection of their own: both, or neither.
+
+    For tasks that belong to no document or to several, to deletes, or to documents whose shape is not yours to change.
+    The price is a transaction, and one document more for each. What was stored is dispatched after the commit, by a
+    thread of the same process, and by the sweep.
+
+    ::
+
+        outbox = OutboxCollection(app, lambda: client.shop.outbox)
+
+        @app.task
+        @transactional(lambda: client, outbox=outbox)
+        def book(seat, *, session):
+            client.shop.seats.delete_one({"_id": seat}, session=session)
+            send_ticket.delay(seat)         # stored with the delete; sent after the commit, or never
+
+    Entries of one key go out in the order of the commits, for transactions that follow each other or that write a
+    document in common; two others may go out in either order. Without a key there is an order within each transaction
+    only.
+
+    Not promised: that an entry is dispatched only once (see `once`); an order between keys.
+
+    Args:
+        app: the Celery app.
+        collection: a PyMongo collection for the outbox alone, or a callable that returns one; it is asked once in each
+            process, since prefork workers make their clients after the fork.
+        name: what commands and logs call it; by default the collection's full name.
+        sweep_after: seconds after which the sweep takes an entry.
+        sweep_every: seconds between two sweeps by `celery beat`; None for no beat entry.
+        at_once: whether what was committed is dispatched right away, by a thread of this process; "wait" also waits for
+            it, for some seconds at most.
+        claim_ttl: seconds for which a key belongs to one relay.
+        max_attempts: after how many failures of its own an entry is stuck, or may become a dead letter.
+        database: where dead letters are kept.
+        exchange: topic exchange of the events.
+        source: CloudEvents' source; by default `/<database>/<collection>`.
+        foreign_tasks: publish tasks that this app does not know, for another app to run.
+        failure_policy: `halt` tries an entry that cannot be published for ever, and what is behind it under its key
+            waits; `dead_letter` sets it aside.
+        delivers: names of other apps whose entries are published too.
+
+    Raises:
+        ConfigurationError: an option cannot work, or the app has an outbox of this name.
+    """
+
+    def __init__(
+        self,
+        app: Celery,
+        collection: Source,
+        *,
+        name: str | None = None,
+        sweep_after: Duration = 5.0,
+        sweep_every: Duration | None = 5.0,
+        at_once: AtOnce = True,
+        claim_ttl: Duration = 10.0,
+        max_attempts: int = 5,
+        database: str = DEFAULT_DATABASE,
+        exchange: str = "mongo_celery.events",
+        source: str | None = None,
+        foreign_tasks: bool = False,
+        failure_policy: str = "halt",
+        delivers: Sequence[str] = (),
+    ) -> None:
+        options = OutboxOptions(
+            name=name,
+            sweep_after=bounded(sweep_after, "sweep_after"),
+            sweep_every=None if sweep_every is None else bounded(sweep_every, "sweep_every"),
+            at_once=at_once,
+            claim_ttl=bounded(claim_ttl, "claim_ttl"),
+            max_pending=1,
+            max_attempts=max_attempts,
+            database=database,
+            exchange=exchange,
+            source=source,
+            foreign_tasks=foreign_tasks,
+            failure_policy=failure_policy,
+            delivers=delivers,
+        )
+        self.app = app
+        self.sweep_after = options.sweep_after
+        self.publisher = Publisher(app, options.exchange, foreign_tasks=foreign_tasks, delivers=delivers)
+        self.backing = ParcelBacking(app, collection, self.publisher, options)
+        self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
+        self._maker = EntryMaker(app, lambda: options.source or "/" + self.collection.full_name.replace(".", "/", 1))
+        self._contents: WeakKeyDictionary[ClientSession, Contents] = WeakKeyDictionary()
+        register(app, self, self._name, options.sweep_every)
+        install(app)
+
+    def __repr__(self) -> str:
+        return f"<OutboxCollection {self._name or '(not opened yet)'}>"
+
+    @property
+    def name(self) -> str:
+        """What commands and logs call it."""
+        return self._name or self.collection.full_name
+
+    @property
+    def collection(self) -> Collection[Any]:
+        """The outbox's collection, with majority writes and reads from the primary."""
+        return self.backing.collection
+
+    @property
+    def dead_letters(self) -> OutboxDeadLetters:
+        """Entries that could not be published."""
+        return self.backing.dead_letters
+
+    @property
+    def backlog(self) -> Backlog:
+        """What a sweep needs of this outbox."""
+        return Backlog(lambda: self.name, self.backing, self.sweep_after)
+
+    # -- writes ------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        tasks: Sequence[object] = (),
+        events: Sequence[Event] = (),
+        *,
+        session: ClientSession | None = None,
+        key: object = None,
+        serialize: bool = False,
+    ) -> None:
+        """
+        Store tasks and events, to be dispatched if the transaction is committed.
+
+        Args:
+            tasks: signatures, chains, groups, chords.
+            events: events.
+            session: of the transaction. Without one they are stored at once, by a write of their own: sent for certain,
+                and tied to nothing else.
+            key: whose entries keep their order, such as the id of an order; text, a whole number, ObjectId or UUID.
+            serialize: have transactions of this key follow each other: one that meets another fails as after a
+                write conflict, and is repeated. Then the order of the key is that of the commits without exception.
+
+        Raises:
+            OutboxRefusedError: nothing was written; the message says why.
+        """
+        chosen = key_text(key)
+        self.backing.prepare()
+        if serialize and (chosen is None or session is None or not session.in_transaction):
+            raise OutboxRefusedError("serialize=True orders the transactions of a key; give key= and session=.")
+        entries = self._entries(tasks, events, chosen)
+        gathered = self._contents.get(session) if session is not None else None
+        if gathered is not None:
+            gathered.add(chosen, entries, serialize=serialize)
+            return
+        contents = Contents()
+        contents.add(chosen, entries, serialize=serialize)
+        self._write(contents, session)
+
+    @contextmanager
+    def collect(self, session: ClientSession, *, key: object = None, serialize: bool = False) -> Iterator[Box]:
+        """
+        Gather what is sent inside, and store it when the block ends, just before the commit.
+
+        Inside, whatever this app sends (`delay`, `apply_async`, `send_task`, chains, groups) is put into the box, and
+        its result object is returned as ever. Sent at once, as without a block: what a thread sends that the body
+        starts, and a `retry` or `replace` of the task that is running. A chord is put into the box as a whole, with
+        `box.add([chord(...)])`. An error inside drops the box.
+
+        Blocks may be nested, on one session with another key each; the outermost stores all of them.
+        `transactional(client, outbox=...)` has such a block around its body.
+
+        Args:
+            session: of a transaction in progress.
+            key: as of `add`, of what is sent inside.
+            serialize: as of `add`.
+
+        Raises:
+            TransactionRequiredError: there is no transaction in progress.
+            OutboxRefusedError: what was sent cannot be stored; nothing of the transaction may be committed.
+        """
+        chosen = key_text(key)
+        if not session.in_transaction:
+            raise TransactionRequiredError(
+                "collect stores what is sent inside with a transaction; pass the session of one in progress, such as "
+                "the one that transactional hands to the function."
+            )
+        if serialize and chosen is None:
+            raise OutboxRefusedError("serialize=True orders the transactions of a key; give key=.")
+        self.backing.prepare()
+        outer = self._contents.get(session)
+        contents = outer or Contents()
+        box = Box(contents, self._entries, chosen, serialize=serialize)
+        self._contents[session] = contents
+        try:
+            with captured(self.app, box):
+                yield box
+        finally:
+            box.close()
+            if outer is None:
+                self._contents.pop(session, None)
+        if outer is None and contents.entries:
+            if not session.in_transaction:
+                raise OutboxRefusedError(
+                    "the transaction was ended inside the block that gathers what goes with it; nothing of that was "
+                    "stored or sent. Let the block end first."
+                )
+            self._write(contents, session)
+
+    @contextmanager
+    def atomic(self, using: str | None = None, *, key: object = None, serialize: bool = False) -> Iterator[Box]:
+        """
+        Django's transaction (django-mongodb-backend), with `collect` around its body.
+
+        Args:
+            using: alias of the database; by default Django's.
+            key: as of `add`, of what is sent inside.
+            serialize: as of `add`.
+
+        Raises:
+            OutboxRefusedError: as of `collect`; the transaction was rolled back.
+        """
+        from mongo_celery.outbox.django import transaction
+
+        with transaction(using) as session, self.collect(session, key=key, serialize=serialize) as box:
+            yield box
+
+    # -- delivery ----------------------------------------------------------------------------------
+
+    def sweep(self, *, older_than: Duration | None = None, limit: int = 1000) -> Delivery:
+        """
+        Deliver what was left behind in this collection.
+
+        Args:
+            older_than: seconds that the oldest entry of a key has waited; by default `sweep_after`.
+            limit: how many keys (and transactions without one) at most.
+
+        Returns:
+            The sum of what was done.
+        """
+        age = self.sweep_after if older_than is None else seconds(older_than, "older_than")
+        return sweep_one(self.backlog, age, limit)
+
+    def status(self) -> OutboxStatus:
+        """Counts and ages of what is pending."""
+        return self.backing.status()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _entries(self, tasks: Sequence[object], events: Sequence[Event], key: str | None) -> list[Entry]:
+        _refuse_ids(asks_for_id(each) for each in (*tasks, *events))
+        found = self._maker.entries(tasks, (), _NOWHERE)
+        more = self._maker.entries((), events, _NOWHERE if key is None else Home(key))
+        _refuse_ids(bool(entry.bind) for entry in found)
+        _refuse_ids(mentions_stored_id(event.body) for event in events)
+        return [*found, *more]
+
+    def _write(self, contents: Contents, session: ClientSession | None) -> None:
+        if not contents.entries:
+            return
+        in_transaction = session is not None and session.in_transaction
+        ids = self.backing.insert(contents, session)
+        if session is None or not in_transaction:
+            self.backing.dispatch_parcels(ids)
+        elif not after_commit(session, lambda: self.backing.dispatch_parcels(ids)):
+            self.backing.dispatcher.expect()
+
+
+def _refuse_ids(asked: Iterable[bool]) -> None:
+    if any(asked):
+        raise OutboxRefusedError(
+            "STORED_ID and callables stand for the _id of the document that a task is stored in, and here it is stored "
+            "with a transaction; pass the id itself."
+        )

@@ -1,0 +1,97 @@
+"""What stands behind an `OutboxCollection`: as behind an outbox, with parcels for documents."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pymongo.client_session import ClientSession
+
+from mongo_celery.forking import per_process
+from mongo_celery.outbox.backing import Backing
+from mongo_celery.outbox.box import Contents
+from mongo_celery.outbox.dispatcher import OutboxDispatcher
+from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.failures import FailurePolicy
+from mongo_celery.outbox.parcel_relay import ParcelRelay
+from mongo_celery.outbox.parcel_store import INDEX, ParcelStore
+
+
+class ParcelDispatcher(OutboxDispatcher):
+    """Publishes the parcels that this process has inserted; what it is to look at are their `_id`s."""
+
+    def _deliver(self, errands: Sequence[Any]) -> None:
+        for errand in errands:
+            self._waiters += errand.waiting
+        if not errands:
+            return
+        self._publishing_since = time.monotonic()
+        try:
+            delivery = self._relay().deliver_all([errand.document_id for errand in errands], judge=False)
+        finally:
+            self._publishing_since = None
+        if delivery.broker_down:
+            self._pause_for_broker([])
+
+
+class ParcelBacking(Backing):
+    """The parts of one `OutboxCollection`; each process makes each of them when it first needs it."""
+
+    index_name = INDEX
+
+    @per_process
+    def store(self) -> ParcelStore:
+        """The parcels."""
+        return ParcelStore(self.plain, self.claims)
+
+    @property
+    def relay(self) -> ParcelRelay:
+        """Delivers parcels; the indexes exist afterwards."""
+        self.prepare()
+        return self._parcel_relay
+
+    def prepare(self) -> None:
+        """Have the indexes, before a transaction writes."""
+        if not self._indexed:
+            self.store.ensure()
+            self._indexed = True
+
+    @per_process
+    def _parcel_relay(self) -> ParcelRelay:
+        return ParcelRelay(
+            self.store,
+            self.publisher,
+            lambda: self.dead_letters,
+            claim_ttl=self._options.claim_ttl,
+            policy=FailurePolicy(self._options.failure_policy, self._options.max_attempts),
+            counters=self.counters,
+        )
+
+    def _new_dispatcher(self) -> OutboxDispatcher:
+        return self._dispatcher_of(ParcelDispatcher)
+
+    def due(self, older_than: float, limit: int) -> list[Any]:
+        """The `_id`s of heads that have waited so many seconds, and that this process may claim."""
+        return [head.id for head in self.store.due(older_than, limit)]
+
+    def is_indexed(self) -> bool | None:
+        """Whether the index is there; None where the user may not look."""
+        return self.store.is_indexed()
+
+    def insert(self, contents: Contents, session: ClientSession | None) -> list[Any]:
+        """Insert what a transaction is to send; the `_id`s of the new parcels."""
+        self.watch.written()
+        return [head.id for head in self.store.insert(contents.entries, contents.serialized, session)]
+
+    def put_back(self, place: object, entry: Entry) -> None:
+        """Insert an entry that was set aside, at the end of what waits under its key; a second time changes nothing."""
+        self.store.put_back(place if isinstance(place, str) else None, entry)
+
+    def dispatch_parcels(self, parcel_ids: Sequence[Any]) -> None:
+        """Hand parcels that were committed to the dispatcher: never blocks (but with `"wait"`), and never fails."""
+        if self.at_once == "wait":
+            for parcel_id in parcel_ids:
+                self.dispatcher.wait(None, parcel_id, self._wait_seconds)
+        elif self.at_once:
+            self.dispatcher.hint(*parcel_ids)

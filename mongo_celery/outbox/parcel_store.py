@@ -1,0 +1,165 @@
+"""The collection behind an `OutboxCollection`: its index, what is due in it, and how it stands."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection as Some
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
+from pymongo.read_concern import ReadConcern
+
+from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import is_too_large
+from mongo_celery.outbox.claims import PendingClaims
+from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.parcels import FIELD_OF_PARCELS, ORDER, ParcelHead, head_of, new_parcels
+
+logger = logging.getLogger("mongo_celery.outbox")
+
+Document = dict[str, Any]
+
+INDEX = "parcels"
+_PAGE = 1000
+"""How many parcels are looked through at a time for the heads among them."""
+
+_KEY_SECONDS = 86_400
+"""How long the document of a key is kept after the last transaction that was serialized by it."""
+
+
+class ParcelStore:
+    """
+    The parcels of one collection, and the keys by which transactions are serialized in the one beside it.
+
+    Args:
+        collection: opened with majority writes, for plain dicts.
+        claims: conditions on what is pending.
+    """
+
+    def __init__(self, collection: Collection[Document], claims: PendingClaims) -> None:
+        self.collection = collection
+        self.keys = collection.database[f"{collection.name}_keys"].with_options(write_concern=collection.write_concern)
+        self._local = collection.with_options(read_concern=ReadConcern("local"))
+        self.claims = claims
+        self._after = ""
+
+    def ensure(self) -> None:
+        """
+        Create the indexes if they are not there; without the right to do so, say it and go on.
+
+        Before the first transaction that writes here: an index waits for every open one, and others wait behind it.
+        """
+        if self.is_indexed():
+            return
+        try:
+            self.collection.create_index([("key", 1), *ORDER], name=INDEX)
+            self.keys.create_index([("at", 1)], name="at", expireAfterSeconds=_KEY_SECONDS)
+        except OperationFailure as error:
+            logger.warning(
+                "outbox: the index %s on %s cannot be created (%s); create it by hand, or each sweep reads the whole "
+                "collection",
+                INDEX, self.collection.full_name, short(error),
+                extra={"event": "index_refused"},
+            )  # fmt: skip
+
+    def is_indexed(self) -> bool | None:
+        """Whether the index is there; None where the user may not look."""
+        try:
+            return INDEX in self.collection.index_information()
+        except OperationFailure:
+            return None
+
+    # -- write -------------------------------------------------------------------------------------
+
+    def insert(
+        self, entries: Mapping[str | None, Sequence[Entry]], serialized: set[str], session: ClientSession | None
+    ) -> list[ParcelHead]:
+        """
+        Insert what a transaction is to send; the new parcels.
+
+        Args:
+            entries: by key.
+            serialized: keys whose transactions follow each other: all of them write the key's document.
+            session: of the transaction.
+
+        Raises:
+            OutboxRefusedError: an entry is too large for a document; the transaction cannot be committed.
+            PyMongoError: as of any write.
+        """
+        parcels = [parcel for key, each in entries.items() for parcel in new_parcels(key, each)]
+        if not parcels:
+            return []
+        for key in sorted(serialized):  # in one order, so that two transactions do not wait for each other
+            change = {"$inc": {"transactions": 1}, "$currentDate": {"at": True}}
+            self.keys.update_one({"_id": key}, change, upsert=True, session=session)
+        try:
+            self.collection.insert_many(parcels, session=session)
+        except (DocumentTooLarge, OperationFailure) as error:
+            if not is_too_large(error):
+                raise
+            raise OutboxRefusedError(
+                "a task or event is too large for a document of MongoDB, which holds 16 MB; pass an id instead of data."
+            ) from error
+        return [head_of(parcel) for parcel in parcels]
+
+    def put_back(self, key: str | None, entry: Entry) -> bool:
+        """Insert one entry as a parcel named after it; False if that is there already."""
+        (parcel,) = new_parcels(key, [entry])
+        try:
+            self.collection.insert_one({**parcel, "_id": entry.id})
+        except DuplicateKeyError:
+            return False
+        return True
+
+    # -- what is due -------------------------------------------------------------------------------
+
+    def due(self, older_than: float, limit: int) -> list[ParcelHead]:
+        """
+        Heads of keys that have waited so many seconds, and parcels without a key.
+
+        Keys have their turn one after the other, from where the last call ended: those that are held back keep no
+        others waiting, however many parcels stand behind them.
+        """
+        claimable = self.claimable(older_than)
+        single = self._local.find({"key": None, **claimable}, {"_id": 1}).sort(ORDER).limit(limit)
+        found = [ParcelHead(parcel["_id"], None) for parcel in single]
+        for begin in dict.fromkeys((self._after, "")):
+            seen = set(found)
+            behind = (head for head in self._behind(begin, claimable) if head not in seen)
+            found += islice(behind, limit - len(found))
+        self._after = next((head.key for head in reversed(found) if head.key is not None), "")
+        return found
+
+    def claimable(self, older_than: float | None) -> Document:
+        """A filter for parcels that a relay may claim, also where somebody else has written over what was pending."""
+        condition = self.claims.claimable(older_than)["$expr"]
+        return {"$or": [{"$expr": condition}, {FIELD_OF_PARCELS.name: {"$not": {"$type": "object"}}}]}
+
+    def heads(self, keys: Some[str]) -> list[ParcelHead]:
+        """The first parcels of keys, as this process sees them."""
+        if not keys:
+            return []
+        first = {"$group": {"_id": "$key", "id": {"$first": "$_id"}}}
+        order = {"key": 1, **dict(ORDER)}
+        stages: list[Document] = [{"$match": {"key": {"$in": list(keys)}}}, {"$sort": order}, first]
+        return [ParcelHead(found["id"], found["_id"]) for found in self._local.aggregate(stages)]
+
+    def _behind(self, key: str, claimable: Document) -> Iterator[ParcelHead]:
+        """The due heads behind a key, in the order of keys."""
+        order = [("key", 1), *ORDER]
+        while True:
+            parcels = list(self._local.find({"key": {"$gt": key}}, {"key": 1}).sort(order).limit(_PAGE))
+            heads: dict[str, ParcelHead] = {}
+            for parcel in parcels:
+                heads.setdefault(parcel["key"], head_of(parcel))
+            ids = [head.id for head in heads.values()]
+            due = {each["_id"] for each in self._local.find({"_id": {"$in": ids}, **claimable}, {"_id": 1})}
+            yield from (head for head in heads.values() if head.id in due)
+            if len(parcels) < _PAGE:
+                return
+            key = parcels[-1]["key"]  # the rest of this key stands behind its head

@@ -1,0 +1,92 @@
+"""An `OutboxCollection` in Django's own transactions; in a process of its own, which has Django's settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pymongo.database import Database
+
+from tests.fixtures.process import Processes
+
+Document = dict[str, Any]
+
+PROGRAM = """
+import sys
+import django
+from django.conf import settings
+
+url, name, broker = sys.argv[1:]
+settings.configure(
+    DATABASES={
+        "default": {"ENGINE": "django_mongodb_backend", "HOST": url, "NAME": name},
+        "files": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"},
+    },
+    DATABASE_ROUTERS=["django_mongodb_backend.routers.MongoRouter"],
+    DEFAULT_AUTO_FIELD="django_mongodb_backend.fields.ObjectIdAutoField",
+    INSTALLED_APPS=[],
+)
+django.setup()
+from celery import Celery
+from django.db import connection, models
+from django_mongodb_backend import transaction
+from mongo_celery import ConfigurationError, OutboxCollection
+
+class Seat(models.Model):
+    number = models.IntegerField()
+    class Meta:
+        app_label = "shop"
+        db_table = "seats"
+
+with connection.schema_editor() as editor:
+    editor.create_model(Seat)
+app = Celery("shop", broker=broker)
+
+@app.task
+def ticket(seat): ...
+
+outbox = OutboxCollection(app, lambda: connection.get_collection("outbox"), sweep_every=None, at_once=False)
+
+def book(number, fails=False):
+    with outbox.atomic(key=number):
+        Seat.objects.create(number=number)
+        ticket.delay(number)
+        if fails:
+            raise KeyError
+
+book(1)
+try:
+    book(2, fails=True)
+except KeyError:
+    pass
+try:
+    with transaction.atomic():
+        book(3)
+        raise KeyError
+except KeyError:
+    pass
+with transaction.atomic():
+    book(4)
+    book(5)
+try:
+    with outbox.atomic("files"):
+        raise SystemExit("a database that is not MongoDB's was accepted")
+except ConfigurationError as error:
+    assert "SQLite" in str(error), error
+assert [seat.number for seat in Seat.objects.order_by("number")] == [1, 4, 5]
+assert outbox.status().pending == 3
+outbox.sweep(older_than=0)
+outbox.backing.close()
+"""
+
+
+def test_what_djangos_transaction_sends_goes_with_its_commit(
+    processes: Processes, database: Database[Document], mongo_url: str, redis_url: str, redis_client: Any
+) -> None:
+    """Committed, rolled back, and inside an outer `atomic` that is committed or rolled back."""
+    booked = processes.python("django", "-c", PROGRAM, mongo_url, database.name, redis_url)
+    assert booked.wait() == 0, booked.text
+
+    messages = redis_client.lrange("celery", 0, -1)
+    sent = [json.loads(message)["headers"]["argsrepr"] for message in messages]
+    assert sorted(sent) == ["(1,)", "(4,)", "(5,)"]

@@ -1,0 +1,504 @@
+"""An outbox in a collection of its own: both or neither with a transaction, order per key, and what stops a key."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from bson import Timestamp
+from celery import chord, group
+from pymongo.database import Database
+from pymongo.errors import OperationFailure
+
+from mongo_celery import STORED_ID, Event, OutboxCollection, transactional
+from mongo_celery.errors import CommandRefusedError, ConfigurationError, OutboxRefusedError, TransactionRequiredError
+from mongo_celery.outbox.pending import LONG_AGO, UNCLAIMED
+from mongo_celery.outbox.replay import dead_letters, replay
+from tests.fixtures.process import wait_for
+from tests.integration.outbox_rig import Rig
+
+Document = dict[str, Any]
+
+
+class ParcelRig(Rig):
+    """The rig with outboxes in a collection `outbox`."""
+
+    def __init__(self, database: Database[Document], broker: str, **conf: Any) -> None:
+        super().__init__(database, broker, **conf)
+        self._made: list[OutboxCollection] = []
+        self.run = transactional(database.client).run
+
+    def parcels(self, **options: Any) -> OutboxCollection:
+        made = OutboxCollection(
+            self.app,
+            self.database["outbox"],
+            **{"sweep_every": None, "at_once": False, "name": str(len(self._made)), **options},
+        )
+        self._made.append(made)
+        return made
+
+    @property
+    def stored(self) -> list[Document]:
+        """The parcels, in order."""
+        return list(self.database["outbox"].find().sort([("seq", 1), ("_id", 1)]))
+
+    def close(self) -> None:
+        for outbox in self._made:
+            outbox.backing.close()
+        super().close()
+
+
+@pytest.fixture
+def rig(database: Database[Document], redis_url: str) -> Iterator[ParcelRig]:
+    made = ParcelRig(database, redis_url)
+    yield made
+    made.close()
+    database.client["mongo_celery"]["outbox_dead_letters"].delete_many({"outbox": {"$regex": f"^{database.name}"}})
+
+
+def test_what_a_transaction_sends_is_stored_with_it_and_dispatched_after_the_commit(rig: ParcelRig) -> None:
+    """Gathered in the body; the parcel has a place in the order that the server has given it; nothing stays."""
+    outbox, seats = rig.parcels(), rig.database["seats"]
+
+    @transactional(rig.database.client, outbox=outbox)
+    def book(seat: int, *, session: Any) -> str:
+        result = rig.add.delay(seat, 1)
+        seats.insert_one({"_id": seat}, session=session)
+        outbox.add(events=[Event("seat.booked", {"seat": seat})], session=session)
+        rig.app.send_task("add", args=(seat, 2))
+        assert rig.sent() == []
+        return str(result.id)
+
+    id = book(7)  # noqa: A001
+    (parcel,) = rig.stored
+    assert [entry["name"] for entry in parcel["pendingEvents"]["events"]] == ["add", "seat.booked", "add"]
+    assert parcel["pendingEvents"]["count"] == 3
+    assert isinstance(parcel["seq"], Timestamp)
+    assert parcel["seq"].time > 0
+    assert outbox.status().pending == 3
+    assert outbox.sweep(older_than=0).dispatched == 3
+    messages = rig.drain()
+    assert [message.args for message in messages] == [[7, 1], [7, 2]]
+    assert messages[0].id == id
+    assert rig.stored == []
+    assert outbox.status().pending == 0
+
+
+def test_a_body_that_fails_or_is_repeated_leaves_one_set_of_tasks_or_none(rig: ParcelRig) -> None:
+    outbox, seats, attempts = rig.parcels(), rig.database["seats"], list[int]()
+    seats.insert_one({"_id": 1, "free": 2})
+
+    @transactional(rig.database.client, outbox=outbox)
+    def book(*, session: Any, fails: bool = False) -> None:
+        attempts.append(1)
+        rig.add.delay(1, len(attempts))
+        if len(attempts) == 1:
+            with rig.database.client.start_session() as other:
+                seats.find_one({"_id": 1}, session=session)
+                seats.update_one({"_id": 1}, {"$inc": {"free": -1}}, session=other)
+        seats.update_one({"_id": 1}, {"$inc": {"free": -1}}, session=session)
+        if fails:
+            raise KeyError
+
+    book()
+    with pytest.raises(KeyError):
+        book(fails=True)
+    with pytest.raises(ValueError, match="invalid literal"), transactional(rig.database.client, outbox=outbox):
+        int(rig.add.delay(1, 99).id)
+    with transactional(rig.database.client, outbox=outbox):
+        rig.add.delay(1, 4)
+
+    assert len(attempts) == 3
+    assert outbox.sweep(older_than=0).dispatched == 2
+    assert rig.sent() == [[1, 2], [1, 4]]
+
+
+def test_groups_are_gathered_and_a_chord_is_added_as_a_whole(rig: ParcelRig) -> None:
+    """A chord asks the result backend when it is sent; in the box it is frozen, and asks when it is dispatched."""
+    outbox = rig.parcels()
+
+    def body(session: Any) -> None:
+        with outbox.collect(session) as box:
+            group(rig.add.s(0, each) for each in range(2)).delay()
+            box.add([chord([rig.add.s(1, 1), rig.add.s(2, 2)], rig.total.s())])
+
+    rig.run(body)
+    assert [entry["name"] for entry in rig.stored[0]["pendingEvents"]["events"]] == ["add", "add", "celery.chord"]
+    outbox.sweep(older_than=0)
+    assert [args for args in rig.sent() if isinstance(args[0], int)] == [[0, 0], [0, 1], [1, 1], [2, 2]]
+
+
+def test_the_order_of_a_key_is_that_of_transactions_that_follow_each_other(rig: ParcelRig) -> None:
+    """One parcel for each transaction and key; other keys, and what has none, do not wait for each other."""
+    outbox = rig.parcels()
+    for number in range(3):
+
+        def body(session: Any, number: int = number) -> None:
+            with outbox.collect(session, key="a") as box:
+                rig.add.delay(1, number)
+                box.add([rig.add.s(2, number)], key=2)
+                with outbox.collect(session, key="c"):
+                    rig.add.delay(3, number)
+                rig.add.delay(1, number + 10)
+            outbox.add([rig.add.s(4, number)], session=session)
+
+        rig.run(body)
+
+    assert len(rig.stored) == 12
+    assert sorted({str(parcel["key"]) for parcel in rig.stored}) == ["2", "None", "a", "c"]
+    assert outbox.sweep(older_than=0).dispatched == 15
+    sent = rig.sent()
+    assert [n for key, n in sent if key == 1] == [0, 10, 1, 11, 2, 12]
+    assert [n for key, n in sent if key == 2] == [0, 1, 2]
+    assert [n for key, n in sent if key == 3] == [0, 1, 2]
+    assert sorted(n for key, n in sent if key == 4) == [0, 1, 2]
+
+
+def test_transactions_that_write_a_document_in_common_keep_their_order_whenever_they_send(rig: ParcelRig) -> None:
+    """Each adds to one document and sends the number that it has found; all at once, repeated by conflicts."""
+    outbox, counters = rig.parcels(), rig.database["counters"]
+    counters.insert_one({"_id": 1, "n": 0})
+
+    def body(session: Any) -> None:
+        counter: Any = counters.find_one_and_update({"_id": 1}, {"$inc": {"n": 1}}, session=session)
+        outbox.add([rig.add.s(1, counter["n"])], key="k", session=session)
+
+    def early(session: Any) -> None:
+        """The parcel first, so that its place is given before the conflict is met."""
+        (n,) = (counter["n"] for counter in counters.find({"_id": 1}, session=session))
+        outbox.add([rig.add.s(1, n)], key="k", session=session)
+        counters.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
+
+    def many(body: Any) -> None:
+        for _ in range(10):
+            transactional(rig.database.client).run(body)
+
+    threads = [threading.Thread(target=many, args=(each,)) for each in (body, early, body, early)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    outbox.sweep(older_than=0)
+    assert [n for _, n in rig.sent()] == list(range(40))
+
+
+def test_serialize_makes_transactions_of_a_key_follow_each_other(rig: ParcelRig) -> None:
+    """Two at once that have nothing else in common: the second fails as after a conflict; other keys are free."""
+    outbox = rig.parcels()
+    outbox.sweep()
+    client = rig.database.client
+    with client.start_session() as first, client.start_session() as second:
+        first.start_transaction()
+        second.start_transaction()
+        rig.database["seats"].find_one(session=first)
+        rig.database["seats"].find_one(session=second)
+        outbox.add([rig.add.s(1, 1)], key="a", serialize=True, session=first)
+        outbox.add([rig.add.s(2, 1)], key="b", serialize=True, session=second)
+        with pytest.raises(OperationFailure) as raised:
+            outbox.add([rig.add.s(1, 2)], key="a", serialize=True, session=second)
+        assert raised.value.has_error_label("TransientTransactionError")
+        first.commit_transaction()
+    assert [parcel["key"] for parcel in rig.stored] == ["a"]
+    assert rig.database["outbox_keys"].count_documents({}) == 1
+    with pytest.raises(OutboxRefusedError, match="key="):
+        outbox.add([rig.add.s(1, 1)], serialize=True)
+
+
+def test_a_parcel_with_an_earlier_head_waits_for_it(rig: ParcelRig) -> None:
+    """Whoever is asked to deliver the second delivers the first before; one that another relay holds stops both."""
+    outbox = rig.parcels(claim_ttl=600)
+    for number in range(3):
+        outbox.add([rig.add.s(1, number)], key="k")
+    first, second, _ = (parcel["_id"] for parcel in rig.stored)
+    relay = outbox.backing.relay
+
+    rig.database["outbox"].update_one(
+        {"_id": first},
+        {
+            "$currentDate": {"pendingEvents.claim.since": True},
+            "$set": {
+                "pendingEvents.claim.ttl": 600_000,
+            },
+        },
+    )
+    assert relay.deliver(second).dispatched == 0
+    assert outbox.sweep(older_than=0).dispatched == 0
+    rig.database["outbox"].update_one({"_id": first}, {"$set": {"pendingEvents.claim.ttl": 0}})
+    assert relay.deliver(second).dispatched == 3
+    assert [n for _, n in rig.sent()] == [0, 1, 2]
+
+
+# -- the transaction ---------------------------------------------------------------------------------
+
+
+def test_what_was_committed_is_dispatched_by_the_same_process(rig: ParcelRig) -> None:
+    """Under `transactional`, in a transaction of the driver's own, which nobody tells of, and without one."""
+    outbox = rig.parcels(at_once=True)
+
+    @transactional(rig.database.client, outbox=outbox)
+    def book(*, session: Any) -> None:
+        del session
+        rig.add.delay(1, 1)
+        outbox.sweep(older_than=0)
+        assert rig.sent() == []
+
+    book()
+    wait_for(lambda: rig.sent() == [[1, 1]])
+    with rig.database.client.start_session() as session:
+        session.with_transaction(lambda session: outbox.add([rig.add.s(2, 2)], session=session))
+    wait_for(lambda: rig.sent() == [[2, 2]])
+    rig.parcels(at_once="wait").add([rig.add.s(3, 3)], key="k")
+    assert rig.sent() == [[3, 3]]
+    wait_for(lambda: not rig.stored)
+
+
+def test_a_block_needs_a_transaction_and_ends_before_it(rig: ParcelRig) -> None:
+    outbox = rig.parcels()
+    with rig.database.client.start_session() as session:
+        with pytest.raises(TransactionRequiredError, match="in progress"), outbox.collect(session):
+            pass
+
+        def ended(end: Any) -> None:
+            session.start_transaction()
+            with outbox.collect(session):
+                rig.add.delay(1, 1)
+                end()
+
+        for end in (session.commit_transaction, session.abort_transaction):
+            with pytest.raises(OutboxRefusedError, match="ended inside"):
+                ended(end)
+        session.start_transaction()
+        with outbox.collect(session):
+            session.abort_transaction()
+    assert rig.stored == []
+    with pytest.raises(ConfigurationError, match="OutboxCollection"):
+        transactional(rig.database.client, outbox=rig.outbox())  # type: ignore[arg-type]
+
+
+def test_functions_that_join_a_transaction_gather_into_its_box(rig: ParcelRig) -> None:
+    outbox = rig.parcels()
+    decorated = transactional(rig.database.client, outbox=outbox)
+
+    @decorated
+    def inner(*, session: Any) -> None:
+        del session
+        rig.add.delay(1, 2)
+
+    @decorated
+    def outer(*, session: Any) -> None:
+        rig.add.delay(1, 1)
+        inner(session=session)
+        rig.add.delay(1, 3)
+
+    outer()
+    assert len(rig.stored) == 1
+    outbox.sweep(older_than=0)
+    assert rig.sent() == [[1, 1], [1, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "key", "sentence"),
+    [
+        ("add", None, "lists"),
+        ([object()], None, "no Celery signature"),
+        ([lambda stored: stored], None, "the id itself"),
+        ([], [1], "must be text"),
+        ([], True, "must be text"),
+        ([], "", "1 to 1024 bytes"),
+        ([], "\ud800", "1 to 1024 bytes"),
+        ([], "x" * 1025, "1 to 1024 bytes"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_by_one_sentence(rig: ParcelRig, tasks: Any, key: Any, sentence: str) -> None:
+    with pytest.raises(OutboxRefusedError, match=sentence):
+        rig.parcels().add(tasks, key=key)
+    assert rig.stored == []
+
+
+def test_stored_ids_and_documents_beyond_the_limit_are_refused(rig: ParcelRig) -> None:
+    """Large transactions have several parcels, in their order; one entry has to fit into a document."""
+    outbox = rig.parcels()
+    for wrong in ([rig.add.s(STORED_ID, 1)], [rig.add.s(1, "x" * 17_000_000)]):
+        with pytest.raises(OutboxRefusedError, match=r"the id itself|16 MB"):
+            outbox.add(wrong)
+    with pytest.raises(OutboxRefusedError, match="the id itself"):
+        outbox.add(events=[Event("seat.booked", {"seat": STORED_ID})])
+    assert rig.stored == []
+    outbox.add([rig.add.s(1, "x" * 3_000_000) for _ in range(3)], key="k")
+    outbox.add([rig.add.s(2, each) for each in range(700)], key="k")
+    assert len(rig.stored) == 5
+    assert outbox.sweep(older_than=0).dispatched == 703
+    assert [n for key, n in rig.sent() if key == 2] == list(range(700))
+
+
+# -- delivery ----------------------------------------------------------------------------------------
+
+
+def test_relays_at_the_same_time_send_each_entry_once_and_in_order(rig: ParcelRig) -> None:
+    """Four relays on five keys with twenty parcels each, and forty without a key."""
+    outbox = rig.parcels()
+    for step in range(20):
+        for key in range(5):
+            outbox.add([rig.add.s(key, step)], key=key)
+        outbox.add([rig.add.s(9, step)])
+        outbox.add([rig.add.s(9, step + 20)])
+    relays = [rig.parcels() for _ in range(4)]
+    threads = [threading.Thread(target=each.sweep, kwargs={"older_than": 0}) for each in relays]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    outbox.sweep(older_than=0)
+
+    sent = rig.sent()
+    assert len(sent) == 140
+    for key in range(5):
+        assert [step for each, step in sent if each == key] == list(range(20))
+    assert sorted(step for each, step in sent if each == 9) == list(range(40))
+    assert rig.stored == []
+
+
+def test_a_relay_that_sleeps_past_its_claim_repeats_but_never_overtakes(rig: ParcelRig) -> None:
+    """Paused before its first publish; another delivers all and more; what it has read comes late, again."""
+    writer, sleeper = rig.parcels(), rig.parcels(claim_ttl=3.0)
+    for step in range(3):
+        writer.add([rig.add.s(1, step)], key="k")
+    asleep, wake = threading.Event(), threading.Event()
+    publish = sleeper.publisher.publish
+
+    def slow(*given: Any) -> None:
+        asleep.set()
+        assert wake.wait(60)
+        publish(*given)
+
+    sleeper.publisher.publish = slow  # type: ignore[method-assign]
+    thread = threading.Thread(target=sleeper.sweep, kwargs={"older_than": 0})
+    thread.start()
+    assert asleep.wait(60)
+    wait_for(lambda: writer.sweep(older_than=0).dispatched == 3)
+    writer.add([rig.add.s(1, 3)], key="k")
+    assert writer.sweep(older_than=0).dispatched == 1
+    wake.set()
+    thread.join()
+
+    steps = [step for _, step in rig.sent()]
+    assert steps == [0, 1, 2, 3, 0]
+    assert rig.stored == []
+
+
+def test_an_entry_with_a_fault_of_its_own_stops_its_key_only(rig: ParcelRig) -> None:
+    """In the middle of a parcel behind the head: what stood before it is gone, it alone is counted, others go on."""
+    outbox = rig.parcels()
+    outbox.add([rig.add.s(1, 0)], key="k")
+    outbox.add([rig.add.s(1, 1), rig.add.s(1, 2), rig.add.s(1, 3)], key="k")
+    outbox.add([rig.add.s(1, 4)], key="k")
+    outbox.add([rig.add.s(2, 0)], key="other")
+    spoil(rig, entry=2)
+
+    delivery = outbox.sweep(older_than=0)
+    assert delivery.dispatched == 3
+    assert delivery.error is not None
+    assert sorted(rig.sent()) == [[1, 0], [1, 1], [2, 0]]
+    first, _ = (parcel["pendingEvents"] for parcel in rig.stored)
+    assert [entry["attempts"] for entry in first["events"]] == [1, 0]
+    assert first["count"] == 2
+    assert outbox.status().failing == 1
+    assert outbox.sweep(older_than=0).dispatched == 0
+    rig.database["outbox"].update_many({}, {"$set": {"pendingEvents.claim": UNCLAIMED}})
+    mend(rig)
+    assert outbox.sweep(older_than=0).dispatched == 3
+    assert rig.sent() == [[1, 2], [1, 3], [1, 4]]
+
+
+def test_a_dead_letter_lets_its_key_go_on_and_is_put_back_under_it(rig: ParcelRig) -> None:
+    outbox = rig.parcels(failure_policy="dead_letter")
+    for number in range(3):
+        outbox.add([rig.add.s(1, number)], key="k")
+    spoil(rig, entry=1)
+    ripe = {"pendingEvents.events.0.attempts": 99, "pendingEvents.events.0.at": LONG_AGO}
+    rig.database["outbox"].update_many({"pendingEvents.events.contentType": "nonsense"}, {"$set": ripe})
+
+    delivery = outbox.sweep(older_than=0)
+    assert (delivery.dispatched, delivery.dead) == (2, 1)
+    assert rig.sent() == [[1, 0], [1, 2]]
+    (letter,) = dead_letters(outbox, 0)
+    assert letter.document == "k"
+    mend(rig)
+    rig.database.client["mongo_celery"]["outbox_dead_letters"].update_one(
+        {"_id": {"$regex": letter.id}}, {"$set": {"entry.contentType": "application/json"}}
+    )
+    assert replay(outbox, letter.id).result == "pending"
+    (parcel,) = rig.stored
+    assert (parcel["key"], parcel["pendingEvents"]["events"][0]["attempts"]) == ("k", 0)
+    assert isinstance(parcel["seq"], Timestamp)
+    assert outbox.sweep(older_than=0).dispatched == 1
+    assert rig.sent() == [[1, 1]]
+    with pytest.raises(CommandRefusedError, match="no dead letter"):
+        replay(outbox, letter.id)
+
+
+def test_keys_that_stand_keep_no_other_from_its_turn(rig: ParcelRig) -> None:
+    """More parcels behind one stuck head than a sweep looks through at once, and keys on both sides of it."""
+    outbox = rig.parcels()
+    for number in range(2):
+        outbox.add([rig.add.s(1, number)], key=f"a{number}")
+    outbox.add([rig.add.s(2, 0)], key="m")
+    (model,) = (parcel for parcel in rig.stored if parcel["key"] == "m")
+    rig.database["outbox"].insert_many(
+        {**model, "_id": each, "seq": Timestamp(2**32 - 1, each + 1)} for each in range(1500)
+    )
+    rig.database["outbox"].update_many(
+        {"_id": model["_id"]},
+        {"$currentDate": {"pendingEvents.claim.since": True}, "$set": {"pendingEvents.claim.wait": 600_000}},
+    )
+    for number in range(2):
+        outbox.add([rig.add.s(3, number)], key=f"z{number}")
+
+    assert outbox.sweep(older_than=0, limit=1).dispatched == 1
+    assert outbox.sweep(older_than=0, limit=2).dispatched == 2
+    assert outbox.sweep(older_than=0).dispatched == 1
+    assert sorted(rig.sent()) == [[1, 0], [1, 1], [3, 0], [3, 1]]
+
+
+def test_a_broker_that_is_away_costs_nobody_anything(rig: ParcelRig) -> None:
+    """Neither the writer nor the entry: it waits, without a claim, and is sent when the broker is back."""
+    outbox = rig.parcels(at_once=True)
+    url = rig.app.conf.broker_url
+    rig.app.conf.update(broker_url="redis://127.0.0.1:9/0")
+    outbox.add([rig.add.s(1, 1)], key="k")
+    wait_for(lambda: outbox.status().dispatcher.broker_down)
+    outbox.add([rig.add.s(1, 2)], key="k")
+    assert [parcel["pendingEvents"]["events"][0]["attempts"] for parcel in rig.stored] == [0, 0]
+    outbox.backing.close()
+    rig.app.conf.update(broker_url=url)
+    wait_for(lambda: outbox.sweep(older_than=0).dispatched == 2)
+    assert rig.sent() == [[1, 1], [1, 2]]
+
+
+@pytest.mark.parametrize("written", [None, 5, [1], {"count": 1}, {"count": 1, "events": []}, {"count": 1, "events": 7}])
+def test_what_somebody_else_has_written_over_a_head_stops_nobody(rig: ParcelRig, written: Any) -> None:
+    """It is set aside, and its key goes on."""
+    outbox = rig.parcels()
+    for number in range(2):
+        outbox.add([rig.add.s(1, number)], key="k")
+    rig.database["outbox"].update_one({"_id": rig.stored[0]["_id"]}, {"$set": {"pendingEvents": written}})
+
+    outbox.sweep(older_than=0)
+    assert rig.sent() == [[1, 1]]
+    assert rig.stored == []
+    assert outbox.dead_letters.count() == 1
+
+
+def spoil(rig: ParcelRig, *, entry: int) -> None:
+    """Damage the entry that sends (1, entry)."""
+    change = {"$set": {"pendingEvents.events.$.contentType": "nonsense"}}
+    named = {"pendingEvents.events": {"$elemMatch": {"argsrepr": {"$regex": rf"\b1, {entry}\b"}}}}
+    assert rig.database["outbox"].update_one(named, change).matched_count == 1
+
+
+def mend(rig: ParcelRig) -> None:
+    """Take all damage back."""
+    each = {"$set": {"pendingEvents.events.$[each].contentType": "application/json"}}
+    rig.database["outbox"].update_many({}, each, array_filters=[{"each.contentType": "nonsense"}])
