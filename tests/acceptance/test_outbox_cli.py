@@ -176,7 +176,7 @@ def test_a_dead_letter_is_shown_and_replayed_after_the_app_was_corrected(shop: S
     assert "parcels: 0 dead letters" in listed.stdout
     (status,) = shop.lines("status", "--name", "orders")
     assert status["dead_letters"] == 1
-    assert "dead-letters list" in status["advice"][0]
+    assert "dead-letters list" in status["advice"][-1]
     (shown,) = shop.lines("dead-letters", "show", dead_letter)
     assert (shown["id"], shown["document"], shown["entry"]["name"]) == (dead_letter, 7, f"{APP}.bill")
     assert "payload" not in shown["entry"]
