@@ -126,14 +126,17 @@ class BulkWrites:
         claimed = 0
         for place, write in enumerate(writes):
             entries, document_id = self._carriers.entries_of_request(write.request, write.tasks, write.events)
-            request, written = self._carriers.with_entries(write.request, entries, document_id), None
-            if claim and entries and isinstance(write.request, InsertOne) and claimed < _CLAIMED_MAX:
+            if entries and claim and claimed < _CLAIMED_MAX and isinstance(write.request, InsertOne):
                 claimed += 1
-                whole, written = self._writer.insertion(BulkRequest.of(write.request).document, entries, claim=True)
-                request = InsertOne(whole)
-            elif entries:
+                document = BulkRequest.of(write.request).document
+                self._writer.field.refuse_in_document(document)
+                whole, written = self._writer.insertion({"_id": document_id, **document}, entries, claim=True)
+                yield _BulkStep(place, InsertOne(whole), entries, document_id, written)
+                continue
+            if entries:
                 self._writer.refuse_more_than_ever(entries)
-            yield _BulkStep(place, request, entries, document_id, written)
+            request = self._carriers.with_entries(write.request, entries, document_id)
+            yield _BulkStep(place, request, entries, document_id)
 
     def _refuse_full(self, requests: Sequence[_BulkStep], session: ClientSession | None) -> None:
         added = list[tuple[Any, Any, int]]()
