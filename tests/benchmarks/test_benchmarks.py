@@ -50,6 +50,11 @@ def test_the_outboxs_suite_gives_writes_entries_the_query_and_the_recovery(
     whole = json.loads(ended.stdout)
     found = whole["outbox"]
     assert "transactions" not in whole
+    for name in ("paced_insert_caller", "update_caller", "bulk_1000_caller", "hot_longest", "frozen_longest"):
+        (ratio,) = (value for key, value in found["costs"][name].items() if key.startswith("ratio_to_"))
+        assert ratio > 0
+    assert found["costs"]["undelivered"] == 0
+    assert {"hot_p99", "insert_caller"} <= found["aims"].keys()
     for kind in ("insert", "update"):
         assert found["writes"][f"{kind}_outbox"][f"ratio_to_{kind}_delay"] > 0
         assert len(found["writes"][f"{kind}_later"]["rounds"]) == 1
