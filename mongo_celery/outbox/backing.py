@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -242,6 +243,11 @@ class Backing:
         if dispatcher is not None:
             dispatcher.close()
         self.publisher.close()
+
+    @property
+    def full_names(self) -> Sequence[str]:
+        """The namespaces that are written to, dead letters apart."""
+        return [self.collection.full_name]
 
     @property
     def index_name(self) -> str:

@@ -33,7 +33,7 @@ def transaction(using: str | None) -> Iterator[ClientSession]:
         ConfigurationError: the database is not MongoDB's.
     """
     from django.db import DEFAULT_DB_ALIAS, connections
-    from django_mongodb_backend.transaction import atomic
+    from django_mongodb_backend.transaction import atomic  # type: ignore[import-untyped]
 
     alias = using or DEFAULT_DB_ALIAS
     connection = connections[alias]

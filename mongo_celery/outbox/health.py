@@ -168,7 +168,7 @@ def read_health(app: Celery, outboxes: Sequence[AnyOutbox]) -> list[Health]:
 
 def concern_of(outbox: AnyOutbox) -> Concern:
     """Whom an error of MongoDB concerns that an outbox meets, and what the outbox needs."""
-    documents, dead_letters = outbox.collection.full_name, outbox.dead_letters.full_name
+    documents, dead_letters = " and ".join(outbox.backing.full_names), outbox.dead_letters.full_name
     notes = outbox.backing.sweeps.full_name
     return Concern(
         f"the outbox's collection {documents}, its dead letters, {dead_letters}, or the notes of its sweeps, {notes}",

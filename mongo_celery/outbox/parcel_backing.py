@@ -38,7 +38,15 @@ class ParcelDispatcher(OutboxDispatcher):
 class ParcelBacking(Backing):
     """The parts of one `OutboxCollection`; each process makes each of them when it first needs it."""
 
-    index_name = INDEX
+    @property
+    def index_name(self) -> str:
+        """Of the index on what is pending."""
+        return INDEX
+
+    @property
+    def full_names(self) -> Sequence[str]:
+        """The namespaces that are written to, dead letters apart."""
+        return [self.collection.full_name, self.store.keys.full_name]
 
     @per_process
     def store(self) -> ParcelStore:

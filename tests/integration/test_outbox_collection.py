@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from bson import Timestamp
-from celery import chord, group
+from celery import Celery, chord, group
+from pymongo import MongoClient
 from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
 from mongo_celery import STORED_ID, Event, OutboxCollection, transactional
+from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.errors import CommandRefusedError, ConfigurationError, OutboxRefusedError, TransactionRequiredError
+from mongo_celery.outbox.health import read_health
 from mongo_celery.outbox.pending import LONG_AGO, UNCLAIMED
 from mongo_celery.outbox.replay import dead_letters, replay
 from tests.fixtures.process import wait_for
@@ -502,3 +507,54 @@ def mend(rig: ParcelRig) -> None:
     """Take all damage back."""
     each = {"$set": {"pendingEvents.events.$[each].contentType": "application/json"}}
     rig.database["outbox"].update_many({}, each, array_filters=[{"each.contentType": "nonsense"}])
+
+
+def test_an_entry_of_another_app_stops_its_key_and_is_told(rig: ParcelRig) -> None:
+    """Passing over it would send what is behind it first; an app that delivers for the other goes on."""
+    other = Celery("other", broker=rig.app.conf.broker_url, set_as_current=False)
+    theirs = OutboxCollection(other, rig.database["outbox"], sweep_every=None, at_once=False, foreign_tasks=True)
+    ours = rig.parcels()
+    ours.add([rig.add.s(1, 0)], key="k")
+    theirs.add([other.signature("add", (1, 1))], key="k")
+    ours.add([rig.add.s(1, 2)], key="k")
+    ours.add([rig.add.s(2, 0)], key="other")
+
+    ours.sweep(older_than=0)
+    assert sorted(rig.sent()) == [[1, 0], [2, 0]]
+    assert ours.status().other_apps == 1
+    assert rig.parcels(delivers=("other",)).sweep(older_than=0).dispatched == 2
+    assert rig.sent() == [[1, 1], [1, 2]]
+    theirs.backing.close()
+
+
+def test_commands_see_it_as_any_outbox(rig: ParcelRig) -> None:
+    outbox = rig.parcels(name="leaving")
+    outbox.add([rig.add.s(1, 0), rig.add.s(1, 1)], key="k")
+
+    (health,) = read_health(rig.app, [outbox])
+    plain = plain_health(health)
+    assert (plain["outbox"], plain["documents"], plain["pending"], plain["indexed"]) == ("leaving", 1, 2, True)
+    assert plain["broker"]["answers"]
+    rig.database["outbox"].drop_index(outbox.backing.index_name)
+    (health,) = read_health(rig.app, [outbox])
+    assert any("index parcels is missing" in sentence for sentence in health.advice())
+
+
+def test_a_forked_child_collects_and_delivers_for_itself(rig: ParcelRig, mongo_url: str) -> None:
+    """Prefork workers make their clients after the fork; what the parent has queued is the parent's."""
+    made: dict[int, Any] = {}
+
+    def collection() -> Any:
+        return made.setdefault(os.getpid(), MongoClient(mongo_url))[rig.database.name]["outbox"]
+
+    outbox = OutboxCollection(rig.app, collection, name="forked", sweep_every=None)
+    outbox.add([rig.add.s(1, 1)], key="k")
+    wait_for(lambda: rig.sent() == [[1, 1]])
+
+    child = multiprocessing.get_context("fork").Process(target=outbox.add, args=([rig.add.s(2, 2)],))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    wait_for(lambda: rig.sent() == [[2, 2]])
+    outbox.backing.close()
+    made[os.getpid()].close()
