@@ -61,7 +61,7 @@ def test_the_outboxs_suite_gives_writes_entries_the_query_and_the_recovery(
     assert found["entries"]["sweep"]["ratio_to_delay"] > 0
     assert found["entries"]["listener"]["value"] > 0
     query = found["sweep_query"]
-    assert (query["documents"], query["pending"], query["index"]) == (400, 100, "pending-events")
+    assert (query["documents"], query["pending"], query["index"]) == (400, 100, "pendingEvents")
     assert (query["keys_examined"], query["documents_examined"]) == (100, 100)
     recovery = found["recovery"]
     assert recovery["left_pending"][0] >= 1

@@ -20,7 +20,6 @@ from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.examining import guarded
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import Concern
-from mongo_celery.outbox import dead_letters, swept
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.check.contents import check_contents
 from mongo_celery.outbox.check.odm import check_models
@@ -111,10 +110,9 @@ def _parts(outbox: AnyOutbox, facts: AppFacts) -> Mapping[str, Callable[[], Iter
 
 def _others(outbox: AnyOutbox) -> list[tuple[str, str]]:
     """Database and name of the outbox's own collections."""
-    backing = outbox.backing
-    state = [(backing.options.database, name) for name in (dead_letters.COLLECTION, swept.COLLECTION)]
-    keys = [backing.store.keys] if isinstance(backing, ParcelBacking) else []
-    return [*state, *((each.database.name, each.name) for each in keys)]
+    _, *further = outbox.backing.full_names
+    own = [*further, outbox.dead_letters.full_name, outbox.backing.sweeps.full_name]
+    return [(database, name) for database, _, name in (each.partition(".") for each in own)]
 
 
 def _index_of(outbox: AnyOutbox) -> WantedIndex:
