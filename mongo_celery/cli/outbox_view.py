@@ -35,6 +35,8 @@ def _health(health: Health) -> RenderableType:
     if status.failing:
         failing = number(status.failing, "document has an entry", "documents have entries")
         text.append(f", {failing} that failed", style="yellow")
+    if status.stuck:
+        text.append(f", {number(status.stuck, 'of them is', 'of them are')} stuck", style="red")
     letters = number(status.dead_letters, "dead letter", "dead letters")
     text.append(", ").append(letters, style="red" if status.dead_letters else "")
     answers = health.broker_error is None

@@ -27,6 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pymongo.common import validate_ok_for_replace, validate_ok_for_update
@@ -252,6 +253,12 @@ def _is_zero(value: Any) -> bool:
 _OPTIONS = ("collation", "array_filters", "hint")
 
 
+@cache
+def _slots(kind: Any) -> Sequence[str]:
+    """What PyMongo keeps of a request; asked once for each kind, since a bulk write may have thousands."""
+    return [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]
+
+
 @dataclass(frozen=True, slots=True)
 class BulkRequest:
     """
@@ -276,8 +283,8 @@ class BulkRequest:
     @classmethod
     def of(cls, request: Any) -> BulkRequest:
         """Take a request apart; PyMongo has no public names for what it was made of."""
-        names = [name for kind in type(request).__mro__ for name in getattr(kind, "__slots__", ())]
-        facts = {name.lstrip("_"): getattr(request, name) for name in names}
+        kind: Any = type(request)
+        facts = {name.lstrip("_"): getattr(request, name) for name in _slots(kind)}
         options = {name: facts[name] for name in _OPTIONS if facts.get(name) is not None}
         return cls(
             facts.get("filter"),

@@ -211,6 +211,8 @@ class Backing:
         """
         if self.at_once:
             self.dispatcher.wait(None, document_id, self._wait_seconds)
+        if self.dispatcher.state.broker_down:
+            return Delivery(broker_down=True, error="the broker does not answer")
         return self.relay.deliver(document_id)
 
     @property

@@ -19,11 +19,11 @@ from pymongo.results import BulkWriteResult
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, id_key
 from mongo_celery.mongo.writes import COUNTS, BulkRequest
-from mongo_celery.outbox.carriers import Carriers
 from mongo_celery.outbox.deletes import Deletes
 from mongo_celery.outbox.document_write import Written
 from mongo_celery.outbox.entries import Entry, listed
 from mongo_celery.outbox.events import Event
+from mongo_celery.outbox.plain_values import PlainValues
 from mongo_celery.outbox.writes import Writer
 
 _CLAIMED_MAX = 500
@@ -71,13 +71,13 @@ class BulkWrites:
 
     Args:
         writer: to it.
-        carriers: of entries.
+        values: makes requests that carry entries.
         deletes: in it.
     """
 
-    def __init__(self, writer: Writer, carriers: Carriers, deletes: Deletes) -> None:
+    def __init__(self, writer: Writer, values: PlainValues, deletes: Deletes) -> None:
         self._writer = writer
-        self._carriers = carriers
+        self._values = values
         self._deletes = deletes
         self.written: list[Written] = []
         """What has something pending now, as far as it is known; filled also where the write fails."""
@@ -125,15 +125,18 @@ class BulkWrites:
     def _prepared(self, writes: Sequence[Write], *, claim: bool) -> Iterator[_BulkStep]:
         claimed = 0
         for place, write in enumerate(writes):
-            entries, document_id = self._carriers.entries_of_request(write.request, write.tasks, write.events)
-            request, written = self._carriers.with_entries(write.request, entries, document_id), None
-            if claim and entries and isinstance(write.request, InsertOne) and claimed < _CLAIMED_MAX:
+            entries, document_id = self._values.entries_of_request(write.request, write.tasks, write.events)
+            if entries and claim and claimed < _CLAIMED_MAX and isinstance(write.request, InsertOne):
                 claimed += 1
-                whole, written = self._writer.insertion(BulkRequest.of(write.request).document, entries, claim=True)
-                request = InsertOne(whole)
-            elif entries:
+                document = BulkRequest.of(write.request).document
+                self._writer.field.refuse_in_document(document)
+                whole, written = self._writer.insertion({"_id": document_id, **document}, entries, claim=True)
+                yield _BulkStep(place, InsertOne(whole), entries, document_id, written)
+                continue
+            if entries:
                 self._writer.refuse_more_than_ever(entries)
-            yield _BulkStep(place, request, entries, document_id, written)
+            request = self._values.with_entries(write.request, entries, document_id)
+            yield _BulkStep(place, request, entries, document_id)
 
     def _refuse_full(self, requests: Sequence[_BulkStep], session: ClientSession | None) -> None:
         added = list[tuple[Any, Any, int]]()

@@ -14,6 +14,7 @@ from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_too_large
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.stored_id import derived_id
 
 COLLECTION = "outbox_dead_letters"
 _TRACEBACK_CHARS = 8000
@@ -38,10 +39,14 @@ class OutboxDeadLetters:
         return self._collection.full_name
 
     def add(self, document_id: object, entry: Entry | Mapping[str, Any], error: BaseException) -> None:
-        """Store an entry by its id; a second time changes nothing, so that it may be repeated after a crash."""
+        """
+        Store an entry by its id; a second time changes nothing, so that it may be repeated after a crash.
+
+        One that lies in many documents is kept for each of them, by an id of its own.
+        """
         stored = entry.to_document() if isinstance(entry, Entry) else dict(entry)
         dead_letter = {
-            "_id": f"{self._outbox}/{stored.get('id') or _name_of(stored)}",
+            "_id": f"{self._outbox}/{_name_of(stored, document_id)}",
             "outbox": self._outbox,
             "document": document_id,
             "entry": stored,
@@ -79,6 +84,8 @@ class OutboxDeadLetters:
         return bool(self._collection.delete_one({"_id": f"{self._outbox}/{entry_id}"}).deleted_count)
 
 
-def _name_of(stored: Mapping[str, Any]) -> str:
-    """A name for what has none: the same for the same contents, so that setting it aside may be repeated."""
-    return hashlib.sha256(repr(sorted(stored.items(), key=str)).encode()).hexdigest()[:32]
+def _name_of(stored: Mapping[str, Any], document_id: object) -> str:
+    """The entry's id, or that of its copy in this document; a name of the contents for what has none."""
+    if not stored.get("id"):
+        return hashlib.sha256(repr((document_id, sorted(stored.items(), key=str))).encode()).hexdigest()[:32]
+    return derived_id(str(stored["id"]), document_id) if stored.get("bind") else str(stored["id"])

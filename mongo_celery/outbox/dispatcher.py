@@ -67,7 +67,7 @@ _REFUSED_SECONDS = 30.0
 """For so long what this process could not publish is not taken from the index again; the sweep takes it."""
 
 _PROBES = Pauses(first=0.5, longest=5.0)
-_MONGO_PAUSE_SECONDS = 1.0
+_FAILURES = Pauses(first=1.0, longest=60.0)
 
 _LOOKS_AFTER = (0.1, 0.5, 2.0)
 """When the index is looked at after a write that the outbox has prepared, and somebody else carries out."""
@@ -150,6 +150,7 @@ class OutboxDispatcher:
         self._probes = 0
         self._refusals = 0
         self._paused_until = 0.0
+        self._failures = 0
         self._publishing_since: float | None = None
         self._passed_over = 0
         self._refused: OrderedDict[Hashable, float] = OrderedDict()
@@ -287,6 +288,7 @@ class OutboxDispatcher:
         while self._wait_for_work():
             try:
                 self._work()
+                self._failures = 0
             except PyMongoError as error:
                 self._leave(error)
                 self._forget_claims()
@@ -468,14 +470,17 @@ class OutboxDispatcher:
         self._published_at_look = self._published
 
     def _forget_claims(self) -> None:
-        """MongoDB does not answer: claims lapse, and the index is looked at when it is back."""
+        """MongoDB does not answer, or refuses: claims lapse, and the index is looked at later."""
         with self._changed:
             for errand in self._queue.values():
                 self._waiters += errand.waiting
             self._passed_over += len(self._queue)
             self._queue.clear()
-            self._paused_until = time.monotonic() + _MONGO_PAUSE_SECONDS
-            self._plan_looks(_MONGO_PAUSE_SECONDS, self._claim_ttl)
+            pause = _FAILURES.nth(self._failures)
+            self._failures += 1
+            self._paused_until = time.monotonic() + pause
+            self._looks_at = []
+            self._plan_looks(pause, pause + self._claim_ttl)  # at once, and when the claims have lapsed
         self._tell_waiting()
 
     def _tell_waiting(self) -> None:

@@ -15,7 +15,7 @@ from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox.canvas import encoded, frozen, has_own_ids, mentions_id, representation, signature_of, with_id
 from mongo_celery.outbox.events import CONTENT_TYPE, Event, cloud_event, with_document
-from mongo_celery.outbox.stored_id import STORED_ID, as_argument, derived_id, mentions_stored_id, placeholder, put_in
+from mongo_celery.outbox.stored_id import STORED_ID, as_argument, mentions_stored_id, placeholder, put_in
 from mongo_celery.tracing import stored_trace, trace_to_store
 
 FIELD = "pendingEvents"
@@ -250,8 +250,7 @@ class EntryMaker:
 
 def bound_event(entry: Entry, document_id: object) -> Entry:
     """An event that was stored before its document was known, made that of one document: its id, subject and body."""
-    event_id = derived_id(entry.id, document_id)
-    payload = with_document(str(entry.payload), entry.bind, event_id, document_id)
+    event_id, payload = with_document(str(entry.payload), entry.bind, document_id)
     return replace(entry, id=event_id, payload=payload, bind="")
 
 

@@ -14,7 +14,7 @@ from bson import Decimal128, ObjectId
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.stored_id import as_argument, put_in
+from mongo_celery.outbox.stored_id import as_argument, derived_id, put_in
 
 CONTENT_TYPE = "application/json"
 _KEY_BYTES_MAX = 255  # AMQP's short string
@@ -95,21 +95,24 @@ def cloud_event(
         raise OutboxRefusedError(f"event {key!r} cannot be encoded as JSON: {short(error)}.") from error
 
 
-def with_document(payload: str, bind: str, event_id: str, document_id: object) -> str:
+def with_document(payload: str, bind: str, document_id: object) -> tuple[str, str]:
     """
     The text of an event that was stored before its document was known, made that of one document.
 
     Args:
         payload: as of `cloud_event`.
         bind: what stands for the document's `_id` in its body.
-        event_id: of the event for this document.
         document_id: the `_id`; also the subject of an event that has none.
+
+    Returns:
+        The event's id for this document, and its text.
     """
     event = json.loads(payload)
+    event_id = derived_id(event["id"], document_id)
     event |= {"id": event_id, "data": put_in(event["data"], bind, as_argument(document_id))}
     if not (document_id is None or isinstance(document_id, Mapping)):
         event.setdefault("subject", str(document_id))
-    return json.dumps(event, default=_plain_or_text, separators=(",", ":"))
+    return event_id, json.dumps(event, default=_plain_or_text, separators=(",", ":"))
 
 
 def _plain_or_text(value: object) -> str:

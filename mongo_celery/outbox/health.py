@@ -16,6 +16,7 @@ from mongo_celery.mongo.verdicts import Concern, explained
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.sweep import SWEEP_TASK
+from mongo_celery.quantities import number
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -70,19 +71,20 @@ class Health:
             found.append(self._late_sweep())
         if self.status.stuck:
             found.append(
-                f"{self.status.stuck} documents are stuck behind an entry that fails again and again through its own "
-                "fault; the worker's log says why. It is tried for ever, with pauses of five minutes: cure the cause, "
-                "or set it aside with failure_policy='dead_letter'.",
+                f"{number(self.status.stuck, 'document is', 'documents are')} stuck behind an entry that fails again "
+                "and again through its own fault; the worker's log says why. It is tried for ever, with pauses of five "
+                "minutes: cure the cause, or set it aside with failure_policy='dead_letter'.",
             )
-        if self.status.failing > self.status.stuck:
+        failing = self.status.failing - self.status.stuck
+        if failing > 0:
             found.append(
-                f"{self.status.failing - self.status.stuck} documents hold an entry that could not be published; the "
+                f"{number(failing, 'document holds', 'documents hold')} an entry that could not be published; the "
                 "worker's log says why. It is tried again, with growing pauses.",
             )
         if self.status.other_apps:
             found.append(
-                f"{self.status.other_apps} documents wait for another app, whose entry is the next one in them: run "
-                "that app's sweep, or name the app in delivers= here.",
+                f"{number(self.status.other_apps, 'document waits', 'documents wait')} for another app, whose entry is "
+                "the next one there: run that app's sweep, or name the app in delivers= here.",
             )
         if self.status.dead_letters:
             found.append("Look at the dead letters with `outbox dead-letters list`, then replay or discard them.")

@@ -21,7 +21,6 @@ from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
 from mongo_celery.mongo.writes import Modifications
 from mongo_celery.outbox.backing import Backing, OutboxStatus
 from mongo_celery.outbox.bulk import BulkWrites, Write
-from mongo_celery.outbox.carriers import Carriers
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.deletes import Deletes
 from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id, refuse_replacement
@@ -29,6 +28,7 @@ from mongo_celery.outbox.entries import FIELD, Entry, EntryMaker, Home, asks_for
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
 from mongo_celery.outbox.pending import PendingField
+from mongo_celery.outbox.plain_values import PlainValues
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.registry import OUTBOXES, register
 from mongo_celery.outbox.relay import Delivery
@@ -119,7 +119,7 @@ class Outbox:
         self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
         self.field = PendingField(options.field)
         self._maker = EntryMaker(app, lambda: options.source or "/" + self.collection.full_name.replace(".", "/", 1))
-        self._carriers = Carriers(self.field, self._maker)
+        self._values = PlainValues(self.field, self._maker)
         register(app, self, self._name, options.sweep_every)
 
     def __repr__(self) -> str:
@@ -183,7 +183,7 @@ class Outbox:
         Raises:
             OutboxRefusedError: nothing was made; the message says why.
         """
-        carried = self._carriers.of(what, tasks, events, id=id, many=many)
+        carried = self._values.of(what, tasks, events, id=id, many=many)
         self._expect(tasks, events)
         return carried
 
@@ -209,7 +209,7 @@ class Outbox:
         Raises:
             OutboxRefusedError: nothing was made; the message says why.
         """
-        carried = self._carriers.replacement(document, tasks, events, id=id)
+        carried = self._values.replacement(document, tasks, events, id=id)
         self._expect(tasks, events)
         return carried
 
@@ -457,7 +457,7 @@ class Outbox:
         """
         tasks, events = listed(tasks), listed(events)
         writes = [Write.of(request, tasks, events) for request in requests]
-        bulk = BulkWrites(self.backing.writer, self._carriers, self._deletes)
+        bulk = BulkWrites(self.backing.writer, self._values, self._deletes)
         claim = self.backing.may_claim(session)
         try:
             return bulk.run(writes, ordered=ordered, session=session, claim=claim, **options)

@@ -110,7 +110,7 @@ class HeldDocument:
 
     Attributes:
         document_id: its `_id`.
-        events: the stored entries, acknowledged or read by a majority.
+        events: the stored entries from the head, acknowledged or read by a majority; some of them, if there are many.
         owner: of the claim.
         claimed_at: the monotonic clock before the claim was sent.
         field: all of what was read; empty where the writer knows it without reading.
@@ -121,6 +121,12 @@ class HeldDocument:
     owner: ObjectId
     claimed_at: float
     field: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many entries the document says that it has; 0 where it says nothing sensible."""
+        found = self.field.get("count")
+        return int(found) if isinstance(found, int) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +156,8 @@ class PublishedPart:
 
     @property
     def left(self) -> int:
-        """How many entries are behind those, as far as was read."""
-        return len(self.held.events) - len(self.names)
+        """How many entries are behind those, as far as is known."""
+        return max(self.held.count, len(self.held.events)) - len(self.names)
 
     @property
     def is_whole(self) -> bool:
@@ -314,7 +320,8 @@ class Relay:
         if not claimed:
             return
         mine = {**these, f"{self._field.claim}.owner": owner}
-        for document in self._collection.find(mine, {self._field.name: 1}):
+        shown = {self._field.count: 1, self._field.claim: 1, self._field.events: {"$slice": _ENTRIES}}
+        for document in self._collection.find(mine, shown):
             found = document[self._field.name]
             events = found.get("events")
             if isinstance(events, list) and events:
@@ -356,10 +363,9 @@ class Relay:
                         error=f"{type(error).__name__}: {short(error)}",
                         failed=entry_id_of(entry) if verdict is not None and verdict.counts else None,
                     )  # fmt: skip
-                alike = [each for each in everything if entry_id_of(each) is None]  # they are removed together
-                aside = alike if entry_id_of(entry) is None else [entry]
-                if entry_id_of(entry) is None and None in names:
-                    aside = []  # they are aside already
+                aside = [entry]
+                if entry_id_of(entry) is None:  # they are removed together
+                    aside = [] if None in names else self._nameless(held.document_id)
                 for each in aside:
                     self._dead_letters().add(held.document_id, each, error)  # before it is removed: it may be repeated
                 dead += len(aside)
@@ -370,6 +376,13 @@ class Relay:
             dispatched += 1
             self._counters.dispatched += 1
         return PublishedPart(held=held, names=names, dispatched=dispatched, dead=dead)
+
+    def _nameless(self, document_id: object) -> list[Entry | Mapping[str, Any]]:
+        """All entries of a document that have no id."""
+        document = self._collection.find_one({"_id": document_id}, {self._field.events: 1}) or {}
+        stored = document.get(self._field.name)
+        events = stored.get("events") if isinstance(stored, Mapping) else None
+        return [each for each in entries_of(events or []) if entry_id_of(each) is None]
 
     def _publish(self, entry: Entry | Mapping[str, Any], document_id: object) -> None:
         if not isinstance(entry, Entry):

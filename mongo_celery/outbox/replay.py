@@ -118,14 +118,14 @@ def replay(outbox: AnyOutbox, id: str, *, without_document: bool = False) -> Rep
         outbox.dead_letters.remove(id)
         return Replay(id=id, result="pending", entry=again.id)
     for _ in range(_ROUNDS):
-        if _append(outbox, found.document, id, again):
+        if _append(outbox, found.document, entry.id, again):
             break
         there = _ids_in(outbox, found.document)
         if there is None:
             return _replay_without_document(outbox, found, entry, allowed=without_document)
         if again.id in there:
             break
-        if id in there:
+        if entry.id in there:
             raise CommandRefusedError(
                 f"Entry {id} is still in document {found.document!r}: the relay that set it aside has not removed it "
                 "yet, or ended before. Try again in some seconds.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,13 @@ from pymongo import DeleteMany, DeleteOne, InsertOne, ReturnDocument, UpdateMany
 from pymongo.database import Database
 from pymongo.errors import BulkWriteError, DuplicateKeyError
 
-from mongo_celery import STORED_ID, Outbox, OutboxRefusedError
+from mongo_celery import STORED_ID, CommandRefusedError, Event, Outbox, OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox import Write
+from mongo_celery.outbox.canvas import bound
+from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
+from mongo_celery.outbox.replay import replay
 from tests.integration.outbox_rig import Rig, opened, pending
 
 Document = dict[str, Any]
@@ -266,6 +270,31 @@ def test_a_write_claims_a_document_in_which_nothing_is_pending(
         outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 1)], session=session)
     assert claims[2:] == [None, None, None]
     assert {pending(database, each)["claim"]["owner"] for each in (1, 2)} == {NOBODY}
+
+
+def test_what_lies_in_many_documents_is_set_aside_and_replayed_in_each(
+    rig: Rig, outbox: Outbox, database: Database[Document]
+) -> None:
+    """One entry under one id, and yet a dead letter for every document; a replay sends the ids that it would have."""
+    database["orders"].insert_many([{"_id": each} for each in (1, 2)])
+    outbox.update_many({}, {"$set": {"a": 1}}, tasks=[rig.add.s(STORED_ID, 1)], events=[Event("late", [STORED_ID])])
+    ids = []
+    for key in (1, 2):
+        stored = [Entry.from_document(each) for each in pending(database, key)["events"]]
+        ids += [bound(json.loads(stored[0].payload), stored[0].bind, key)["options"]["task_id"]]
+        for entry in stored:
+            outbox.dead_letters.add(key, entry, ValueError("x"))
+            outbox.dead_letters.add(key, entry, ValueError("once more"))
+        with pytest.raises(CommandRefusedError, match="still in document"):
+            replay(outbox, outbox.dead_letters.find()[-1]["_id"].partition("/")[2])
+    database["orders"].update_many({}, {"$unset": {"pendingEvents": ""}})
+    letters = outbox.dead_letters.find()
+    assert sorted(each["document"] for each in letters) == [1, 1, 2, 2]
+    for letter in letters:
+        assert replay(outbox, letter["_id"].partition("/")[2]).result == "pending"
+    assert outbox.sweep(older_than=0).dispatched == 4
+    assert sorted((message.args, message.id) for message in rig.drain()) == [([1, 1], ids[0]), ([2, 1], ids[1])]
+    assert outbox.dead_letters.count() == 0
 
 
 def test_tasks_may_be_gone_through_only_once(rig: Rig, outbox: Outbox) -> None:

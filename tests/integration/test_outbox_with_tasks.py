@@ -19,6 +19,7 @@ from mongo_celery import STORED_ID, Event, Outbox, OutboxRefusedError
 from mongo_celery.outbox.canvas import bound
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
+from tests.fixtures.process import wait_for
 from tests.integration.outbox_rig import Rig, opened, pending
 
 Document = dict[str, Any]
@@ -105,9 +106,11 @@ def test_a_claim_that_somebody_holds_outlasts_a_plain_write(
             {"_id": 1},
             {"$set": {"pendingEvents.claim.owner": owner}, "$currentDate": {"pendingEvents.claim.since": True}},
         )
-        before = pending(database, 1)["claim"]
-        orders.update_one({"_id": 1}, outbox.with_tasks(update, [rig.add.s(1, 1)]))
-        assert pending(database, 1)["claim"] == before
+        for held in (owner, NOBODY):  # held by a relay, or held back after a failure
+            orders.update_one({"_id": 1}, {"$set": {"pendingEvents.claim.owner": held, "pendingEvents.claim.wait": 9}})
+            before = pending(database, 1)["claim"]
+            orders.update_one({"_id": 1}, outbox.with_tasks(update, [rig.add.s(1, 1)]))
+            assert pending(database, 1)["claim"] == before
 
 
 def test_a_write_to_an_element_of_an_array_stays_possible(
@@ -374,6 +377,27 @@ def test_a_value_that_an_odm_wrote_as_null_is_refused_by_the_server(
     assert orders.find_one() == {"_id": 1, "pendingEvents": None}
     orders.update_one({"_id": 1}, outbox.with_tasks([{"$set": {"a": 1}}], [rig.add.s(1, 1)]))
     assert pending(database, 1)["count"] == 1
+
+
+def test_what_somebody_else_has_written_is_dispatched_soon(rig: Rig, database: Database[Document]) -> None:
+    """By itself, within a transaction too, and at once where `dispatch` names it; each document has its own."""
+    outbox, orders = rig.outbox(at_once=True, sweep_after=3600), database["orders"]
+    orders.insert_many([{"_id": each} for each in (1, 2)])
+    orders.update_many({}, outbox.with_tasks({"$set": {"a": 1}}, [rig.add.s(STORED_ID, 1)]))
+    messages: list[Any] = []
+
+    def have(count: int) -> bool:
+        messages.extend(rig.drain())
+        return len(messages) == count
+
+    wait_for(lambda: have(2), message="two tasks")
+    with database.client.start_session() as session, session.start_transaction():
+        orders.insert_one(outbox.with_tasks({"_id": 3}, [rig.add.s(STORED_ID, 2)]), session=session)
+    outbox.dispatch(3)
+    wait_for(lambda: have(3), message="the task of the transaction")
+    assert sorted(message.args for message in messages) == [[1, 1], [2, 1], [3, 2]]
+    assert len({message.id for message in messages}) == 3
+    wait_for(lambda: orders.count_documents({"pendingEvents": {"$exists": True}}) == 0, message="no residue")
 
 
 def test_client_bulk_writes_keep_their_namespace() -> None:

@@ -104,6 +104,8 @@ def test_a_quiet_outbox_needs_nothing() -> None:
         (WAITING, {"broker_error": "refused"}, "The broker does not answer: refused"),
         (QUIET, {"broker_error": "refused"}, "Writes go on"),
         (replace(QUIET, failing=3), {}, "3 documents hold an entry that could not be published"),
+        (replace(QUIET, failing=3, stuck=3), {}, "3 documents are stuck behind an entry"),
+        (replace(WAITING, other_apps=1), {}, "1 document waits for another app"),
         (replace(QUIET, dead_letters=1), {}, "dead-letters list"),
         (replace(WAITING, oldest_seconds=1.0), {"indexed": False}, "reads the whole collection"),
     ],

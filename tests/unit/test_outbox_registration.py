@@ -51,10 +51,22 @@ def test_coordinators_bring_their_tasks_and_a_beat_entry_each(client: MongoClien
 
 @pytest.mark.parametrize(
     "options",
-    [{"sweep_after": 0}, {"sweep_every": -1}, {"claim_ttl": 4000}, {"max_pending": 0}, {"max_attempts": True}],
+    [
+        {"sweep_after": 0},
+        {"sweep_every": -1},
+        {"claim_ttl": 4000},
+        {"max_pending": 0},
+        {"max_attempts": True},
+        {"at_once": "later"},
+        {"at_once": 1},
+        {"failure_policy": "skip"},
+        {"delivers": "web"},
+        {"delivers": [""]},
+        {"delivers": 5},
+    ],
 )
 def test_options_of_an_outbox_that_cannot_work_are_refused(
-    client: MongoClient[dict[str, object]], options: dict[str, float]
+    client: MongoClient[dict[str, object]], options: dict[str, object]
 ) -> None:
     """When it is made, not when the first order is lost."""
     with pytest.raises(ConfigurationError):

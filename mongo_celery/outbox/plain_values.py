@@ -36,7 +36,7 @@ _WRITES = (InsertOne, UpdateOne, UpdateMany, ReplaceOne)
 _DELETES = (DeleteOne, DeleteMany)
 
 
-class Carriers:
+class PlainValues:
     """
     Makes plain values that carry entries.
 
