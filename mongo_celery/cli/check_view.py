@@ -8,15 +8,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mongo_celery.bridge.operations.findings import Finding
+from mongo_celery.findings import Finding
 from mongo_celery.quantities import number
 
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
-def check_view(bridge: str, findings: Sequence[Finding]) -> RenderableType:
+def check_view(name: str, findings: Sequence[Finding]) -> RenderableType:
     """
-    All findings of a bridge, and how many are wrong.
+    All findings on a bridge or an outbox, and how many are wrong.
 
     What is well stands in a table; each of the others has lines of its own, below it, the worst last, and its command
     is not broken, so that it can be copied.
@@ -25,7 +25,7 @@ def check_view(bridge: str, findings: Sequence[Finding]) -> RenderableType:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    parts: list[RenderableType] = [Text(bridge, style="bold"), table]
+    parts: list[RenderableType] = [Text(name, style="bold"), table]
     for finding in findings:
         if finding.level == "ok":
             table.add_row(Text(finding.level, style=_COLORS[finding.level]), Text(finding.name), Text(finding.message))

@@ -64,6 +64,44 @@ def status(ctx: click.Context, name: str | None, as_json: bool) -> None:
         console.print(sentence)
 
 
+# -- check -----------------------------------------------------------------------------------------
+
+
+@outbox.command()
+@NAME
+@JSON
+@click.pass_context
+def check(ctx: click.Context, name: str | None, as_json: bool) -> None:
+    """
+    Look at everything that an outbox needs, and at how it is.
+
+    MongoDB, rights, index, validator, shard key, models, what is pending and for whom, whether beat and a
+    worker sweep it, broker and workers. Takes some seconds, changes nothing, and ends with status 1 if
+    anything is an error.
+    """
+    from mongo_celery.outbox.check.examination import check as preflight
+    from mongo_celery.outbox.check.examination import look_around
+
+    chosen = _outboxes(ctx, name)
+    facts = look_around(ctx.obj.app)
+    failed = False
+    for each in chosen:
+        with one_sentence_errors():
+            findings = preflight(each, facts)
+        wrong = any(finding.level == "error" for finding in findings)
+        failed = failed or wrong
+        if as_json:
+            from dataclasses import asdict
+
+            found = [asdict(finding) for finding in findings]
+            click.echo(json.dumps({"outbox": each.name, "ok": not wrong, "findings": found}))
+        else:
+            from mongo_celery.cli.check_view import check_view
+
+            console_of(ctx).print(check_view(each.name, findings), crop=False)
+    ctx.exit(1 if failed else 0)
+
+
 # -- sweep -----------------------------------------------------------------------------------------
 
 

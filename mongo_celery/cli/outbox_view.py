@@ -70,6 +70,7 @@ def plain_health(health: Health) -> dict[str, Any]:
         "sweep_after": health.sweep_after,
         "late": health.late,
         "scheduled": health.scheduled,
+        "swept_seconds": None if health.swept_seconds is None else round(health.swept_seconds, 3),
         "indexed": health.indexed,
         "broker": {"answers": health.broker_error is None, "error": health.broker_error},
         "advice": health.advice(),

@@ -14,10 +14,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mongo_celery.bridge.operations.findings import NEAR, SERIOUS
 from mongo_celery.bridge.operations.overview import needs_attention
 from mongo_celery.cli.snapshot_view import progress_line, progress_style
 from mongo_celery.cli.verdict_view import verdict_view
+from mongo_celery.findings import NEAR, SERIOUS
 from mongo_celery.quantities import duration, moment, number, size
 
 if TYPE_CHECKING:

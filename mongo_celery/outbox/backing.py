@@ -17,7 +17,7 @@ from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.locking import after_commit
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
-from mongo_celery.outbox import index
+from mongo_celery.outbox import index, swept
 from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.dead_letters import COLLECTION, OutboxDeadLetters
 from mongo_celery.outbox.dispatcher import DispatcherState, OutboxDispatcher
@@ -27,6 +27,8 @@ from mongo_celery.outbox.options import OutboxOptions
 from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Counters, Delivery, HeldDocument, Relay
+from mongo_celery.outbox.swept import SweepRecords, patience
+from mongo_celery.outbox.unswept import SweepWatch
 from mongo_celery.outbox.writes import Writer
 
 _PROBE_SECONDS = 5
@@ -90,6 +92,7 @@ class Backing:
         self._options = options
         self.field = PendingField(options.field)
         self.others_told_at = -math.inf
+        self.watch = SweepWatch(lambda: self.collection.full_name, lambda: self.sweeps, patience(options.sweep_every))
         self._indexed = False
         self._dispatcher: PerProcess[OutboxDispatcher] = PerProcess(self._new_dispatcher)
 
@@ -169,6 +172,19 @@ class Backing:
         store = self.plain.database.client[self._options.database][COLLECTION]
         return OutboxDeadLetters(strict(store, self.plain.codec_options), self.collection.full_name)
 
+    @property
+    def options(self) -> OutboxOptions:
+        """What the outbox was told."""
+        return self._options
+
+    @per_process
+    def sweeps(self) -> SweepRecords:
+        """The notes of who has swept."""
+        notes = self.plain.database.client[self._options.database][swept.COLLECTION]
+        name = f"{self.collection.full_name}/{self.field.name}"
+        apps = [app or "" for app in self.publisher.apps]
+        return SweepRecords(strict(notes, self.plain.codec_options), name, self.app.main or "", apps)
+
     def may_claim(self, session: ClientSession | None) -> bool:
         """Whether a write may claim its document for the dispatcher, which will soon publish what it writes."""
         in_transaction = session is not None and session.in_transaction
@@ -180,6 +196,7 @@ class Backing:
 
         With `at_once="wait"` it returns when the document has had its turn, within a bound.
         """
+        self.watch.written()
         if not self.at_once or not (written.matched or written.upserted):
             return
         document_id = written.document_id

@@ -16,7 +16,8 @@ from mongo_celery.mongo.verdicts import Concern, explained
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.sweep import SWEEP_TASK
-from mongo_celery.quantities import number
+from mongo_celery.outbox.swept import patience
+from mongo_celery.quantities import duration, number
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -40,6 +41,8 @@ class Health:
         status: counts and ages.
         sweep_after: seconds after which the sweep takes an entry.
         scheduled: whether the app has a beat entry for the sweep.
+        swept_seconds: how long ago somebody has noted a sweep; None where there is no note, or it cannot be read.
+        patience: seconds after which somebody should have swept.
         indexed: whether the index is there; None where it cannot be seen.
         broker_error: why the broker does not answer; None when it does.
         index: name under which the index is created.
@@ -49,6 +52,8 @@ class Health:
     status: OutboxStatus
     sweep_after: float
     scheduled: bool
+    swept_seconds: float | None
+    patience: float
     indexed: bool | None
     broker_error: str | None
     index: str = FIELD
@@ -57,7 +62,7 @@ class Health:
     def late(self) -> bool:
         """Whether an entry has waited for several times `sweep_after`."""
         oldest = self.status.oldest_seconds
-        return oldest is not None and oldest > _LATE * self.sweep_after
+        return oldest is not None and oldest > late_after(self.sweep_after)
 
     def advice(self) -> list[str]:
         """What to do, most urgent first; empty when all is well."""
@@ -69,6 +74,8 @@ class Health:
             )
         elif self.late and self.status.failing + self.status.other_apps < self.status.documents:
             found.append(self._late_sweep())
+        elif not self.swept:
+            found.append(self._unswept())
         if self.status.stuck:
             found.append(
                 f"{number(self.status.stuck, 'document is', 'documents are')} stuck behind an entry that fails again "
@@ -95,6 +102,18 @@ class Health:
             )
         return found
 
+    @property
+    def swept(self) -> bool:
+        """Whether somebody has swept lately."""
+        return self.swept_seconds is not None and self.swept_seconds <= self.patience
+
+    def _unswept(self) -> str:
+        since = "yet" if self.swept_seconds is None else f"for {duration(self.swept_seconds)}"
+        return (
+            f"Nobody has swept it {since}: what a crash or an outage leaves is never sent. `outbox check` says what is "
+            "missing."
+        )
+
     def _late_sweep(self) -> str:
         oldest = self.status.oldest_seconds or 0.0
         waited = f"Entries have waited for {oldest:.0f} s; a sweep should take them after {self.sweep_after:g} s."
@@ -105,6 +124,16 @@ class Health:
             f"{waited} Is `celery beat` running, and a worker on the queue of {SWEEP_TASK}? Look for `outbox` in the "
             f"worker's log; {cure}"
         )
+
+
+def late_after(sweep_after: float) -> float:
+    """From which age in seconds on an entry should have been delivered by a sweep."""
+    return _LATE * sweep_after
+
+
+def is_scheduled(app: Celery) -> bool:
+    """Whether the app has a beat entry for the sweep."""
+    return any(entry.get("task") == SWEEP_TASK for entry in app.conf.beat_schedule.values())
 
 
 def reach(outbox: AnyOutbox) -> None:
@@ -140,16 +169,17 @@ def read_health(app: Celery, outboxes: Sequence[AnyOutbox]) -> list[Health]:
 def concern_of(outbox: AnyOutbox) -> Concern:
     """Whom an error of MongoDB concerns that an outbox meets, and what the outbox needs."""
     documents, dead_letters = " and ".join(outbox.backing.full_names), outbox.dead_letters.full_name
+    notes = outbox.backing.sweeps.full_name
     return Concern(
-        f"the outbox's collection {documents} or its dead letters, {dead_letters}",
-        f"find, insert, update, remove and createIndex on {documents}, and find, insert, update and remove on "
-        f"{dead_letters}",
+        f"the outbox's collection {documents}, its dead letters, {dead_letters}, or the notes of its sweeps, {notes}",
+        f"find, insert, update, remove and createIndex on {documents}, find, insert, update and remove on "
+        f"{dead_letters}, and find, insert and update on {notes}",
     )
 
 
 def _read(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Health:
     try:
-        status = outbox.status()
+        status, last = outbox.status(), outbox.backing.sweeps.last()
     except PyMongoError as error:
         known = explained(error, concern_of(outbox))
         if known is None:
@@ -159,7 +189,9 @@ def _read(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Health:
         name=outbox.name,
         status=status,
         sweep_after=outbox.sweep_after,
-        scheduled=any(entry.get("task") == SWEEP_TASK for entry in app.conf.beat_schedule.values()),
+        scheduled=is_scheduled(app),
+        swept_seconds=None if last is None else last.seconds,
+        patience=patience(outbox.backing.options.sweep_every),
         indexed=outbox.backing.is_indexed(),
         broker_error=broker_error,
         index=outbox.backing.index_name,

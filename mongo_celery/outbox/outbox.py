@@ -598,7 +598,10 @@ class Outbox:
 
     def _expect(self, tasks: Sequence[Any], events: Sequence[Any]) -> None:
         """Have the index looked at soon: a write that somebody else carries out will be found there."""
-        if self.backing.at_once and (tasks or events):
+        if not tasks and not events:
+            return
+        self.backing.watch.written()
+        if self.backing.at_once:
             self.backing.dispatcher.expect()
 
     def _write(

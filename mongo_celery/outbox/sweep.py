@@ -33,6 +33,9 @@ _TURN = 50
 _SWEEP_SECONDS = 60.0
 """After so long a sweep leaves the rest to the next, which beat has started meanwhile."""
 
+_NOTE_SECONDS = 5.0
+"""How often a process notes that it sweeps."""
+
 _IDLE_TURNS_MAX = 3
 """So many turns in which nothing could be delivered end a sweep of one outbox: what failed is held back meanwhile."""
 
@@ -59,6 +62,7 @@ class Backlog:
 def sweep_one(backlog: Backlog, older_than: float, limit: int) -> Delivery:
     """Deliver documents of one outbox, the given number at most; the sum of what was done."""
     relay, backing = backlog.backing.relay, backlog.backing
+    backing.sweeps.note(_NOTE_SECONDS)
     found = backing.due(older_than, limit)
     total = Delivery()
     for start in range(0, len(found), _TURN):

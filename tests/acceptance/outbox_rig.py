@@ -83,6 +83,11 @@ class Shop:
             environment["OUTBOX_OPTIONS"] = json.dumps({**OPTIONS, **options})
         return self._processes.python(str(arguments[0]), "-m", PROJECT, *map(str, arguments), environment=environment)
 
+    def module(self, name: str, *arguments: object) -> ProjectProcess:
+        """Start another module of the project as a program; does not wait."""
+        short = name.rpartition(".")[2]
+        return self._processes.python(short, "-m", name, *map(str, arguments), environment=self._environment)
+
     def worker(self, *queues: str, alone: bool = False, **environment: str) -> ProjectProcess:
         """Start a worker with one child, and beat as another; or one that works itself, without beat."""
         arguments = ("-P", "solo") if alone else ("-c", "1", "-B", *_BEAT)
@@ -156,10 +161,11 @@ class Shop:
 
 
 class Tap:
-    """Reads what was published for the effects, in order, and hands it on to a queue for workers."""
+    """Reads what was published for the effects, in order and with its ids, and hands it on to a queue for workers."""
 
     def __init__(self, url: str, *, handing_on: bool = False) -> None:
         self.published: list[tuple[str, Any]] = []
+        self.ids: dict[tuple[str, Any], set[str]] = {}
         self._client: Any = redis.Redis.from_url(url)
         self._handing_on = handing_on
         self._stopping = threading.Event()
@@ -176,12 +182,10 @@ class Tap:
 
     def first(self) -> dict[str, list[Any]]:
         """Per document, what was published, in the order of the first time."""
-        found: dict[str, list[Any]] = {}
+        found: dict[str, dict[Any, None]] = {}
         for key, n in list(self.published):
-            ns = found.setdefault(key, [])
-            if n not in ns:
-                ns.append(n)
-        return found
+            found.setdefault(key, {})[n] = None  # a dict keeps the place of the first
+        return {key: list(ns) for key, ns in found.items()}
 
     @property
     def duplicates(self) -> int:
@@ -196,7 +200,9 @@ class Tap:
             except redis.exceptions.RedisError:  # frozen
                 continue
             if message is not None:
-                key, n = json.loads(base64.b64decode(json.loads(message)["body"]))[0]
+                whole = json.loads(message)
+                key, n = json.loads(base64.b64decode(whole["body"]))[0]
+                self.ids.setdefault((key, n), set()).add(whole["headers"]["id"])
                 self.published.append((key, n))
 
     def _next(self) -> Any:

@@ -14,12 +14,15 @@ from celery import Celery
 from pymongo import MongoClient
 
 from mongo_celery import Outbox
+from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.test_cli import BARE_APP, NOWHERE, Document, Done, one_sentence, run
 from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.process import Processes, wait_for
 from tests.fixtures.rights import UrlOf, with_a_wrong_password
 from tests.integration.outbox_rig import ripen
 
 APP = "tests.acceptance.outbox_cli_project"
+WITH_BEAT = ("-c", "1", "-B", "-s", "/dev/null", "--scheduler", "celery.beat:Scheduler")
 
 
 class Shop:
@@ -29,6 +32,7 @@ class Shop:
         self.names = f"outbox_cli_{uuid4().hex[:10]}"
         self.orders = client[f"{self.names}_data"]["orders"]
         self.parcels = client[f"{self.names}_data"]["parcels"]
+        self.notes = client[f"{self.names}_state"]["outbox_sweeps"]
         self.dead_letters = client[f"{self.names}_state"]["outbox_dead_letters"]
         self.app = Celery("outbox_cli", broker=broker_url)
         self.outbox = Outbox(self.app, self.orders, at_once=False, sweep_every=None, foreign_tasks=True)
@@ -37,11 +41,11 @@ class Shop:
         options: Document = {"database": f"{self.names}_state", "at_once": False, "sweep_every": None}
         self.lacking = Outbox(lacking, self.orders, failure_policy="dead_letter", **options)
         self._broker = broker
-        self._environment = {"PROJECT_MONGO": mongo_url, "PROJECT_BROKER": broker_url, "PROJECT_NAMES": self.names}
+        self.environment = {"PROJECT_MONGO": mongo_url, "PROJECT_BROKER": broker_url, "PROJECT_NAMES": self.names}
 
     def run(self, *arguments: str, text: str = "", **variables: str) -> Done:
         """Run `celery -A app outbox` with arguments."""
-        return run("-A", APP, "outbox", *arguments, environment={**self._environment, **variables}, text=text)
+        return run("-A", APP, "outbox", *arguments, environment={**self.environment, **variables}, text=text)
 
     def lines(self, *arguments: str, status: int = 0, **variables: str) -> list[Document]:
         """Run a command with `--json`; what its lines say."""
@@ -103,7 +107,8 @@ def test_status_shows_what_waits_and_a_sweep_delivers_it_in_order(shop: Shop) ->
     assert orders["oldest_seconds"] > 0
     assert [words in " ".join(orders["advice"]) for words in ("celery beat", "index pendingEvents")] == [True, True]
     assert (parcels["outbox"], parcels["pending"], parcels["oldest_seconds"]) == ("parcels", 0, None)
-    assert (parcels["advice"], parcels["late"]) == ([], False)
+    assert (parcels["late"], parcels["swept_seconds"]) == (False, None)
+    assert ["Nobody has swept it yet" in each for each in parcels["advice"]] == [True]
 
     swept = shop.run("sweep")
     assert (swept.returncode, swept.stderr) == (0, "")
@@ -135,6 +140,29 @@ def test_a_broker_that_is_down_is_said_and_ends_a_sweep_with_status_1(shop: Shop
     assert len(shop.entries(1)) == 1
 
 
+# -- check -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_check_fails_until_beat_and_a_worker_sweep(shop: Shop, processes: Processes) -> None:
+    """An outbox that only its writers import is swept by nobody; a worker with beat is all it takes."""
+    shop.orders.insert_one({"_id": 1})
+    for found in shop.lines("check", status=1):
+        assert found["ok"] is False
+        (sweep,) = (each for each in found["findings"] if each["name"] == "sweep")
+        assert (sweep["level"], "No worker has answered" in sweep["message"]) == ("error", True)
+
+    processes.celery(APP, "worker", *QUIET, *WITH_BEAT, environment=shop.environment)
+    wait_for(lambda: shop.notes.count_documents({}) == 2)
+
+    orders, parcels = shop.lines("check")
+    assert (orders["outbox"], orders["ok"], parcels["outbox"], parcels["ok"]) == ("orders", True, "parcels", True)
+    assert not [each for each in orders["findings"] if each["level"] == "error"]
+    done = shop.run("check", "--name", "orders")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^ok +sweep +Swept \d s ago \(outbox_cli, ", done.stdout, re.MULTILINE), done.stdout
+
+
 # -- dead letters ----------------------------------------------------------------------------------
 
 
@@ -148,7 +176,7 @@ def test_a_dead_letter_is_shown_and_replayed_after_the_app_was_corrected(shop: S
     assert "parcels: 0 dead letters" in listed.stdout
     (status,) = shop.lines("status", "--name", "orders")
     assert status["dead_letters"] == 1
-    assert "dead-letters list" in status["advice"][0]
+    assert "dead-letters list" in status["advice"][-1]
     (shown,) = shop.lines("dead-letters", "show", dead_letter)
     assert (shown["id"], shown["document"], shown["entry"]["name"]) == (dead_letter, 7, f"{APP}.bill")
     assert "payload" not in shown["entry"]

@@ -7,8 +7,12 @@ costs on its way through the bridge is `mongo-celery bench`; the rules there hol
 names that are used once, one set of processes at a time, rounds whose median counts, and ratios to the plain way,
 measured in the same rounds.
 
-`outbox` (`outbox_suite`, `pending_query`):
+`outbox` (`outbox_suite`, `outbox_costs`, `pending_query`):
 
+- *costs*: milliseconds of the caller and of all processes' processors for a write with its task, beside a plain
+  write and `delay()`: 15 ms apart and without a pause, of one document and in bulks of 100 and 1 000, each way in turns
+  that begin when everything of the one before has arrived; p99 and longest write of 8 writers to one document; and of 8
+  that insert while the broker is frozen, beside inserts without an outbox. With the project's aims for these ratios.
 - *writes*: milliseconds of one insert or update with what follows it: the write and `delay()` (the plain way), the
   outbox that dispatches at once, and the outbox that leaves it to a sweep; with one task, and with ten.
 - *entries*: entries per second one by one at once, by a sweep beside `delay()` in the same process, and by a
@@ -65,6 +69,6 @@ name and once, into a cache directory (`XDG_CACHE_HOME`):
 - *not promised*: what the figures do not show.
 
 `many_app` is the app of `backlog` and `handlers`, and `commits` measures from their first commit to the last.
-`outbox_programs`, `transfer_programs`, `outbox_app`, `watched_app` and `spill_app` are what the measured processes run;
-they leave their answers as files (`answers`).
+`outbox_programs`, `outbox_cost_programs`, `transfer_programs`, `outbox_app`, `watched_app` and `spill_app` are what the
+measured processes run; they leave their answers as files (`answers`).
 """

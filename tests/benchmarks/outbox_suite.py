@@ -15,6 +15,7 @@ from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.stage import Scene, Stage, pause
 from mongo_celery.bridge.options import BridgeOptions
 from tests.benchmarks.answers import ask
+from tests.benchmarks.outbox_costs import OutboxCosts, measure_costs
 from tests.benchmarks.pending_query import PendingQuery, measure_pending_query
 from tests.benchmarks.readings import MILLISECONDS, RATE, SECONDS, Reading, reading
 from tests.benchmarks.sizes import Sizes
@@ -42,6 +43,7 @@ class OutboxResults:
     What the suite has found.
 
     Attributes:
+        costs: of a write beside the plain way, and the aims.
         writes: milliseconds of one write with what follows it.
         entries: per second, through each path.
         query: of the sweep; None where it was left out.
@@ -49,6 +51,7 @@ class OutboxResults:
         left: how many entries the killed writers had left pending, by repetition.
     """
 
+    costs: OutboxCosts = field(default_factory=OutboxCosts)
     writes: list[Reading] = field(default_factory=list)
     entries: list[Reading] = field(default_factory=list)
     query: PendingQuery | None = None
@@ -58,7 +61,7 @@ class OutboxResults:
 
 def run_outbox(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> OutboxResults:
     """Measure the outbox."""
-    results = OutboxResults()
+    results = OutboxResults(costs=measure_costs(stage, sizes, announce))
     announce("writes with a task")
     with stage.scene("outbox-writes") as scene:
         seconds = ask(scene, _PROGRAMS, "writes", str(sizes.rounds), str(sizes.writes))

@@ -101,7 +101,12 @@ def show(results: SuiteResults, console: Console) -> None:
 
 
 def _outbox(results: OutboxResults, sizes: Sizes) -> dict[str, Any]:
+    costs = results.costs
     return {
+        "costs": {**_plain(costs.readings), "undelivered": costs.undelivered},
+        "aims": {
+            name: {"ratio": round(ratio, 3), "aim": aim, "met": ratio <= aim} for name, ratio, aim in costs.aims()
+        },
         "writes": _plain(results.writes),
         "entries": _plain(results.entries),
         "sweep_query": None if results.query is None else _query(results.query),
@@ -186,6 +191,10 @@ def _plain(readings: Sequence[Reading]) -> dict[str, Any]:
 
 
 def _show_outbox(results: OutboxResults, console: Console) -> None:
+    console.print(_table("A write with its tasks beside a plain one and delay()", results.costs.readings))
+    for name, ratio, aim in results.costs.aims():
+        console.print(f"{name}: {ratio:.2f}, aim {aim:.2f}: {'met' if ratio <= aim else 'not met'}")
+    console.print(f"left after the broker was back: {results.costs.undelivered} documents")
     console.print(_table("A write with what follows it", results.writes))
     console.print(_table("Entries per second", results.entries))
     if results.query is not None:

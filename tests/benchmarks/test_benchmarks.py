@@ -50,13 +50,18 @@ def test_the_outboxs_suite_gives_writes_entries_the_query_and_the_recovery(
     whole = json.loads(ended.stdout)
     found = whole["outbox"]
     assert "transactions" not in whole
+    for name in ("paced_insert_caller", "update_caller", "bulk_1000_caller", "hot_longest", "frozen_longest"):
+        (ratio,) = (value for key, value in found["costs"][name].items() if key.startswith("ratio_to_"))
+        assert ratio > 0
+    assert found["costs"]["undelivered"] == 0
+    assert {"hot_p99", "insert_caller"} <= found["aims"].keys()
     for kind in ("insert", "update"):
         assert found["writes"][f"{kind}_outbox"][f"ratio_to_{kind}_delay"] > 0
         assert len(found["writes"][f"{kind}_later"]["rounds"]) == 1
     assert found["entries"]["sweep"]["ratio_to_delay"] > 0
     assert found["entries"]["listener"]["value"] > 0
     query = found["sweep_query"]
-    assert (query["documents"], query["pending"], query["index"]) == (400, 100, "pending-events")
+    assert (query["documents"], query["pending"], query["index"]) == (400, 100, "pendingEvents")
     assert (query["keys_examined"], query["documents_examined"]) == (100, 100)
     recovery = found["recovery"]
     assert recovery["left_pending"][0] >= 1

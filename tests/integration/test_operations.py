@@ -22,7 +22,6 @@ from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.takeover import take_over
 from mongo_celery.bridge.operations import amounts, commands, going_on, heads, worker_check
-from mongo_celery.bridge.operations.findings import Finding
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.refusal import Refusal
@@ -32,6 +31,7 @@ from mongo_celery.bridge.state.partitions import Image, Partitions
 from mongo_celery.bridge.state.spill import StoredChange
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
+from mongo_celery.findings import Finding
 from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.fixtures.samples import DEFINITIONS

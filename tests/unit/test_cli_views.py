@@ -18,7 +18,6 @@ from rich.console import Console, RenderableType
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.operations.amounts import StoredAmounts
-from mongo_celery.bridge.operations.findings import error, ok, warning
 from mongo_celery.bridge.operations.heads import Head
 from mongo_celery.bridge.operations.overview import needs_attention
 from mongo_celery.bridge.operations.reasons import CommandLine, failing
@@ -31,6 +30,7 @@ from mongo_celery.cli.head_view import head_lines
 from mongo_celery.cli.health import line_of
 from mongo_celery.cli.status_view import status_view
 from mongo_celery.cli.verdict_view import verdict_view
+from mongo_celery.findings import error, ok, warning
 from mongo_celery.mongo.oplog import Oplog
 from mongo_celery.quantities import duration, size
 from tests.unit.test_status import (

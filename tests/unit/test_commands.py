@@ -17,7 +17,6 @@ from bson.int64 import Int64
 from celery.bin.celery import celery as celery_command
 
 from mongo_celery.bridge.operations.commands import CommandResult
-from mongo_celery.bridge.operations.findings import Finding
 from mongo_celery.bridge.operations.heads import Head
 from mongo_celery.bridge.operations.reasons import Reason
 from mongo_celery.bridge.operations.status import shape
@@ -26,6 +25,7 @@ from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.cli.tools import main
+from mongo_celery.findings import Finding
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.health import Health
 from mongo_celery.outbox.relay import Delivery
@@ -106,7 +106,14 @@ def health() -> dict[str, Any]:
     names = ("documents", "pending", "failing", "dead_letters", "dispatched", "failures")
     counts: dict[str, Any] = dict.fromkeys(names, 0)
     status = OutboxStatus(outbox="shop.orders", oldest_seconds=None, **counts)
-    about = {"sweep_after": 10.0, "scheduled": True, "indexed": True, "broker_error": None}
+    about = {
+        "sweep_after": 10.0,
+        "scheduled": True,
+        "swept_seconds": 1.0,
+        "patience": 60.0,
+        "indexed": True,
+        "broker_error": None,
+    }
     return plain_health(Health(name="orders", status=status, **about))  # type: ignore[arg-type]
 
 

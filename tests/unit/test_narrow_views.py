@@ -64,7 +64,8 @@ def test_an_outbox_is_told_in_words_and_its_dead_letters_with_their_whole_ids(wi
         outbox="shop.orders", oldest_seconds=12.0,
         documents=1, pending=1, failing=1, dead_letters=1, dispatched=0, failures=0,
     )  # fmt: skip
-    health = Health(name="orders", status=status, sweep_after=10, scheduled=True, indexed=True, broker_error=None)
+    about = {"scheduled": True, "indexed": True, "swept_seconds": 1.0, "patience": 60.0, "broker_error": None}
+    health = Health(name="orders", status=status, sweep_after=10, **about)  # type: ignore[arg-type]
     assert " ".join(shown(health_view([health]), width)) == (
         "orders: 1 entry pending in 1 document, the oldest for 12 s, 1 document has an entry that failed, "
         "1 dead letter, the broker answers"

@@ -40,7 +40,8 @@ WAITING = replace(QUIET, documents=1, pending=2, oldest_seconds=16.0)
 
 def health(status: OutboxStatus, **changes: Any) -> Health:
     given = {"name": "orders", "sweep_after": 5.0, "scheduled": True, "indexed": True, "broker_error": None}
-    return Health(status=status, **{**given, **changes})
+    swept = {"swept_seconds": 1.0, "patience": 60.0}
+    return Health(status=status, **{**given, **swept, **changes})
 
 
 def quiet_app() -> Celery:
@@ -103,6 +104,9 @@ def test_a_quiet_outbox_needs_nothing() -> None:
         (WAITING, {"scheduled": False}, "no beat entry"),
         (WAITING, {"broker_error": "refused"}, "The broker does not answer: refused"),
         (QUIET, {"broker_error": "refused"}, "Writes go on"),
+        (QUIET, {"swept_seconds": None}, "Nobody has swept it yet"),
+        (QUIET, {"swept_seconds": 300.0}, "Nobody has swept it for 5 min"),
+        (WAITING, {"swept_seconds": 300.0}, "Is `celery beat` running"),
         (replace(QUIET, failing=3), {}, "3 documents hold an entry that could not be published"),
         (replace(QUIET, failing=3, stuck=3), {}, "3 documents are stuck behind an entry"),
         (replace(WAITING, other_apps=1), {}, "1 document waits for another app"),

@@ -16,6 +16,8 @@ from mongo_celery.bridge.operations.source_check import judge_sources
 from mongo_celery.bridge.operations.spill_check import judge_spill, judge_storing
 from mongo_celery.bridge.operations.worker_check import judge_workers
 from mongo_celery.bridge.stream.source import Source
+from mongo_celery.broker import server_check
+from mongo_celery.broker.workers import WorkersSaid
 from mongo_celery.errors import AccessError, ServerUnavailableError
 from mongo_celery.mongo.opening import translated
 from mongo_celery.mongo.oplog import Oplog
@@ -34,7 +36,7 @@ NEEDED = ["shop.changes.summarise", "mongo_celery.commit"]
 )
 def test_only_noeviction_keeps_queued_tasks(policy: str | None, level: str) -> None:
     """Under every other policy Redis throws messages away."""
-    assert broker_check.judge_eviction({"maxmemory_policy": policy}).level == level
+    assert server_check.judge_eviction({"maxmemory_policy": policy}).level == level
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_only_noeviction_keeps_queued_tasks(policy: str | None, level: str) -> N
 )
 def test_a_redis_that_is_nearly_full_is_told(limit: int, used: int, level: str) -> None:
     """Then it refuses tasks."""
-    assert broker_check.judge_memory({"maxmemory": limit, "used_memory": used}).level == level
+    assert server_check.judge_memory({"maxmemory": limit, "used_memory": used}).level == level
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_a_redis_that_is_nearly_full_is_told(limit: int, used: int, level: str) 
 )
 def test_a_redis_without_persistence_is_told(aof: int, snapshots: bool | None, level: str) -> None:
     """The bridge survives it; other tasks do not."""
-    assert broker_check.judge_persistence({"aof_enabled": aof}, snapshots).level == level
+    assert server_check.judge_persistence({"aof_enabled": aof}, snapshots).level == level
 
 
 @pytest.mark.parametrize(("multiplier", "level"), [(1, "ok"), (4, "ok"), (0, "warning"), (64, "warning")])
@@ -82,7 +84,7 @@ def findings_of(
     queues = {worker: [{"name": name} for name in names] for worker, names in active.items()}
     return {
         each.name: (each.level, each.message)
-        for each in judge_workers(needed or dict.fromkeys(QUEUES, NEEDED), queues, registered)
+        for each in judge_workers(needed or dict.fromkeys(QUEUES, NEEDED), WorkersSaid(queues, registered))
     }
 
 

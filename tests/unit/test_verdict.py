@@ -16,7 +16,6 @@ from bson.int64 import Int64
 from celery.bin.celery import celery as celery_command
 
 from mongo_celery.bridge.operations.amounts import StoredAmounts
-from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
 from mongo_celery.bridge.operations.reasons import (
     CODES,
     LAG_SECONDS,
@@ -34,6 +33,7 @@ from mongo_celery.bridge.operations.verdict import BridgeVerdict, judge, unreada
 from mongo_celery.bridge.state.snapshots import Snapshot
 from mongo_celery.bridge.state.spill import Amount
 from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.oplog import Oplog
 from tests.unit.test_status import (
     GIB,

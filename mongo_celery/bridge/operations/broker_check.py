@@ -1,4 +1,4 @@
-"""Preflight of the broker: reachable, and, for Redis, what it does when memory or the machine fails."""
+"""Preflight of the broker: its server, and the settings of Celery that belong to it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from celery import Celery
-from kombu import Connection
 
-from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
-from mongo_celery.broker.connection import bounded_connection, demand_answer
-from mongo_celery.mongo.redaction import short
+from mongo_celery.broker.connection import bounded_connection
+from mongo_celery.broker.server_check import BROKER_SECONDS, check_server
+from mongo_celery.findings import Finding, error, ok, warning
 
-BROKER_SECONDS = 3
-"""How long the preflight waits for the broker's answer."""
-
-_REDIS = "redis"
 _RABBITMQ = "amqp"
 _QUORUM = "quorum"
 _CONFIRMED = ("confirm_publish", "read_timeout", "write_timeout")
 _QUEUES_SHOWN = 3
-_NEVER_EVICT = "noeviction"
-_NEARLY_FULL = 0.9
 _UNSAFE_CONTENT = {"pickle", "application/x-python-serialize"}
 _JSON = {"json", "application/json"}
 _PREFETCH_DEFAULT = 4
@@ -30,7 +23,7 @@ _PREFETCH_DEFAULT = 4
 def check_broker(app: Celery, names: Collection[str]) -> Iterator[Finding]:
     """The broker itself, then the settings of Celery that belong to it; with the names of the bridge's queues."""
     with bounded_connection(app, BROKER_SECONDS) as connection:
-        yield from _check_connection(connection)
+        yield from check_server(connection)
         if connection.transport.driver_type == _RABBITMQ:
             quorum = quorum_queues(app, names)
             if quorum:
@@ -38,22 +31,6 @@ def check_broker(app: Celery, names: Collection[str]) -> Iterator[Finding]:
     yield _judge_visibility(app)
     yield judge_prefetch(app.conf.worker_prefetch_multiplier)
     yield from judge_content(app.conf.accept_content)
-
-
-def _check_connection(connection: Connection) -> Iterator[Finding]:
-    where = connection.as_uri()  # masks the password
-    try:
-        demand_answer(connection, BROKER_SECONDS)
-    except Exception as failure:  # noqa: BLE001 - every transport raises its own
-        yield error(
-            "broker",
-            f"No answer from {where} within {BROKER_SECONDS} s; check broker_url, the network and the server. "
-            f"Last error: {short(failure)}",
-        )
-        return
-    yield ok("broker", f"{where} answers.")
-    if connection.transport.driver_type == _REDIS:
-        yield from _check_redis(connection)
 
 
 def quorum_queues(app: Celery, names: Collection[str]) -> list[str]:
@@ -100,71 +77,6 @@ def judge_confirms(quorum: Sequence[str], names: Collection[str], transport_opti
 def _shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - _QUEUES_SHOWN} more" if len(names) > _QUEUES_SHOWN else ""
     return ", ".join(names[:_QUEUES_SHOWN]) + more
-
-
-def _check_redis(connection: Connection) -> Iterator[Finding]:
-    try:
-        channel: Any = connection.default_channel
-        client = channel.client
-        info: Mapping[str, Any] = client.info()
-    except Exception as failure:  # noqa: BLE001 - a restricted or managed Redis refuses in its own ways
-        yield warning("redis", f"Its INFO cannot be read, so memory and persistence are unknown: {short(failure)}")
-        return
-    yield judge_eviction(info)
-    yield judge_memory(info)
-    yield judge_persistence(info, _snapshots(client))
-
-
-def _snapshots(client: Any) -> bool | None:
-    """Whether Redis writes snapshots; None where its configuration cannot be read."""
-    try:
-        return bool(client.config_get("save").get("save"))
-    except Exception:  # noqa: BLE001 - managed Redis refuses CONFIG in its own ways
-        return None
-
-
-def judge_eviction(info: Mapping[str, Any]) -> Finding:
-    """Redis must refuse writes, not throw messages away."""
-    policy = info.get("maxmemory_policy")
-    if policy == _NEVER_EVICT:
-        return ok("redis_eviction", "maxmemory-policy is noeviction.")
-    if policy is None:
-        return warning("redis_eviction", "maxmemory-policy cannot be read; make sure that it is noeviction.")
-    return error(
-        "redis_eviction",
-        f"maxmemory-policy is {policy}: under pressure Redis would throw queued tasks away. Set it to noeviction, and "
-        "use another Redis for caches.",
-    )
-
-
-def judge_memory(info: Mapping[str, Any]) -> Finding:
-    """How near Redis is to its limit."""
-    limit, used = int(info.get("maxmemory") or 0), int(info.get("used_memory") or 0)
-    if not limit:
-        return ok("redis_memory", "maxmemory is not set; the machine's memory is the limit.")
-    if used < _NEARLY_FULL * limit:
-        return ok("redis_memory", f"{used / limit:.0%} of maxmemory are in use.")
-    if used >= limit:
-        return error("redis_memory", f"{used / limit:.0%} of maxmemory are in use: Redis takes no tasks. Raise it.")
-    return warning(
-        "redis_memory",
-        f"{used / limit:.0%} of maxmemory are in use: soon Redis refuses to take tasks, and the listener waits. Raise "
-        "it, or see what fills it.",
-    )
-
-
-def judge_persistence(info: Mapping[str, Any], snapshots: bool | None) -> Finding:
-    """What a restart of Redis loses: of the bridge only time, of other tasks everything."""
-    if info.get("aof_enabled"):
-        return ok("redis_persistence", "The append-only file is on.")
-    if snapshots:
-        return ok("redis_persistence", "Snapshots are on; a crash loses the tasks since the last one.")
-    unknown = " (its snapshots cannot be seen)" if snapshots is None else ""
-    return warning(
-        "redis_persistence",
-        f"Redis keeps nothing on disk{unknown}: a restart loses all queued tasks. The bridge dispatches its changes "
-        "again, other tasks of this app are gone; set appendonly yes.",
-    )
 
 
 def _judge_visibility(app: Celery) -> Finding:

@@ -14,7 +14,6 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.listener.horizon import SERIOUS, THRESHOLDS, remedy
-from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
 from mongo_celery.bridge.operations.grants import roles_of
 from mongo_celery.bridge.operations.spill_check import judge_storing
 from mongo_celery.bridge.operations.status import place_in
@@ -24,6 +23,7 @@ from mongo_celery.bridge.state.subscriptions import lost_in, name_in
 from mongo_celery.bridge.stream.reactions import Reaction, final_error, reaction_to
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
+from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.opening import ANSWER_SECONDS, sentence_on
 from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_bytes, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short

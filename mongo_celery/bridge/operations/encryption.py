@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
-from mongo_celery.bridge.operations.findings import Finding, ok, warning
+from mongo_celery.findings import Finding, ok, warning
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring

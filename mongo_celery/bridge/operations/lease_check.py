@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.definitions import definitions_of
-from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
 from mongo_celery.bridge.state.candidates import Definitions, is_of_this_term, is_other_app
 from mongo_celery.bridge.state.drops import FOREIGN, FORGED, TAMPERED
+from mongo_celery.findings import Finding, error, ok, warning
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring

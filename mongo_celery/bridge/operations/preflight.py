@@ -7,25 +7,20 @@ stream is opened and closed. A server that does not answer is a finding, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
-
-from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.operations.broker_check import check_broker
 from mongo_celery.bridge.operations.deployment import check_mongodb
 from mongo_celery.bridge.operations.encryption import check_encryption
-from mongo_celery.bridge.operations.findings import Finding, error, ok
 from mongo_celery.bridge.operations.lease_check import check_lease
 from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.source_check import check_sources
 from mongo_celery.bridge.operations.state_check import check_state
 from mongo_celery.bridge.operations.worker_check import check_workers
 from mongo_celery.bridge.worker.tasks import overridden_attributes
-from mongo_celery.errors import MongoCeleryError
-from mongo_celery.mongo.opening import sentence_on
-from mongo_celery.mongo.redaction import without_credentials
-from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.findings import Finding, error, ok
+from mongo_celery.mongo.examining import guarded
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -47,46 +42,33 @@ def check(wiring: Wiring, line: CommandLine | None = None) -> list[Finding]:
     """
     assert wiring.options, "wrong options are refused before anything is looked at"
     concern = wiring.state_concern
-    found = _guarded("celery", lambda: _check_celery(wiring), concern)
-    mongodb = _guarded("mongodb", lambda: check_mongodb(wiring.reach(), wiring), concern)
+    found = guarded("celery", lambda: _check_celery(wiring), concern)
+    mongodb = guarded("mongodb", lambda: check_mongodb(wiring.reach(), wiring), concern)
     found += mongodb
     answers = not _is_wrong(mongodb, {"mongodb", "state_rights"})
     if answers:
-        found += _guarded("sources", lambda: check_sources(wiring), concern)
+        found += guarded("sources", lambda: check_sources(wiring), concern)
     found += ask(wiring, lease=answers)
-    found += _guarded("exposure", lambda: check_encryption(wiring), concern)
+    found += guarded("exposure", lambda: check_encryption(wiring), concern)
     if not answers:
         return found
-    judged = _guarded("state", lambda: check_state(wiring, found, line or CommandLine()), concern)
+    judged = guarded("state", lambda: check_state(wiring, found, line or CommandLine()), concern)
     return [*found, *judged] if _is_wrong(judged, {"state"}) else judged
 
 
 def ask(wiring: Wiring, *, lease: bool = True) -> list[Finding]:
     """What a verdict takes beside the status: of the broker, the workers, and the `lease` where it can be read."""
     concern = wiring.state_concern
-    found = _guarded("lease", lambda: check_lease(wiring), concern) if lease else []
-    broker = _guarded("broker", lambda: check_broker(wiring.app, wiring.queue_names), concern)
+    found = guarded("lease", lambda: check_lease(wiring), concern) if lease else []
+    broker = guarded("broker", lambda: check_broker(wiring.app, wiring.queue_names), concern)
     found += broker
     if not _is_wrong(broker, {"broker"}):
-        found += _guarded("workers", lambda: check_workers(wiring), concern)
+        found += guarded("workers", lambda: check_workers(wiring), concern)
     return found
 
 
 def _is_wrong(found: Iterable[Finding], names: Collection[str]) -> bool:
     return any(finding.name in names and finding.level == "error" for finding in found)
-
-
-def _guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:
-    """The findings of a part; what ends it early is one more."""
-    found: list[Finding] = []
-    try:
-        for finding in part():
-            found.append(finding)  # noqa: PERF402 - what was found before an error counts
-    except MongoCeleryError as failure:
-        found.append(error(name, without_credentials(str(failure))))
-    except PyMongoError as failure:
-        found.append(error(name, without_credentials(sentence_on(failure, concern))))
-    return found
 
 
 def _check_celery(wiring: Wiring) -> Iterable[Finding]:

@@ -9,10 +9,10 @@ import pymongo
 from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import nearest
-from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
 from mongo_celery.bridge.operations.reasons import NAMED, listed
 from mongo_celery.bridge.stream.source import Source
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.operations.findings import NEAR, SERIOUS, Finding, error, ok, warning
 from mongo_celery.bridge.state.leases import layouts_in_force
+from mongo_celery.findings import NEAR, SERIOUS, Finding, error, ok, warning
 from mongo_celery.quantities import duration, number, size
 
 if TYPE_CHECKING:

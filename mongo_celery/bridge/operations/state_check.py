@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
 from mongo_celery.bridge.operations.reasons import CommandLine
 from mongo_celery.bridge.operations.spill_check import check_marks, judge_spill
 from mongo_celery.bridge.operations.status import read_status
 from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.findings import Finding, error, ok, warning
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from mongo_celery.bridge.operations.findings import Finding
 from mongo_celery.bridge.operations.reasons import (
     SETTLING_SECONDS,
     UNLED_SECONDS,
@@ -28,6 +27,7 @@ from mongo_celery.bridge.operations.reasons import (
 from mongo_celery.bridge.operations.spill_check import judge_spill
 from mongo_celery.bridge.operations.standing_reasons import standing_reasons
 from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.findings import Finding
 from mongo_celery.quantities import duration, moment, number, size
 
 if TYPE_CHECKING:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mongo_celery.bridge.operations.broker_check import BROKER_SECONDS
-from mongo_celery.bridge.operations.findings import Finding, error, ok, warning
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
-from mongo_celery.broker.connection import bounded_connection
+from mongo_celery.broker.workers import WorkersSaid, ask_workers, consumed_queues, known_tasks
+from mongo_celery.findings import Finding, error, ok, warning
 from mongo_celery.mongo.redaction import short
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 INSPECT_SECONDS = 1.5
-"""How long workers have to answer. Each question waits so long, since nobody knows how many will answer."""
+"""How long workers have to answer each of two questions."""
 
 _QUEUES_SHOWN = 4
 
@@ -23,14 +22,11 @@ _QUEUES_SHOWN = 4
 def check_workers(wiring: Wiring) -> Iterator[Finding]:
     """Ask the workers that run now; a solo pool that is busy does not answer."""
     try:
-        with bounded_connection(wiring.app, BROKER_SECONDS) as connection:
-            inspect = wiring.app.control.inspect(timeout=INSPECT_SECONDS, connection=connection)
-            queues = inspect.active_queues() or {}
-            tasks = inspect.registered() or {}
+        said = ask_workers(wiring.app, INSPECT_SECONDS)
     except Exception as failure:  # noqa: BLE001 - every transport raises its own; some have no remote control
         yield warning("workers", f"They cannot be asked over this broker: {short(failure)}")
         return
-    yield from judge_workers(_needed(wiring), queues, tasks)
+    yield from judge_workers(_needed(wiring), said)
 
 
 def _needed(wiring: Wiring) -> dict[str, list[str]]:
@@ -42,31 +38,26 @@ def _needed(wiring: Wiring) -> dict[str, list[str]]:
     }
 
 
-def judge_workers(
-    needed: Mapping[str, Collection[str]],
-    active_queues: Mapping[str, Iterable[Mapping[str, Any]]],
-    registered: Mapping[str, Iterable[str]],
-) -> Iterator[Finding]:
+def judge_workers(needed: Mapping[str, Collection[str]], said: WorkersSaid) -> Iterator[Finding]:
     """
     Findings from what workers answered.
 
     Args:
         needed: by queue of the bridge, names of the tasks that it sends there.
-        active_queues: by worker, as Celery's `inspect` gives them.
-        registered: task names by worker, perhaps followed by their options in brackets.
+        said: what they said.
     """
-    if not active_queues and not registered:
+    if not said.queues and not said.tasks:
         yield warning(
             "no_worker",
             f"None answered within {INSPECT_SECONDS:.1f} s: changes wait until one runs. (A busy solo pool does not "
             "answer.)",
         )
         return
-    consumed = {worker: {str(queue["name"]) for queue in queues} for worker, queues in active_queues.items()}
+    consumed = consumed_queues(said)
     concerned = {worker: names & needed.keys() for worker, names in sorted(consumed.items()) if names & needed.keys()}
-    yield ok("workers", f"{len(concerned)} of {len(active_queues)} that answered consume this bridge's queues.")
+    yield ok("workers", f"{len(concerned)} of {len(said.queues)} that answered consume this bridge's queues.")
     yield from _missing_consumers(needed, consumed)
-    yield from _missing_tasks(concerned, needed, registered)
+    yield from _missing_tasks(concerned, needed, known_tasks(said))
 
 
 def _missing_consumers(queue_names: Iterable[str], consumed: Mapping[str, set[str]]) -> Iterator[Finding]:
@@ -87,14 +78,13 @@ def _missing_consumers(queue_names: Iterable[str], consumed: Mapping[str, set[st
 def _missing_tasks(
     concerned: Mapping[str, Collection[str]],
     needed: Mapping[str, Collection[str]],
-    registered: Mapping[str, Iterable[str]],
+    registered: Mapping[str, set[str]],
 ) -> Iterator[Finding]:
     complete = True
     for worker, queues in concerned.items():
         if worker not in registered:
             continue  # it answered only the other question
-        known = {text.partition(" [")[0] for text in registered[worker]}
-        lacking = sorted({name for queue in queues for name in needed[queue]} - known)
+        lacking = sorted({name for queue in queues for name in needed[queue]} - registered[worker])
         if lacking:
             complete = False
             yield error(

@@ -1,4 +1,4 @@
-"""What a preflight says: findings, each with the sentence that helps."""
+"""What a preflight of a bridge or an outbox says: findings, each with the sentence that helps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Finding:
     One thing that was looked at.
 
     Attributes:
-        level: `error` where the bridge cannot work or would stand still, `warning` where it works but may
+        level: `error` where the bridge or outbox cannot work or would stand still, `warning` where it works but may
             surprise, else `ok`.
         name: stable, for scripts.
         message: what was found and, unless it is ok, what to do.
@@ -41,5 +41,5 @@ def warning(name: str, message: str, command: str | None = None) -> Finding:
 
 
 def error(name: str, message: str, command: str | None = None) -> Finding:
-    """The bridge cannot work like this."""
+    """It cannot work like this."""
     return Finding("error", name, message, command)

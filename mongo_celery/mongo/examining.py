@@ -1,0 +1,26 @@
+"""Parts of a preflight that ask MongoDB: an error of one is a finding, and the others are looked at all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from pymongo.errors import PyMongoError
+
+from mongo_celery.errors import MongoCeleryError
+from mongo_celery.findings import Finding, error
+from mongo_celery.mongo.opening import sentence_on
+from mongo_celery.mongo.redaction import without_credentials
+from mongo_celery.mongo.verdicts import Concern
+
+
+def guarded(name: str, part: Callable[[], Iterable[Finding]], concern: Concern) -> list[Finding]:
+    """The findings of a part of a preflight; what ends it early is one more, by this name."""
+    found: list[Finding] = []
+    try:
+        for finding in part():
+            found.append(finding)  # noqa: PERF402 - what was found before an error counts
+    except MongoCeleryError as failure:
+        found.append(error(name, without_credentials(str(failure))))
+    except PyMongoError as failure:
+        found.append(error(name, without_credentials(sentence_on(failure, concern))))
+    return found

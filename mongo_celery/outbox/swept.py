@@ -1,0 +1,124 @@
+"""
+Who has swept an outbox, and when: what a person and a writer go by who want to know whether anybody sweeps at all.
+
+A sweep notes itself in the state database, one document for each outbox and app. Nothing rests on it: a sweep that
+may not write there sweeps all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pymongo
+from pymongo import WriteConcern
+from pymongo.collection import Collection
+from pymongo.errors import PyMongoError
+from pymongo.read_concern import ReadConcern
+
+from mongo_celery.mongo.expressions import literal
+from mongo_celery.mongo.opening import ANSWER_SECONDS
+from mongo_celery.mongo.redaction import short
+
+logger = logging.getLogger("mongo_celery.outbox")
+
+COLLECTION = "outbox_sweeps"
+
+_PATIENCE_SECONDS = 60.0
+_PERIODS = 12
+_UNKNOWN_PERIOD_SECONDS = 900.0
+
+
+def patience(every: float | None) -> float:
+    """
+    For how many seconds nobody need have swept, before it is said that nobody does.
+
+    Args:
+        every: seconds between two sweeps by this app's beat; None where others see to it, nobody knows how often.
+    """
+    return _UNKNOWN_PERIOD_SECONDS if every is None else max(_PATIENCE_SECONDS, _PERIODS * every)
+
+
+@dataclass(frozen=True, slots=True)
+class LastSweep:
+    """
+    The last sweep of an outbox that somebody has noted.
+
+    Attributes:
+        seconds: how long ago it began, by the server's clock.
+        app: name of the app that swept; empty for one without.
+        process: host and pid of the process.
+    """
+
+    seconds: float
+    app: str
+    process: str
+
+
+class SweepRecords:
+    """
+    The notes on one outbox.
+
+    Args:
+        collection: where they are kept.
+        outbox: namespace and field of the entries.
+        app: name of this process's app; empty for one without.
+        apps: whose entries a sweep of this process delivers.
+    """
+
+    def __init__(self, collection: Collection[dict[str, Any]], outbox: str, app: str, apps: Sequence[str]) -> None:
+        # None of this need outlast an election: the next sweep notes itself, too.
+        self._collection = collection.with_options(write_concern=WriteConcern(1), read_concern=ReadConcern("local"))
+        self._outbox = outbox
+        self._app = app
+        self._apps = list(apps)
+        self._noted_at = float("-inf")
+
+    @property
+    def full_name(self) -> str:
+        """The namespace of the notes on all outboxes of a database."""
+        return self._collection.full_name
+
+    def note(self, every: float) -> None:
+        """Note that this process begins to sweep; not if it has done so within these seconds."""
+        now = time.monotonic()
+        if now - self._noted_at < every:
+            return
+        note = {
+            "outbox": literal(self._outbox),
+            "app": literal(self._app),
+            "apps": literal(self._apps),
+            "process": literal(f"{socket.gethostname()}:{os.getpid()}"),
+            "at": "$$NOW",
+        }
+        try:
+            with pymongo.timeout(ANSWER_SECONDS):
+                self._collection.update_one({"_id": f"{self._outbox}/{self._app}"}, [{"$set": note}], upsert=True)
+        except PyMongoError as error:
+            logger.debug("outbox %s: its sweep is not noted: %s", self._outbox, short(error))
+        else:
+            self._noted_at = now
+
+    def last(self) -> LastSweep | None:
+        """
+        The last sweep that delivers what this process's app writes; None where there is no note of one.
+
+        Raises:
+            PyMongoError: MongoDB did not answer, or refused it.
+        """
+        pipeline: list[dict[str, Any]] = [
+            {"$match": {"outbox": self._outbox, "apps": self._app}},
+            {"$sort": {"at": -1}},
+            {"$limit": 1},
+            {"$set": {"seconds": {"$max": [0, {"$divide": [{"$subtract": ["$$NOW", "$at"]}, 1000]}]}}},
+        ]
+        with pymongo.timeout(ANSWER_SECONDS):
+            found = next(iter(self._collection.aggregate(pipeline)), None)
+        if found is None:
+            return None
+        return LastSweep(float(found["seconds"]), str(found.get("app", "")), str(found.get("process", "?")))

@@ -1,0 +1,313 @@
+"""
+Writers of every kind and sweepers on an outbox, that are killed and frozen all the time, until so much was written.
+
+`python -m tests.acceptance.outbox_soak SEED ENTRIES KEY...`, in the surroundings of `outbox_project`. Documents and
+tasks are as there: each document lists in `ns` what was written to it, and each write carries one task per number.
+A write is repeated until it is answered; its filter, or a duplicate `_id`, keeps a repetition from writing twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pymongo import UpdateOne, WriteConcern
+from pymongo.collection import Collection
+from pymongo.errors import BulkWriteError, DuplicateKeyError, PyMongoError
+
+from mongo_celery import STORED_ID, transactional
+from mongo_celery.errors import TransactionTimeoutError
+from mongo_celery.outbox import Write
+from tests.acceptance.outbox_project import POINTS, client, effect, fork, import_all, items, say
+
+Document = dict[str, Any]
+Keys = Sequence[str]
+
+WRITERS = 3
+SWEEPERS = 2
+_LOOK_SECONDS = 0.02
+_AGAIN_SECONDS = 0.05
+_ALONE_MANY = 3
+_BULK_MANY = 40
+_LIFE_SECONDS = (0.5, 8.0)
+_POINTS_MAX = 400
+_SWEEP_SECONDS = (0.01, 0.3)
+_FREEZES_PER_SECOND = 0.3
+_FROZEN_SECONDS = (0.2, 7.0)
+"""Longer than a claim, so that some wake up when others have their documents."""
+
+
+# -- kinds of writes -------------------------------------------------------------------------------
+
+
+def _unwritten(key: str, n: str) -> Document:
+    return {"_id": key, "ns": {"$ne": n}}
+
+
+def _push(*ns: str) -> Document:
+    return {"$push": {"ns": {"$each": list(ns)}}}
+
+
+def _tasks(key: str, *ns: str) -> list[Any]:
+    return [effect.s(key, n) for n in ns]
+
+
+def _numbers(n: str) -> list[str]:
+    return [f"{n}.{place}" for place in range(_ALONE_MANY)]
+
+
+def _update(chance: random.Random, keys: Keys, n: str) -> int:
+    key = chance.choice(keys)
+    items.update_one(_unwritten(key, n), _push(n), tasks=_tasks(key, n))
+    return 1
+
+
+def _update_several(chance: random.Random, keys: Keys, n: str) -> int:
+    key, ns = chance.choice(keys), _numbers(n)
+    items.update_one(_unwritten(key, ns[0]), _push(*ns), tasks=_tasks(key, *ns))
+    return len(ns)
+
+
+def _find_one_and_update(chance: random.Random, keys: Keys, n: str) -> int:
+    key = chance.choice(keys)
+    items.find_one_and_update(_unwritten(key, n), _push(n), tasks=_tasks(key, n))
+    return 1
+
+
+def _replace(chance: random.Random, keys: Keys, n: str) -> int:
+    """What was read is replaced only if nobody has written meanwhile."""
+    key = chance.choice(keys)
+    while True:
+        ns = (items.collection.find_one({"_id": key}, {"ns": 1}) or {}).get("ns", [])
+        if n in ns:
+            return 1
+        if items.replace_one({"_id": key, "ns": ns}, {"ns": [*ns, n]}, tasks=_tasks(key, n)).matched_count:
+            return 1
+
+
+def _insert(chance: random.Random, _keys: Keys, n: str) -> int:
+    key, ns = f"new {n} {chance.random()}", _numbers(n)
+    while True:
+        try:
+            items.insert_one({"_id": key, "ns": ns}, tasks=_tasks(key, *ns))
+        except DuplicateKeyError:
+            return len(ns)
+        except PyMongoError:
+            time.sleep(_AGAIN_SECONDS)
+        else:
+            return len(ns)
+
+
+def _bulk(chance: random.Random, keys: Keys, n: str) -> int:
+    chosen = chance.sample(list(keys), min(_BULK_MANY, len(keys)))
+    requests = [Write(UpdateOne(_unwritten(key, n), _push(n)), tasks=_tasks(key, n)) for key in chosen]
+    items.bulk_write(requests, ordered=chance.random() < 0.5)
+    return len(chosen)
+
+
+def _user() -> Collection[Document]:
+    """The collection as its owner may open it: what a majority does not have yet counts as written."""
+    return items.collection.with_options(write_concern=WriteConcern(1))
+
+
+def _operators(chance: random.Random, keys: Keys, n: str) -> int:
+    """Half of them without a hint, so that the flag has to do."""
+    key = chance.choice(keys)
+    _user().update_one(_unwritten(key, n), items.with_tasks(_push(n), _tasks(key, n)))
+    if chance.random() < 0.5:
+        items.dispatch(key)
+    return 1
+
+
+def _replacement(chance: random.Random, keys: Keys, n: str) -> int:
+    key = chance.choice(keys)
+    while True:
+        ns = (items.collection.find_one({"_id": key}, {"ns": 1}) or {}).get("ns", [])
+        if n in ns:
+            return 1
+        carrying = items.replacement({"ns": [*ns, n]}, _tasks(key, n))
+        if _user().update_one({"_id": key, "ns": ns}, carrying).matched_count:
+            return 1
+
+
+def _many(chance: random.Random, keys: Keys, n: str) -> int:
+    """The same entry in each document, which the relay binds to its own."""
+    chosen = chance.sample(list(keys), min(_BULK_MANY, len(keys)))
+    unwritten = {"_id": {"$in": chosen}, "ns": {"$ne": n}}
+    if chance.random() < 0.5:
+        items.update_many(unwritten, _push(n), tasks=[effect.s(STORED_ID, n)])
+    else:
+        _user().update_many(unwritten, items.with_tasks(_push(n), [effect.s(STORED_ID, n)], many=True))
+    return len(chosen)
+
+
+def _carried_bulk(chance: random.Random, keys: Keys, n: str) -> int:
+    chosen = chance.sample(list(keys), min(_BULK_MANY, len(keys)))
+    requests = [items.with_tasks(UpdateOne(_unwritten(key, n), _push(n)), _tasks(key, n)) for key in chosen]
+    _user().bulk_write(requests, ordered=chance.random() < 0.5)
+    items.dispatch(*chosen)
+    return len(chosen)
+
+
+def _transaction(chance: random.Random, keys: Keys, n: str) -> int:
+    chosen = chance.sample(list(keys), 2)
+
+    def write(session: Any) -> None:
+        for key in chosen:
+            items.update_one(_unwritten(key, n), _push(n), tasks=_tasks(key, n), session=session)
+
+    transactional(client, timeout=20).run(write)
+    return len(chosen)
+
+
+KINDS: dict[str, tuple[int, Callable[[random.Random, Keys, str], int]]] = {
+    "update": (8, _update),
+    "update_several": (4, _update_several),
+    "find_one_and_update": (2, _find_one_and_update),
+    "replace": (1, _replace),
+    "insert": (4, _insert),
+    "bulk": (2, _bulk),
+    "transaction": (1, _transaction),
+    "operators": (6, _operators),
+    "replacement": (1, _replacement),
+    "many": (2, _many),
+    "carried_bulk": (2, _carried_bulk),
+}
+"""How often, and how; each returns how many entries it has written."""
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+class Tally:
+    """Entries written so far, counted by all processes in memory that they share; a slot for each of them."""
+
+    _SLOTS = 4096
+    _COUNT = struct.Struct("q")
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, self._SLOTS * self._COUNT.size)
+
+    def add(self, slot: int, count: int) -> None:
+        """Count in a slot that is this process's own."""
+        place = slot % self._SLOTS * self._COUNT.size
+        (before,) = self._COUNT.unpack_from(self._memory, place)
+        self._COUNT.pack_into(self._memory, place, before + count)
+
+    def total(self) -> int:
+        """Of all slots."""
+        return sum(count for (count,) in self._COUNT.iter_unpack(self._memory[:]))
+
+
+def _doom(chance: random.Random) -> None:
+    """Choose this process's end: at some point of its own, or by the clock, in the middle of whatever it does."""
+    seconds = chance.uniform(*_LIFE_SECONDS)
+    if chance.random() < 0.5:
+        POINTS.arm(chance.randint(1, _POINTS_MAX), signal.SIGKILL, "soak")
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM's default action is death
+
+
+def _write_on(seed: int, keys: Keys, tally: Tally) -> None:
+    chance = random.Random(seed)
+    _doom(chance)
+    weights = [weight for weight, _ in KINDS.values()]
+    number = 0
+    while True:
+        number += 1
+        ((_, kind),) = chance.choices(list(KINDS.values()), weights)
+        state, n = chance.getstate(), f"{seed}.{number}"
+        while True:
+            chance.setstate(state)  # a repetition writes the same to the same documents
+            try:
+                count = kind(chance, keys, n)
+            except (PyMongoError, TransactionTimeoutError) as error:
+                if isinstance(error, BulkWriteError) and not _is_transient(error):
+                    raise
+                time.sleep(_AGAIN_SECONDS)
+            else:
+                break
+        tally.add(seed, count)
+
+
+def _is_transient(error: BulkWriteError) -> bool:
+    """Whether a bulk failed for its surroundings: a step-down, and not a refusal of a request."""
+    details = error.details or {}
+    return not any(each.get("code") in (9, 40, 11000) for each in details.get("writeErrors", ()))
+
+
+def _sweep_on(seed: int, _keys: Keys, _tally: Tally) -> None:
+    chance = random.Random(seed)
+    _doom(chance)
+    while True:
+        with contextlib.suppress(PyMongoError):
+            items.sweep(older_than=chance.choice([0.01, 0.5]))
+        time.sleep(chance.uniform(*_SWEEP_SECONDS))
+
+
+@dataclass
+class Crowd:
+    """The processes of a soak."""
+
+    seed: int
+    keys: Keys
+    tally: Tally = field(default_factory=Tally)
+    deaths: int = 0
+    freezes: int = 0
+    _jobs: dict[int, Callable[[int, Keys, Tally], None]] = field(default_factory=dict)
+    _frozen: dict[int, float] = field(default_factory=dict)
+
+    def start(self, job: Callable[[int, Keys, Tally], None]) -> None:
+        """One more process, with a seed of its own."""
+        self.seed += 1
+        self._jobs[fork(lambda seed=self.seed: job(seed, self.keys, self.tally))] = job  # type: ignore[misc]
+
+    def look_after(self, chance: random.Random) -> None:
+        """Replace who has died, wake who has slept enough, and freeze somebody now and then."""
+        for pid in list(self._jobs):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                assert os.WIFSIGNALED(status), f"a process of the soak ended with {status}"
+                self.deaths += 1
+                self._frozen.pop(pid, None)
+                self.start(self._jobs.pop(pid))
+        for pid in [pid for pid, until in self._frozen.items() if until < time.monotonic()]:
+            del self._frozen[pid]
+            os.kill(pid, signal.SIGCONT)
+        if chance.random() < _FREEZES_PER_SECOND * _LOOK_SECONDS:
+            pid = chance.choice(list(self._jobs))
+            os.kill(pid, signal.SIGSTOP)
+            self._frozen[pid] = time.monotonic() + chance.uniform(*_FROZEN_SECONDS)
+            self.freezes += 1
+
+    def end(self) -> None:
+        """Kill all: what they leave behind is the sweep's."""
+        for pid in self._jobs:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._jobs.clear()
+
+
+def main(seed: str, entries: str, *keys: str) -> None:
+    """Run until so many entries were written; say how many processes have died and were frozen."""
+    import_all()
+    crowd, chance = Crowd(int(seed) * 1000, keys), random.Random(int(seed))
+    for job in (*[_write_on] * WRITERS, *[_sweep_on] * SWEEPERS):
+        crowd.start(job)
+    while crowd.tally.total() < int(entries):
+        crowd.look_after(chance)
+        time.sleep(_LOOK_SECONDS)
+    crowd.end()
+    say(f"entries {crowd.tally.total()} deaths {crowd.deaths} freezes {crowd.freezes}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

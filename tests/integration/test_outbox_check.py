@@ -1,0 +1,244 @@
+"""`outbox check` on real servers: what can be wrong is put wrong, and found; and a writer without a sweep."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+import pytest
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import Outbox, OutboxCollection
+from mongo_celery.findings import Finding
+from mongo_celery.outbox import unswept
+from mongo_celery.outbox.check import sweeping
+from mongo_celery.outbox.check.examination import AppFacts, check, look_around
+from mongo_celery.outbox.check.odm import check_models
+from mongo_celery.outbox.registry import AnyOutbox
+from tests.fixtures.process import wait_for
+from tests.fixtures.rights import UrlOf
+
+Document = dict[str, Any]
+
+FIELD = "pendingEvents"
+
+
+@pytest.fixture(autouse=True)
+def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None runs here: waiting for answers shows nothing."""
+    monkeypatch.setattr(sweeping, "INSPECT_SECONDS", 0.01)
+
+
+@pytest.fixture
+def outbox(database: Database[Document], state_database: str, redis_url: str) -> Iterator[Outbox]:
+    """An outbox that leaves delivery to a sweep."""
+    app = Celery("shop", broker=redis_url)
+    made = Outbox(app, database["orders"], at_once=False, database=state_database)
+    yield made
+    made.publisher.close()
+
+
+def findings(outbox: AnyOutbox, facts: AppFacts | None = None) -> dict[str, Finding]:
+    """What a check says, by name; broker and workers are asked only for a test that is about them."""
+    return {each.name: each for each in check(outbox, facts or AppFacts([], None))}
+
+
+def levels(found: dict[str, Finding]) -> dict[str, str]:
+    """Those that are not well."""
+    return {name: each.level for name, each in found.items() if each.level != "ok" and not name.startswith("redis")}
+
+
+def test_a_collection_that_is_not_there_and_an_outbox_that_nobody_sweeps_are_told(outbox: Outbox) -> None:
+    """Nothing is created by looking; a sweep notes itself, and all is well."""
+    found = findings(outbox, look_around(outbox.app))
+    assert levels(found) == {"collection": "warning", "sweep": "error"}
+    assert "No worker has answered" in found["sweep"].message
+    assert outbox.collection.database.list_collection_names() == []
+
+    outbox.collection.insert_one({"_id": 1})
+    outbox.sweep()
+
+    found = findings(outbox, look_around(outbox.app))
+    assert levels(found) == {}
+    assert "s ago (shop, " in found["sweep"].message
+    assert {"rights", "collection", "index", "field", "apps", "late", "broker"} <= found.keys()
+
+
+def test_a_validator_is_tried_on_documents_that_are_there(outbox: Outbox) -> None:
+    """A schema as well as an expression; one that lists the field, or wants a number elsewhere, is none of ours."""
+    database, name = outbox.collection.database, outbox.collection.name
+    outbox.collection.insert_one({"_id": 1, "total": 3})
+    properties: Document = {"_id": {}, "total": {"bsonType": "int"}}
+    listed: Document = {"$jsonSchema": {"additionalProperties": False, "properties": properties}}
+    counted: Document = {"$expr": {"$lte": [{"$size": {"$objectToArray": "$$ROOT"}}, 2]}}
+    allowing: Document = {"$jsonSchema": {"additionalProperties": False, "properties": {**properties, FIELD: {}}}}
+
+    for validator, action, level in (
+        (listed, "error", "error"),
+        (counted, "error", "error"),
+        (listed, "warn", "warning"),
+        (allowing, "error", "ok"),
+        ({"total": {"$type": "int"}}, "error", "ok"),
+    ):
+        database.command("collMod", name, validator=validator, validationAction=action)
+        assert findings(outbox)["validator"].level == level, validator
+
+    outbox.collection.delete_many({})
+    database.command("collMod", name, validator=listed, validationAction="error")
+    assert findings(outbox)["validator"].level == "error", "a schema is read where nothing can be tried"
+
+
+def test_nulls_leftovers_full_documents_unknown_tasks_and_other_apps_are_found(outbox: Outbox) -> None:
+    """Each as its own finding."""
+    task = outbox.app.signature("mail", args=(1,))
+    own = outbox.backing.writer.collection
+    own.insert_many([{"_id": "null", FIELD: None}, {"_id": "empty", FIELD: {"count": 0, "events": []}}])
+    found = findings(outbox)
+    assert found["field"].level in {"warning", "error"}
+
+    own.delete_many({})
+    outbox.insert_one({"_id": 1}, tasks=[task])
+    own.update_one({"_id": 1}, {"$set": {f"{FIELD}.count": 1001}})
+    outbox.insert_one({"_id": 2}, tasks=[outbox.app.signature("pay")])
+    own.update_one({"_id": 2}, {"$set": {f"{FIELD}.events.0.app": "web"}})
+    own.insert_one({"_id": 3, FIELD: {"count": 1, "events": "none"}})
+    found = findings(outbox)
+    assert levels(found).items() >= {"max_pending": "warning", "tasks": "error", "apps": "warning"}.items()
+    assert "does not know mail," in found["tasks"].message
+    assert "'web'" in found["apps"].message
+
+
+def test_what_is_late_failing_or_set_aside_is_told(outbox: Outbox) -> None:
+    """The state is part of the check, so that "all is well" is true."""
+    outbox.insert_one({"_id": 1}, tasks=[outbox.app.signature("mail")])
+    changes = {f"{FIELD}.events.0.at": datetime(2020, 1, 1, tzinfo=UTC), f"{FIELD}.events.0.attempts": 1}
+    outbox.collection.update_one({"_id": 1}, {"$set": changes})
+    outbox.dead_letters.add(2, {"id": "one", "name": "mail"}, LookupError("gone"))
+    found = findings(outbox)
+    assert levels(found).items() >= {"late": "error", "failing": "warning", "dead_letters": "warning"}.items()
+    assert found["dead_letters"].command == "celery -A ... outbox dead-letters list"
+
+
+def test_a_missing_right_is_named_and_the_rest_is_looked_at(
+    database: Database[Document], state_database: str, redis_url: str, guarded_url: UrlOf
+) -> None:
+    """A user who may not write there."""
+    with MongoClient[Document](guarded_url("bridge")) as client:
+        orders = client[database.name]["orders"]
+        outbox = Outbox(Celery("shop", broker=redis_url), orders, database=state_database)
+        found = findings(outbox)
+    assert found["rights"].level == "error"
+    assert f"on {orders.full_name}" in found["rights"].message
+    assert found["sweep"].level == "error"
+
+
+def test_servers_that_are_away_are_findings(state_database: str) -> None:
+    """Each its own, without passwords."""
+    app = Celery("shop", broker="redis://:secret@127.0.0.1:1/0")
+    with MongoClient[Document]("mongodb://hush:secret@127.0.0.1:1/?serverSelectionTimeoutMS=200") as client:
+        found = findings(Outbox(app, client["shop"]["orders"], database=state_database), look_around(app))
+    assert levels(found) == {"mongodb": "error", "broker": "error"}
+    assert all("secret" not in each.message for each in found.values())
+
+
+def test_an_outbox_of_transactions_is_looked_at_like_one_of_documents(
+    database: Database[Document], state_database: str, redis_url: str
+) -> None:
+    """Its index is another one, and so are its collections."""
+    app = Celery("shop", broker=redis_url)
+    outbox = OutboxCollection(app, database["sent"], at_once=False, database=state_database)
+    assert levels(findings(outbox)) == {"collection": "warning", "sweep": "error"}
+
+    database.create_collection("sent")
+    found = findings(outbox)
+    assert levels(found) == {"index": "warning", "sweep": "error"}
+    assert found["index"].command is not None
+    assert 'createIndex({"key": 1, "seq": 1, "_id": 1}, {"name": "parcels"})' in found["index"].command
+
+    outbox.sweep()
+    assert levels(findings(outbox)) == {}
+    outbox.publisher.close()
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def test_a_strict_model_that_does_not_declare_the_field_is_found() -> None:
+    """MongoEngine's are strict by default."""
+    mongoengine = pytest.importorskip("mongoengine")
+    common = sys.modules["mongoengine.base.common"]
+    before = dict(common._document_registry)
+    try:
+        base = mongoengine.Document
+
+        def model(name: str, meta: Document, **fields: Any) -> None:
+            type(name, (base,), {"meta": {"collection": "checked", **meta}, "__module__": __name__, **fields})
+
+        assert list(check_models("shop", "checked", FIELD)) == []
+        model("Lenient", {"strict": False})
+        model("Declaring", {}, pending=mongoengine.DictField(db_field=FIELD))
+        model("Elsewhere", {"collection": "others"})
+        (well,) = check_models("shop", "checked", FIELD)
+        model("Strict", {})
+        (finding,) = check_models("shop", "checked", FIELD)
+    finally:
+        common._document_registry.clear()
+        common._document_registry.update(before)
+    assert (well.level, finding.level) == ("ok", "error")
+    assert "Declaring, Lenient" in well.message
+    assert finding.message.startswith("Strict cannot read")
+
+
+def test_a_model_of_beanie_that_forbids_extra_fields_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it says of itself; nothing is imported for it."""
+
+    class Model:
+        model_fields: ClassVar[Document] = {}
+        model_config: ClassVar[Document] = {}
+
+    class Forbidding(Model):
+        model_config: ClassVar[Document] = {"extra": "forbid"}
+
+        class Settings:
+            name = "checked"
+
+    class Open(Model):
+        class Settings:
+            name = "checked"
+
+    monkeypatch.setitem(sys.modules, "beanie.odm.documents", types.SimpleNamespace(Document=Model))
+    (finding,) = check_models("shop", "checked", FIELD)
+    assert (finding.level, finding.message.startswith("Forbidding cannot read")) == ("error", True)
+
+
+# -- a writer that nobody sweeps -------------------------------------------------------------------
+
+
+def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its second write on, whoever carries it out, in a thread of its own; one without entries is none."""
+    monkeypatch.setattr(unswept, "_LOOK_SECONDS", 0.0)
+    watch = outbox.backing.watch = unswept.SweepWatch(lambda: "orders", lambda: outbox.backing.sweeps, 0.0)
+    looked: list[bool | None] = []
+    look = watch.look
+    monkeypatch.setattr(watch, "look", lambda: looked.append(look()))
+    with caplog.at_level(logging.ERROR):
+        outbox.insert_one({"_id": 0})
+        outbox.insert_one({"_id": 1}, tasks=[outbox.app.signature("mail")])
+        assert looked == []
+        outbox.with_tasks({"_id": 2}, [outbox.app.signature("mail")])
+        wait_for(lambda: looked == [False])
+
+    assert [getattr(each, "event", "") for each in caplog.records] == ["nobody_sweeps"]
+    assert "nobody has swept it yet" in caplog.text
+    outbox.sweep()
+    last = outbox.backing.sweeps.last()
+    assert last is not None
+    assert unswept.SweepWatch(lambda: "orders", lambda: outbox.backing.sweeps, 60.0).look() is True
