@@ -434,19 +434,18 @@ def test_no_stored_value_makes_a_claim_or_a_status_fail(rig: Rig, database: Data
     outbox.insert_one({"_id": "good"}, tasks=[rig.add.s(1, 1)])
     field = pending(database, "good")
     longest = Int64(2**63 - 1)
+    waits: list[Any] = [longest, float("inf"), {}, Decimal128("1")]
+    times: list[Any] = [longest, {}]
     strange: list[Document] = [
         *({**field, "claim": {**field["claim"], "ttl": ttl}} for ttl in (longest, -longest, float("nan"), "long", [1])),
-        *(
-            {**field, "claim": {**field["claim"], "wait": wait}}
-            for wait in (longest, float("inf"), {}, Decimal128("1"))
-        ),
+        *({**field, "claim": {**field["claim"], "wait": wait}} for wait in waits),
         *({**field, "claim": {**field["claim"], "since": DatetimeMS(since)}} for since in (2**62, -(2**62))),
         *({**field, "claim": claim} for claim in (None, 3, [], [field["claim"]])),
         *({**field, "notBefore": until} for until in (DatetimeMS(2**62), "later")),
         *({**field, "count": count} for count in (float("inf"), longest, 0.5, Decimal128("Infinity"))),
         *(
-            {**field, "events": [{**field["events"][0], "attempts": times, "app": 7, "at": 3}]}
-            for times in (longest, {})
+            {**field, "events": [{**field["events"][0], "attempts": each, "app": 7, "at": 3}]}
+            for each in times
         ),
     ]
     database["orders"].insert_many([{"pendingEvents": each} for each in [*strange, [field], [[field]]]])
