@@ -443,10 +443,7 @@ def test_no_stored_value_makes_a_claim_or_a_status_fail(rig: Rig, database: Data
         *({**field, "claim": claim} for claim in (None, 3, [], [field["claim"]])),
         *({**field, "notBefore": until} for until in (DatetimeMS(2**62), "later")),
         *({**field, "count": count} for count in (float("inf"), longest, 0.5, Decimal128("Infinity"))),
-        *(
-            {**field, "events": [{**field["events"][0], "attempts": each, "app": 7, "at": 3}]}
-            for each in times
-        ),
+        *({**field, "events": [{**field["events"][0], "attempts": each, "app": 7, "at": 3}]} for each in times),
     ]
     database["orders"].insert_many([{"pendingEvents": each} for each in [*strange, [field], [[field]]]])
 
