@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from bson import ObjectId
+from bson import DatetimeMS, Decimal128, Int64, ObjectId
 from celery.exceptions import SoftTimeLimitExceeded
 from pymongo import monitoring
 from pymongo.collection import Collection
@@ -426,3 +426,62 @@ def test_what_is_added_during_a_delivery_is_published_only_after_a_majority_writ
     assert rig.sent() == [[1, 0], [1, 1]]
     claimed, more = ["majority", "read majority", "published", 1], [1, "read local"]
     assert seen.noted == [*claimed, *more, *claimed]
+
+
+def test_no_stored_value_makes_a_claim_or_a_status_fail(rig: Rig, database: Database[Document]) -> None:
+    """Each of them would stop every other document, since all are asked by one command."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": "good"}, tasks=[rig.add.s(1, 1)])
+    field = pending(database, "good")
+    longest = Int64(2**63 - 1)
+    strange: list[Document] = [
+        *({**field, "claim": {**field["claim"], "ttl": ttl}} for ttl in (longest, -longest, float("nan"), "long", [1])),
+        *(
+            {**field, "claim": {**field["claim"], "wait": wait}}
+            for wait in (longest, float("inf"), {}, Decimal128("1"))
+        ),
+        *({**field, "claim": {**field["claim"], "since": DatetimeMS(since)}} for since in (2**62, -(2**62))),
+        *({**field, "claim": claim} for claim in (None, 3, [], [field["claim"]])),
+        *({**field, "notBefore": until} for until in (DatetimeMS(2**62), "later")),
+        *({**field, "count": count} for count in (float("inf"), longest, 0.5, Decimal128("Infinity"))),
+        *(
+            {**field, "events": [{**field["events"][0], "attempts": times, "app": 7, "at": 3}]}
+            for times in (longest, {})
+        ),
+    ]
+    database["orders"].insert_many([{"pendingEvents": each} for each in [*strange, [field], [[field]]]])
+
+    assert outbox.status().documents > 20
+    wait_for(lambda: outbox.sweep(older_than=0) and "pendingEvents" not in (database["orders"].find_one("good") or {}))
+    assert outbox.status().documents > 0, "some are held for ever, or are nobody's"
+    rig.drain()
+
+
+def test_the_field_may_have_another_name_and_its_index_too(rig: Rig, database: Database[Document]) -> None:
+    """An equal index is used, whatever it is called; else it is called as the field is."""
+    partial: Document = {"partialFilterExpression": {"pendingEvents.count": {"$gt": 0}}}
+    database["orders"].create_index([("pendingEvents.count", 1)], name="pending-events", **partial)
+    rig.outbox().insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    other = rig.outbox("parcels", field="waiting", at_once=False)
+    other.insert_one({"_id": 1}, tasks=[rig.add.s(2, 2)])
+    assert (other.status().pending, other.sweep(older_than=0).dispatched) == (1, 1)
+
+    assert sorted(database["orders"].index_information()) == ["_id_", "pending-events"]
+    assert sorted(database["parcels"].index_information()) == ["_id_", "waiting"]
+    assert database["parcels"].find_one() == {"_id": 1}
+    assert rig.sent() == [[1, 1], [2, 2]]
+
+
+def test_an_entry_that_lies_in_many_documents_is_removed_only_where_it_was_published(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """One turn publishes it in one document, and what stands before it in another: it must not go from there, too."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(0, 0)])
+    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(1, step) for step in range(50)])
+    shared = pending(database, 1)["events"][0]
+    more = {"$push": {"pendingEvents.events": shared}, "$inc": {"pendingEvents.count": 1}}
+    database["orders"].update_one({"_id": 2}, more)
+
+    assert outbox.sweep(older_than=0).dispatched == 52
+    assert [number for number, _ in rig.sent()].count(0) == 2
