@@ -195,7 +195,7 @@ class OutboxCollection:
         Inside, whatever this app sends (`delay`, `apply_async`, `send_task`, chains, groups) is put into the box, and
         its result object is returned as ever. Sent at once, as without a block: what a thread sends that the body
         starts, and a `retry` or `replace` of the task that is running. A chord is put into the box as a whole, with
-        `box.add([chord(...)])`. An error inside drops the box.
+        `box.add([chord(...)])`. An error inside drops the box. With `task_always_eager` tasks run in the body.
 
         Blocks may be nested, on one session with another key each; the outermost stores all of them.
         `transactional(client, outbox=...)` has such a block around its body.

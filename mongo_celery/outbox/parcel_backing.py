@@ -33,6 +33,8 @@ class ParcelDispatcher(OutboxDispatcher):
             self._publishing_since = None
         if delivery.broker_down:
             self._pause_for_broker([])
+        elif delivery.left and delivery.error is None:
+            self.hint()  # a key with more than its share: the others have their turn first
 
 
 class ParcelBacking(Backing):
@@ -98,8 +100,12 @@ class ParcelBacking(Backing):
 
     def dispatch_parcels(self, parcel_ids: Sequence[Any]) -> None:
         """Hand parcels that were committed to the dispatcher: never blocks (but with `"wait"`), and never fails."""
+        if not self.at_once or not parcel_ids:
+            return
+        *first, last = parcel_ids
+        if first:
+            self.dispatcher.hint(*first)
         if self.at_once == "wait":
-            for parcel_id in parcel_ids:
-                self.dispatcher.wait(None, parcel_id, self._wait_seconds)
-        elif self.at_once:
-            self.dispatcher.hint(*parcel_ids)
+            self.dispatcher.wait(None, last, self._wait_seconds)
+        else:
+            self.dispatcher.hint(last)

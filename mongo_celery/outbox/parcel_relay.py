@@ -44,6 +44,9 @@ HEADS_MAX = 100
 PARCELS_MAX = 100
 """So many parcels are read at a time; a crash repeats at most so many."""
 
+_ROUNDS_MAX = 5
+"""So often is read what is behind the heads; a key with more behind it goes on when others have had their turn."""
+
 _FIELD = FIELD_OF_PARCELS
 _Request = UpdateOne | UpdateMany | DeleteMany
 
@@ -93,12 +96,12 @@ class _Reading:
     until: float
     judge: bool
     now: Any = None
-    claimed: set[Any] = field(default_factory=set)
+    claimed: list[Any] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     overtaken: set[str] = field(default_factory=set)
     done: list[Any] = field(default_factory=list)
     held: list[_StoppedParcel] = field(default_factory=list)
-    stopped: set[Any] = field(default_factory=set)
+    stopped: list[Any] = field(default_factory=list)
     dispatched: int = 0
     dead: int = 0
     left: int = 0
@@ -108,7 +111,7 @@ class _Reading:
     @property
     def unfinished(self) -> set[str]:
         """Keys behind whose heads there may be more to deliver now."""
-        return self.keys - self.stopped if self.done else self.overtaken
+        return self.keys.difference(self.stopped) if self.done else self.overtaken
 
     @property
     def delivery(self) -> Delivery:
@@ -159,7 +162,7 @@ class ParcelRelay(Relay):
         self, document_ids: Sequence[object], *, older_than: float | None = None, judge: bool = True
     ) -> Delivery:
         """
-        Deliver what is in some parcels and behind them, until nothing is left.
+        Deliver what is in some parcels and behind them, until nothing is left or a key has had its share.
 
         Args:
             document_ids: `_id`s of parcels that may be the first of their keys; which are, is found out.
@@ -177,12 +180,15 @@ class ParcelRelay(Relay):
         total = Delivery()
         for start in range(0, len(document_ids), HEADS_MAX):
             waiting, age = list(document_ids[start : start + HEADS_MAX]), older_than
-            while waiting:
+            for _ in range(_ROUNDS_MAX):
                 run = self._deliver(waiting, age, judge=judge)
                 total = total.and_(run.delivery)
                 if run.broker_down:
                     return total
                 waiting, age = [head.id for head in self._store.heads(run.unfinished)], None
+                if not waiting:
+                    break
+            total = total.and_(Delivery(left=len(waiting)))
         return total
 
     def _deliver(self, ids: Sequence[Any], older_than: float | None, *, judge: bool) -> _Reading:
@@ -206,7 +212,7 @@ class ParcelRelay(Relay):
         shown = {"key": 1, "seq": 1, _FIELD.name: 1, "open": {"$and": [self._claims.free, self._claims.due]}}
         owned = {"_id": {"$in": list(ids)}, f"{_FIELD.claim}.owner": run.owner}
         claimed = list(self._snapshot.find(owned, shown))
-        run.claimed = {parcel["_id"] for parcel in claimed}
+        run.claimed = [parcel["_id"] for parcel in claimed]
         fields = [parcel[_FIELD.name] for parcel in claimed if isinstance(parcel[_FIELD.name], Mapping)]
         run.now = fields[0]["claim"]["since"] if fields else None
         run.keys = {key for parcel in claimed if (key := head_of(parcel).key) is not None}
@@ -236,7 +242,7 @@ class ParcelRelay(Relay):
             run.done.append(parcel["_id"])
             return
         run.held.append(held)
-        run.stopped.add(_place(parcel))
+        run.stopped.append(_place(parcel))
         run.left += max(0, len(everything) - len(names))
 
     def _publish_entries(
@@ -308,10 +314,11 @@ class ParcelRelay(Relay):
         requests: list[_Request] = []
         for held in run.held:
             requests += self._let_go(held, run.owner)
-        done, held_ids = set(run.done), {held.parcel["_id"] for held in run.held}
-        if unreached := run.claimed - done - held_ids:
-            requests.append(UpdateMany(*self._claims.released(list(unreached), [run.owner])))
-        for ids in ([each for each in run.done if each not in run.claimed], list(run.claimed & done)):
+        reached = [*run.done, *(held.parcel["_id"] for held in run.held)]
+        if unreached := [each for each in run.claimed if each not in reached]:
+            requests.append(UpdateMany(*self._claims.released(unreached, [run.owner])))
+        heads_last = [each for each in run.done if each not in run.claimed], [e for e in run.done if e in run.claimed]
+        for ids in heads_last:
             if ids:
                 requests.append(DeleteMany({"_id": {"$in": ids}}))
         if requests:
@@ -341,7 +348,7 @@ def _within_reach(parcels: Iterable[Document], run: _Reading) -> list[Document]:
             begun.add(key)
             found.append(parcel)
         elif key in begun:
-            run.stopped.add(key)
+            run.stopped.append(key)
         else:
             run.overtaken.add(key)
     return found

@@ -365,6 +365,51 @@ def test_relays_at_the_same_time_send_each_entry_once_and_in_order(rig: ParcelRi
     assert rig.stored == []
 
 
+def test_relays_beside_the_writer_keep_the_order_of_transactions_that_follow_each_other(rig: ParcelRig) -> None:
+    """Nothing in common but the key: only the commits say what comes first, and relays look all the time."""
+    writer, relays, ended = rig.parcels(), [rig.parcels() for _ in range(3)], threading.Event()
+
+    def sweep(outbox: OutboxCollection) -> None:
+        while not ended.is_set():
+            outbox.sweep(older_than=0)
+
+    threads = [threading.Thread(target=sweep, args=(each,)) for each in relays]
+    for thread in threads:
+        thread.start()
+    for step in range(30):
+        for key in range(3):
+
+            def body(session: Any, key: int = key, step: int = step) -> None:
+                writer.add([rig.add.s(key, step)], key=key, session=session)
+
+            rig.run(body)
+    wait_for(lambda: not rig.stored)
+    ended.set()
+    for thread in threads:
+        thread.join()
+
+    sent = rig.sent()
+    for key in range(3):
+        assert list(dict.fromkeys(step for each, step in sent if each == key)) == list(range(30))
+
+
+def test_a_key_with_a_long_backlog_gives_way_and_goes_on(rig: ParcelRig) -> None:
+    """It has its share of a sweep's turn; the dispatcher comes back to it by itself."""
+    outbox = rig.parcels()
+    outbox.add([rig.add.s(1, 0)], key="long")
+    (model,) = rig.stored
+    later = [{**model, "_id": each, "seq": Timestamp(2**32 - 1, each + 1)} for each in range(1100)]
+    rig.database["outbox"].insert_many(later)
+
+    delivery = outbox.sweep(older_than=0)
+    assert (delivery.dispatched, delivery.left) == (500, 1)
+    eager = rig.parcels(at_once=True)
+    eager.add([rig.add.s(2, 0)], key="short")
+    eager.add([rig.add.s(1, 1)], key="long")
+    wait_for(lambda: not rig.stored)
+    assert len(rig.sent()) == 1103
+
+
 def test_a_relay_that_sleeps_past_its_claim_repeats_but_never_overtakes(rig: ParcelRig) -> None:
     """Paused before its first publish; another delivers all and more; what it has read comes late, again."""
     writer, sleeper = rig.parcels(), rig.parcels(claim_ttl=3.0)
