@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from bson import ObjectId
+from bson import Decimal128, ObjectId
 from bson.int64 import Int64
 
 from mongo_celery.errors import OutboxRefusedError
@@ -42,6 +42,7 @@ The smallest claim, so that `$max` fills it in where there is none and changes n
 compares documents key by key, which is why these stand in the order in which they are stored.
 """
 
+_COUNT_MAX = 2**63 - 1
 _PATH_STAGES = {"$set", "$addFields", "$unset"}
 
 
@@ -81,9 +82,15 @@ class PendingField:
         return {self.count: {"$not": {"$gt": max_pending - count}}}
 
     def count_in(self, document: Mapping[str, Any]) -> int:
-        """How many entries a document says that it holds."""
+        """How many entries a document says that it holds; what is no number counts as none."""
         field = document.get(self.name)
-        return int(field.get("count", 0)) if isinstance(field, Mapping) else 0
+        count = field.get("count", 0) if isinstance(field, Mapping) else 0
+        try:
+            return int(count.to_decimal() if isinstance(count, Decimal128) else count)
+        except OverflowError:  # infinity, which is beyond any bound
+            return _COUNT_MAX
+        except (TypeError, ValueError):
+            return 0
 
     # -- append ------------------------------------------------------------------------------------
 

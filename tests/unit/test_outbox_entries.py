@@ -17,6 +17,7 @@ from kombu.serialization import loads
 from mongo_celery import STORED_ID, Event, OutboxRefusedError
 from mongo_celery.outbox.canvas import bound
 from mongo_celery.outbox.entries import Entry, Home, bound_event, event_entry, task_entry
+from mongo_celery.outbox.pending import PendingField
 
 NOW = datetime(2024, 2, 29, 12, 0, 0, tzinfo=UTC)
 KEY = ObjectId("1" * 24)
@@ -154,6 +155,17 @@ def test_stored_id_is_one_value_that_cannot_become_text() -> None:
     for spoiled in (str, "order {}".format, lambda value: f"order {value}"):
         with pytest.raises(TypeError, match="whole argument"):
             spoiled(STORED_ID)
+
+
+@pytest.mark.parametrize(
+    ("stored", "count"),
+    [(2, 2), (Int64(2), 2), (2.0, 2), (float("inf"), 2**63 - 1), (Decimal128("Infinity"), 2**63 - 1)]
+    + [(each, 0) for each in (float("nan"), "many", {}, None)],
+)
+def test_a_count_that_somebody_else_has_written_is_read_somehow(stored: Any, count: int) -> None:
+    """A write that asks how full a document is ends in a sentence, and not in an error of Python's."""
+    assert PendingField().count_in({"pendingEvents": {"count": stored}}) == count
+    assert PendingField("other").count_in({"pendingEvents": {"count": stored}}) == 0
 
 
 def test_an_entry_comes_back_as_it_was_stored(app: Celery, note: Any) -> None:
