@@ -17,6 +17,7 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery import Event, Outbox
+from mongo_celery.outbox import relay
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import sweep_all
@@ -434,20 +435,16 @@ def test_no_stored_value_makes_a_claim_or_a_status_fail(rig: Rig, database: Data
     outbox.insert_one({"_id": "good"}, tasks=[rig.add.s(1, 1)])
     field = pending(database, "good")
     longest = Int64(2**63 - 1)
+    waits: list[Any] = [longest, float("inf"), {}, Decimal128("1")]
+    attempts: list[Any] = [longest, {}]
     strange: list[Document] = [
         *({**field, "claim": {**field["claim"], "ttl": ttl}} for ttl in (longest, -longest, float("nan"), "long", [1])),
-        *(
-            {**field, "claim": {**field["claim"], "wait": wait}}
-            for wait in (longest, float("inf"), {}, Decimal128("1"))
-        ),
+        *({**field, "claim": {**field["claim"], "wait": wait}} for wait in waits),
         *({**field, "claim": {**field["claim"], "since": DatetimeMS(since)}} for since in (2**62, -(2**62))),
         *({**field, "claim": claim} for claim in (None, 3, [], [field["claim"]])),
         *({**field, "notBefore": until} for until in (DatetimeMS(2**62), "later")),
         *({**field, "count": count} for count in (float("inf"), longest, 0.5, Decimal128("Infinity"))),
-        *(
-            {**field, "events": [{**field["events"][0], "attempts": times, "app": 7, "at": 3}]}
-            for times in (longest, {})
-        ),
+        *({**field, "events": [{**field["events"][0], "attempts": times, "app": 7, "at": 3}]} for times in attempts),
     ]
     database["orders"].insert_many([{"pendingEvents": each} for each in [*strange, [field], [[field]]]])
 
@@ -473,15 +470,16 @@ def test_the_field_may_have_another_name_and_its_index_too(rig: Rig, database: D
 
 
 def test_an_entry_that_lies_in_many_documents_is_removed_only_where_it_was_published(
-    rig: Rig, database: Database[Document]
+    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One turn publishes it in one document, and what stands before it in another: it must not go from there, too."""
+    monkeypatch.setattr(relay, "SETTLE_SECONDS", 600)  # both are removed from by one command
     outbox = rig.outbox(at_once=False)
-    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(0, 0)])
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(0, 0), *(rig.add.s(2, step) for step in range(50))])
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(1, step) for step in range(50)])
     shared = pending(database, 1)["events"][0]
     more = {"$push": {"pendingEvents.events": shared}, "$inc": {"pendingEvents.count": 1}}
     database["orders"].update_one({"_id": 2}, more)
 
-    assert outbox.sweep(older_than=0).dispatched == 52
+    assert outbox.sweep(older_than=0).dispatched == 102
     assert [number for number, _ in rig.sent()].count(0) == 2
