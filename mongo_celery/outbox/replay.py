@@ -91,7 +91,7 @@ def dead_letter(outbox: AnyOutbox, id: str) -> DeadLetter | None:  # noqa: A002
 
 def replay(outbox: AnyOutbox, id: str, *, without_document: bool = False) -> Replay:  # noqa: A002
     """
-    Put a dead letter back at the end of what is pending in its document, with its attempts at zero.
+    Put a dead letter back at the end of what is pending in its document, or under its key, with its attempts at zero.
 
     Relays deliver it like any entry. Repeating this is harmless: while the entry waits it is not added twice.
     Where the process ends between adding the entry and removing the dead letter, it stays, and replaying it
