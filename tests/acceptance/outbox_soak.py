@@ -9,6 +9,7 @@ A write is repeated until it is answered; its filter, or a duplicate `_id`, keep
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import random
@@ -34,6 +35,7 @@ Keys = Sequence[str]
 
 WRITERS = 3
 SWEEPERS = 2
+_PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.02
 _AGAIN_SECONDS = 0.05
 _ALONE_MANY = 3
@@ -268,7 +270,12 @@ class Crowd:
     def start(self, job: Callable[[int, Keys, Tally], None]) -> None:
         """One more process, with a seed of its own."""
         self.seed += 1
-        self._jobs[fork(lambda seed=self.seed: job(seed, self.keys, self.tally))] = job  # type: ignore[misc]
+        self._jobs[fork(lambda seed=self.seed: self._run(job, seed))] = job  # type: ignore[misc]
+
+    def _run(self, job: Callable[[int, Keys, Tally], None], seed: int) -> None:
+        """A job that ends with the process that looks after it, also while it is frozen."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        job(seed, self.keys, self.tally)
 
     def look_after(self, chance: random.Random) -> None:
         """Replace who has died, wake who has slept enough, and freeze somebody now and then."""
