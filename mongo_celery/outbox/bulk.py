@@ -83,18 +83,25 @@ class BulkWrites:
         """What has something pending now, as far as it is known; filled also where the write fails."""
 
     def run(
-        self, writes: Sequence[Write], *, ordered: bool, session: ClientSession | None, claim: bool, **options: Any
+        self, writes: Sequence[Write], *, ordered: bool, session: ClientSession | None, claims: int, **options: Any
     ) -> BulkWriteResult:
         """
         Carry out a bulk write.
 
         How full the documents are is looked at before the write; writers at the same time can pass the limit a little.
 
+        Args:
+            writes: what to do.
+            ordered: as PyMongo's.
+            session: of the user.
+            claims: how many inserted documents may be claimed for the dispatcher; what it has no room for is hinted at.
+            options: further options of PyMongo's `bulk_write`.
+
         Raises:
             OutboxRefusedError: nothing was written, unless the message says so.
             BulkWriteError: as PyMongo's.
         """
-        requests = list(self._prepared(writes, claim=claim))
+        requests = list(self._prepared(writes, min(claims, _CLAIMED_MAX)))
         self._refuse_full(requests, session)
         for each in requests:
             if _is_delete(each.request):
@@ -122,12 +129,11 @@ class BulkWrites:
             raise BulkWriteError({**tally, "errorLabels": labels} if labels else tally) from failed
         return BulkWriteResult(tally, acknowledged=True)
 
-    def _prepared(self, writes: Sequence[Write], *, claim: bool) -> Iterator[_BulkStep]:
-        claimed = 0
+    def _prepared(self, writes: Sequence[Write], claims: int) -> Iterator[_BulkStep]:
         for place, write in enumerate(writes):
             entries, document_id = self._values.entries_of_request(write.request, write.tasks, write.events)
-            if entries and claim and claimed < _CLAIMED_MAX and isinstance(write.request, InsertOne):
-                claimed += 1
+            if entries and claims > 0 and isinstance(write.request, InsertOne):
+                claims -= 1
                 document = BulkRequest.of(write.request).document
                 self._writer.field.refuse_in_document(document)
                 whole, written = self._writer.insertion({"_id": document_id, **document}, entries, claim=True)

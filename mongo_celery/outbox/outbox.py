@@ -23,6 +23,7 @@ from mongo_celery.outbox.backing import Backing, OutboxStatus
 from mongo_celery.outbox.bulk import BulkWrites, Write
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.deletes import Deletes
+from mongo_celery.outbox.dispatcher import QUEUE_MAX
 from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id, refuse_replacement
 from mongo_celery.outbox.entries import FIELD, Entry, EntryMaker, Home, asks_for_id, listed, task_entry
 from mongo_celery.outbox.events import Event
@@ -33,7 +34,7 @@ from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.registry import OUTBOXES, register
 from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import Backlog, sweep_one
-from mongo_celery.outbox.writes import size_errors
+from mongo_celery.outbox.writes import explained_refusals
 
 __all__ = ["OUTBOXES", "Outbox"]
 
@@ -339,7 +340,8 @@ class Outbox:
             self.backing.writer.refuse_more_than_ever(entries)
             alike = {name: options[name] for name in ("collation", "hint", "let") if name in options}
             self.backing.writer.refuse_full_among(filter, len(entries), session, **alike)
-        with size_errors(self.collection.full_name, "documents before it may have been written"):
+        namespace, before = self.collection.full_name, "documents before it may have been written"
+        with explained_refusals(namespace, self.field.name, before):
             result = self.collection.update_many(filter, whole, upsert=upsert, session=session, **options)
         if entries and (result.matched_count or result.upserted_id is not None):
             known = pinned if result.upserted_id is None else result.upserted_id
@@ -458,9 +460,9 @@ class Outbox:
         tasks, events = listed(tasks), listed(events)
         writes = [Write.of(request, tasks, events) for request in requests]
         bulk = BulkWrites(self.backing.writer, self._values, self._deletes)
-        claim = self.backing.may_claim(session)
+        claims = QUEUE_MAX - self.backing.dispatcher.state.queued if self.backing.may_claim(session) else 0
         try:
-            return bulk.run(writes, ordered=ordered, session=session, claim=claim, **options)
+            return bulk.run(writes, ordered=ordered, session=session, claims=claims, **options)
         finally:
             for written in bulk.written:
                 self.backing.dispatch_at_once(written, session)

@@ -19,13 +19,13 @@ from typing import Any
 from bson import ObjectId
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import DuplicateKeyError
+from pymongo.errors import DuplicateKeyError, OperationFailure
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, id_key
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import is_duplicate_id, is_too_large
+from mongo_celery.mongo.verdicts import Code, is_duplicate_id, is_too_large
 from mongo_celery.mongo.writes import narrowed
 from mongo_celery.outbox.document_write import DocumentWrite, Written
 from mongo_celery.outbox.entries import Entry
@@ -79,7 +79,7 @@ class Writer:
         self.refuse_more_than_ever(entries)
         if write.upsert:
             return self._upserted(write, lambda _: entries, None, session, claim=claim)
-        with size_errors(self.collection.full_name):
+        with explained_refusals(self.collection.full_name, self.field.name):
             if write.pinned is not NO_ID:
                 written = self._update(write, write.pinned, entries, session=session, claim=claim)
                 return Written() if written is None else written
@@ -118,7 +118,7 @@ class Writer:
         claim: bool,
     ) -> Written:
         deadline, creations = time.monotonic() + _SECONDS, 0
-        with size_errors(self.collection.full_name):
+        with explained_refusals(self.collection.full_name, self.field.name):
             while time.monotonic() < deadline:
                 document_id = self._find(write, session)
                 if document_id is not NO_ID:
@@ -286,7 +286,7 @@ class Writer:
     ) -> Written:
         """Insert a new document with its entries; errors as of `write`."""
         whole, written = self.insertion(document, entries, claim=claim)
-        with size_errors(self.collection.full_name):
+        with explained_refusals(self.collection.full_name, self.field.name):
             self.collection.insert_one(whole, session=session, **options)
         return written
 
@@ -402,15 +402,19 @@ def _creating(update: Any, new_id: ObjectId) -> Any:
 
 
 @contextmanager
-def size_errors(namespace: str, otherwise: str = "") -> Iterator[None]:
-    """Say in our words that a document would be larger than 16 MB."""
+def explained_refusals(namespace: str, field: str, otherwise: str = "nothing was written") -> Iterator[None]:
+    """Say in our words why the server refuses a document: larger than 16 MB, or with a value where entries belong."""
     try:
         yield
     except Exception as error:
-        if not is_too_large(error):
-            raise
-        raise OutboxRefusedError(
-            f"the document with its entries would be larger than 16 MB; {otherwise or 'nothing was written'} to "
-            f"{namespace}. "
-            "Pass ids instead of values to the tasks, or keep less in the document.",
-        ) from error
+        if is_too_large(error):
+            raise OutboxRefusedError(
+                f"the document with its entries would be larger than 16 MB; {otherwise} to {namespace}. Pass ids "
+                "instead of values to the tasks, or keep less in the document.",
+            ) from error
+        if isinstance(error, OperationFailure) and error.code == Code.PathNotViable and field in str(error):
+            raise OutboxRefusedError(
+                f"{field} of a document of {namespace} is no document, as where an ODM has written null; {otherwise}. "
+                f'Remove it there: update_many({{"{field}": {{"$type": "null"}}}}, {{"$unset": {{"{field}": 1}}}}).',
+            ) from error
+        raise

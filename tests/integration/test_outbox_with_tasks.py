@@ -375,6 +375,14 @@ def test_a_value_that_an_odm_wrote_as_null_is_refused_by_the_server(
     with pytest.raises(WriteError):
         orders.update_one({"_id": 1}, outbox.with_tasks({"$set": {"a": 1}}, [rig.add.s(1, 1)]))
     assert orders.find_one() == {"_id": 1, "pendingEvents": None}
+    acts: list[Callable[[], Any]] = [
+        lambda: outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 1)]),
+        lambda: outbox.update_many({}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 1)]),
+    ]
+    for act in acts:
+        with pytest.raises(OutboxRefusedError, match=r'update_many\(\{"pendingEvents": \{"\$type": "null"\}\}'):
+            act()
+    assert orders.find_one() == {"_id": 1, "pendingEvents": None}
     orders.update_one({"_id": 1}, outbox.with_tasks([{"$set": {"a": 1}}], [rig.add.s(1, 1)]))
     assert pending(database, 1)["count"] == 1
 
@@ -404,7 +412,7 @@ def test_client_bulk_writes_keep_their_namespace() -> None:
     """PyMongo's `MongoClient.bulk_write` needs it; the servers that know it are newer than the tests'."""
     request = InsertOne({"a": 1}, namespace="shop.orders")
     app = Celery("x", set_as_current=False)
-    outbox = Outbox(app, MongoClient[Document](connect=False).shop.orders, sweep_every=None)
+    outbox = Outbox(app, MongoClient[Document](connect=False).shop.orders, sweep_every=None, at_once=False)
     carried = outbox.with_tasks(request, [outbox.app.signature("note")])
     assert carried._namespace == "shop.orders"
     assert carried._doc["pendingEvents"]["count"] == 1
