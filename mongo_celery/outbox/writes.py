@@ -37,6 +37,10 @@ MakeEntries = Callable[[Any], Sequence[Entry]]
 _SECONDS = 10.0
 """How long a document may keep changing between being found and being written before the outcome is given up."""
 
+_BUSY_SECONDS = 0.2
+"""For so long a document is not claimed in which something was pending."""
+
+_BUSY_MAX = 1000
 _PAUSES = Pauses(first=0.02, longest=0.02, jitter=1.0)
 _FINDING = ("collation", "hint", "let")
 """Options of a write that also say which document it means."""
@@ -60,6 +64,7 @@ class Writer:
         self._latest = collection.with_options(read_concern=ReadConcern("local"))
         self._max_pending = max_pending
         self._claim_ttl = claim_ttl
+        self._busy_until: dict[Hashable, float] = {}
 
     def write(
         self, write: DocumentWrite, entries: Sequence[Entry], *, session: ClientSession | None, claim: bool
@@ -152,12 +157,14 @@ class Writer:
     ) -> Written | None:
         """Update by `_id`; None where the filter does not match it."""
         target, deadline = narrowed(write.filter, document_id), time.monotonic() + _SECONDS
-        if claim:
+        key = id_key(document_id, self.collection.codec_options) if claim else None
+        if claim and time.monotonic() >= self._busy_until.get(key, 0.0):
             mine, now = (ObjectId(), self._claim_ttl), time.monotonic()
             document = self._updated(write, target.where(self.field.absent), entries, mine, session)
             if document is not None:
                 events = [entry.to_document() for entry in entries]
                 return Written(document_id, True, False, events, mine[0], now, document)
+            self._note_busy(key)
         room = self.field.room_for(len(entries), self._max_pending)
         while time.monotonic() < deadline:
             document = self._updated(write, target.where(room), entries, None, session)
@@ -168,6 +175,12 @@ class Writer:
                 return None
             self._refuse_full(document_id, entries, session)
         raise self._kept_changing()
+
+    def _note_busy(self, key: Hashable) -> None:
+        """A document that many write to has something pending all the time: a claim would cost each write in vain."""
+        if len(self._busy_until) >= _BUSY_MAX:
+            self._busy_until.clear()
+        self._busy_until[key] = time.monotonic() + _BUSY_SECONDS
 
     def _updated(
         self,

@@ -14,7 +14,7 @@ from pymongo.errors import BulkWriteError, DuplicateKeyError
 
 from mongo_celery import STORED_ID, CommandRefusedError, Event, Outbox, OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID
-from mongo_celery.outbox import Write
+from mongo_celery.outbox import Write, writes
 from mongo_celery.outbox.canvas import bound
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
@@ -308,6 +308,24 @@ def test_tasks_may_be_gone_through_only_once(rig: Rig, outbox: Outbox) -> None:
         outbox.bulk_write([Write(InsertOne({"_id": 9}), rig.add.s(1, 1))])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="document must be an instance"):
         outbox.insert_many(["text"], tasks=[rig.add.s(1, 1)])
+
+
+def test_a_document_that_many_write_to_is_not_claimed_by_each(
+    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be claimed a moment ago is only appended to: one update, not two."""
+    monkeypatch.setattr(writes, "_BUSY_SECONDS", 3600.0)
+    monkeypatch.setattr(writes, "_BUSY_MAX", 2)
+    outbox, claimed = rig.outbox(), list[bool]()
+    monkeypatch.setattr(
+        outbox.backing, "dispatch_at_once", lambda written, _: claimed.append(written.owner is not None)
+    )
+    database["orders"].insert_many([{"_id": each} for each in range(4)])
+    for key in (0, 0, 0, 1, 1, 2, 2, 0):
+        if len(claimed) in (2, 7):
+            database["orders"].update_one({"_id": 0}, {"$unset": {"pendingEvents": ""}})
+        outbox.update_one({"_id": key}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 1)])
+    assert claimed == [True, False, False, True, False, True, False, True], "and few are remembered"
 
 
 def test_a_duplicate_is_pymongo_s_error(rig: Rig, outbox: Outbox) -> None:
