@@ -92,7 +92,12 @@ class Backing:
         self._options = options
         self.field = PendingField(options.field)
         self.others_told_at = -math.inf
-        self.watch = SweepWatch(lambda: self.collection.full_name, lambda: self.sweeps, patience(options.sweep_every))
+        self.watch = SweepWatch(
+            lambda: self.collection.full_name,
+            lambda: self.sweeps,
+            patience(options.sweep_every),
+            lambda: self.dispatcher.state.broker_down,
+        )
         self._indexed = False
         self._dispatcher: PerProcess[OutboxDispatcher] = PerProcess(self._new_dispatcher)
 
@@ -230,7 +235,12 @@ class Backing:
             self.dispatcher.wait(None, document_id, self._wait_seconds)
         if self.dispatcher.state.broker_down:
             return Delivery(broker_down=True, error="the broker does not answer")
-        return self.relay.deliver(document_id)
+        return self.relay.deliver(document_id, judge=False)  # this process need not know the tasks
+
+    @property
+    def _stuck_after(self) -> int | None:
+        """After how many failures of its own an entry is stuck; None where it is set aside instead."""
+        return self._options.max_attempts if self._options.failure_policy == "halt" else None
 
     @property
     def _wait_seconds(self) -> float:
@@ -264,7 +274,7 @@ class Backing:
 
     def status(self) -> OutboxStatus:
         """Counts and ages of what is pending; reads only documents in the index."""
-        found = index.waiting(self.plain, self.claims, self._options.max_attempts)
+        found = index.waiting(self.plain, self.claims, self._stuck_after)
         return OutboxStatus(
             outbox=self.collection.full_name,
             documents=found["documents"],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pymongo.errors import PyMongoError
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.broker.connection import reach_broker
 from mongo_celery.errors import ConfigurationError
@@ -46,6 +46,7 @@ class Health:
         indexed: whether the index is there; None where it cannot be seen.
         broker_error: why the broker does not answer; None when it does.
         index: name under which the index is created.
+        sweeps_known: whether the notes of sweeps could be read.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Health:
     indexed: bool | None
     broker_error: str | None
     index: str = FIELD
+    sweeps_known: bool = True
 
     @property
     def late(self) -> bool:
@@ -104,8 +106,10 @@ class Health:
 
     @property
     def swept(self) -> bool:
-        """Whether somebody has swept lately."""
-        return self.swept_seconds is not None and self.swept_seconds <= self.patience
+        """Whether somebody has swept lately, as far as that can be known."""
+        if self.swept_seconds is None:
+            return not self.sweeps_known
+        return self.swept_seconds <= self.patience
 
     def _unswept(self) -> str:
         since = "yet" if self.swept_seconds is None else f"for {duration(self.swept_seconds)}"
@@ -177,9 +181,18 @@ def concern_of(outbox: AnyOutbox) -> Concern:
     )
 
 
+def _last_sweep(outbox: AnyOutbox) -> tuple[float | None, bool]:
+    """How many seconds ago, and whether that could be read at all: whoever may not read the notes sees the rest."""
+    try:
+        last = outbox.backing.sweeps.last()
+    except OperationFailure:
+        return None, False
+    return (None if last is None else last.seconds), True
+
+
 def _read(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Health:
     try:
-        status, last = outbox.status(), outbox.backing.sweeps.last()
+        status, (seconds, is_known) = outbox.status(), _last_sweep(outbox)
     except PyMongoError as error:
         known = explained(error, concern_of(outbox))
         if known is None:
@@ -190,7 +203,8 @@ def _read(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Health:
         status=status,
         sweep_after=outbox.sweep_after,
         scheduled=is_scheduled(app),
-        swept_seconds=None if last is None else last.seconds,
+        swept_seconds=seconds,
+        sweeps_known=is_known,
         patience=patience(outbox.backing.options.sweep_every),
         indexed=outbox.backing.is_indexed(),
         broker_error=broker_error,

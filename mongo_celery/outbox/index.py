@@ -62,10 +62,15 @@ def waiting_for_others(collection: Collection[Any], claims: PendingClaims, older
     return _local(collection).find_one(claims.others(older_than), {"_id": 1})
 
 
-def waiting(collection: Collection[Any], claims: PendingClaims, max_attempts: int) -> dict[str, Any]:
+def waiting(collection: Collection[Any], claims: PendingClaims, stuck_after: int | None) -> dict[str, Any]:
     """
     What waits, by the server's clock: documents, entries, seconds of the oldest; how many documents hold an entry that
     has failed, are stuck behind one, or wait for another app.
+
+    Args:
+        collection: of the outbox.
+        claims: conditions on its field.
+        stuck_after: after how many failures of its own an entry is stuck; None where it is set aside instead.
     """
     field = claims.field
     failed = {"$convert": {"input": claims.attempts, "to": "double", "onError": 0, "onNull": 0}}
@@ -78,8 +83,8 @@ def waiting(collection: Collection[Any], claims: PendingClaims, max_attempts: in
                 "documents": {"$sum": 1},
                 "pending": {"$sum": entries},
                 "oldest": {"$min": claims.oldest},
-                "failing": _how_many({"$gt": [failed, 0]}),
-                "stuck": _how_many({"$gte": [failed, max_attempts]}),
+                "failing": _how_many({"$or": [{"$gt": [failed, 0]}, claims.nameless]}),
+                "stuck": _how_many(_is_stuck(failed, claims, stuck_after)),
                 "other_apps": _how_many({"$not": [claims.ours]}),
             },
         },
@@ -89,7 +94,11 @@ def waiting(collection: Collection[Any], claims: PendingClaims, max_attempts: in
     return next(rows, _NONE)
 
 
-def _how_many(condition: dict[str, Any]) -> dict[str, Any]:
+def _is_stuck(failed: dict[str, Any], claims: PendingClaims, stuck_after: int | None) -> Any:
+    return False if stuck_after is None else {"$or": [{"$gte": [failed, stuck_after]}, claims.nameless]}
+
+
+def _how_many(condition: Any) -> dict[str, Any]:
     return {"$sum": {"$cond": [condition, 1, 0]}}
 
 

@@ -113,7 +113,7 @@ class Publisher:
         is_task = entry.kind == "task"
         name = entry.name if is_task else str(self._exchange.name)  # routing keys may be many
         with sending_for(entry.trace, name, lambda: self._span_attributes(entry), is_task=is_task):
-            self._publish(entry, self._signature(entry, document_id) if is_task else None)
+            self._publish(entry, self._decoded(entry, document_id) if is_task else None)
 
     def _publish(self, entry: Entry, signature: Any) -> None:
         with self._producer() as producer:
@@ -135,6 +135,15 @@ class Publisher:
                     _forget(producer, connection)
                     raise verdict from error
                 raise
+
+    def _decoded(self, entry: Entry, document_id: object) -> Any:
+        try:
+            return self._signature(entry, document_id)
+        except Exception as error:
+            limit = _time_limit(error)  # kombu makes an error of decoding of whatever it meets
+            if limit is not None:
+                raise limit from None
+            raise
 
     def _signature(self, entry: Entry, document_id: object) -> Any:
         accepted = prepare_accept_content(self.app.conf.accept_content)

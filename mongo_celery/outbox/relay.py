@@ -393,11 +393,12 @@ class Relay:
         self, held: HeldDocument, entry: Entry | Mapping[str, Any], error: Exception, *, judge: bool
     ) -> FailureVerdict | None:
         """What becomes of an entry; None where this process leaves that to another."""
-        self._counters.failures += 1
         at = entry.at if isinstance(entry, Entry) else entry.get("at")
         verdict = self._policy.verdict(entry, error, age_of(held.field, at))
         if verdict.kind is not FailureKind.WAIT_FOR_BROKER and not judge:
             return None
+        if verdict.kind not in (FailureKind.OTHER_APP, FailureKind.WAIT_FOR_TASK):  # nobody's failures
+            self._counters.failures += 1
         self._policy.tell(verdict, entry, held.document_id, error)
         return verdict
 

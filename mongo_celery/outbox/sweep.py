@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +121,9 @@ def sweep_all(backlogs: Iterable[Backlog]) -> dict[str, Any]:
     deadline = time.monotonic() + _SWEEP_SECONDS
     totals: dict[str, Delivery] = {}
     waiting = list(backlogs)
+    for backlog in waiting:  # also those whose turn does not come, since the broker is down
+        with suppress(PyMongoError):
+            backlog.backing.sweeps.note(_NOTE_SECONDS)
     idle: Counter[str] = Counter()
     while waiting and time.monotonic() < deadline:
         for backlog in list(waiting):

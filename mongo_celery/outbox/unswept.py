@@ -33,12 +33,20 @@ class SweepWatch:
         records: gives the notes of its sweeps.
         patience: seconds without a sweep after which it is said; also those from this process's first write until
             its first look, so that a worker may be started after the writers.
+        is_broker_down: whether this process knows that the broker does not answer: then beat can send no sweep.
     """
 
-    def __init__(self, name: Callable[[], str], records: Callable[[], SweepRecords], patience: float) -> None:
+    def __init__(
+        self,
+        name: Callable[[], str],
+        records: Callable[[], SweepRecords],
+        patience: float,
+        is_broker_down: Callable[[], bool],
+    ) -> None:
         self._name = name
         self._records = records
         self._patience = patience
+        self._is_broker_down = is_broker_down
         self._due: float | None = None
 
     def written(self) -> None:
@@ -59,6 +67,8 @@ class SweepWatch:
             return None  # an outage has louder witnesses, and a missing right is what `outbox check` tells
         if last is not None and last.seconds <= self._patience:
             return True
+        if self._is_broker_down():
+            return None
         self._due = time.monotonic() + _REPEAT_SECONDS
         since = "yet" if last is None else f"for {duration(last.seconds)}"
         logger.error(

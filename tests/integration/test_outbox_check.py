@@ -225,7 +225,9 @@ def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
 ) -> None:
     """From its second write on, whoever carries it out, in a thread of its own; one without entries is none."""
     monkeypatch.setattr(unswept, "_LOOK_SECONDS", 0.0)
-    watch = outbox.backing.watch = unswept.SweepWatch(lambda: "orders", lambda: outbox.backing.sweeps, 0.0)
+    watch = outbox.backing.watch = unswept.SweepWatch(
+        lambda: "orders", lambda: outbox.backing.sweeps, 0.0, lambda: False
+    )
     looked: list[bool | None] = []
     look = watch.look
     monkeypatch.setattr(watch, "look", lambda: looked.append(look()))
@@ -241,4 +243,4 @@ def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
     outbox.sweep()
     last = outbox.backing.sweeps.last()
     assert last is not None
-    assert unswept.SweepWatch(lambda: "orders", lambda: outbox.backing.sweeps, 60.0).look() is True
+    assert unswept.SweepWatch(lambda: "orders", lambda: outbox.backing.sweeps, 60.0, lambda: False).look() is True

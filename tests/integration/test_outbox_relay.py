@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from bson import DatetimeMS, Decimal128, Int64, ObjectId
 from celery.exceptions import SoftTimeLimitExceeded
+from kombu.serialization import register, unregister
 from pymongo import monitoring
 from pymongo.collection import Collection
 from pymongo.database import Database
 
-from mongo_celery import Event, Outbox
+from mongo_celery import Event, Outbox, OutboxRefusedError
 from mongo_celery.outbox import relay
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.relay import Delivery
@@ -260,6 +261,55 @@ def test_a_time_limit_is_no_entrys_fault_and_lets_every_claim_go(rig: Rig) -> No
     assert outbox.sweep(older_than=0).dispatched == 5
     sent = rig.sent()
     assert [[step for each, step in sent if each == identity] for identity in range(3)] == [[0, 1]] * 3
+
+
+def test_a_time_limit_that_strikes_while_a_payload_is_read_is_no_entrys_fault(rig: Rig) -> None:
+    """What kombu meets, it makes an error of decoding."""
+
+    def interrupted(_data: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    register("interrupted", str, interrupted, "application/x-interrupted", "utf-8")
+    rig.app.conf.accept_content = ["json", "application/x-interrupted"]
+    try:
+        outbox = rig.outbox(at_once=False, max_attempts=1)
+        outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1).set(serializer="interrupted")])
+        with pytest.raises(SoftTimeLimitExceeded):
+            outbox.sweep(older_than=0)
+    finally:
+        unregister("interrupted")
+
+    assert (outbox.status().pending, outbox.status().failing) == (1, 0)
+
+
+def test_a_delete_leaves_a_task_that_its_process_does_not_know_to_one_that_does(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """The document stays, and nobody is held back by it."""
+    outbox = rig.outbox(at_once=False, failure_policy="dead_letter", max_attempts=1)
+    outbox.insert_one({"_id": 1}, tasks=[rig.app.signature("shop.unknown", args=(1, 1))])
+    with pytest.raises(OutboxRefusedError, match=r"shop\.unknown"):
+        outbox.delete_one({"_id": 1})
+
+    assert (pending(database, 1)["claim"]["wait"], outbox.dead_letters.count()) == (0, 0)
+    assert outbox.status().failures == 0
+    assert rig.outbox(name="foreign", foreign_tasks=True).sweep(older_than=0).dispatched == 1
+
+
+def test_what_is_stuck_is_counted_where_it_is_tried_for_ever(rig: Rig, database: Database[Document]) -> None:
+    """A head that nobody can count attempts in is stuck, too; what will be set aside is not."""
+    tries, sets_aside = (
+        rig.outbox(name=policy, at_once=False, failure_policy=policy, max_attempts=1)
+        for policy in ("halt", "dead_letter")
+    )
+    for identity in range(3):
+        tries.insert_one({"_id": identity}, tasks=[rig.add.s(identity, 0)])
+    orders = database["orders"]
+    orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events.0.attempts": 3}})
+    orders.update_one({"_id": 2}, {"$unset": {"pendingEvents.events.0.id": True}})
+
+    assert (tries.status().failing, tries.status().stuck) == (2, 2)
+    assert (sets_aside.status().failing, sets_aside.status().stuck) == (2, 0)
 
 
 def test_a_document_that_somebody_writes_to_all_the_time_does_not_capture_a_relay(

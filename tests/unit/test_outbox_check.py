@@ -236,9 +236,17 @@ def test_a_writer_says_that_nobody_sweeps_and_is_silent_where_it_cannot_tell(
     answer: LastSweep | Exception | None, swept: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As an error, with what to do."""
-    watch = SweepWatch(lambda: "shop.orders", lambda: Notes(answer), 60.0)  # type: ignore[arg-type, return-value]
+    watch = SweepWatch(lambda: "shop.orders", lambda: Notes(answer), 60.0, lambda: False)  # type: ignore[arg-type, return-value]
     with caplog.at_level(logging.INFO):
         assert watch.look() is swept
     records = [(each.levelname, getattr(each, "event", "")) for each in caplog.records]
     assert records == ([("ERROR", "nobody_sweeps")] if swept is False else [])
     assert all("run `celery beat` and a worker" in each.getMessage() for each in caplog.records)
+
+
+def test_a_writer_that_knows_of_an_outage_blames_no_sweep(caplog: pytest.LogCaptureFixture) -> None:
+    """Beat can send none while the broker is down."""
+    watch = SweepWatch(lambda: "shop.orders", lambda: Notes(None), 60.0, lambda: True)  # type: ignore[arg-type, return-value]
+    with caplog.at_level(logging.INFO):
+        assert watch.look() is None
+    assert not caplog.records

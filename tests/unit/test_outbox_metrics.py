@@ -120,6 +120,11 @@ def test_each_trouble_has_one_sentence_that_helps(status: OutboxStatus, changes:
     assert words in sentence
 
 
+def test_whoever_may_not_read_the_notes_of_sweeps_is_told_nothing_of_them() -> None:
+    """As after an upgrade, before the new right is granted: the rest is shown all the same."""
+    assert health(QUIET, swept_seconds=None, sweeps_known=False).advice() == []
+
+
 @pytest.mark.parametrize("indexed", [None, False])
 def test_a_missing_index_is_no_trouble_while_nothing_waits_or_nobody_may_look(indexed: bool | None) -> None:
     """The first delivery creates it."""
