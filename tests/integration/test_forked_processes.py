@@ -27,12 +27,12 @@ def outbox_of(rig: Rig, mongo_url: str, how: str) -> Outbox:
     name = rig.database.name
     if how == "bridge":
         bridge = Bridge(rig.app, mongo_url, name=name, autodiscover=False)
-        return bridge.outbox(f"{name}.orders", watch=False, sweep_every=None)
-    return Outbox(rig.app, lambda: MongoClient(mongo_url)[name]["orders"], sweep_every=None)
+        return bridge.outbox(f"{name}.orders", watch=False, sweep_every=None, at_once="wait")
+    return Outbox(rig.app, lambda: MongoClient(mongo_url)[name]["orders"], sweep_every=None, at_once="wait")
 
 
 def close(outbox: Outbox) -> None:
-    outbox.publisher.close()
+    outbox.backing.close()
     outbox.collection.database.client.close()
 
 

@@ -35,6 +35,17 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeping, "INSPECT_SECONDS", 0.01)
 
 
+@pytest.fixture(autouse=True)
+def no_models() -> Iterator[None]:
+    """Those of other tests in this process are of collections of the same name."""
+    registry = pytest.importorskip("mongoengine.base.common")._document_registry
+    before = dict(registry)
+    registry.clear()
+    yield
+    registry.clear()
+    registry.update(before)
+
+
 @pytest.fixture
 def outbox(database: Database[Document], state_database: str, redis_url: str) -> Iterator[Outbox]:
     """An outbox that leaves delivery to a sweep."""
@@ -172,24 +183,18 @@ def test_an_outbox_of_transactions_is_looked_at_like_one_of_documents(
 def test_a_strict_model_that_does_not_declare_the_field_is_found() -> None:
     """MongoEngine's are strict by default."""
     mongoengine = pytest.importorskip("mongoengine")
-    common = sys.modules["mongoengine.base.common"]
-    before = dict(common._document_registry)
-    try:
-        base = mongoengine.Document
+    base = mongoengine.Document
 
-        def model(name: str, meta: Document, **fields: Any) -> None:
-            type(name, (base,), {"meta": {"collection": "checked", **meta}, "__module__": __name__, **fields})
+    def model(name: str, meta: Document, **fields: Any) -> None:
+        type(name, (base,), {"meta": {"collection": "checked", **meta}, "__module__": __name__, **fields})
 
-        assert list(check_models("shop", "checked", FIELD)) == []
-        model("Lenient", {"strict": False})
-        model("Declaring", {}, pending=mongoengine.DictField(db_field=FIELD))
-        model("Elsewhere", {"collection": "others"})
-        (well,) = check_models("shop", "checked", FIELD)
-        model("Strict", {})
-        (finding,) = check_models("shop", "checked", FIELD)
-    finally:
-        common._document_registry.clear()
-        common._document_registry.update(before)
+    assert list(check_models("shop", "checked", FIELD)) == []
+    model("Lenient", {"strict": False})
+    model("Declaring", {}, pending=mongoengine.DictField(db_field=FIELD))
+    model("Elsewhere", {"collection": "others"})
+    (well,) = check_models("shop", "checked", FIELD)
+    model("Strict", {})
+    (finding,) = check_models("shop", "checked", FIELD)
     assert (well.level, finding.level) == ("ok", "error")
     assert "Declaring, Lenient" in well.message
     assert finding.message.startswith("Strict cannot read")
