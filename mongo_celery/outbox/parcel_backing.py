@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,11 +25,8 @@ class ParcelDispatcher(OutboxDispatcher):
             self._waiters += errand.waiting
         if not errands:
             return
-        self._publishing_since = time.monotonic()
-        try:
-            delivery = self._relay().deliver_all([errand.document_id for errand in errands], judge=False)
-        finally:
-            self._publishing_since = None
+        self._step()
+        delivery = self._relay().deliver_all([errand.document_id for errand in errands], judge=False)
         if delivery.broker_down:
             self._pause_for_broker([])
         elif delivery.left and delivery.error is None:
