@@ -62,6 +62,9 @@ _TURNS_MAX = 20
 COMMAND_SECONDS = 1.0
 """How long one command may take; somebody's transaction may keep a document closed for a minute."""
 
+_SINGLE_SECONDS = 2.5
+"""How long a majority may take for one document; what a command for many does not wait for, goes on slowly so."""
+
 _OVERDUE_MAX = 3
 """So many documents in a row that are not answered in time are not looked at singly any further."""
 
@@ -395,8 +398,7 @@ class Relay:
         claimable = self._claims.claimable(older_than, (*held, owner))  # what has no answer may have been done
 
         def claim_one(document_id: Any) -> bool:
-            # A majority may be slow, too: more time than for many, as long as that leaves some to publish in.
-            with pymongo.timeout(max(COMMAND_SECONDS, self._claim_ttl / 4)):
+            with pymongo.timeout(max(COMMAND_SECONDS, _SINGLE_SECONDS)):
                 result = self._collection.update_one({"_id": {"$eq": document_id}, **claimable}, update)
             return result.matched_count > 0
 
@@ -582,7 +584,7 @@ class Relay:
         """Somebody else has written to the field: what is no list of entries is set aside, and the field goes."""
         error = ValueError(f"{self._field.name} says that entries wait, and there are none")
         if events is not None and events != []:
-            with pymongo.timeout(max(COMMAND_SECONDS, self._claim_ttl / 4)):
+            with pymongo.timeout(max(COMMAND_SECONDS, _SINGLE_SECONDS)):
                 self._dead_letters().add(document_id, {"events": events}, error)
         logger.error(
             "document %r: %s says that entries wait, and there are none; put right",

@@ -118,9 +118,7 @@ def test_a_document_that_mongodb_refuses_takes_no_other_with_it(
     assert pending(database, 7)["count"] == 1, "an operator is nobody's _id"
 
 
-def test_a_claim_that_is_old_is_taken_anew(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_that_is_old_is_taken_anew(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever made a turn slow; it is neither an error nor the sweep's."""
     outbox = rig.outbox(at_once=True, claim_ttl=600)
     is_old, judged = module.OutboxDispatcher._is_old, list[Any]()
@@ -139,9 +137,7 @@ def test_a_claim_that_is_old_is_taken_anew(
     assert sorted(rig.sent()) == [[number, 0] for number in range(3)]
 
 
-def test_a_claim_that_the_queue_does_not_take_is_let_go(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_that_the_queue_does_not_take_is_let_go(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bulk asks once whether there is room, and claims all of its inserts."""
     monkeypatch.setattr(module, "QUEUE_MAX", 2)
     outbox: Outbox = rig.outbox(at_once=True, claim_ttl=600)
