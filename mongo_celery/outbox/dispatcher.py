@@ -455,7 +455,7 @@ class OutboxDispatcher:
                 there.owners += owners
 
     def _note(self, part: PublishedPart) -> None:
-        self._published += part.dispatched
+        self._went_out(part.dispatched)
         if part.ran_out:
             self._look_again(part.held.document_id, (part.held.owner,))
         elif part.lets_go and not part.is_outage:  # a process that knows more than this one delivers it
@@ -464,6 +464,10 @@ class OutboxDispatcher:
             if not self._unsettled:
                 self._settled_by = time.monotonic() + SETTLE_SECONDS
             self._unsettled.append(part)
+
+    def _went_out(self, count: int) -> None:
+        """So many entries were published."""
+        self._published += count
 
     def _refuse(self, key: Hashable) -> None:
         self._refused[key] = time.monotonic() + _REFUSED_SECONDS

@@ -20,13 +20,19 @@ from mongo_celery.outbox.parcel_store import INDEX, ParcelStore
 class ParcelDispatcher(OutboxDispatcher):
     """Publishes the parcels that this process has inserted; what it is to look at are their `_id`s."""
 
+    def _parcels(self) -> ParcelRelay:
+        relay = self._relay()
+        assert isinstance(relay, ParcelRelay)
+        return relay
+
     def _deliver(self, errands: Sequence[Any]) -> None:
         for errand in errands:
             self._waiters += errand.waiting
         if not errands:
             return
-        self._step()
-        delivery = self._relay().deliver_all([errand.document_id for errand in errands], judge=False)
+        parcels = [errand.document_id for errand in errands]
+        delivery = self._parcels().deliver_all(parcels, judge=False, step=self._step)
+        self._went_out(delivery.dispatched)
         if delivery.broker_down:
             self._pause_for_broker([])
         elif delivery.left and delivery.error is None:
