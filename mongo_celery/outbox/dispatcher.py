@@ -84,6 +84,9 @@ _FAILURES = Pauses(first=1.0, longest=60.0)
 _LOOKS_AFTER = (0.1, 0.5, 2.0)
 """When the index is looked at after a write that the outbox has prepared, and somebody else carries out."""
 
+_LOOKS_MAX = 5
+"""Looks at the index that are planned at any time."""
+
 CLOSE_SECONDS = 2.0
 """How long the end of a process may take, whatever broker and MongoDB do."""
 
@@ -300,11 +303,17 @@ class OutboxDispatcher:
             self._leave(error)
 
     def _plan_looks(self, *seconds: float) -> None:
-        """Plan looks at the index; the first that is planned already stays, so that they go on under any load."""
+        """
+        Plan looks at the index, few at any time.
+
+        The first that is planned already stays, so that they go on under any load; and so do those that lie behind the
+        new ones, which wait for something else, such as the end of a claim.
+        """
         now = time.monotonic()
-        first = min([now + seconds[0], *self._looks_at[:1]])
-        others = [now + each for each in seconds[1:]] or self._looks_at[1:]
-        self._looks_at = sorted({first, *others})
+        new = [now + each for each in seconds]
+        first = min([new[0], *self._looks_at[:1]])
+        behind = [each for each in self._looks_at if each > new[-1]] if len(new) > 1 else self._looks_at
+        self._looks_at = sorted({first, *new[1:], *behind})[:_LOOKS_MAX]
 
     def _wake(self) -> None:
         if self._closing_by is not None:
