@@ -243,19 +243,25 @@ class OutboxDispatcher:
         self._put([_Errand(document_id, held, waiting=[done])])
         return done.wait(seconds)
 
+    def close_soon(self) -> None:
+        """Begin to close, so that many dispatchers can be closed within the time of one."""
+        with self._changed:
+            if self._thread is None or self._closing_by is not None:
+                return
+            self._closing_by = time.monotonic() + CLOSE_SECONDS / 2
+            self._looks_at = [0.0] if self._looks_at else []  # one, now, for what somebody has hinted at
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Publish what is queued for half of the time, remove what was published, let claims go, and end the thread."""
-        seconds = CLOSE_SECONDS
-        deadline = time.monotonic() + seconds
+        self.close_soon()
         with self._changed:
-            thread = self._thread
-            if thread is None or thread is threading.current_thread():
+            thread, closing_by = self._thread, self._closing_by
+            if thread is None or closing_by is None or thread is threading.current_thread():
                 return
-            self._closing_by = time.monotonic() + seconds / 2
-            self._changed.notify_all()
-        thread.join(max(0.1, deadline - time.monotonic() - seconds / 4))
+        thread.join(max(0.0, closing_by + CLOSE_SECONDS / 4 - time.monotonic()))
         if thread.is_alive():  # it is in the middle of a message that the broker does not take
-            with suppress(Exception), pymongo.timeout(seconds / 4):
+            with suppress(Exception), pymongo.timeout(max(0.1, closing_by + CLOSE_SECONDS / 2 - time.monotonic())):
                 self._let_go()
             return
         with self._changed:  # whoever writes after this, in a process that goes on after all, starts another
@@ -361,7 +367,8 @@ class OutboxDispatcher:
             while True:
                 now = time.monotonic()
                 if self._closing_by is not None:
-                    return bool(self._queue) and self._down_until is None and now < self._closing_by
+                    has_work = bool(self._queue) or self._looks_at[:1] == [0.0]
+                    return has_work and self._down_until is None and now < self._closing_by
                 due = self._next_at(now)
                 if due is not None and due <= now:
                     return True
