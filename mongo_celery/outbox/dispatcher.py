@@ -180,6 +180,7 @@ class OutboxDispatcher:
         self._looks_at: list[float] = []
         self._down_until: float | None = None
         self._probes = 0
+        self._is_on_trial = False
         self._refusals = 0
         self._paused_until = 0.0
         self._failures = 0
@@ -484,6 +485,13 @@ class OutboxDispatcher:
     def _went_out(self, count: int) -> None:
         """So many entries were published."""
         self._published += count
+        if count and self._is_on_trial:
+            self._is_on_trial, self._probes = False, 0
+            logger.info(
+                "outbox %s: the broker answers again; what waits is delivered",
+                self._name(),
+                extra={"event": "broker_back"},
+            )
 
     def _refuse(self, key: Hashable) -> None:
         self._refused[key] = time.monotonic() + _REFUSED_SECONDS
@@ -576,8 +584,8 @@ class OutboxDispatcher:
         with self._changed:
             errands, self._queue = list(self._queue.values()), OrderedDict()
             self._passed_over += len(errands) + len(held)
-            self._refusals, self._probes = 0, 0
-            self._down_until = time.monotonic() + _PROBES.nth(0)
+            self._refusals = 0
+            self._down_until = time.monotonic() + _PROBES.nth(self._probes)
             for errand in errands:
                 self._waiters += errand.waiting
         with suppress(PyMongoError):  # claims lapse
@@ -597,18 +605,14 @@ class OutboxDispatcher:
         self._release(errands)
 
     def _probe(self) -> None:
-        if not self._answers():
-            self._probes += 1
+        answers = self._answers()
+        self._probes += 1  # until something has gone out: a broker may take connections, and refuse every message
+        if not answers:
             self._down_until = time.monotonic() + _PROBES.nth(self._probes)
             return
         with self._changed:
-            self._down_until = None
+            self._down_until, self._is_on_trial = None, True
             self._plan_looks(0.0, *_LOOKS_AFTER[1:])
-        logger.info(
-            "outbox %s: the broker answers again; what waits is delivered",
-            self._name(),
-            extra={"event": "broker_back"},
-        )
 
     def _look(self) -> None:
         """Queue what the index says is waiting, if a look is planned for now."""
