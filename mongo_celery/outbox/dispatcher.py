@@ -240,9 +240,15 @@ class OutboxDispatcher:
 
     def wait(self, held: HeldDocument | None, document_id: object, seconds: float) -> bool:
         """Have a document delivered, and wait until it was its turn; False if it was not within so many seconds."""
-        done = threading.Event()
-        self._put([_Errand(document_id, held, waiting=[done])])
-        return done.wait(seconds)
+        return self.wait_all([(held, document_id)], seconds)
+
+    def wait_all(self, documents: Sequence[tuple[HeldDocument | None, Any]], seconds: float) -> bool:
+        """As `wait`, for documents that are delivered together, within one time for all of them."""
+        deadline = time.monotonic() + seconds
+        errands = [_Errand(document_id, held, waiting=[threading.Event()]) for held, document_id in documents]
+        events = [errand.waiting[0] for errand in errands]
+        self._put(errands)
+        return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
 
     def close_soon(self) -> None:
         """Begin to close, so that many dispatchers can be closed within the time of one."""
@@ -284,6 +290,9 @@ class OutboxDispatcher:
                 _tell(errand.waiting)
 
     def _queue_one(self, key: Hashable, errand: _Errand) -> None:
+        if time.monotonic() < self._paused_until:  # nobody is to wait for MongoDB
+            _tell(errand.waiting)
+            errand.waiting = []
         there = self._queue.get(key)
         if there is not None:  # what is added behind its entries is found when these are removed
             if errand.held is not None:

@@ -104,10 +104,7 @@ class ParcelBacking(Backing):
         """Hand parcels that were committed to the dispatcher: never blocks (but with `"wait"`), and never fails."""
         if not self.at_once or not parcel_ids:
             return
-        *first, last = parcel_ids
-        if first:
-            self.dispatcher.hint(*first)
         if self.at_once == "wait":
-            self.dispatcher.wait(None, last, self._wait_seconds)
+            self.dispatcher.wait_all([(None, parcel_id) for parcel_id in parcel_ids], self._wait_seconds)
         else:
-            self.dispatcher.hint(last)
+            self.dispatcher.hint(*parcel_ids)
