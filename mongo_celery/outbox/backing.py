@@ -35,6 +35,10 @@ _PROBE_SECONDS = 5
 """How long a broker may take to answer whether it is back."""
 
 
+_WAIT_SECONDS_MAX = 5.0
+"""How long a write with `at_once="wait"` waits at most."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutboxStatus:
     """
@@ -201,28 +205,30 @@ class Backing:
 
         With `at_once="wait"` it returns when the document has had its turn, within a bound.
         """
+        self.dispatch_all_at_once([written], session)
+
+    def dispatch_all_at_once(self, writes: Sequence[Written], session: ClientSession | None) -> None:
+        """As `dispatch_at_once`, of what was written together; with `at_once="wait"` within one bound for all."""
         self.watch.written()
-        if not self.at_once or not (written.matched or written.upserted):
+        writes = [written for written in writes if written.matched or written.upserted]
+        if not self.at_once or not writes:
             return
-        document_id = written.document_id
         if session is not None and session.in_transaction:
-            if not after_commit(session, lambda: self.dispatch_at_once(Written(document_id, matched=True), None)):
+            after = [Written(written.document_id, matched=True) for written in writes]
+            if not after_commit(session, lambda: self.dispatch_all_at_once(after, None)):
                 self.dispatcher.expect()  # nobody says when the transaction ends
             return
-        if document_id is NO_ID:
+        if any(written.document_id is NO_ID for written in writes):
             self.dispatcher.expect()
-            return
-        held = None
-        if written.owner is not None and written.events is not None:
-            held = HeldDocument(
-                document_id=document_id, events=written.events, owner=written.owner, claimed_at=written.claimed_at
-            )
+        documents = [(_held(each), each.document_id) for each in writes if each.document_id is not NO_ID]
         if self.at_once == "wait":
-            self.dispatcher.wait(held, document_id, self._wait_seconds)
-        elif held is not None:
-            self.dispatcher.add(held)
-        else:
-            self.dispatcher.hint(document_id)
+            self.dispatcher.wait_all(documents, self._wait_seconds)
+            return
+        for held, document_id in documents:
+            if held is not None:
+                self.dispatcher.add(held)
+            else:
+                self.dispatcher.hint(document_id)
 
     def deliver_now(self, document_id: object) -> Delivery:
         """
@@ -244,8 +250,8 @@ class Backing:
 
     @property
     def _wait_seconds(self) -> float:
-        """After so long a claim is not relied on any more, so there is nothing to wait for."""
-        return self._options.claim_ttl / 2
+        """After half its time a claim is not relied on any more, so there is nothing to wait for."""
+        return min(self._options.claim_ttl / 2, _WAIT_SECONDS_MAX)
 
     def close(self) -> None:
         """End the dispatcher of this process, and close its connections to the broker; the next use makes new ones."""
@@ -288,3 +294,12 @@ class Backing:
             other_apps=found["other_apps"],
             dispatcher=self.dispatcher.state,
         )
+
+
+def _held(written: Written) -> HeldDocument | None:
+    """What the dispatcher need not read and claim, since the write has claimed it."""
+    if written.owner is None or written.events is None:
+        return None
+    return HeldDocument(
+        document_id=written.document_id, events=written.events, owner=written.owner, claimed_at=written.claimed_at
+    )

@@ -127,7 +127,8 @@ class PendingClaims:
     def claimed(self, owner: ObjectId, ttl: float) -> list[Document]:
         """Claim a document; what the first edition kept beside the claim makes room for what is new in it."""
         first_edition = f"{self.field.name}.{_FIRST_EDITION}"
-        return [{"$set": {self.field.claim: claimed_by(owner, ttl), first_edition: "$$REMOVE"}}]
+        claim = {"$mergeObjects": [claimed_by(owner, ttl)]}  # a bare object would be set in each member of an array
+        return [{"$set": {self.field.claim: claim, first_edition: "$$REMOVE"}}]
 
     def emptied(self, document_id: object, names: Sequence[object]) -> tuple[Document, Document]:
         """Filter and update that remove the field of a document that holds exactly the entries of these names."""

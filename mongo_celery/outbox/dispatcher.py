@@ -16,6 +16,8 @@ Callers never wait for the broker. They hand over a document that their write ha
 - A claim whose time is half over is not relied on; the document is looked at as if somebody had asked for it.
 - A broker that does not answer ends all turns: claims are let go, the queue is emptied, and this thread alone asks
   whether the broker is back. Then the index says what waits.
+- A document that MongoDB does not answer for in time, since somebody's open transaction has written to it, has its turn
+  later, and so has its removal; one that MongoDB refuses is left to the sweep. The others go on.
 - After a fork the child makes a dispatcher of its own; what the parent's queue holds is the parent's to deliver.
 - At the end of a process what is queued is published for a second, what was published is removed, and claims are let
   go; after two seconds the process ends in any case.
@@ -33,18 +35,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pymongo
-from bson import ObjectId
+from bson import ObjectId, Regex
 from bson.codec_options import CodecOptions
 from celery.exceptions import SoftTimeLimitExceeded
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import PyMongoError
 
-from mongo_celery.mongo.identity import id_key
+from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
 from mongo_celery.mongo.redaction import short, traceback_of
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.outbox import exits
 from mongo_celery.outbox.failures import FailureKind
-from mongo_celery.outbox.relay import SETTLE_DOCUMENTS, SETTLE_SECONDS, HeldDocument, PublishedPart, Relay, Remainder
+from mongo_celery.outbox.relay import (
+    SETTLE_DOCUMENTS,
+    SETTLE_SECONDS,
+    Failure,
+    HeldDocument,
+    PublishedPart,
+    Relay,
+    tell_undeliverable,
+)
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -54,8 +63,8 @@ QUEUE_MAX = 1000
 _TURN = 50
 """Documents that are taken from the queue at once; those to be looked at are claimed by one command."""
 
-_STALLED_SECONDS = 1.0
-"""A message that is under way for so long: the broker may be frozen, and writes claim nothing for now."""
+_STALLED_SECONDS = 0.5
+"""A message or a command that is under way for so long: who knows for how long yet; writes claim nothing for now."""
 
 _REFUSALS_MAX = 3
 """So many documents in a row that a broker has refused with all others are an outage, too."""
@@ -66,11 +75,17 @@ _LOOK = 100
 _REFUSED_SECONDS = 30.0
 """For so long what this process could not publish is not taken from the index again; the sweep takes it."""
 
+_LATER = Pauses(first=1.0, longest=10.0)
+"""Before a document is asked for again that MongoDB did not answer for in time."""
+
 _PROBES = Pauses(first=0.5, longest=5.0)
 _FAILURES = Pauses(first=1.0, longest=60.0)
 
 _LOOKS_AFTER = (0.1, 0.5, 2.0)
 """When the index is looked at after a write that the outbox has prepared, and somebody else carries out."""
+
+_LOOKS_MAX = 5
+"""Looks at the index that are planned at any time."""
 
 CLOSE_SECONDS = 2.0
 """How long the end of a process may take, whatever broker and MongoDB do."""
@@ -103,6 +118,21 @@ class _Errand:
     held: HeldDocument | None = None
     owners: tuple[ObjectId, ...] = ()
     waiting: list[threading.Event] = field(default_factory=list)
+
+    @property
+    def all_owners(self) -> tuple[ObjectId, ...]:
+        """Of every claim that this process may have on it."""
+        return self.owners if self.held is None else (*self.owners, self.held.owner)
+
+
+@dataclass(slots=True)
+class _Later:
+    """What MongoDB did not answer for in time: what has been published, to be removed, or what is to be looked at."""
+
+    at: float
+    times: int = 0
+    parts: list[PublishedPart] = field(default_factory=list)
+    errand: _Errand | None = None
 
 
 class OutboxDispatcher:
@@ -144,14 +174,17 @@ class OutboxDispatcher:
         self._queue: OrderedDict[Hashable, _Errand] = OrderedDict()
         self._unsettled: list[PublishedPart] = []
         self._settled_by = 0.0
+        self._later: dict[Hashable, _Later] = {}
+        self._unwanted: list[_Errand] = []
         self._waiters: list[threading.Event] = []
         self._looks_at: list[float] = []
         self._down_until: float | None = None
         self._probes = 0
+        self._is_on_trial = False
         self._refusals = 0
         self._paused_until = 0.0
         self._failures = 0
-        self._publishing_since: float | None = None
+        self._step_since: float | None = None
         self._passed_over = 0
         self._refused: OrderedDict[Hashable, float] = OrderedDict()
         self._published = 0
@@ -164,7 +197,7 @@ class OutboxDispatcher:
     @property
     def accepts(self) -> bool:
         """Whether a write may claim its document: it will be published soon."""
-        since = self._publishing_since
+        since = self._step_since
         return (
             self._down_until is None
             and self._closing_by is None
@@ -176,7 +209,13 @@ class OutboxDispatcher:
     @property
     def state(self) -> DispatcherState:
         """For people and metrics."""
-        return DispatcherState(len(self._queue), len(self._unsettled), self._down_until is not None, self._passed_over)
+        late = list(self._later.values())
+        return DispatcherState(
+            len(self._queue) + sum(each.errand is not None for each in late),
+            len(self._unsettled) + sum(bool(each.parts) for each in late),
+            self._down_until is not None,
+            self._passed_over,
+        )
 
     def add(self, held: HeldDocument) -> None:
         """Have a document delivered that the write has claimed."""
@@ -184,10 +223,15 @@ class OutboxDispatcher:
 
     def hint(self, *document_ids: object) -> None:
         """Have documents looked at that may have something pending; without any, look at the index."""
-        if document_ids:
-            self._put([_Errand(document_id) for document_id in document_ids])
-        else:
+        if not document_ids:
             self._look_after(0.0)
+            return
+        stored = [each for each in document_ids if _may_be_stored(each)]
+        if len(stored) < len(document_ids):
+            self._leave(
+                ValueError(f"no document has such an _id: {next(e for e in document_ids if e not in stored)!r}")
+            )
+        self._put([_Errand(document_id) for document_id in stored])
 
     def expect(self) -> None:
         """Have the index looked at soon, and again: somebody will carry out a write that carries tasks."""
@@ -196,23 +240,35 @@ class OutboxDispatcher:
 
     def wait(self, held: HeldDocument | None, document_id: object, seconds: float) -> bool:
         """Have a document delivered, and wait until it was its turn; False if it was not within so many seconds."""
-        done = threading.Event()
-        self._put([_Errand(document_id, held, waiting=[done])])
-        return done.wait(seconds)
+        return self.wait_all([(held, document_id)], seconds)
+
+    def wait_all(self, documents: Sequence[tuple[HeldDocument | None, Any]], seconds: float) -> bool:
+        """As `wait`, for documents that are delivered together, within one time for all of them."""
+        deadline = time.monotonic() + seconds
+        errands = [_Errand(document_id, held, waiting=[threading.Event()]) for held, document_id in documents]
+        events = [errand.waiting[0] for errand in errands]
+        self._put(errands)
+        return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
+
+    def close_soon(self) -> None:
+        """Begin to close, so that many dispatchers can be closed within the time of one."""
+        with self._changed:
+            if self._thread is None or self._closing_by is not None:
+                return
+            self._closing_by = time.monotonic() + CLOSE_SECONDS / 2
+            self._looks_at = [0.0] if self._looks_at else []  # one, now, for what somebody has hinted at
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Publish what is queued for half of the time, remove what was published, let claims go, and end the thread."""
-        seconds = CLOSE_SECONDS
-        deadline = time.monotonic() + seconds
+        self.close_soon()
         with self._changed:
-            thread = self._thread
-            if thread is None or thread is threading.current_thread():
+            thread, closing_by = self._thread, self._closing_by
+            if thread is None or closing_by is None or thread is threading.current_thread():
                 return
-            self._closing_by = time.monotonic() + seconds / 2
-            self._changed.notify_all()
-        thread.join(max(0.1, deadline - time.monotonic() - seconds / 4))
+        thread.join(max(0.0, closing_by + CLOSE_SECONDS / 4 - time.monotonic()))
         if thread.is_alive():  # it is in the middle of a message that the broker does not take
-            with suppress(Exception), pymongo.timeout(seconds / 4):
+            with suppress(Exception), pymongo.timeout(max(0.1, closing_by + CLOSE_SECONDS / 2 - time.monotonic())):
                 self._let_go()
             return
         with self._changed:  # whoever writes after this, in a process that goes on after all, starts another
@@ -234,16 +290,20 @@ class OutboxDispatcher:
                 _tell(errand.waiting)
 
     def _queue_one(self, key: Hashable, errand: _Errand) -> None:
+        if time.monotonic() < self._paused_until:  # nobody is to wait for MongoDB
+            _tell(errand.waiting)
+            errand.waiting = []
         there = self._queue.get(key)
         if there is not None:  # what is added behind its entries is found when these are removed
             if errand.held is not None:
-                there.owners = (*there.owners, errand.held.owner, *([there.held.owner] if there.held else []))
-                there.held = None
-            there.owners = (*there.owners, *errand.owners)
+                there.owners, there.held = there.all_owners, None
+            there.owners = (*there.owners, *errand.all_owners)
             there.waiting += errand.waiting
         elif self._down_until is not None or self._closing_by is not None or len(self._queue) >= QUEUE_MAX:
             self._passed_over += 1
             self._plan_looks(_LOOKS_AFTER[-1])
+            if errand.all_owners:  # the write has claimed it before anybody knew
+                self._unwanted.append(errand)
             _tell(errand.waiting)
         else:
             self._queue[key] = errand
@@ -259,11 +319,17 @@ class OutboxDispatcher:
             self._leave(error)
 
     def _plan_looks(self, *seconds: float) -> None:
-        """Plan looks at the index; the first that is planned already stays, so that they go on under any load."""
+        """
+        Plan looks at the index, few at any time.
+
+        The first that is planned already stays, so that they go on under any load; and so do those that lie behind the
+        new ones, which wait for something else, such as the end of a claim.
+        """
         now = time.monotonic()
-        first = min([now + seconds[0], *self._looks_at[:1]])
-        others = [now + each for each in seconds[1:]] or self._looks_at[1:]
-        self._looks_at = sorted({first, *others})
+        new = [now + each for each in seconds]
+        first = min([new[0], *self._looks_at[:1]])
+        behind = [each for each in self._looks_at if each > new[-1]] if len(new) > 1 else self._looks_at
+        self._looks_at = sorted({first, *new[1:], *behind})[:_LOOKS_MAX]
 
     def _wake(self) -> None:
         if self._closing_by is not None:
@@ -291,7 +357,7 @@ class OutboxDispatcher:
                 self._failures = 0
             except PyMongoError as error:
                 self._leave(error)
-                self._forget_claims()
+                self._forget_queue()
             except Exception as error:  # noqa: BLE001 - a dispatcher that ends would deliver nothing from then on
                 logger.error(
                     "outbox %s: the dispatcher met an error of its own, and the sweep delivers what it had: %s",
@@ -299,7 +365,9 @@ class OutboxDispatcher:
                     traceback_of(error),
                     extra={"event": "dispatcher_failed"},
                 )
-                self._forget_claims()
+                self._forget_queue()
+            finally:
+                self._step_since = None
         with suppress(Exception), pymongo.timeout(CLOSE_SECONDS / 4):
             self._let_go()
 
@@ -309,7 +377,8 @@ class OutboxDispatcher:
             while True:
                 now = time.monotonic()
                 if self._closing_by is not None:
-                    return bool(self._queue) and self._down_until is None and now < self._closing_by
+                    has_work = bool(self._queue) or self._looks_at[:1] == [0.0]
+                    return has_work and self._down_until is None and now < self._closing_by
                 due = self._next_at(now)
                 if due is not None and due <= now:
                     return True
@@ -320,12 +389,13 @@ class OutboxDispatcher:
         times = [self._down_until] if self._down_until is not None else list(self._looks_at[:1])
         if self._unsettled:
             times.append(self._settled_by)
-        if self._queue and self._down_until is None:
+        if (self._queue and self._down_until is None) or self._unwanted:
             times.append(now)
+        times += [each.at for each in self._later.values()]
         return max(min(times), self._paused_until) if times else None
 
     def _work(self) -> None:
-        """One turn: ask a broker that was away, look at the index, deliver some documents, remove."""
+        """One turn: ask a broker that was away, look at the index, deliver some documents, remove, and what is late."""
         if self._down_until is not None and time.monotonic() >= self._down_until:
             self._probe()
         if self._down_until is None:
@@ -333,7 +403,9 @@ class OutboxDispatcher:
             self._deliver(self._taken())
         if self._unsettled and (self._waiters or not self._may_settle_later()):
             self._settle()
+        self._release_unwanted()
         self._tell_waiting()
+        self._catch_up()
 
     def _taken(self) -> list[_Errand]:
         with self._changed:
@@ -342,34 +414,45 @@ class OutboxDispatcher:
     def _deliver(self, errands: Sequence[_Errand]) -> None:
         """Publish what is held, then claim and publish what is to be looked at."""
         fresh, looks = list[HeldDocument](), list[_Errand]()
-        now = time.monotonic()
         for errand in errands:
             self._waiters += errand.waiting
-            if errand.held is not None and now - errand.held.claimed_at < self._claim_ttl / 2:
+            if errand.held is not None and not self._is_old(errand.held):
                 fresh.append(errand.held)
             else:
-                owners = (*errand.owners, errand.held.owner) if errand.held is not None else errand.owners
-                looks.append(_Errand(errand.document_id, None, owners))
+                looks.append(_Errand(errand.document_id, None, errand.all_owners))
         if not self._publish_all(fresh):
             self._release(looks)
             return
         if looks:
             self._settle()  # what was published there is still pending, and this process still holds it
-            ids = [errand.document_id for errand in looks]
-            owner = ObjectId()
-            claimed = self._relay().claim(ids, held=[each for errand in looks for each in errand.owners], owner=owner)
-            if not self._publish_all(claimed):
-                self._relay().release(ids, [owner])
+            self._deliver_looks([errand for errand in looks if not self._waits_for_removal(errand)])
+
+    def _deliver_looks(self, looks: Sequence[_Errand]) -> None:
+        ids = [errand.document_id for errand in looks]
+        owner, missed = ObjectId(), list[Failure]()
+        self._step()
+        held = [each for errand in looks for each in errand.owners]
+        claimed = self._relay().claim(ids, held=held, owner=owner, missed=missed)
+        if not self._publish_all(claimed):
+            self._relay().release(ids, [owner])
+        owners = {id_key(errand.document_id, self._codec()): errand.owners for errand in looks}
+        for document_id, error in missed:
+            key = id_key(document_id, self._codec())
+            if error.timeout:
+                self._put_off(key, errand=_Errand(document_id, None, (*owners.get(key, ()), owner)))
+            else:
+                tell_undeliverable(self._name(), document_id, error)
+                self._refuse(key)
 
     def _publish_all(self, documents: Any) -> bool:
         """Publish from documents that are held; False if the broker does not answer."""
         rest = iter(documents)
         for held in rest:
-            self._publishing_since = time.monotonic()
-            try:
-                part = self._relay().publish(held, judge=False)
-            finally:
-                self._publishing_since = None
+            if self._is_old(held):
+                self._look_again(held.document_id, (held.owner,))
+                continue
+            self._step()
+            part = self._relay().publish(held, judge=False)
             self._note(part)
             refused = part.verdict is not None and part.verdict.kind is FailureKind.WAIT_FOR_BROKER
             self._refusals = self._refusals + 1 if refused else 0
@@ -378,18 +461,51 @@ class OutboxDispatcher:
                 return False
             if not self._may_settle_later():
                 self._settle()
+            self._step()  # the next one may have to be read
         return True
 
+    def _step(self) -> None:
+        """Something begins that takes long only where the broker or MongoDB does not answer."""
+        self._step_since = time.monotonic()
+
+    def _is_old(self, held: HeldDocument) -> bool:
+        """Whether a claim is not relied on any more."""
+        return time.monotonic() - held.claimed_at >= self._claim_ttl / 2
+
+    def _look_again(self, document_id: object, owners: tuple[ObjectId, ...]) -> None:
+        """Have a document that this process holds looked at after all others, also beyond the bound of the queue."""
+        errand = _Errand(document_id, None, owners)
+        with self._changed:
+            there = self._queue.setdefault(id_key(document_id, self._codec()), errand)
+            if there is not errand:
+                there.owners += owners
+
     def _note(self, part: PublishedPart) -> None:
-        self._published += part.dispatched
-        if part.lets_go and not part.is_outage:  # a process that knows more than this one delivers it
-            self._refused[id_key(part.held.document_id, self._codec())] = time.monotonic() + _REFUSED_SECONDS
-            if len(self._refused) > QUEUE_MAX:
-                self._refused.popitem(last=False)
+        self._went_out(part.dispatched)
+        if part.ran_out:
+            self._look_again(part.held.document_id, (part.held.owner,))
+        elif part.lets_go and not part.is_outage:  # a process that knows more than this one delivers it
+            self._refuse(id_key(part.held.document_id, self._codec()))
         with self._changed:
             if not self._unsettled:
                 self._settled_by = time.monotonic() + SETTLE_SECONDS
             self._unsettled.append(part)
+
+    def _went_out(self, count: int) -> None:
+        """So many entries were published."""
+        self._published += count
+        if count and self._is_on_trial:
+            self._is_on_trial, self._probes = False, 0
+            logger.info(
+                "outbox %s: the broker answers again; what waits is delivered",
+                self._name(),
+                extra={"event": "broker_back"},
+            )
+
+    def _refuse(self, key: Hashable) -> None:
+        self._refused[key] = time.monotonic() + _REFUSED_SECONDS
+        if len(self._refused) > QUEUE_MAX:
+            self._refused.popitem(last=False)
 
     def _may_settle_later(self) -> bool:
         return len(self._unsettled) < SETTLE_DOCUMENTS and time.monotonic() < self._settled_by
@@ -399,20 +515,76 @@ class OutboxDispatcher:
         with self._changed:
             parts, self._unsettled = self._unsettled, []
         try:
-            remainder = self._relay().settle(parts) if parts else Remainder()
-        except PyMongoError as error:
-            if is_transient(error) or not isinstance(error, OperationFailure):
-                with self._changed:  # removing by name may be done at any time
-                    self._unsettled = [*parts, *self._unsettled]
+            self._remove(parts)
+        except PyMongoError:
+            with self._changed:  # removing by name may be done at any time
+                self._unsettled = [*parts, *self._unsettled]
             raise
+
+    def _remove(self, parts: Sequence[PublishedPart], times: int = 0) -> None:
+        if not parts:
+            return
+        self._step()
+        remainder = self._relay().settle(parts)
+        for document_id in remainder.document_ids:
+            self._look_again(document_id, tuple(remainder.owners))
+        for part, error in remainder.failed:
+            key = id_key(part.held.document_id, self._codec())
+            if error.timeout:
+                self._put_off(key, times, part=part)
+            else:
+                tell_undeliverable(self._name(), part.held.document_id, error)
+                self._refuse(key)
+
+    # -- what is late ------------------------------------------------------------------------------
+
+    def _put_off(
+        self, key: Hashable, times: int = 0, *, part: PublishedPart | None = None, errand: _Errand | None = None
+    ) -> None:
+        """Ask for a document later that MongoDB did not answer for in time."""
         with self._changed:
-            for document_id in remainder.document_ids:
-                errand = _Errand(document_id, None, tuple(remainder.owners))
-                key = id_key(document_id, self._codec())
-                if key in self._queue:
-                    self._queue[key].owners += errand.owners
-                else:
-                    self._queue[key] = errand  # also beyond the bound: it holds its claim
+            late = self._later.setdefault(key, _Later(0.0))
+            late.times = max(late.times, times)
+            late.at = time.monotonic() + _LATER.nth(late.times)
+            late.parts += [part] if part is not None else []
+            late.errand = errand or late.errand
+
+    def _waits_for_removal(self, look: _Errand) -> bool:
+        """Whether what was published of a document is still to be removed; it is looked at afterwards."""
+        late = self._later.get(id_key(look.document_id, self._codec()))
+        if late is None or not late.parts:
+            return False
+        with self._changed:
+            if late.errand is not None:
+                look.owners = (*late.errand.owners, *look.owners)
+            late.errand = look
+        return True
+
+    def _catch_up(self) -> None:
+        """Ask again, one document at a time and after all others, for what MongoDB did not answer for in time."""
+        now = time.monotonic()
+        key = next((each for each, late in self._later.items() if late.at <= now), None)
+        if key is None:
+            return
+        with self._changed:
+            late = self._later.pop(key)
+        try:
+            self._remove(late.parts, late.times + 1)
+        except PyMongoError:
+            with self._changed:
+                self._unsettled += late.parts
+            raise
+        if late.errand is None:
+            return
+        there = self._later.get(key)
+        if there is not None:  # its removal is put off again
+            there.errand = late.errand
+        elif self._down_until is not None:
+            self._release([late.errand])
+        else:
+            self._deliver_looks([late.errand])
+            if key in self._later:
+                self._later[key].times = late.times + 1
 
     # -- what is away ------------------------------------------------------------------------------
 
@@ -421,8 +593,8 @@ class OutboxDispatcher:
         with self._changed:
             errands, self._queue = list(self._queue.values()), OrderedDict()
             self._passed_over += len(errands) + len(held)
-            self._refusals, self._probes = 0, 0
-            self._down_until = time.monotonic() + _PROBES.nth(0)
+            self._refusals = 0
+            self._down_until = time.monotonic() + _PROBES.nth(self._probes)
             for errand in errands:
                 self._waiters += errand.waiting
         with suppress(PyMongoError):  # claims lapse
@@ -430,27 +602,26 @@ class OutboxDispatcher:
         self._settle()
 
     def _release(self, errands: Sequence[_Errand]) -> None:
-        owned = [
-            (errand.document_id, (*errand.owners, *([errand.held.owner] if errand.held else [])))
-            for errand in errands
-            if errand.owners or errand.held
-        ]
+        owned = [(errand.document_id, errand.all_owners) for errand in errands if errand.all_owners]
         if owned:
+            self._step()
             self._relay().release([each for each, _ in owned], [owner for _, owners in owned for owner in owners])
 
+    def _release_unwanted(self) -> None:
+        """Let claims go that writes have taken, of documents that are left to a look at the index."""
+        with self._changed:
+            errands, self._unwanted = self._unwanted, []
+        self._release(errands)
+
     def _probe(self) -> None:
-        if not self._answers():
-            self._probes += 1
+        answers = self._answers()
+        self._probes += 1  # until something has gone out: a broker may take connections, and refuse every message
+        if not answers:
             self._down_until = time.monotonic() + _PROBES.nth(self._probes)
             return
         with self._changed:
-            self._down_until = None
+            self._down_until, self._is_on_trial = None, True
             self._plan_looks(0.0, *_LOOKS_AFTER[1:])
-        logger.info(
-            "outbox %s: the broker answers again; what waits is delivered",
-            self._name(),
-            extra={"event": "broker_back"},
-        )
 
     def _look(self) -> None:
         """Queue what the index says is waiting, if a look is planned for now."""
@@ -463,18 +634,19 @@ class OutboxDispatcher:
         keys = [id_key(each, self._codec()) for each in found]
         with self._changed:
             for key, document_id in zip(keys, found, strict=True):
-                if self._refused.get(key, now) <= now:
+                if self._refused.get(key, now) <= now and key not in self._later:
                     self._queue.setdefault(key, _Errand(document_id))
             if len(found) >= _LOOK and self._published > self._published_at_look:
                 self._plan_looks(0.0)
         self._published_at_look = self._published
 
-    def _forget_claims(self) -> None:
-        """MongoDB does not answer, or refuses: claims lapse, and the index is looked at later."""
+    def _forget_queue(self) -> None:
+        """MongoDB does not answer: claims are let go when it does, or lapse, and the index is looked at later."""
         with self._changed:
             for errand in self._queue.values():
                 self._waiters += errand.waiting
             self._passed_over += len(self._queue)
+            self._unwanted = [*self._unwanted, *self._queue.values()][-QUEUE_MAX:]
             self._queue.clear()
             pause = _FAILURES.nth(self._failures)
             self._failures += 1
@@ -490,13 +662,21 @@ class OutboxDispatcher:
     def _let_go(self) -> None:
         """At the end: remove what was published, and release what was not."""
         with self._changed:
-            parts, self._unsettled = self._unsettled, []
-            errands, self._queue = list(self._queue.values()), OrderedDict()
+            late, self._later = list(self._later.values()), {}
+            parts, self._unsettled = [*self._unsettled, *(part for each in late for part in each.parts)], []
+            errands, self._queue = [*self._unwanted, *self._queue.values()], OrderedDict()
+            errands += [each.errand for each in late if each.errand is not None]
+            self._unwanted = []
         _tell([each for errand in errands for each in errand.waiting])
         _tell(self._waiters)
-        remainder = self._relay().settle(parts) if parts else Remainder()
+        remainder = self._relay().settle(parts)
         self._relay().release(remainder.document_ids, remainder.owners)
         self._release(errands)
+
+
+def _may_be_stored(document_id: object) -> bool:
+    """Whether a document may have such an `_id`; what is an operator or a pattern would name others."""
+    return not isinstance(document_id, (list, tuple, Regex)) and demanded_id({"_id": document_id}) is not NO_ID
 
 
 def _tell(waiting: Sequence[threading.Event]) -> None:

@@ -12,7 +12,8 @@ from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.failures import FAILURE_POLICIES
 
 _SECONDS_MAX = 3600.0
-_CLAIM_SECONDS_MIN = 0.1
+_CLAIM_SECONDS_MIN = 1.0
+"""A relay relies on half of it; a claim that a majority has to acknowledge may take as long as less."""
 
 AtOnce = bool | Literal["wait"]
 
@@ -57,7 +58,9 @@ class OutboxOptions:
         ):
             raise ConfigurationError(f"delivers={self.delivers!r} must list names of apps: delivers=('web',).")
         if self.claim_ttl < _CLAIM_SECONDS_MIN:
-            raise ConfigurationError(f"claim_ttl={self.claim_ttl!r} leaves no time to publish in; give it seconds.")
+            raise ConfigurationError(
+                f"claim_ttl={self.claim_ttl!r} leaves no time to publish in; give it at least 1 s."
+            )
         if not _is_name(self.field):
             raise ConfigurationError(
                 f"field={self.field!r} must be the name of a field at the top of a document: not _id, no $ at its "

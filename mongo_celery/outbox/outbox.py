@@ -58,7 +58,7 @@ class Outbox:
         sweep_after: seconds after which the sweep takes an entry.
         sweep_every: seconds between two sweeps by `celery beat`; None for no beat entry.
         at_once: whether this process dispatches what it has written, by a thread of its own; `"wait"` to have a write
-            wait for that, some seconds at most.
+            wait for that, half of `claim_ttl` and 5 s at most.
         claim_ttl: seconds for which a document belongs to one relay.
         max_pending: how many entries a document may hold.
         max_attempts: how often an entry may fail through its own fault before it is stuck, or may be set aside.
@@ -464,8 +464,7 @@ class Outbox:
         try:
             return bulk.run(writes, ordered=ordered, session=session, claims=claims, **options)
         finally:
-            for written in bulk.written:
-                self.backing.dispatch_at_once(written, session)
+            self.backing.dispatch_all_at_once(bulk.written, session)
 
     def delete_one(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,16 +20,19 @@ from mongo_celery.outbox.parcel_store import INDEX, ParcelStore
 class ParcelDispatcher(OutboxDispatcher):
     """Publishes the parcels that this process has inserted; what it is to look at are their `_id`s."""
 
+    def _parcels(self) -> ParcelRelay:
+        relay = self._relay()
+        assert isinstance(relay, ParcelRelay)
+        return relay
+
     def _deliver(self, errands: Sequence[Any]) -> None:
         for errand in errands:
             self._waiters += errand.waiting
         if not errands:
             return
-        self._publishing_since = time.monotonic()
-        try:
-            delivery = self._relay().deliver_all([errand.document_id for errand in errands], judge=False)
-        finally:
-            self._publishing_since = None
+        parcels = [errand.document_id for errand in errands]
+        delivery = self._parcels().deliver_all(parcels, judge=False, step=self._step)
+        self._went_out(delivery.dispatched)
         if delivery.broker_down:
             self._pause_for_broker([])
         elif delivery.left and delivery.error is None:
@@ -102,10 +104,7 @@ class ParcelBacking(Backing):
         """Hand parcels that were committed to the dispatcher: never blocks (but with `"wait"`), and never fails."""
         if not self.at_once or not parcel_ids:
             return
-        *first, last = parcel_ids
-        if first:
-            self.dispatcher.hint(*first)
         if self.at_once == "wait":
-            self.dispatcher.wait(None, last, self._wait_seconds)
+            self.dispatcher.wait_all([(None, parcel_id) for parcel_id in parcel_ids], self._wait_seconds)
         else:
-            self.dispatcher.hint(last)
+            self.dispatcher.hint(*parcel_ids)

@@ -78,6 +78,7 @@ class _Reading:
         owner: of the claims.
         until: moment of the monotonic clock from which on what is left is for whoever claims next.
         judge: whether failures are counted.
+        step: is told of each command and message before it begins.
         now: the server's clock at the claim.
         claimed: `_id`s of the heads that are this relay's.
         keys: of those heads.
@@ -95,6 +96,7 @@ class _Reading:
     owner: ObjectId
     until: float
     judge: bool
+    step: Callable[[], object]
     now: Any = None
     claimed: list[Any] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
@@ -159,7 +161,12 @@ class ParcelRelay(Relay):
         return self.deliver_all([document_id], older_than=older_than, judge=judge)
 
     def deliver_all(
-        self, document_ids: Sequence[object], *, older_than: float | None = None, judge: bool = True
+        self,
+        document_ids: Sequence[object],
+        *,
+        older_than: float | None = None,
+        judge: bool = True,
+        step: Callable[[], object] | None = None,
     ) -> Delivery:
         """
         Deliver what is in some parcels and behind them, until nothing is left or a key has had its share.
@@ -169,6 +176,7 @@ class ParcelRelay(Relay):
             older_than: only those that have waited so many seconds.
             judge: whether an entry that cannot be published counts an attempt; a writer, which need not know all
                 tasks, leaves that to a process that does.
+            step: is told of each command and message before it begins.
 
         Returns:
             What was done; nothing for keys that another relay holds or that are held back.
@@ -181,7 +189,7 @@ class ParcelRelay(Relay):
         for start in range(0, len(document_ids), HEADS_MAX):
             waiting, age = list(document_ids[start : start + HEADS_MAX]), older_than
             for _ in range(_ROUNDS_MAX):
-                run = self._deliver(waiting, age, judge=judge)
+                run = self._deliver(waiting, age, judge=judge, step=step or (lambda: None))
                 total = total.and_(run.delivery)
                 if run.broker_down:
                     return total
@@ -191,9 +199,12 @@ class ParcelRelay(Relay):
             total = total.and_(Delivery(left=len(waiting)))
         return total
 
-    def _deliver(self, ids: Sequence[Any], older_than: float | None, *, judge: bool) -> _Reading:
+    def _deliver(
+        self, ids: Sequence[Any], older_than: float | None, *, judge: bool, step: Callable[[], object]
+    ) -> _Reading:
         is_finalized = bool(self._publisher.app.finalized)  # type: ignore[attr-defined]
-        run = _Reading(ObjectId(), time.monotonic() + self._claim_ttl / 2, judge=judge and is_finalized)
+        run = _Reading(ObjectId(), time.monotonic() + self._claim_ttl / 2, judge=judge and is_finalized, step=step)
+        run.step()
         claimable = {"_id": {"$in": list(ids)}, **self._store.claimable(older_than)}
         claim = self._claims.claimed(run.owner, self._claim_ttl)
         if not self._store.collection.update_many(claimable, claim).modified_count:
@@ -204,6 +215,7 @@ class ParcelRelay(Relay):
                 self._deliver_parcel(parcel, run)
         finally:
             # Also when a time limit passes through: what was published is removed, and the rest is free.
+            run.step()
             self._end(run)
         return run
 
@@ -253,8 +265,8 @@ class ParcelRelay(Relay):
             if None in names and entry_id_of(entry) is None:
                 continue  # set aside with the first one that has no name
             if time.monotonic() > run.until:
-                run.error = "the claim's time was used up"
                 return _StoppedParcel(parcel, names)
+            run.step()
             try:
                 self._publish(entry, parcel["_id"])
             except SoftTimeLimitExceeded:

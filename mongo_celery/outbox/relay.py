@@ -14,25 +14,31 @@ do not wait for a majority: a fail-over that takes them back costs duplicates.
 Removals go in bulk, and so they are late: at most by `SETTLE_SECONDS`, or by `SETTLE_DOCUMENTS`. What a document has
 got meanwhile is found by that, and delivered in a turn of its own: one that somebody writes to all the time keeps
 nobody else waiting.
+
+No command waits long. A document that somebody's transaction has written to is closed to others until that ends, which
+may take a minute; so what was not answered in time, or was refused, is done again document by document, and only the
+document that it is about has to wait.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import pymongo
 from bson import ObjectId
 from celery.exceptions import SoftTimeLimitExceeded
 from pymongo import UpdateOne, WriteConcern
 from pymongo.collection import Collection
-from pymongo.errors import PyMongoError
+from pymongo.errors import OperationFailure, PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.outbox.claims import PendingClaims, age_of
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.entries import Entry, entries_of
@@ -53,8 +59,22 @@ _ENTRIES = 50
 _TURNS_MAX = 20
 """After so many turns a delivery leaves the rest of a document, to which somebody may write all the time, to others."""
 
+COMMAND_SECONDS = 1.0
+"""How long one command may take; somebody's transaction may keep a document closed for a minute."""
+
+_SINGLE_SECONDS = 2.5
+"""How long a majority may take for one document; what a command for many does not wait for, goes on slowly so."""
+
+_OVERDUE_MAX = 3
+"""So many documents in a row that are not answered in time are not looked at singly any further."""
+
 _OUTAGES_MAX = 3
 """So many documents in a row for which the broker did not answer end a delivery."""
+
+
+_Thing = TypeVar("_Thing")
+Failure = tuple[Any, PyMongoError]
+"""A document's `_id`, and why MongoDB did not do what was asked for it."""
 
 
 @dataclass(slots=True)
@@ -143,6 +163,7 @@ class PublishedPart:
         error: why it ended early, in words.
         lets_go: whether this relay has nothing more to do with the document.
         failed: name of the entry whose attempts grow.
+        ran_out: whether it ended since the claim's time was used up, and the document is to be claimed anew.
     """
 
     held: HeldDocument
@@ -153,6 +174,7 @@ class PublishedPart:
     error: str | None = None
     lets_go: bool = False
     failed: object = None
+    ran_out: bool = False
 
     @property
     def left(self) -> int:
@@ -172,19 +194,32 @@ class PublishedPart:
     @property
     def delivery(self) -> Delivery:
         """As a sum of one."""
-        return Delivery(self.dispatched, self.dead, self.left if self.lets_go else 0, self.is_outage, self.error)
+        left = self.left if self.lets_go and not self.ran_out else 0
+        return Delivery(self.dispatched, self.dead, left, self.is_outage, self.error)
 
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """Documents in which something is left, and the owners of this process's claims on them."""
+    """
+    What a removal has left.
+
+    Attributes:
+        document_ids: documents in which something is left.
+        owners: of this process's claims on them.
+        failed: what could not be removed, each with the reason.
+    """
 
     document_ids: Sequence[Any] = ()
     owners: Sequence[ObjectId] = ()
+    failed: Sequence[tuple[PublishedPart, PyMongoError]] = ()
 
     def and_(self, other: Remainder) -> Remainder:
         """Both."""
-        return Remainder([*self.document_ids, *other.document_ids], [*self.owners, *other.owners])
+        return Remainder(
+            [*self.document_ids, *other.document_ids],
+            [*self.owners, *other.owners],
+            [*self.failed, *other.failed],
+        )
 
 
 class Relay:
@@ -248,24 +283,34 @@ class Relay:
             SoftTimeLimitExceeded: of the task that delivers; every claim was let go.
             PyMongoError: MongoDB did not answer; claims lapse by themselves.
         """
-        total, looks = Delivery(), Remainder(document_ids)
+        total, looks, late = Delivery(), Remainder(document_ids), list[PublishedPart]()
         for turn in range(_TURNS_MAX):
             done, looks = self._turn(looks, older_than=None if turn else older_than, judge=judge)
             total = total.and_(done)
+            late += [part for part, _ in looks.failed]
             if total.broker_down or not looks.document_ids:
                 break
         if looks.owners:
             self.release(looks.document_ids, looks.owners)
+        if not total.broker_down:
+            total = total.and_(Delivery(left=len(looks.document_ids)))
+        for part, error in self.settle(late).failed:  # once more, after all others
+            total = total.and_(Delivery(left=1, error=short(error)))
+            tell_undeliverable(self._collection.full_name, part.held.document_id, error)
         return total
 
     def _turn(self, looks: Remainder, *, older_than: float | None, judge: bool) -> tuple[Delivery, Remainder]:
         """Claim some documents and publish the first entries of each; what was done, and where something is left."""
         total, left, unsettled = Delivery(), Remainder(), list[PublishedPart]()
-        owner, outages, began = ObjectId(), 0, time.monotonic()
+        owner, outages, began, missed = ObjectId(), 0, time.monotonic(), list[Failure]()
         try:
-            for held in self.claim(looks.document_ids, older_than=older_than, held=looks.owners, owner=owner):
+            for held in self.claim(
+                looks.document_ids, older_than=older_than, held=looks.owners, owner=owner, missed=missed
+            ):
                 part = self.publish(held, judge=judge)
                 unsettled.append(part)
+                if part.ran_out:  # it is free then, to be claimed anew
+                    left = left.and_(Remainder([held.document_id]))
                 total = total.and_(part.delivery)
                 outages = outages + 1 if part.is_outage else 0
                 if outages >= _OUTAGES_MAX:
@@ -280,7 +325,10 @@ class Relay:
             raise
         if outages >= _OUTAGES_MAX:
             self.release(looks.document_ids, [owner, *looks.owners])
-            return total, Remainder()
+            left = Remainder(failed=left.failed)
+        for document_id, error in missed:
+            total = total.and_(Delivery(left=1, error=short(error)))
+            tell_undeliverable(self._collection.full_name, document_id, error)
         return total, left
 
     def is_held(self, document_id: object) -> bool:
@@ -296,6 +344,7 @@ class Relay:
         older_than: float | None = None,
         held: Sequence[ObjectId] = (),
         owner: ObjectId | None = None,
+        missed: list[Failure] | None = None,
     ) -> Iterator[HeldDocument]:
         """
         Claim those of some documents that may be claimed, by one write of a majority, and read them by a majority.
@@ -305,31 +354,67 @@ class Relay:
             older_than: as of `deliver_all`.
             held: owners of claims that this process has on some of them.
             owner: of the new claims, if the caller is to let them go himself.
+            missed: gets those that MongoDB did not claim or repair, while it did so for others.
+
+        Raises:
+            PyMongoError: MongoDB did not answer; or, without `missed`, it has refused one of them.
         """
         if not document_ids:
             return
-        owner = owner or ObjectId()
+        owner, missed_here = owner or ObjectId(), list[Failure]()
         claimed_at = time.monotonic()
-        these = {"_id": document_ids[0] if len(document_ids) == 1 else {"$in": list(document_ids)}}
-        condition = {**these, **self._claims.claimable(older_than, held)}
-        update = self._claims.claimed(owner, self._claim_ttl)
-        if len(document_ids) == 1:
-            claimed = self._collection.update_one(condition, update).matched_count
-        else:
-            claimed = self._collection.update_many(condition, update).matched_count
-        if not claimed:
-            return
-        mine = {**these, f"{self._field.claim}.owner": owner}
+        claimed = self._claimed(document_ids, older_than, held, owner, missed_here)
+        if missed is None and missed_here:
+            raise missed_here[0][1]
+        mine = {"_id": {"$in": claimed}, f"{self._field.claim}.owner": owner}
         shown = {self._field.count: 1, self._field.claim: 1, self._field.events: {"$slice": _ENTRIES}}
-        for document in self._collection.find(mine, shown):
+        for document in _each(self._collection.find(mine, shown)) if claimed else ():
             found = document[self._field.name]
             events = found.get("events")
             if isinstance(events, list) and events:
                 yield HeldDocument(
                     document_id=document["_id"], events=events, owner=owner, claimed_at=claimed_at, field=found
                 )
-            else:
+                continue
+            try:
                 self._repair(document["_id"], events, owner)
+            except PyMongoError as error:
+                if missed is None or not _is_about_some(error):
+                    raise
+                missed_here.append((document["_id"], error))
+        if missed is not None:
+            missed += missed_here
+
+    def _claimed(
+        self,
+        document_ids: Sequence[Any],
+        older_than: float | None,
+        held: Sequence[ObjectId],
+        owner: ObjectId,
+        missed: list[Failure],
+    ) -> Sequence[Any]:
+        """Claim documents; of which the claims may be read."""
+        update = self._claims.claimed(owner, self._claim_ttl)
+        claimable = self._claims.claimable(older_than, (*held, owner))  # what has no answer may have been done
+
+        def claim_one(document_id: Any) -> bool:
+            with pymongo.timeout(max(COMMAND_SECONDS, _SINGLE_SECONDS)):
+                result = self._collection.update_one({"_id": {"$eq": document_id}, **claimable}, update)
+            return result.matched_count > 0
+
+        if len(document_ids) > 1:
+            try:
+                with pymongo.timeout(COMMAND_SECONDS):
+                    these = {"_id": {"$in": list(document_ids)}}
+                    many = self._collection.update_many({**these, **claimable}, update).matched_count
+            except PyMongoError as error:
+                if not _is_about_some(error):
+                    raise
+            else:
+                return document_ids if many else ()
+        claimed = list[Any]()
+        missed += _singly(document_ids, lambda each: claimed.append(each) if claim_one(each) else None)
+        return claimed
 
     def publish(self, held: HeldDocument, *, judge: bool) -> PublishedPart:
         """
@@ -345,9 +430,8 @@ class Relay:
         for entry in everything[:_ENTRIES]:
             if time.monotonic() - held.claimed_at > self._claim_ttl / 2:  # it may be another's soon
                 return PublishedPart(
-                    held=held, names=names, dispatched=dispatched, dead=dead, lets_go=True,
-                    error="the claim's time was used up",
-                )  # fmt: skip
+                    held=held, names=names, dispatched=dispatched, dead=dead, lets_go=True, ran_out=True
+                )
             try:
                 self._publish(entry, held.document_id)
             except SoftTimeLimitExceeded:
@@ -407,13 +491,36 @@ class Relay:
         Remove what was published, and let go what cannot go on.
 
         Returns:
-            Documents in which something is left that this process still holds.
+            Documents in which something is left that this process still holds, and what could not be removed.
+
+        Raises:
+            PyMongoError: MongoDB did not answer; anything of it may have been done, and all may be done again.
         """
+        if not parts:
+            return Remainder()
+        try:
+            return self._settle(parts)
+        except PyMongoError as error:
+            if not _is_about_some(error):
+                raise
+            if len(parts) == 1:
+                return Remainder(failed=[(parts[0], error)])
+        total = Remainder()
+
+        def settle_one(part: PublishedPart) -> None:
+            nonlocal total
+            total = total.and_(self._settle([part]))
+
+        return Remainder(failed=_singly(parts, settle_one)).and_(total)
+
+    def _settle(self, parts: Sequence[PublishedPart]) -> Remainder:
         whole = [part for part in parts if part.is_whole]
         others = [part for part in parts if part.names and not part.is_whole]
         if whole:
             updates = [UpdateOne(*self._claims.emptied(part.held.document_id, part.names)) for part in whole]
-            if self._quick.bulk_write(updates, ordered=False).matched_count < len(whole):
+            with pymongo.timeout(COMMAND_SECONDS):
+                emptied = self._quick.bulk_write(updates, ordered=False).matched_count
+            if emptied < len(whole):
                 others += whole
         remainder = self._remove(others) if others else Remainder()
         for part in parts:
@@ -428,8 +535,9 @@ class Relay:
             UpdateOne(*self._claims.removed(part.held.document_id, part.names, part.held.owner, self._claim_ttl))
             for part in parts  # each for itself: entries of one name may lie in many documents
         ]
-        self._quick.bulk_write(removals, ordered=False)
-        found = list(self._quick.find({"_id": {"$in": ids}}, {f"{self._field.claim}.owner": 1}))
+        with pymongo.timeout(COMMAND_SECONDS):
+            self._quick.bulk_write(removals, ordered=False)
+            found = list(self._quick.find({"_id": {"$in": ids}}, {f"{self._field.claim}.owner": 1}))
         for gone in [] if len(found) == len(ids) else [each for each in ids if not _is_among(each, found)]:
             logger.warning(
                 "document %r was deleted while its entries were delivered", gone, extra={"event": "document_deleted"}
@@ -450,22 +558,99 @@ class Relay:
         pause: float = 0.0,
         failed: object = None,
     ) -> None:
-        """Let claims go that are still these owners', and hold their documents back for a while."""
-        if document_ids and owners:
-            self._quick.update_many(*self._claims.released(document_ids, owners, pause, failed))
+        """
+        Let claims go that are still these owners', and hold their documents back for a while.
+
+        A claim that cannot be let go lapses.
+
+        Raises:
+            PyMongoError: MongoDB did not answer.
+        """
+
+        def let_go(these: Sequence[object]) -> None:
+            with pymongo.timeout(COMMAND_SECONDS):
+                self._quick.update_many(*self._claims.released(these, owners, pause, failed))
+
+        if not document_ids or not owners:
+            return
+        try:
+            let_go(document_ids)
+        except PyMongoError as error:
+            if not _is_about_some(error):
+                raise
+            if len(document_ids) > 1:
+                _singly(document_ids, lambda each: let_go([each]))
 
     def _repair(self, document_id: object, events: object, owner: ObjectId) -> None:
         """Somebody else has written to the field: what is no list of entries is set aside, and the field goes."""
         error = ValueError(f"{self._field.name} says that entries wait, and there are none")
         if events is not None and events != []:
-            self._dead_letters().add(document_id, {"events": events}, error)
+            with pymongo.timeout(max(COMMAND_SECONDS, _SINGLE_SECONDS)):
+                self._dead_letters().add(document_id, {"events": events}, error)
         logger.error(
             "document %r: %s says that entries wait, and there are none; put right",
             document_id,
             self._field.name,
             extra={"event": "count_repaired"},
         )
-        self._quick.update_one(*self._claims.discarded(document_id, owner))
+        with pymongo.timeout(COMMAND_SECONDS):
+            self._quick.update_one(*self._claims.discarded(document_id, owner))
+
+
+def tell_undeliverable(outbox: str, document_id: object, error: BaseException) -> None:
+    """Log that a document cannot be delivered, while others can."""
+    logger.error(
+        "outbox %s: document %r cannot be delivered: %s",
+        outbox,
+        document_id,
+        short(error),
+        extra={"event": "document_undeliverable"},
+    )
+
+
+def _is_about_some(error: PyMongoError) -> bool:
+    """Whether a command for many documents may have failed for a few of them, so that the others can be done."""
+    return error.timeout or (isinstance(error, OperationFailure) and not is_transient(error))
+
+
+def _singly(things: Sequence[_Thing], call: Callable[[_Thing], object]) -> list[tuple[_Thing, PyMongoError]]:
+    """
+    Do for each thing what could not be done for all together.
+
+    Returns:
+        Those for which it failed, or was not tried since too many before it were overdue.
+
+    Raises:
+        PyMongoError: MongoDB does not answer at all.
+    """
+    failed = list[tuple[_Thing, PyMongoError]]()
+    overdue = 0
+    for place, thing in enumerate(things):
+        try:
+            call(thing)
+        except PyMongoError as error:
+            if not _is_about_some(error):
+                raise
+            failed.append((thing, error))
+            overdue = overdue + 1 if error.timeout else 0
+            if overdue == _OVERDUE_MAX:
+                if len(failed) == place + 1:
+                    raise
+                return [*((each, error) for each in things[place + 1 :]), *failed]  # those first, the next time
+        else:
+            overdue = 0
+    return failed
+
+
+def _each(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """What a cursor gives, each answer within the time of a command."""
+    rest = iter(documents)
+    while True:
+        with pymongo.timeout(COMMAND_SECONDS):
+            document = next(rest, None)
+        if document is None:
+            return
+        yield document
 
 
 def _is_among(document_id: object, documents: Sequence[Mapping[str, Any]]) -> bool:

@@ -22,7 +22,7 @@ from pymongo.errors import ConnectionFailure, PyMongoError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import index
 from mongo_celery.outbox.backing import Backing
-from mongo_celery.outbox.relay import Delivery, Relay
+from mongo_celery.outbox.relay import Delivery, Relay, tell_undeliverable
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -85,13 +85,7 @@ def _deliver(backlog: Backlog, relay: Relay, document_ids: list[Any], older_than
             for document_id in document_ids:
                 total = total.and_(_deliver(backlog, relay, [document_id], older_than))
             return total
-        logger.error(
-            "outbox %s: document %r cannot be delivered: %s",
-            backlog.name(),
-            document_ids[0],
-            short(error),
-            extra={"event": "document_undeliverable"},
-        )
+        tell_undeliverable(backlog.name(), document_ids[0], error)
         return Delivery(left=1, error=short(error))
 
 

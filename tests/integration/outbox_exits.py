@@ -1,8 +1,8 @@
 """
 A process that writes to an outbox and ends: `python outbox_exits.py WAY WHAT MONGO BROKER DATABASE`.
 
-WAY is how it ends; WHAT is `deliver`, where the first message goes out after the end has begun, or `hang`, where the
-broker never takes it.
+WAY is how it ends; WHAT is `deliver`, where the first message goes out after the end has begun, `hang`, where the
+broker never takes it, or `hint`, where the driver writes and the dispatcher is only told that somebody has.
 """
 
 from __future__ import annotations
@@ -53,6 +53,18 @@ def write() -> None:
         outbox.insert_one({"_id": number}, tasks=[add.s(number)])
 
 
+def write_by_the_driver() -> None:
+    """Write three documents, and end before anybody could have looked for them."""
+    module.CLOSE_SECONDS = 60.0
+    outbox.sweep()  # which makes the index
+    documents = [outbox.with_tasks({"_id": number}, [add.s(number)]) for number in range(3)]
+    dispatcher = outbox.backing.dispatcher
+    with dispatcher._changed:  # the thread has no turn before the end has begun
+        outbox.collection.insert_many(documents)
+        outbox.dispatch()
+        dispatcher.close_soon()
+
+
 def main() -> None:
     """Write here or in a child, and end."""
     if WAY in ("multiprocessing", "billiard"):
@@ -61,7 +73,10 @@ def main() -> None:
         child.start()
         child.join()
         sys.exit(child.exitcode)
-    write()
+    if WHAT == "hint":
+        write_by_the_driver()
+    else:
+        write()
     if WAY == "worker":
         worker_process_shutdown.send(sender=None)
 

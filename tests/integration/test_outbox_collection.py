@@ -18,6 +18,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery import STORED_ID, Event, OutboxCollection, transactional
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.errors import CommandRefusedError, ConfigurationError, OutboxRefusedError, TransactionRequiredError
+from mongo_celery.outbox import dispatcher
 from mongo_celery.outbox.health import read_health
 from mongo_celery.outbox.pending import LONG_AGO, UNCLAIMED
 from mongo_celery.outbox.replay import dead_letters, replay
@@ -603,3 +604,14 @@ def test_a_forked_child_collects_and_delivers_for_itself(rig: ParcelRig, mongo_u
     wait_for(lambda: rig.sent() == [[2, 2]])
     outbox.backing.close()
     made[os.getpid()].close()
+
+
+def test_looks_go_on_until_nothing_waits(rig: ParcelRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an outage: the sweep need not deliver what the dispatcher can."""
+    monkeypatch.setattr(dispatcher, "_LOOK", 2)
+    elsewhere, outbox = rig.parcels(), rig.parcels(at_once=True)
+    for number in range(9):
+        elsewhere.add([rig.add.s(number, 0)])
+    outbox.backing.dispatcher.hint()
+    wait_for(lambda: not rig.stored)
+    assert sorted(rig.sent()) == [[number, 0] for number in range(9)]

@@ -18,6 +18,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Outbox
+from mongo_celery.outbox import backing
 from mongo_celery.outbox import dispatcher as module
 from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.entries import Entry
@@ -162,7 +163,7 @@ def test_what_a_full_queue_does_not_take_is_found_by_the_index(
 
 def test_a_claim_that_has_grown_old_in_the_queue_is_not_relied_on(rig: Rig, database: Database[Document]) -> None:
     """Another relay has delivered the document meanwhile; it is looked at, and nothing is sent twice."""
-    outbox = rig.outbox(at_once=True, claim_ttl=0.5)
+    outbox = rig.outbox(at_once=True, claim_ttl=1)
     free = PendingClaims(PendingField(), (None,)).free
     with held_up(outbox) as (_asked, begun):
         outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
@@ -249,10 +250,22 @@ def test_a_broker_that_refuses_everything_is_asked_by_one_and_not_by_every_write
         assert (outbox.status().failing, outbox.dead_letters.count()) == (0, 0)
 
 
-def test_a_write_that_waits_does_so_within_a_bound(rig: Rig, database: Database[Document]) -> None:
-    """The write is acknowledged, and its entry is in the document, whatever the dispatcher does."""
-    outbox = rig.outbox(claim_ttl=0.5)
+def test_a_write_that_waits_does_so_within_a_bound(
+    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write is acknowledged, its entry is in the document, and many documents are waited for as long as one."""
+    monkeypatch.setattr(backing, "_WAIT_SECONDS_MAX", 0.2)
+    outbox = rig.outbox(claim_ttl=600)
     with held_up(outbox) as (asked, _begun):
+        bounds, wait_all = list[float](), outbox.backing.dispatcher.wait_all
+
+        def noted(documents: Any, seconds: float) -> bool:
+            bounds.append(seconds)
+            return wait_all(documents, seconds)
+
+        monkeypatch.setattr(outbox.backing.dispatcher, "wait_all", noted)
+        outbox.insert_many([{"_id": 10 + number} for number in range(50)], tasks=[rig.add.s(1, 1)])
+        assert bounds == [0.2]
         outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
         assert len(asked) == 1
         assert pending(database, 1)["count"] == 1
@@ -299,6 +312,16 @@ def test_a_process_that_ends_delivers_what_it_has_queued(
 ) -> None:
     """By whatever way Python or Celery ends one; no message went out before the end had begun."""
     ended = _ended(way, "deliver", mongo_url, redis_url, database.name)
+    assert ended.returncode == 0, ended.stderr
+    assert redis_client.llen("celery") == 3
+    assert list(database["orders"].find({}, {"_id": 1, "pendingEvents": 1})) == [{"_id": each} for each in range(3)]
+
+
+def test_a_process_that_ends_looks_for_what_it_was_told_of(
+    mongo_url: str, redis_url: str, redis_client: Any, database: Database[Document]
+) -> None:
+    """A script that writes by the driver, says so, and ends: nobody has to sweep for it."""
+    ended = _ended("atexit", "hint", mongo_url, redis_url, database.name)
     assert ended.returncode == 0, ended.stderr
     assert redis_client.llen("celery") == 3
     assert list(database["orders"].find({}, {"_id": 1, "pendingEvents": 1})) == [{"_id": each} for each in range(3)]

@@ -198,4 +198,4 @@ def test_an_outbox_says_at_once_what_it_cannot_work_with(rig: Rig) -> None:
         with pytest.raises(ConfigurationError, match="get_collection"):
             Outbox(rig.app, wrong, sweep_every=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="claim_ttl"):
-        rig.outbox(claim_ttl=0.002)
+        rig.outbox(claim_ttl=0.9)

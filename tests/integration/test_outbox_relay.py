@@ -504,6 +504,18 @@ def test_no_stored_value_makes_a_claim_or_a_status_fail(rig: Rig, database: Data
     rig.drain()
 
 
+@pytest.mark.parametrize("stored", [[], [{}], None, 3, {"owner": [], "more": 1}])
+def test_whatever_stands_where_a_claim_is_to_stand_gives_way_to_one(
+    rig: Rig, database: Database[Document], stored: Any
+) -> None:
+    """An empty array would take it in silence, and the document would never be delivered."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents.claim": stored}})
+    assert outbox.sweep(older_than=0).dispatched == 1
+    assert rig.sent() == [[1, 1]]
+
+
 def test_the_field_may_have_another_name_and_its_index_too(rig: Rig, database: Database[Document]) -> None:
     """An equal index is used, whatever it is called; else it is called as the field is."""
     partial: Document = {"partialFilterExpression": {"pendingEvents.count": {"$gt": 0}}}
