@@ -93,7 +93,7 @@ class Entry:
         Raises:
             KeyError, TypeError, ValueError: somebody else has written to the field.
         """
-        bind = document.get("bind")
+        bind = document["bind"] if "bind" in document else None  # noqa: SIM401 - it may be a text
         content = document if bind is None else bind
         return cls(
             id=document["id"],
