@@ -145,7 +145,7 @@ class OutboxDispatcher:
     Args:
         name: gives what logs call the outbox.
         relay: gives the relay of this process; asked by the thread only.
-        waiting: gives `_id`s of documents that may be claimed, as the index says, some at most.
+        waiting: gives `_id`s of documents that may be claimed, as the index says, some at most and none of those given.
         answers: whether the broker takes a new connection; may take some seconds.
         claim_ttl: seconds of a claim.
         codec: of the collection, by which `_id`s are compared.
@@ -157,7 +157,7 @@ class OutboxDispatcher:
         name: Callable[[], str],
         relay: Callable[[], Relay],
         *,
-        waiting: Callable[[int], Sequence[Any]],
+        waiting: Callable[[int, Sequence[Any]], Sequence[Any]],
         answers: Callable[[], bool],
         claim_ttl: float,
         codec: Callable[[], CodecOptions[Any]],
@@ -186,7 +186,7 @@ class OutboxDispatcher:
         self._failures = 0
         self._step_since: float | None = None
         self._passed_over = 0
-        self._refused: OrderedDict[Hashable, float] = OrderedDict()
+        self._refused: OrderedDict[Hashable, tuple[float, Any]] = OrderedDict()
         self._published = 0
         self._published_at_look = -1
         self._closing_by: float | None = None
@@ -442,7 +442,7 @@ class OutboxDispatcher:
                 self._put_off(key, errand=_Errand(document_id, None, (*owners.get(key, ()), owner)))
             else:
                 tell_undeliverable(self._name(), document_id, error)
-                self._refuse(key)
+                self._refuse(document_id)
 
     def _publish_all(self, documents: Any) -> bool:
         """Publish from documents that are held; False if the broker does not answer."""
@@ -485,7 +485,7 @@ class OutboxDispatcher:
         if part.ran_out:
             self._look_again(part.held.document_id, (part.held.owner,))
         elif part.lets_go and not part.is_outage:  # a process that knows more than this one delivers it
-            self._refuse(id_key(part.held.document_id, self._codec()))
+            self._refuse(part.held.document_id)
         with self._changed:
             if not self._unsettled:
                 self._settled_by = time.monotonic() + SETTLE_SECONDS
@@ -502,8 +502,8 @@ class OutboxDispatcher:
                 extra={"event": "broker_back"},
             )
 
-    def _refuse(self, key: Hashable) -> None:
-        self._refused[key] = time.monotonic() + _REFUSED_SECONDS
+    def _refuse(self, document_id: object) -> None:
+        self._refused[id_key(document_id, self._codec())] = time.monotonic() + _REFUSED_SECONDS, document_id
         if len(self._refused) > QUEUE_MAX:
             self._refused.popitem(last=False)
 
@@ -534,7 +534,7 @@ class OutboxDispatcher:
                 self._put_off(key, times, part=part)
             else:
                 tell_undeliverable(self._name(), part.held.document_id, error)
-                self._refuse(key)
+                self._refuse(part.held.document_id)
 
     # -- what is late ------------------------------------------------------------------------------
 
@@ -630,11 +630,11 @@ class OutboxDispatcher:
             if not self._looks_at or self._looks_at[0] > now or len(self._queue) >= QUEUE_MAX:
                 return
             self._looks_at = [each for each in self._looks_at if each > now]
-        found = self._waiting(_LOOK)
+        found = self._waiting(_LOOK, [document_id for until, document_id in self._refused.values() if until > now])
         keys = [id_key(each, self._codec()) for each in found]
         with self._changed:
             for key, document_id in zip(keys, found, strict=True):
-                if self._refused.get(key, now) <= now and key not in self._later:
+                if key not in self._later:
                     self._queue.setdefault(key, _Errand(document_id))
             if len(found) >= _LOOK and self._published > self._published_at_look:
                 self._plan_looks(0.0)
