@@ -438,7 +438,7 @@ def test_no_stored_value_makes_a_claim_or_a_status_fail(rig: Rig, database: Data
         *({**field, "claim": {**field["claim"], "ttl": ttl}} for ttl in (longest, -longest, float("nan"), "long", [1])),
         *(
             {**field, "claim": {**field["claim"], "wait": wait}}
-            for wait in (longest, float("inf"), {}, Decimal128("1"))
+            for wait in (longest, float("inf"), Document(), Decimal128("1"))
         ),
         *({**field, "claim": {**field["claim"], "since": DatetimeMS(since)}} for since in (2**62, -(2**62))),
         *({**field, "claim": claim} for claim in (None, 3, [], [field["claim"]])),
@@ -446,7 +446,7 @@ def test_no_stored_value_makes_a_claim_or_a_status_fail(rig: Rig, database: Data
         *({**field, "count": count} for count in (float("inf"), longest, 0.5, Decimal128("Infinity"))),
         *(
             {**field, "events": [{**field["events"][0], "attempts": times, "app": 7, "at": 3}]}
-            for times in (longest, {})
+            for times in (longest, Document())
         ),
     ]
     database["orders"].insert_many([{"pendingEvents": each} for each in [*strange, [field], [[field]]]])
