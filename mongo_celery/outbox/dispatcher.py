@@ -427,7 +427,7 @@ class OutboxDispatcher:
             self._settle()  # what was published there is still pending, and this process still holds it
             self._deliver_looks([errand for errand in looks if not self._waits_for_removal(errand)])
 
-    def _deliver_looks(self, looks: Sequence[_Errand]) -> None:
+    def _deliver_looks(self, looks: Sequence[_Errand], times: int = 0) -> None:
         ids = [errand.document_id for errand in looks]
         owner, missed = ObjectId(), list[Failure]()
         self._step()
@@ -439,7 +439,7 @@ class OutboxDispatcher:
         for document_id, error in missed:
             key = id_key(document_id, self._codec())
             if error.timeout:
-                self._put_off(key, errand=_Errand(document_id, None, (*owners.get(key, ()), owner)))
+                self._put_off(key, times, errand=_Errand(document_id, None, (*owners.get(key, ()), owner)))
             else:
                 tell_undeliverable(self._name(), document_id, error)
                 self._refuse(document_id)
@@ -582,9 +582,7 @@ class OutboxDispatcher:
         elif self._down_until is not None:
             self._release([late.errand])
         else:
-            self._deliver_looks([late.errand])
-            if key in self._later:
-                self._later[key].times = late.times + 1
+            self._deliver_looks([late.errand], late.times + 1)
 
     # -- what is away ------------------------------------------------------------------------------
 
