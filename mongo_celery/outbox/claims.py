@@ -29,9 +29,6 @@ Document = dict[str, Any]
 _SKEW_SECONDS = 1.0
 """How far ahead of the server's clock a writer's may be before its times count as long ago."""
 
-_FIRST_EDITION = "notBefore"
-"""Where the first edition kept until when a document is held back; it has no `wait` in its claims."""
-
 
 class PendingClaims:
     """
@@ -57,7 +54,7 @@ class PendingClaims:
         ahead = {"$gt": [since, after(_SKEW_SECONDS)]}
         self.free: Document = {"$or": [ahead, {"$lte": [since, _ago(f"${field.claim}.ttl")]}]}
         """No claim, a lapsed one, or one whose time cannot be right."""
-        until = _readable(f"${name}.{_FIRST_EDITION}", "date", LONG_AGO)
+        until = _readable(f"${field.not_before}", "date", LONG_AGO)
         self.due: Document = {
             "$and": [{"$or": [ahead, {"$lte": [since, _ago(f"${field.claim}.wait")]}]}, {"$lte": [until, "$$NOW"]}]
         }
@@ -126,8 +123,9 @@ class PendingClaims:
 
     def claimed(self, owner: ObjectId, ttl: float) -> list[Document]:
         """Claim a document; what the first edition kept beside the claim makes room for what is new in it."""
-        first_edition = f"{self.field.name}.{_FIRST_EDITION}"
-        return [{"$set": {self.field.claim: claimed_by(owner, ttl), first_edition: "$$REMOVE"}}]
+        barred = {"$eq": [{"$type": f"${self.field.not_before}"}, "maxKey"]}  # an entry that it must not publish
+        kept = {"$cond": [barred, f"${self.field.not_before}", "$$REMOVE"]}
+        return [{"$set": {self.field.claim: claimed_by(owner, ttl), self.field.not_before: kept}}]
 
     def emptied(self, document_id: object, names: Sequence[object]) -> tuple[Document, Document]:
         """Filter and update that remove the field of a document that holds exactly the entries of these names."""

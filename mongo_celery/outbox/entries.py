@@ -59,22 +59,28 @@ class Entry:
     bind: str = ""
 
     def to_document(self) -> dict[str, Any]:
-        """As it is stored; `attempts` is there from the beginning, so that counting never makes a document grow."""
+        """
+        As it is stored; `attempts` is there from the beginning, so that counting never makes a document grow.
+
+        What is bound late has its payload inside `bind`: a relay of the first edition, which would send it as it
+        stands, cannot read it there.
+        """
+        content = {
+            "contentType": self.content_type,
+            "contentEncoding": self.content_encoding,
+            "payload": self.payload,
+        }
         document = {
             "id": self.id,
             "kind": self.kind,
             "at": self.at,
             "name": self.name,
             "argsrepr": self.argsrepr,
-            "contentType": self.content_type,
-            "contentEncoding": self.content_encoding,
-            "payload": self.payload,
+            **({"bind": {"placeholder": self.bind, **content}} if self.bind else content),
             "attempts": self.attempts,
         }
         if self.app:
             document["app"] = self.app
-        if self.bind:
-            document["bind"] = self.bind
         if self.trace:
             document["trace"] = dict(self.trace)
         return document
@@ -85,21 +91,23 @@ class Entry:
         Read one back.
 
         Raises:
-            KeyError: somebody else has written to the field.
+            KeyError, TypeError, ValueError: somebody else has written to the field.
         """
+        bind = document["bind"] if "bind" in document else None  # noqa: SIM401 - it may be a text
+        content = document if bind is None else bind
         return cls(
             id=document["id"],
             kind=document["kind"],
             at=document["at"],
             name=document["name"],
             argsrepr=document.get("argsrepr", ""),
-            content_type=document["contentType"],
-            content_encoding=document["contentEncoding"],
-            payload=document["payload"],
+            content_type=content["contentType"],
+            content_encoding=content["contentEncoding"],
+            payload=content["payload"],
             attempts=int(document.get("attempts", 0)),
             trace=stored_trace(document.get("trace")),
             app=str(document.get("app", "")),
-            bind=str(document.get("bind", "")),
+            bind="" if bind is None else str(bind["placeholder"]),
         )
 
 
@@ -214,6 +222,22 @@ def listed(given: Any) -> list[Any]:
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
         raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
     return list(given)
+
+
+def are_bound_late(events: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a stored entry needs the `_id` of its document before it can be published."""
+    return any("bind" in each for each in events)
+
+
+def without_payload(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored entry without its arguments, which may hold what is secret."""
+    bind = stored.get("bind")
+    shown = {name: value for name, value in stored.items() if name not in {"payload", "bind"}}
+    if bind is None:
+        return shown
+    return shown | {
+        "bind": {name: bind[name] for name in bind if name != "payload"} if isinstance(bind, Mapping) else {}
+    }
 
 
 class EntryMaker:

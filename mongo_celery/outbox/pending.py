@@ -3,7 +3,7 @@ What an outbox keeps in a document, in a field of its own, and how a write appen
 
 ::
 
-    pendingEvents: {count, events: [entry ...], claim: {owner, since, ttl, wait}}
+    pendingEvents: {count, events: [entry ...], claim: {owner, since, ttl, wait}, notBefore}
 
 `count` always equals the length of `events`; the partial index is on it. The field comes with the first entry and goes
 with the last. Every write of an entry also gives `claim` its place: relays then change only values of fixed size, so a
@@ -13,6 +13,10 @@ A claim runs from `since` for `ttl` milliseconds, by the server's clock (`$curre
 held back for `wait` milliseconds from then. Only an insert has no server time to offer; its claim, and the age of its
 entries, come from the writer's clock. So a time that lies ahead of the server's counts as long ago: a writer with a
 wrong clock can cost a duplicate, and never makes an entry wait.
+
+`notBefore` is what the first edition of this format has in the place of `wait`. Where an entry is bound late it is the
+largest value there is: relays of the first edition, which would publish such an entry with a placeholder for the
+`_id`, wait for ever then, and leave the document to those that can read it.
 """
 
 from __future__ import annotations
@@ -22,13 +26,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from bson import ObjectId
+from bson import MaxKey, ObjectId
 from bson.int64 import Int64
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.expressions import literal, millis
 from mongo_celery.mongo.writes import Addition, Body, Modifications, Operators, Pipeline, Replacement
-from mongo_celery.outbox.entries import FIELD, Entry
+from mongo_celery.outbox.entries import FIELD, Entry, are_bound_late
 
 Document = dict[str, Any]
 Claim = tuple[ObjectId, float]
@@ -41,6 +45,9 @@ UNCLAIMED: Document = {"owner": NOBODY, "since": LONG_AGO, "ttl": Int64(0), "wai
 The smallest claim, so that `$max` fills it in where there is none and changes nothing that is there: the server
 compares documents key by key, which is why these stand in the order in which they are stored.
 """
+
+NOT_BEFORE = "notBefore"
+"""Until when the first edition holds a document back; `MaxKey` where it must not touch it at all."""
 
 _PATH_STAGES = {"$set", "$addFields", "$unset"}
 
@@ -72,6 +79,11 @@ class PendingField:
         return f"{self.name}.claim"
 
     @property
+    def not_before(self) -> str:
+        """Path of what relays of the first edition go by."""
+        return f"{self.name}.{NOT_BEFORE}"
+
+    @property
     def absent(self) -> Document:
         """A condition: nothing is pending, and no relay holds the document."""
         return {self.name: {"$exists": False}}
@@ -90,11 +102,12 @@ class PendingField:
     def new_field(self, entries: Sequence[Entry], claim: Claim | None, now: datetime) -> Document:
         """The field's value in a document that is inserted, claimed from `now` by the writer's clock if it is."""
         owner, ttl = claim or (NOBODY, 0)
-        since = now if claim else LONG_AGO
+        since, events = now if claim else LONG_AGO, [entry.to_document() for entry in entries]
         return {
             "count": len(entries),
-            "events": [entry.to_document() for entry in entries],
+            "events": events,
             "claim": {"owner": owner, "since": since, "ttl": millis(ttl), "wait": Int64(0)},
+            **({NOT_BEFORE: MaxKey()} if are_bound_late(events) else {}),
         }
 
     def with_entries(self, update: Modifications, entries: Sequence[Entry], claim: Claim | None = None) -> Any:
@@ -147,8 +160,10 @@ class PendingField:
             "$push": {self.events: {"$each": list(events)}},
             "$inc": {self.count: len(events)},
         }
+        largest: Document = {self.not_before: MaxKey()} if are_bound_late(events) else {}
         if claim is None:
-            return {**pushed, "$max": {self.claim: dict(UNCLAIMED)}}
+            return {**pushed, "$max": {self.claim: dict(UNCLAIMED), **largest}}
+        pushed |= {"$max": largest} if largest else {}
         owner, ttl = claim
         fixed = {f"{self.claim}.owner": owner, f"{self.claim}.ttl": millis(ttl), f"{self.claim}.wait": Int64(0)}
         return {**pushed, "$set": fixed, "$currentDate": {f"{self.claim}.since": True}}
@@ -160,6 +175,7 @@ class PendingField:
             "count": {"$add": [{"$size": there}, len(events)]},
             "events": {"$concatArrays": [there, literal(list(events))]},
             "claim": claimed_by(*claim) if claim else kept,
+            NOT_BEFORE: literal(MaxKey()) if are_bound_late(events) else f"${self.not_before}",
         }
 
     # -- refuse ------------------------------------------------------------------------------------

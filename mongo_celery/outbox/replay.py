@@ -20,7 +20,7 @@ from bson.binary import UuidRepresentation
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.document_write import DocumentWrite
-from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.entries import Entry, without_payload
 from mongo_celery.outbox.parcel_backing import ParcelBacking
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 
@@ -57,7 +57,7 @@ class DeadLetter:
         """As JSON can hold it; what is not JSON's own becomes extended JSON."""
         found = asdict(self)
         if not payload:
-            found["entry"] = {name: value for name, value in self.entry.items() if name != "payload"}
+            found["entry"] = without_payload(self.entry)
         plain: dict[str, Any] = json.loads(json_util.dumps(found, json_options=_JSON))
         return plain | {"at": None if self.at is None else self.at.isoformat()}
 

@@ -40,7 +40,8 @@ def args_in(database: Database[Document], identity: Any, collection: str = "orde
     """Arguments of the tasks that wait in a document, as a relay would publish them."""
     found = []
     for stored in pending(database, identity, collection)["events"]:
-        entry, canvas = Entry.from_document(stored), json.loads(stored["payload"])
+        entry = Entry.from_document(stored)
+        canvas = json.loads(entry.payload)
         found.append((bound(canvas, entry.bind, identity) if entry.bind else canvas)["args"])
     return found
 
@@ -50,8 +51,9 @@ def ids_in(database: Database[Document], collection: str = "orders") -> list[str
     found = []
     for document in database[collection].find():
         for stored in document["pendingEvents"]["events"]:
-            canvas = json.loads(stored["payload"])
-            found.append(bound(canvas, stored["bind"], document["_id"]) if "bind" in stored else canvas)
+            entry = Entry.from_document(stored)
+            canvas = json.loads(entry.payload)
+            found.append(bound(canvas, entry.bind, document["_id"]) if entry.bind else canvas)
     return [each["options"]["task_id"] for each in found]
 
 

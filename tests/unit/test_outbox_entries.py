@@ -16,7 +16,7 @@ from kombu.serialization import loads
 
 from mongo_celery import STORED_ID, Event, OutboxRefusedError
 from mongo_celery.outbox.canvas import bound
-from mongo_celery.outbox.entries import Entry, Home, bound_event, event_entry, task_entry
+from mongo_celery.outbox.entries import Entry, Home, bound_event, entries_of, event_entry, task_entry, without_payload
 
 NOW = datetime(2024, 2, 29, 12, 0, 0, tzinfo=UTC)
 KEY = ObjectId("1" * 24)
@@ -161,8 +161,26 @@ def test_an_entry_comes_back_as_it_was_stored(app: Celery, note: Any) -> None:
     entry = task_entry(app, note.s(STORED_ID), NOW, LATE)
     stored = entry.to_document()
     assert Entry.from_document(stored) == entry
-    old = {name: value for name, value in stored.items() if name not in {"app", "bind"}}
+    old = task_entry(app, note.s(1), NOW, Home()).to_document()
+    del old["app"]
     assert (Entry.from_document(old).app, Entry.from_document(old).bind) == ("", "")
+
+
+@pytest.mark.parametrize("event", [False, True])
+def test_what_is_bound_late_cannot_be_read_as_if_it_were_not(app: Celery, note: Any, event: bool) -> None:
+    """A relay of the first edition reads these names, and would send the placeholder; nor is half of it read."""
+    if event:
+        entry = event_entry(app, Event("placed", [STORED_ID]), NOW, source="/s", home=LATE)
+    else:
+        entry = task_entry(app, note.s(STORED_ID), NOW, LATE)
+    stored = entry.to_document()
+    assert not {"contentType", "contentEncoding", "payload"} & stored.keys()
+    assert Entry.from_document(stored) == entry
+    binds: list[Any] = ["", "x", [], {}, 7, {"placeholder": "x"}]
+    spoiled = [stored | {"bind": bind} for bind in binds]
+    assert entries_of(spoiled) == spoiled
+    assert "payload" not in repr(without_payload(stored))
+    assert [without_payload(each)["bind"] for each in spoiled[-2:]] == [{}, {"placeholder": "x"}]
 
 
 def test_an_argument_that_contains_itself_is_refused(app: Celery, note: Any) -> None:
