@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -52,6 +52,10 @@ DEAD_SECONDS_MIN = 600.0
 _PAUSES = Pauses(first=1.0, longest=300.0)
 _PAUSES_MAX = 64
 """So many pauses are longer than `DEAD_SECONDS_MIN` in any case; a stored number of attempts may be any."""
+
+
+_TOLD_MAX = 10_000
+"""Documents that a process remembers to have told of; with more it begins anew, and tells once more."""
 
 
 class FailureKind(Enum):
@@ -100,6 +104,7 @@ class FailurePolicy:
 
     name: str
     max_attempts: int
+    _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def verdict(self, entry: Entry | Mapping[str, Any], error: BaseException, age: float | None) -> FailureVerdict:
         """
@@ -133,8 +138,9 @@ class FailurePolicy:
         self, verdict: FailureVerdict, entry: Entry | Mapping[str, Any], document_id: object, error: BaseException
     ) -> None:
         """
-        Log a verdict. That an entry is stuck is an error once, and a warning from then on; that another app's is the
-        next one is nothing unusual, and the sweep says so when it has waited.
+        Log a verdict. That an entry is stuck is an error once (in each process, for one in which nothing can be
+        counted), and a warning from then on; that another app's is the next one is nothing unusual, and the sweep says
+        so when it has waited.
         """
         if verdict.kind is FailureKind.OTHER_APP:
             return
@@ -157,7 +163,9 @@ class FailurePolicy:
                 id, document_id, number(verdict.attempts, "attempt", "attempts"), said,
                 extra={"event": "entry_dead"},
             )  # fmt: skip
-        elif verdict.kind is FailureKind.STUCK and (id is None or verdict.attempts == self.max_attempts):
+        elif verdict.kind is FailureKind.STUCK and (
+            verdict.attempts == self.max_attempts if id is not None else self._is_news(document_id)
+        ):
             logger.error(
                 "outbox: entry %s of document %r is stuck after %s and holds back what stands behind it: %s",
                 id, document_id, number(verdict.attempts, "attempt", "attempts"), said,
@@ -169,6 +177,14 @@ class FailurePolicy:
                 id, document_id, number(verdict.attempts, "attempt", "attempts"), said,
                 extra={"event": "entry_failed"},
             )  # fmt: skip
+
+    def _is_news(self, document_id: object) -> bool:
+        """Whether this process has not yet told that a document is stuck behind what has no id."""
+        if len(self._told) >= _TOLD_MAX:
+            self._told.clear()
+        known = len(self._told)
+        self._told.add(repr(document_id))
+        return len(self._told) > known
 
 
 def entry_id_of(entry: Entry | Mapping[str, Any]) -> Any:

@@ -96,6 +96,17 @@ def test_what_has_no_id_cannot_be_counted() -> None:
     assert (stuck.kind, stuck.pause) == (FailureKind.STUCK, 300.0)
 
 
+def test_that_a_document_is_stuck_behind_what_has_no_id_is_an_error_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing can be counted in it, so each process remembers what it has told."""
+    policy, nameless = FailurePolicy("halt", 5), {"value": "text"}
+    with caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
+        for document_id in (7, 7, {"a": [1]}, 7):
+            policy.tell(policy.verdict(nameless, POISON, None), nameless, document_id, POISON)
+    levels = [record.levelno for record in caplog.records]
+    assert levels == [logging.ERROR, logging.WARNING, logging.ERROR, logging.WARNING]
+    assert policy == FailurePolicy("halt", 5)
+
+
 def test_that_an_entry_is_stuck_is_an_error_once(caplog: pytest.LogCaptureFixture) -> None:
     """From then on a warning: an alarm every five minutes would be switched off."""
     with caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
