@@ -42,11 +42,19 @@ class OutboxDeadLetters:
         """
         Store an entry by its id; a second time changes nothing, so that it may be repeated after a crash.
 
-        One that lies in many documents is kept for each of them, by an id of its own.
+        One that lies in many documents is kept for each of them, by an id of its own. So is one whose id the letter of
+        another document has already, as where one signature was written to many.
         """
         stored = entry.to_document() if isinstance(entry, Entry) else dict(entry)
+        ids = [f"{self._outbox}/{name}" for name in _names_of(stored, document_id)]
+        for id in ids:  # noqa: A001
+            if self._collection.find_one({"_id": {"$in": ids}, "document": {"$eq": document_id}}, {"_id": 1}):
+                return
+            self._store(id, stored, document_id, error)
+
+    def _store(self, id: str, stored: Mapping[str, Any], document_id: object, error: BaseException) -> None:  # noqa: A002
         dead_letter = {
-            "_id": f"{self._outbox}/{_name_of(stored, document_id)}",
+            "_id": id,
             "outbox": self._outbox,
             "document": document_id,
             "entry": stored,
@@ -84,8 +92,9 @@ class OutboxDeadLetters:
         return bool(self._collection.delete_one({"_id": f"{self._outbox}/{entry_id}"}).deleted_count)
 
 
-def _name_of(stored: Mapping[str, Any], document_id: object) -> str:
-    """The entry's id, or that of its copy in this document; a name of the contents for what has none."""
+def _names_of(stored: Mapping[str, Any], document_id: object) -> list[str]:
+    """The entry's id, then that of its copy in this document; a name of the contents for what has none."""
     if not stored.get("id"):
-        return hashlib.sha256(repr((document_id, sorted(stored.items(), key=str))).encode()).hexdigest()[:32]
-    return derived_id(str(stored["id"]), document_id) if stored.get("bind") else str(stored["id"])
+        return [hashlib.sha256(repr((document_id, sorted(stored.items(), key=str))).encode()).hexdigest()[:32]]
+    own = derived_id(str(stored["id"]), document_id)
+    return [own] if stored.get("bind") else [str(stored["id"]), own]

@@ -16,9 +16,9 @@ from mongo_celery import STORED_ID, CommandRefusedError, Event, Outbox, OutboxRe
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox import Write
 from mongo_celery.outbox.canvas import bound
-from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.entries import Entry, entries_of
 from mongo_celery.outbox.pending import NOBODY
-from mongo_celery.outbox.replay import replay
+from mongo_celery.outbox.replay import dead_letters, replay
 from tests.integration.outbox_rig import Rig, due_again, opened, pending
 
 Document = dict[str, Any]
@@ -294,6 +294,27 @@ def test_what_lies_in_many_documents_is_set_aside_and_replayed_in_each(
         assert replay(outbox, letter["_id"].partition("/")[2]).result == "pending"
     assert outbox.sweep(older_than=0).dispatched == 4
     assert sorted((message.args, message.id) for message in rig.drain()) == [([1, 1], ids[0]), ([2, 1], ids[1])]
+    assert outbox.dead_letters.count() == 0
+
+
+def test_a_task_whose_id_the_user_chose_is_set_aside_for_each_document(
+    rig: Rig, outbox: Outbox, database: Database[Document]
+) -> None:
+    """One entry under one id and bound to none, since nothing said that it goes to many: no letter hides another."""
+    orders, keys = database["orders"], [1, 2, {"a": 1}]
+    orders.insert_many([{"_id": each} for each in keys])
+    orders.update_many({}, outbox.with_tasks({"$set": {"a": 1}}, [rig.add.s(1, 1).set(task_id="mine")]))
+    for key in (*keys, *keys):
+        (stored,) = entries_of(pending(database, key)["events"])
+        assert isinstance(stored, Entry)
+        outbox.dead_letters.add(key, stored, ValueError("x"))
+    letters = sorted(dead_letters(outbox, 0), key=lambda letter: repr(letter.document))
+    assert [each.document for each in letters] == keys
+    assert letters[0].id == letters[0].entry["id"], "as the log names it"
+    orders.update_many({}, {"$unset": {"pendingEvents": ""}})
+    assert {replay(outbox, letter.id).result for letter in letters} == {"pending"}
+    assert outbox.sweep(older_than=0).dispatched == 3
+    assert [message.id for message in rig.drain()] == ["mine"] * 3
     assert outbox.dead_letters.count() == 0
 
 
