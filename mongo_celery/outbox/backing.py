@@ -164,7 +164,7 @@ class Backing:
         return kind(
             lambda: self.collection.full_name,
             lambda: self.relay,
-            waiting=lambda limit: self.due(0.0, limit),
+            waiting=lambda limit, refused: self.due(0.0, limit, passing_over=refused),
             answers=lambda: self.publisher.answers(_PROBE_SECONDS),
             claim_ttl=self._options.claim_ttl,
             codec=lambda: self.collection.codec_options,
@@ -268,9 +268,13 @@ class Backing:
         """Whether the index is there; None where the user may not look."""
         return index.exists(self.plain, self.field)
 
-    def due(self, older_than: float, limit: int) -> list[Any]:
-        """The `_id`s of documents whose oldest entry has waited so many seconds, and that this process may claim."""
-        return index.due_documents(self.plain, self.claims, older_than, limit)
+    def due(
+        self, older_than: float, limit: int, *, passing_over: Sequence[Any] = (), untried_first: bool = False
+    ) -> list[Any]:
+        """As `index.due_documents`."""
+        return index.due_documents(
+            self.plain, self.claims, older_than, limit, passing_over=passing_over, untried_first=untried_first
+        )
 
     def status(self) -> OutboxStatus:
         """Counts and ages of what is pending; reads only documents in the index."""

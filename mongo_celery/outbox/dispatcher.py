@@ -115,7 +115,7 @@ class OutboxDispatcher:
     Args:
         name: gives what logs call the outbox.
         relay: gives the relay of this process; asked by the thread only.
-        waiting: gives `_id`s of documents that may be claimed, as the index says, some at most.
+        waiting: gives `_id`s of documents that may be claimed, as the index says, some at most and none of those given.
         answers: whether the broker takes a new connection; may take some seconds.
         claim_ttl: seconds of a claim.
         codec: of the collection, by which `_id`s are compared.
@@ -127,7 +127,7 @@ class OutboxDispatcher:
         name: Callable[[], str],
         relay: Callable[[], Relay],
         *,
-        waiting: Callable[[int], Sequence[Any]],
+        waiting: Callable[[int, Sequence[Any]], Sequence[Any]],
         answers: Callable[[], bool],
         claim_ttl: float,
         codec: Callable[[], CodecOptions[Any]],
@@ -153,7 +153,7 @@ class OutboxDispatcher:
         self._failures = 0
         self._publishing_since: float | None = None
         self._passed_over = 0
-        self._refused: OrderedDict[Hashable, float] = OrderedDict()
+        self._refused: OrderedDict[Hashable, tuple[float, Any]] = OrderedDict()
         self._published = 0
         self._published_at_look = -1
         self._closing_by: float | None = None
@@ -383,7 +383,8 @@ class OutboxDispatcher:
     def _note(self, part: PublishedPart) -> None:
         self._published += part.dispatched
         if part.lets_go and not part.is_outage:  # a process that knows more than this one delivers it
-            self._refused[id_key(part.held.document_id, self._codec())] = time.monotonic() + _REFUSED_SECONDS
+            document_id, until = part.held.document_id, time.monotonic() + _REFUSED_SECONDS
+            self._refused[id_key(document_id, self._codec())] = until, document_id
             if len(self._refused) > QUEUE_MAX:
                 self._refused.popitem(last=False)
         with self._changed:
@@ -459,12 +460,11 @@ class OutboxDispatcher:
             if not self._looks_at or self._looks_at[0] > now or len(self._queue) >= QUEUE_MAX:
                 return
             self._looks_at = [each for each in self._looks_at if each > now]
-        found = self._waiting(_LOOK)
+        found = self._waiting(_LOOK, [document_id for until, document_id in self._refused.values() if until > now])
         keys = [id_key(each, self._codec()) for each in found]
         with self._changed:
             for key, document_id in zip(keys, found, strict=True):
-                if self._refused.get(key, now) <= now:
-                    self._queue.setdefault(key, _Errand(document_id))
+                self._queue.setdefault(key, _Errand(document_id))
             if len(found) >= _LOOK and self._published > self._published_at_look:
                 self._plan_looks(0.0)
         self._published_at_look = self._published

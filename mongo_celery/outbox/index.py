@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pymongo.collection import Collection
@@ -51,10 +51,40 @@ def exists(collection: Collection[Any], field: PendingField) -> bool | None:
     )
 
 
-def due_documents(collection: Collection[Any], claims: PendingClaims, older_than: float, limit: int) -> list[Any]:
-    """The `_id`s of documents whose oldest entry has waited so many seconds, and that this process may claim."""
-    found = _local(collection).find(claims.claimable(older_than), {"_id": 1}, limit=limit)
-    return [document["_id"] for document in found]
+def due_documents(
+    collection: Collection[Any],
+    claims: PendingClaims,
+    older_than: float,
+    limit: int,
+    *,
+    passing_over: Sequence[Any] = (),
+    untried_first: bool = False,
+) -> list[Any]:
+    """
+    The `_id`s of documents whose oldest entry has waited so many seconds, and that this process may claim.
+
+    Args:
+        collection: of the outbox.
+        claims: conditions on its field.
+        older_than: the seconds.
+        limit: how many at most.
+        passing_over: `_id`s of documents that are not wanted.
+        untried_first: those that nobody has claimed, then those whose last claim is the longest ago; it costs a look at
+            all that are due. Else the first that the index has, which may be the same ones each time.
+    """
+    condition = claims.claimable(older_than)
+    if passing_over:
+        condition["_id"] = {"$nin": list(passing_over)}
+    if not untried_first:
+        found = _local(collection).find(condition, {"_id": 1}, limit=limit)
+        return [document["_id"] for document in found]
+    stages: list[dict[str, Any]] = [
+        {"$match": condition},
+        {"$project": {"since": f"${claims.field.claim}.since"}},  # before they are sorted: documents may be large
+        {"$sort": {"since": 1}},
+        {"$limit": limit},
+    ]
+    return [document["_id"] for document in _local(collection).aggregate(stages)]
 
 
 def waiting_for_others(collection: Collection[Any], claims: PendingClaims, older_than: float) -> Any:

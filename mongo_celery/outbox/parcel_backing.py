@@ -81,7 +81,14 @@ class ParcelBacking(Backing):
     def _new_dispatcher(self) -> OutboxDispatcher:
         return self._dispatcher_of(ParcelDispatcher)
 
-    def due(self, older_than: float, limit: int) -> list[Any]:
+    def due(
+        self,
+        older_than: float,
+        limit: int,
+        *,
+        passing_over: Sequence[Any] = (),  # noqa: ARG002 - they have their turn one after the other in any case
+        untried_first: bool = False,  # noqa: ARG002
+    ) -> list[Any]:
         """The `_id`s of heads that have waited so many seconds, and that this process may claim."""
         return [head.id for head in self.store.due(older_than, limit)]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from bson import Timestamp
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
@@ -47,6 +48,7 @@ class ParcelStore:
         self._local = collection.with_options(read_concern=ReadConcern("local"))
         self.claims = claims
         self._after = ""
+        self._single_after: Timestamp | None = None
 
     def ensure(self) -> None:
         """
@@ -120,20 +122,34 @@ class ParcelStore:
 
     def due(self, older_than: float, limit: int) -> list[ParcelHead]:
         """
-        Heads of keys that have waited so many seconds, and parcels without a key.
+        Heads of keys that have waited so many seconds, and parcels without a key, which are half of what is found at
+        most.
 
-        Keys have their turn one after the other, from where the last call ended: those that are held back keep no
-        others waiting, however many parcels stand behind them.
+        Keys have their turn one after the other, from where the last call ended, and so have parcels without one: those
+        that are held back or cannot be sent keep no others waiting, however many parcels stand behind them.
         """
         claimable = self.claimable(older_than)
-        single = self._local.find({"key": None, **claimable}, {"_id": 1}).sort(ORDER).limit(limit)
-        found = [ParcelHead(parcel["_id"], None) for parcel in single]
+        found = self._single(claimable, max(1, limit // 2))
         for begin in dict.fromkeys((self._after, "")):
             seen = set(found)
             behind = (head for head in self._behind(begin, claimable) if head not in seen)
             found += islice(behind, limit - len(found))
         self._after = next((head.key for head in reversed(found) if head.key is not None), "")
         return found
+
+    def _single(self, claimable: Document, limit: int) -> list[ParcelHead]:
+        """Due parcels without a key, from behind the last one that was found, then from the first."""
+        found: dict[Any, Any] = {}
+        first = {"$lte": self._single_after}
+        for place in ({"$gt": self._single_after}, first) if self._single_after else ({},):
+            if len(found) == limit:
+                break
+            behind = {"key": None, **({"seq": place} if place else {}), **claimable}
+            parcels = self._local.find(behind, {"seq": 1}).sort(ORDER).limit(limit - len(found))
+            found |= {parcel["_id"]: parcel.get("seq") for parcel in parcels}
+        last = next(reversed(found.values()), None)
+        self._single_after = last if isinstance(last, Timestamp) else None  # whatever a field can contain
+        return [ParcelHead(id, None) for id in found]  # noqa: A001
 
     def claimable(self, older_than: float | None) -> Document:
         """A filter for parcels that a relay may claim, also where somebody else has written over what was pending."""

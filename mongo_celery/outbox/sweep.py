@@ -2,8 +2,10 @@
 The sweep: delivers what a crash, a lost connection or a broker outage has left behind.
 
 Outboxes take turns, a handful of documents each, so that a large backlog in one collection does not keep the
-others waiting. A broker that takes nothing ends the sweep: everything waits for the next. So does the soft time limit
-of its task, which is about no entry: every claim is let go before it passes through.
+others waiting. After a turn in which nothing could be delivered those come first that nobody has tried, then those
+whose last try is the longest ago: documents that cannot be delivered keep no others waiting, however many there are. A
+broker that takes nothing ends the sweep: everything waits for the next. So does the soft time limit of its task, which
+is about no entry: every claim is let go before it passes through.
 """
 
 from __future__ import annotations
@@ -37,8 +39,11 @@ _SWEEP_SECONDS = 60.0
 _NOTE_SECONDS = 5.0
 """How often a process notes that it sweeps."""
 
+_UNTRIED_TURN = 100
+"""The same where the untried come first, for which all that is due must be looked at."""
+
 _IDLE_TURNS_MAX = 3
-"""So many turns in which nothing could be delivered end a sweep of one outbox: what failed is held back meanwhile."""
+"""After so many turns in a row in which nothing could be delivered an outbox waits for the next sweep."""
 
 _OTHERS_SECONDS = 60.0
 """What has waited for another app for so long is told, and looked for no more often than this."""
@@ -60,11 +65,11 @@ class Backlog:
     age: float
 
 
-def sweep_one(backlog: Backlog, older_than: float, limit: int) -> Delivery:
+def sweep_one(backlog: Backlog, older_than: float, limit: int, *, untried_first: bool = False) -> Delivery:
     """Deliver documents of one outbox, the given number at most; the sum of what was done."""
     relay, backing = backlog.backing.relay, backlog.backing
     backing.sweeps.note(_NOTE_SECONDS)
-    found = backing.due(older_than, limit)
+    found = backing.due(older_than, limit, untried_first=untried_first)
     total = Delivery()
     for start in range(0, len(found), _TURN):
         total = total.and_(_deliver(backlog, relay, found[start : start + _TURN], older_than))
@@ -125,19 +130,25 @@ def sweep_all(backlogs: Iterable[Backlog]) -> dict[str, Any]:
         with suppress(PyMongoError):
             backlog.backing.sweeps.note(_NOTE_SECONDS)
     idle: Counter[str] = Counter()
+    untried_first: set[str] = set()
     while waiting and time.monotonic() < deadline:
         for backlog in list(waiting):
+            name = backlog.name()
             try:
-                delivery = sweep_one(backlog, backlog.age, _TURN)
+                turn = _UNTRIED_TURN if name in untried_first else _TURN
+                delivery = sweep_one(backlog, backlog.age, turn, untried_first=name in untried_first)
                 _tell_of_others(backlog)
             except PyMongoError as error:  # MongoDB does not answer, or refuses the query
                 logger.warning(
                     "outbox %s was not swept: %s", backlog.name(), short(error), extra={"event": "sweep_failed"}
                 )
                 delivery = Delivery(error=short(error))
-            name = backlog.name()
             totals[name] = totals.get(name, Delivery()).and_(delivery)
-            idle[name] += delivery.dispatched + delivery.dead == 0
+            if delivery.dispatched + delivery.dead:
+                idle[name] = 0
+            else:
+                idle[name] += 1
+                untried_first.add(name)
             if (not delivery.left and not delivery.dispatched + delivery.dead) or idle[name] >= _IDLE_TURNS_MAX:
                 waiting.remove(backlog)
             if delivery.broker_down:

@@ -603,3 +603,18 @@ def test_a_forked_child_collects_and_delivers_for_itself(rig: ParcelRig, mongo_u
     wait_for(lambda: rig.sent() == [[2, 2]])
     outbox.backing.close()
     made[os.getpid()].close()
+
+
+def test_parcels_that_cannot_be_sent_keep_no_others_waiting(rig: ParcelRig) -> None:
+    """With a key and without one they have their turn one after the other, and neither kind takes all places."""
+    outbox, unknown = rig.parcels(at_once=False), rig.app.signature("shop.new", args=(1, 1))
+    for _ in range(5):
+        outbox.add([unknown])
+    outbox.add([unknown], key="k")
+    single = [each["_id"] for each in rig.database["outbox"].find({"key": None}).sort("seq")]
+    keyed = rig.database["outbox"].find_one({"key": "k"})
+    assert keyed is not None
+    looks = [outbox.backing.due(0.0, 4) for _ in range(5)]
+    assert [each[:2] for each in looks] == [single[:2], single[2:4], [single[4], single[0]], single[1:3], single[3:]]
+    assert [each[2:] for each in looks] == [[keyed["_id"]]] * 5
+    assert len(outbox.backing.due(0.0, 100)) == 6

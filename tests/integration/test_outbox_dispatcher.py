@@ -318,3 +318,18 @@ def _ended(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=120, check=False
     )
+
+
+def test_what_this_process_cannot_publish_keeps_nothing_else_in_the_index_waiting(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """More documents than a look finds, in front of one that it can."""
+    outbox, unknown = rig.outbox(at_once=True), rig.app.signature("shop.new", args=(1, 1))
+    documents: list[Document] = [outbox.with_tasks({"_id": each}, [unknown]) for each in range(module._LOOK + 5)]
+    database["orders"].insert_many([*documents, outbox.with_tasks({"_id": "last"}, [rig.add.s(1, 2)])])
+
+    def is_sent() -> bool:
+        outbox.dispatch()
+        return rig.sent() == [[1, 2]]
+
+    wait_for(is_sent)
