@@ -22,7 +22,7 @@ from bson import ObjectId
 from bson.int64 import Int64
 
 from mongo_celery.mongo.expressions import LONGEST_SECONDS, after, literal, millis
-from mongo_celery.outbox.pending import LONG_AGO, NOBODY, UNCLAIMED, PendingField, claimed_by
+from mongo_celery.outbox.pending import LONG_AGO, UNCLAIMED, PendingField, claimed_by
 
 Document = dict[str, Any]
 
@@ -59,6 +59,11 @@ class PendingClaims:
             "$and": [{"$or": [ahead, {"$lte": [since, _ago(f"${field.claim}.wait")]}]}, {"$lte": [until, "$$NOW"]}]
         }
         """Not held back after a failure."""
+        self._first_edition: Document = {"$eq": [{"$type": f"${field.not_before}"}, "date"]}
+        """
+        It is held back by what the first edition knows, whose relays may be at work as well, and its claims have no
+        `wait`: with both it would grow.
+        """
         self._object: Document = {"$eq": [{"$type": f"${name}"}, "object"]}
         head_app = {"$let": {"vars": {"head": self._head}, "in": {"$ifNull": ["$$head.app", None]}}}
         self.ours: Document = {"$in": [head_app, literal(list(apps))]}
@@ -122,11 +127,10 @@ class PendingClaims:
     # -- updates -----------------------------------------------------------------------------------
 
     def claimed(self, owner: ObjectId, ttl: float) -> list[Document]:
-        """Claim a document; what the first edition kept beside the claim makes room for what is new in it."""
-        barred = {"$eq": [{"$type": f"${self.field.not_before}"}, "maxKey"]}  # an entry that it must not publish
-        kept = {"$cond": [barred, f"${self.field.not_before}", "$$REMOVE"]}
-        claim = {"$mergeObjects": [claimed_by(owner, ttl)]}  # a bare object would be set in each member of an array
-        return [{"$set": {self.field.claim: claim, self.field.not_before: kept}}]
+        """Claim a document, in the form that it has."""
+        claim = claimed_by(owner, ttl)
+        first_edition = {name: value for name, value in claim.items() if name != "wait"}
+        return [{"$set": {self.field.claim: {"$cond": [self._first_edition, first_edition, claim]}}}]
 
     def emptied(self, document_id: object, names: Sequence[object]) -> tuple[Document, Document]:
         """Filter and update that remove the field of a document that holds exactly the entries of these names."""
@@ -196,8 +200,12 @@ class PendingClaims:
         """
         field = self.field
         mine = {"_id": {"$in": list(document_ids)}, f"{field.claim}.owner": {"$in": list(owners)}}
-        wait: Document = {"owner": NOBODY, "since": "$$NOW", "ttl": Int64(0), "wait": millis(pause)}
-        change: Document = {field.claim: wait if pause else literal(UNCLAIMED)}
+        free = {**UNCLAIMED, "since": "$$NOW"} if pause else UNCLAIMED
+        first_edition = {name: value for name, value in free.items() if name != "wait"}
+        free = {**free, "wait": millis(pause)}
+        change: Document = {field.claim: {"$cond": [self._first_edition, first_edition, free]}}
+        if pause:
+            change[field.not_before] = {"$cond": [self._first_edition, after(pause), f"${field.not_before}"]}
         if failed is not None:
             counted = {"$mergeObjects": ["$$entry", {"attempts": _one_more("$$entry.attempts")}]}
             change[field.events] = {

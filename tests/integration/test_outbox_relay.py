@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from bson import DatetimeMS, Decimal128, Int64, ObjectId
+from bson import DatetimeMS, Decimal128, Int64, ObjectId, encode
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu.serialization import register, unregister
 from pymongo import monitoring
@@ -256,6 +256,35 @@ def test_a_field_of_the_first_edition_is_delivered_and_leaves_nothing(rig: Rig, 
     database["orders"].update_one({"_id": 2}, {"$set": {"pendingEvents.notBefore": past}})
     assert outbox.backing.relay.deliver(2).dispatched == 2
     assert database["orders"].find_one({"_id": 2}) == {"_id": 2}
+
+
+def test_what_the_first_edition_has_written_is_held_back_from_its_relays_too(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """By the moment that they go by, without a byte more: a rolling deploy makes no dead letters of what waits."""
+    outbox, orders = rig.outbox(at_once=False), database["orders"]
+    unknown, past = rig.app.signature("shop.new", args=(1, 1)), datetime(2020, 1, 1, tzinfo=UTC)
+    orders.insert_one(outbox.with_tasks({"_id": 1}, [unknown, rig.add.s(1, 2)]))
+    orders.update_one(
+        {"_id": 1}, {"$set": {"pendingEvents.notBefore": past}, "$unset": {"pendingEvents.claim.wait": 1}}
+    )
+    size = len(encode(orders.find_one() or {}))
+    due = {"$expr": {"$lte": ["$pendingEvents.notBefore", "$$NOW"]}}
+
+    relay = outbox.backing.relay
+    (held,) = relay.claim([1])
+    relay.release([1], [held.owner])
+    assert len(encode(orders.find_one() or {})) == size
+    assert orders.count_documents(due) == 1
+    assert outbox.sweep(older_than=0).left == 2
+    assert len(encode(orders.find_one() or {})) == size
+    assert orders.count_documents(due) == 0
+    assert outbox.sweep(older_than=0) == Delivery(), "held back from relays of this edition, too"
+
+    rig.app.task(name="shop.new", shared=False)(_new)
+    orders.update_one({"_id": 1}, {"$set": {"pendingEvents.notBefore": past}})
+    assert outbox.sweep(older_than=0).dispatched == 2
+    assert orders.find_one() == {"_id": 1}
 
 
 def test_a_time_limit_is_no_entrys_fault_and_lets_every_claim_go(rig: Rig) -> None:
