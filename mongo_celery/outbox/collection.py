@@ -19,7 +19,7 @@ from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.box import Box, Contents
 from mongo_celery.outbox.capture import captured, install
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
-from mongo_celery.outbox.entries import Entry, EntryMaker, Home, asks_for_id
+from mongo_celery.outbox.entries import Entry, EntryMaker, Home, asks_for_id, listed
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
 from mongo_celery.outbox.parcel_backing import ParcelBacking
@@ -278,6 +278,7 @@ class OutboxCollection:
     # -- inside ------------------------------------------------------------------------------------
 
     def _entries(self, tasks: Sequence[object], events: Sequence[Event], key: str | None) -> list[Entry]:
+        tasks, events = listed(tasks), listed(events)
         _refuse_ids(asks_for_id(each) for each in (*tasks, *events))
         found = self._maker.entries(tasks, (), _NOWHERE)
         more = self._maker.entries((), events, _NOWHERE if key is None else Home(key))

@@ -136,6 +136,19 @@ def test_groups_are_gathered_and_a_chord_is_added_as_a_whole(rig: ParcelRig) -> 
     assert [args for args in rig.sent() if isinstance(args[0], int)] == [[0, 0], [0, 1], [1, 1], [2, 2]]
 
 
+def test_what_can_be_gone_through_once_only_is_stored_as_a_whole(rig: ParcelRig) -> None:
+    """A generator, given to the outbox or to a box."""
+    outbox = rig.parcels()
+    outbox.add((rig.add.s(1, each) for each in range(2)), (Event("told", each) for each in range(2)))  # type: ignore[arg-type]
+    rig.run(lambda session: _add_generator(rig, outbox, session))
+    assert [parcel["pendingEvents"]["count"] for parcel in rig.stored] == [4, 2]
+
+
+def _add_generator(rig: ParcelRig, outbox: OutboxCollection, session: Any) -> None:
+    with outbox.collect(session) as box:
+        box.add(rig.add.s(2, each) for each in range(2))  # type: ignore[arg-type]
+
+
 def test_the_order_of_a_key_is_that_of_transactions_that_follow_each_other(rig: ParcelRig) -> None:
     """One parcel for each transaction and key; other keys, and what has none, do not wait for each other."""
     outbox = rig.parcels()
