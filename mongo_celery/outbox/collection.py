@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import pymongo
 from celery import Celery
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
+from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError, TransactionRequiredError
@@ -32,6 +34,9 @@ from mongo_celery.outbox.sweep import Backlog, sweep_one
 
 _NOWHERE = Home()
 """Of what is stored in no document of the user's."""
+
+_WRITE_SECONDS = 5.0
+"""For so long a block that has met an error tries to write what was sent in it."""
 
 
 class OutboxCollection:
@@ -195,7 +200,10 @@ class OutboxCollection:
         Inside, whatever this app sends (`delay`, `apply_async`, `send_task`, chains, groups) is put into the box, and
         its result object is returned as ever. Sent at once, as without a block: what a thread sends that the body
         starts, and a `retry` or `replace` of the task that is running. A chord is put into the box as a whole, with
-        `box.add([chord(...)])`. An error inside drops the box. With `task_always_eager` tasks run in the body.
+        `box.add([chord(...)])`. With `task_always_eager` tasks run in the body.
+
+        What was sent has the fate of the transaction's writes, also where the block ends by an error: aborted, nothing
+        of it is sent; where whoever began the transaction catches the error and commits, it was stored with the rest.
 
         Blocks may be nested, on one session with another key each; the outermost stores all of them.
         `transactional(client, outbox=...)` has such a block around its body.
@@ -223,12 +231,17 @@ class OutboxCollection:
         box = Box(contents, self._entries, chosen, serialize=serialize)
         self._contents[session] = contents
         try:
-            with captured(self.app, box):
-                yield box
-        finally:
-            box.close()
-            if outer is None:
-                self._contents.pop(session, None)
+            try:
+                with captured(self.app, box):
+                    yield box
+            finally:
+                box.close()
+                if outer is None:
+                    self._contents.pop(session, None)
+        except BaseException:
+            if outer is None and session.in_transaction:  # whoever began it may catch this, and commit
+                self._write_after_error(contents, session)
+            raise
         if outer is None and contents.entries:
             if not session.in_transaction:
                 raise OutboxRefusedError(
@@ -248,7 +261,8 @@ class OutboxCollection:
             serialize: as of `add`.
 
         Raises:
-            OutboxRefusedError: as of `collect`; the transaction was rolled back.
+            OutboxRefusedError: as of `collect`; the transaction was rolled back, unless this is inside another
+                `atomic`, which the error has to pass through, too.
         """
         from mongo_celery.outbox.django import transaction
 
@@ -295,6 +309,11 @@ class OutboxCollection:
             self.backing.dispatch_parcels(ids)
         elif not after_commit(session, lambda: self.backing.dispatch_parcels(ids)):
             self.backing.dispatcher.expect()
+
+    def _write_after_error(self, contents: Contents, session: ClientSession) -> None:
+        """Write what goes with a transaction that may be committed yet; one that the server has ended cannot be."""
+        with suppress(OperationFailure), pymongo.timeout(_WRITE_SECONDS):  # any of these ends it there
+            self._write(contents, session)
 
 
 def _refuse_ids(asked: Iterable[bool]) -> None:

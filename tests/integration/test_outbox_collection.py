@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -13,7 +14,7 @@ from bson import Timestamp
 from celery import Celery, chord, group
 from pymongo import MongoClient
 from pymongo.database import Database
-from pymongo.errors import OperationFailure
+from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from mongo_celery import STORED_ID, Event, OutboxCollection, transactional
 from mongo_celery.cli.outbox_view import plain_health
@@ -315,6 +316,56 @@ def test_functions_that_join_a_transaction_gather_into_its_box(rig: ParcelRig) -
     assert len(rig.stored) == 1
     outbox.sweep(older_than=0)
     assert rig.sent() == [[1, 1], [1, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("outer_has_a_box", [False, True])
+def test_what_was_sent_before_an_error_that_is_caught_has_the_fate_of_the_writes(
+    rig: ParcelRig, outer_has_a_box: bool
+) -> None:
+    """A function joins a transaction and fails: committed with what it has sent, or aborted with it."""
+    outbox, seats = rig.parcels(), rig.database["seats"]
+
+    @transactional(rig.database.client, outbox=outbox)
+    def leave(seat: int, *, session: Any) -> None:
+        seats.insert_one({"_id": seat}, session=session)
+        rig.add.delay(1, seat)
+        raise ValueError
+
+    def outer(seat: int, session: Any, end: type[Exception] | None = None) -> None:
+        with contextlib.suppress(ValueError):
+            leave(seat, session=session)
+        if end is not None:
+            raise end
+
+    run = transactional(rig.database.client, outbox=outbox if outer_has_a_box else None).run
+    run(lambda session: outer(1, session))
+    with pytest.raises(KeyError):
+        run(lambda session: outer(2, session, KeyError))
+    with rig.database.client.start_session() as session:
+        session.with_transaction(lambda session: outer(3, session))
+    with pytest.raises(ValueError), transactional(rig.database.client) as session:  # noqa: PT011
+        leave(4, session=session)
+    assert [seat["_id"] for seat in seats.find()] == [1, 3]
+    outbox.sweep(older_than=0)
+    assert rig.sent() == [[1, 1], [1, 3]]
+
+
+def test_an_error_that_ends_a_transaction_passes_a_box_unchanged(rig: ParcelRig) -> None:
+    """What the server has aborted takes nothing; what cannot be stored is said instead of the error."""
+    outbox, seats = rig.parcels(), rig.database["seats"]
+    seats.insert_one({"_id": 1})
+
+    def body(session: Any, value: Any) -> None:
+        with outbox.collect(session):
+            rig.add.delay(1, value)
+            seats.insert_one({"_id": len(value)}, session=session)
+            raise ValueError
+
+    with pytest.raises(DuplicateKeyError):
+        rig.run(lambda session: body(session, "x"))
+    with pytest.raises(OutboxRefusedError, match="16 MB"):
+        rig.run(lambda session: body(session, "x" * 17_000_000))
+    assert rig.stored == []
 
 
 @pytest.mark.parametrize(
