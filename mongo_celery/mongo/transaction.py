@@ -26,7 +26,7 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
@@ -68,7 +68,7 @@ class Collects(Protocol):
     """What gathers, while the body runs, what is to be written just before the commit: an `OutboxCollection`."""
 
     def collect(self, session: ClientSession) -> AbstractContextManager[object]:
-        """Gather inside; what was gathered is written, in the session's transaction, when the block ends."""
+        """Gather inside; it is written when the block ends, in the session's transaction unless that has ended."""
 
 
 def hide_session(call: Callable[..., Any], signature: inspect.Signature) -> None:
@@ -226,13 +226,14 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
     ) -> None:
         stack, collecting, session, attempts = self._entered.stack.pop()
         with stack:
+            if error is not None:
+                _abort(session)  # before the box is closed: what is in it is dropped
             try:
                 collecting.__exit__(kind, error, traceback)
             except BaseException:
                 _abort(session)
                 raise
             if error is not None:
-                _abort(session)
                 refuse_standalone(error)
                 _raise_locked(attempts, error)
                 return
@@ -257,7 +258,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
             attempts.begin()
             session.start_transaction(**self._options)
             try:
-                with standalone_refused(), self._collecting(session):
+                with standalone_refused(), self._collecting(session), _aborted_by_errors(session):
                     result = body(session)
             except BaseException as error:
                 _abort(session)
@@ -334,6 +335,16 @@ def _abort(session: ClientSession) -> None:
     if session.in_transaction:
         # In a context of its own: a time limit that has passed must not keep the abort from the server.
         contextvars.Context().run(_abort_within_its_time, session)
+
+
+@contextlib.contextmanager
+def _aborted_by_errors(session: ClientSession) -> Iterator[None]:
+    """Inside a box: what is sent in a body that fails is dropped, and need not be written for a commit."""
+    try:
+        yield
+    except BaseException:
+        _abort(session)
+        raise
 
 
 def _abort_within_its_time(session: ClientSession) -> None:

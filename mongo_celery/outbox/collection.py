@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import pymongo
 from celery import Celery
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
+from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError, TransactionRequiredError
@@ -19,7 +21,7 @@ from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.box import Box, Contents
 from mongo_celery.outbox.capture import captured, install
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
-from mongo_celery.outbox.entries import Entry, EntryMaker, Home, asks_for_id
+from mongo_celery.outbox.entries import Entry, EntryMaker, Home, asks_for_id, listed
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
 from mongo_celery.outbox.parcel_backing import ParcelBacking
@@ -32,6 +34,9 @@ from mongo_celery.outbox.sweep import Backlog, sweep_one
 
 _NOWHERE = Home()
 """Of what is stored in no document of the user's."""
+
+_WRITE_SECONDS = 5.0
+"""For so long a block that has met an error tries to write what was sent in it."""
 
 
 class OutboxCollection:
@@ -195,7 +200,10 @@ class OutboxCollection:
         Inside, whatever this app sends (`delay`, `apply_async`, `send_task`, chains, groups) is put into the box, and
         its result object is returned as ever. Sent at once, as without a block: what a thread sends that the body
         starts, and a `retry` or `replace` of the task that is running. A chord is put into the box as a whole, with
-        `box.add([chord(...)])`. An error inside drops the box. With `task_always_eager` tasks run in the body.
+        `box.add([chord(...)])`. With `task_always_eager` tasks run in the body.
+
+        What was sent has the fate of the transaction's writes, also where the block ends by an error: aborted, nothing
+        of it is sent; where whoever began the transaction catches the error and commits, it was stored with the rest.
 
         Blocks may be nested, on one session with another key each; the outermost stores all of them.
         `transactional(client, outbox=...)` has such a block around its body.
@@ -223,12 +231,17 @@ class OutboxCollection:
         box = Box(contents, self._entries, chosen, serialize=serialize)
         self._contents[session] = contents
         try:
-            with captured(self.app, box):
-                yield box
-        finally:
-            box.close()
-            if outer is None:
-                self._contents.pop(session, None)
+            try:
+                with captured(self.app, box):
+                    yield box
+            finally:
+                box.close()
+                if outer is None:
+                    self._contents.pop(session, None)
+        except BaseException:
+            if outer is None and session.in_transaction:  # whoever began it may catch this, and commit
+                self._write_after_error(contents, session)
+            raise
         if outer is None and contents.entries:
             if not session.in_transaction:
                 raise OutboxRefusedError(
@@ -248,7 +261,8 @@ class OutboxCollection:
             serialize: as of `add`.
 
         Raises:
-            OutboxRefusedError: as of `collect`; the transaction was rolled back.
+            OutboxRefusedError: as of `collect`; the transaction was rolled back, unless this is inside another
+                `atomic`, which the error has to pass through, too.
         """
         from mongo_celery.outbox.django import transaction
 
@@ -278,6 +292,7 @@ class OutboxCollection:
     # -- inside ------------------------------------------------------------------------------------
 
     def _entries(self, tasks: Sequence[object], events: Sequence[Event], key: str | None) -> list[Entry]:
+        tasks, events = listed(tasks), listed(events)
         _refuse_ids(asks_for_id(each) for each in (*tasks, *events))
         found = self._maker.entries(tasks, (), _NOWHERE)
         more = self._maker.entries((), events, _NOWHERE if key is None else Home(key))
@@ -294,6 +309,11 @@ class OutboxCollection:
             self.backing.dispatch_parcels(ids)
         elif not after_commit(session, lambda: self.backing.dispatch_parcels(ids)):
             self.backing.dispatcher.expect()
+
+    def _write_after_error(self, contents: Contents, session: ClientSession) -> None:
+        """Write what goes with a transaction that may be committed yet; one that the server has ended cannot be."""
+        with suppress(OperationFailure), pymongo.timeout(_WRITE_SECONDS):  # any of these ends it there
+            self._write(contents, session)
 
 
 def _refuse_ids(asked: Iterable[bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -13,7 +14,7 @@ from bson import Timestamp
 from celery import Celery, chord, group
 from pymongo import MongoClient
 from pymongo.database import Database
-from pymongo.errors import OperationFailure
+from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from mongo_celery import STORED_ID, Event, OutboxCollection, transactional
 from mongo_celery.cli.outbox_view import plain_health
@@ -134,6 +135,19 @@ def test_groups_are_gathered_and_a_chord_is_added_as_a_whole(rig: ParcelRig) -> 
     assert [entry["name"] for entry in rig.stored[0]["pendingEvents"]["events"]] == ["add", "add", "celery.chord"]
     outbox.sweep(older_than=0)
     assert [args for args in rig.sent() if isinstance(args[0], int)] == [[0, 0], [0, 1], [1, 1], [2, 2]]
+
+
+def test_what_can_be_gone_through_once_only_is_stored_as_a_whole(rig: ParcelRig) -> None:
+    """A generator, given to the outbox or to a box."""
+    outbox = rig.parcels()
+    outbox.add((rig.add.s(1, each) for each in range(2)), (Event("told", each) for each in range(2)))  # type: ignore[arg-type]
+    rig.run(lambda session: _add_generator(rig, outbox, session))
+    assert [parcel["pendingEvents"]["count"] for parcel in rig.stored] == [4, 2]
+
+
+def _add_generator(rig: ParcelRig, outbox: OutboxCollection, session: Any) -> None:
+    with outbox.collect(session) as box:
+        box.add(rig.add.s(2, each) for each in range(2))  # type: ignore[arg-type]
 
 
 def test_the_order_of_a_key_is_that_of_transactions_that_follow_each_other(rig: ParcelRig) -> None:
@@ -304,6 +318,56 @@ def test_functions_that_join_a_transaction_gather_into_its_box(rig: ParcelRig) -
     assert rig.sent() == [[1, 1], [1, 2], [1, 3]]
 
 
+@pytest.mark.parametrize("outer_has_a_box", [False, True])
+def test_what_was_sent_before_an_error_that_is_caught_has_the_fate_of_the_writes(
+    rig: ParcelRig, outer_has_a_box: bool
+) -> None:
+    """A function joins a transaction and fails: committed with what it has sent, or aborted with it."""
+    outbox, seats = rig.parcels(), rig.database["seats"]
+
+    @transactional(rig.database.client, outbox=outbox)
+    def leave(seat: int, *, session: Any) -> None:
+        seats.insert_one({"_id": seat}, session=session)
+        rig.add.delay(1, seat)
+        raise ValueError
+
+    def outer(seat: int, session: Any, end: type[Exception] | None = None) -> None:
+        with contextlib.suppress(ValueError):
+            leave(seat, session=session)
+        if end is not None:
+            raise end
+
+    run = transactional(rig.database.client, outbox=outbox if outer_has_a_box else None).run
+    run(lambda session: outer(1, session))
+    with pytest.raises(KeyError):
+        run(lambda session: outer(2, session, KeyError))
+    with rig.database.client.start_session() as session:
+        session.with_transaction(lambda session: outer(3, session))
+    with pytest.raises(ValueError), transactional(rig.database.client) as session:  # noqa: PT011
+        leave(4, session=session)
+    assert [seat["_id"] for seat in seats.find()] == [1, 3]
+    outbox.sweep(older_than=0)
+    assert rig.sent() == [[1, 1], [1, 3]]
+
+
+def test_an_error_that_ends_a_transaction_passes_a_box_unchanged(rig: ParcelRig) -> None:
+    """What the server has aborted takes nothing; what cannot be stored is said instead of the error."""
+    outbox, seats = rig.parcels(), rig.database["seats"]
+    seats.insert_one({"_id": 1})
+
+    def body(session: Any, value: Any) -> None:
+        with outbox.collect(session):
+            rig.add.delay(1, value)
+            seats.insert_one({"_id": len(value)}, session=session)
+            raise ValueError
+
+    with pytest.raises(DuplicateKeyError):
+        rig.run(lambda session: body(session, "x"))
+    with pytest.raises(OutboxRefusedError, match="16 MB"):
+        rig.run(lambda session: body(session, "x" * 17_000_000))
+    assert rig.stored == []
+
+
 @pytest.mark.parametrize(
     ("tasks", "key", "sentence"),
     [
@@ -340,6 +404,19 @@ def test_stored_ids_and_documents_beyond_the_limit_are_refused(rig: ParcelRig) -
 
 
 # -- delivery ----------------------------------------------------------------------------------------
+
+
+def test_a_key_with_many_parcels_keeps_no_other_waiting(rig: ParcelRig) -> None:
+    """One turn for a parcel behind a head that somebody holds, and for the first of another key."""
+    outbox = rig.parcels(claim_ttl=600)
+    for number in range(101):
+        outbox.add([rig.add.s(1, number)], key="a")
+    outbox.add([rig.add.s(2, 0)], key="b")
+    first, *_, last, other = (parcel["_id"] for parcel in rig.stored)
+    claimed = {"$currentDate": {"pendingEvents.claim.since": True}, "$set": {"pendingEvents.claim.ttl": 600_000}}
+    rig.database["outbox"].update_one({"_id": first}, claimed)
+    assert outbox.backing.relay.deliver_all([last, other]).dispatched == 1
+    assert rig.sent() == [[2, 0]]
 
 
 def test_relays_at_the_same_time_send_each_entry_once_and_in_order(rig: ParcelRig) -> None:
@@ -627,6 +704,7 @@ def test_parcels_that_cannot_be_sent_keep_no_others_waiting(rig: ParcelRig) -> N
     keyed = rig.database["outbox"].find_one({"key": "k"})
     assert keyed is not None
     looks = [outbox.backing.due(0.0, 4) for _ in range(5)]
-    assert [each[:2] for each in looks] == [single[:2], single[2:4], [single[4], single[0]], single[1:3], single[3:]]
-    assert [each[2:] for each in looks] == [[keyed["_id"]]] * 5
+    turns = (single * 3)[:15]
+    assert [each[:3] for each in looks] == [turns[start : start + 3] for start in range(0, 15, 3)]
+    assert [each[3:] for each in looks] == [[keyed["_id"]]] * 5
     assert len(outbox.backing.due(0.0, 100)) == 6
