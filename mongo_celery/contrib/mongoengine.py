@@ -14,7 +14,7 @@ from typing import Any
 from mongoengine.base import BaseField
 from mongoengine.context_managers import set_write_concern
 
-from mongo_celery.errors import ConfigurationError
+from mongo_celery.errors import ConfigurationError, OutboxRefusedError
 from mongo_celery.outbox import Event, Outbox
 
 _NO_FOLLOWERS: tuple[Any, ...] = ()
@@ -95,7 +95,8 @@ class OutboxMixin:
 
         Raises:
             ConfigurationError: tasks or events without an outbox, or one of another collection.
-            OutboxRefusedError: nothing was written.
+            OutboxRefusedError: nothing was written; also where the document has been deleted, and nothing but tasks
+                and events was to be written to it.
         """
         if outbox is not None:
             self._check(outbox)
@@ -153,4 +154,20 @@ class OutboxMixin:
     def _get_update_doc(self) -> Any:
         """MongoEngine's operators for what has changed; where nothing has, tasks still need some to go with."""
         operators = super()._get_update_doc()  # type: ignore[misc]
-        return self._with_followers(operators or {"$set": {}}, id=self._own("pk")) if self._followers else operators
+        if self._followers is None:
+            return operators
+        return self._with_followers(operators or {"$set": {}}, id=self._own("to_mongo")()["_id"])
+
+    def _save_update(self, doc: Any, save_condition: Any, write_concern: Any) -> Any:
+        """MongoEngine's step for what is stored; where nothing but tasks is written, it creates no document of them."""
+        if self._followers is None or save_condition is not None or super()._get_update_doc():  # type: ignore[misc]
+            return super()._save_update(doc, save_condition, write_concern)  # type: ignore[misc]
+        which = self._own("_integrate_shard_key")(doc, {"_id": doc["_id"]})
+        with set_write_concern(self._own("_get_collection")(), write_concern) as collection:
+            if not collection.update_one(which, self._get_update_doc()).matched_count:
+                raise OutboxRefusedError(
+                    f"document {doc['_id']!r} of {collection.full_name} has been deleted, and nothing in it was to be "
+                    "changed; nothing was written. Save it with force_insert=True to have it again.",
+                    document=doc["_id"],
+                )
+        return doc["_id"], False

@@ -9,7 +9,7 @@ into what Celery itself sends: its first step with the others in the option `cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import uuid4
@@ -53,6 +53,7 @@ def frozen(app: Celery, signature: object, now: datetime, first_id: str) -> Sign
         _set_ancestors(copy)
         return copy
     copy = signature.clone()
+    _detach(copy)
     _refuse_shape(app, copy, top=True)
     if copy.subtask_type is None:
         copy.options.setdefault("task_id", first_id)
@@ -86,9 +87,9 @@ def _is_plain(signature: Signature) -> bool:
     return signature.subtask_type is None and type(signature) is Signature and _INVOLVED.isdisjoint(signature.options)
 
 
-def has_own_ids(signature: Any) -> bool:
-    """Whether the user has given an id to a task of this canvas."""
-    return any(leaf.options.get("task_id") for leaf in leaves(signature))
+def ids_in(signature: Any) -> set[str]:
+    """The ids of this canvas and of its parts: before it is frozen those that the user has given, afterwards all."""
+    return {each.options["task_id"] for each in _signatures(signature) if each.options.get("task_id")}
 
 
 def mentions_id(signature: Any) -> bool:
@@ -115,7 +116,7 @@ def with_id(signature: Any, value: object) -> Any:
     return signature
 
 
-def bound(canvas: dict[str, Any], bind: str, document_id: object) -> dict[str, Any]:
+def bound(canvas: dict[str, Any], bind: str, document_id: object, keeps: Collection[str] = ()) -> dict[str, Any]:
     """
     A canvas that was stored before its document was known, made that of one document.
 
@@ -123,12 +124,13 @@ def bound(canvas: dict[str, Any], bind: str, document_id: object) -> dict[str, A
         canvas: as it was decoded, before it becomes a signature; it is changed.
         bind: of the entry, the text that stands for the `_id`.
         document_id: `_id` of the document in which the entry was found.
+        keeps: of the entry, the ids that stay as they are.
 
     Returns:
         The same: with the `_id` among its arguments, and each of its own ids derived for this document.
     """
     nodes = list(_nodes(canvas))
-    own = {node["options"].get("task_id") for node in nodes} - {None}
+    own = {node["options"].get("task_id") for node in nodes} - {None, *keeps}
     argument = as_argument(document_id)
     for node in nodes:
         options = node["options"]
@@ -162,11 +164,14 @@ def _set_ancestors(task: Any) -> None:
 
 def leaves(signature: Any) -> Iterator[Any]:
     """All single tasks of a canvas: members, bodies, later steps of a chain and links."""
-    kind = signature.subtask_type
-    if kind is None:
-        yield signature
+    return (each for each in _signatures(signature) if each.subtask_type is None)
+
+
+def _signatures(signature: Any) -> Iterator[Any]:
+    """A canvas and all its parts, at any depth."""
+    yield signature
     for part in (*_parts(signature), *_linked(signature)):
-        yield from leaves(part)
+        yield from _signatures(part)
 
 
 def encoded(app: Celery, signature: Any) -> tuple[str, str, Any]:
@@ -223,6 +228,26 @@ def _linked(signature: Any) -> Iterator[Any]:
                 yield _signature(link)
 
 
+def _detach(signature: Any) -> None:
+    """Give a clone parts of its own; Celery's shares those of a group, and their ids, with what it was cloned from."""
+    if signature.subtask_type in {"chain", "group"}:
+        signature.tasks = _cloned(signature.tasks)
+    elif signature.subtask_type == "chord":
+        header = signature.tasks
+        if isinstance(header, Signature):
+            signature.tasks = header.clone()
+            signature.tasks.tasks = _cloned(_header(signature))
+        else:
+            signature.tasks = _cloned(header)
+    for part in _parts(signature):
+        if isinstance(part, Signature):
+            _detach(part)
+
+
+def _cloned(parts: Any) -> list[Any]:
+    return [part.clone() if isinstance(part, Signature) else part for part in parts]
+
+
 def _refuse_shape(app: Celery, signature: Any, *, top: bool) -> None:
     """Refuse what is empty, unknown, or would get new ids at each dispatch."""
     kind = signature.subtask_type
@@ -230,8 +255,6 @@ def _refuse_shape(app: Celery, signature: Any, *, top: bool) -> None:
         raise OutboxRefusedError(
             f"a canvas of type {kind!r} cannot be stored; use task.s(...), chain, group or chord.",
         )
-    if kind in {"chain", "group"}:
-        signature.tasks = list(signature.tasks)  # a generator would be empty after it has been stored
     parts = _parts(signature)
     if kind is not None and (not parts or any(part is None for part in parts)):
         raise OutboxRefusedError(f"an empty {kind} starts nothing; give it at least one task, and a chord its body.")

@@ -13,7 +13,7 @@ from celery.canvas import Signature
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID
-from mongo_celery.outbox.canvas import encoded, frozen, has_own_ids, mentions_id, representation, signature_of, with_id
+from mongo_celery.outbox.canvas import encoded, frozen, ids_in, mentions_id, representation, signature_of, with_id
 from mongo_celery.outbox.events import CONTENT_TYPE, Event, cloud_event, with_document
 from mongo_celery.outbox.stored_id import STORED_ID, as_argument, mentions_stored_id, placeholder, put_in
 from mongo_celery.tracing import stored_trace, trace_to_store
@@ -43,6 +43,8 @@ class Entry:
         app: name of the app that wrote it; empty where it has none, or where the first edition of this format wrote.
         bind: what stands for the document's `_id` in the payload, whose ids are then derived from it; empty where the
             `_id` was known, or is not asked for.
+        keeps: ids of the payload that are not derived, since the user has given them and did not say that the write
+            goes to many documents.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Entry:
     trace: Mapping[str, str] = field(default_factory=dict)
     app: str = ""
     bind: str = ""
+    keeps: Sequence[str] = ()
 
     def to_document(self) -> dict[str, Any]:
         """
@@ -70,13 +73,14 @@ class Entry:
             "contentEncoding": self.content_encoding,
             "payload": self.payload,
         }
+        kept = {"keeps": list(self.keeps)} if self.keeps else {}
         document = {
             "id": self.id,
             "kind": self.kind,
             "at": self.at,
             "name": self.name,
             "argsrepr": self.argsrepr,
-            **({"bind": {"placeholder": self.bind, **content}} if self.bind else content),
+            **({"bind": {"placeholder": self.bind, **kept, **content}} if self.bind else content),
             "attempts": self.attempts,
         }
         if self.app:
@@ -108,6 +112,7 @@ class Entry:
             trace=stored_trace(document.get("trace")),
             app=str(document.get("app", "")),
             bind="" if bind is None else str(bind["placeholder"]),
+            keeps=() if bind is None else tuple(map(str, bind.get("keeps", ()))),
         )
 
 
@@ -156,11 +161,12 @@ def task_entry(app: Celery, task: object, now: datetime, home: Home = Home()) ->
     id = str(uuid4())  # noqa: A001
     signature = signature_of(app, home.made(task))
     canvas, bind = frozen(app, signature, now, id), ""
+    keeps = set() if home.id is not NO_ID or home.many else ids_in(signature)
     shown = representation(canvas, _REPRESENTATION_CHARS)
     asks = mentions_id(canvas)
     if home.id is not NO_ID:
         canvas = with_id(canvas, as_argument(home.id)) if asks else canvas
-    elif asks or home.many or (home.many is None and not has_own_ids(signature)):
+    elif asks or home.many or (home.many is None and not ids_in(canvas) <= keeps):
         bind = placeholder(id)
         canvas = with_id(canvas, bind) if asks else canvas
     content_type, content_encoding, payload = encoded(app, canvas)
@@ -176,6 +182,7 @@ def task_entry(app: Celery, task: object, now: datetime, home: Home = Home()) ->
         trace=trace_to_store(),
         app=app.main or "",
         bind=bind,
+        keeps=tuple(sorted(keeps)) if bind else (),
     )
 
 

@@ -149,7 +149,7 @@ class Publisher:
         accepted = prepare_accept_content(self.app.conf.accept_content)
         data = loads(entry.payload, entry.content_type, entry.content_encoding, accept=accepted, force=True)
         if entry.bind:
-            data = bound(data, entry.bind, document_id)
+            data = bound(data, entry.bind, document_id, entry.keeps)
         signature = Signature.from_dict(data, app=self.app)
         for head in heads(signature):
             head["args"] = tuple(head["args"])  # monitors show them as `delay` would

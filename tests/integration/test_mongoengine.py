@@ -144,6 +144,17 @@ def test_an_instance_is_saved_with_its_tasks(outbox: Outbox, database: Database[
     assert [each["pendingEvents"]["count"] for each in database["orders"].find()] == [1, 1]
 
 
+def test_tasks_alone_create_no_document(outbox: Outbox, database: Database[Document], note: Any) -> None:
+    """Somebody has deleted it since it was read; what is saved next carries nothing of the attempt."""
+    order = Order(customer="Ann").save()
+    database["orders"].delete_many({})
+    with pytest.raises(OutboxRefusedError, match="has been deleted"):
+        order.save(outbox=outbox, tasks=[note.s("1")])
+    assert database["orders"].count_documents({}) == 0
+    order.save(force_insert=True)
+    assert database["orders"].find_one() == {"_id": order.pk, "customer": "Ann", "lines": []}
+
+
 def test_a_receiver_that_saves_once_more_does_not_repeat_the_tasks(
     outbox: Outbox, database: Database[Document], note: Any
 ) -> None:

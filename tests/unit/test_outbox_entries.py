@@ -137,6 +137,42 @@ def test_an_id_that_the_user_chose_stays_unless_the_write_goes_to_many(app: Cele
     assert task_entry(app, note.s(), NOW, Home(many=False)).bind == ""
 
 
+@pytest.mark.parametrize("home", [Home(many=None), Home(many=False)])
+def test_an_id_that_the_user_chose_stays_beside_those_that_are_derived(app: Celery, note: Any, home: Home) -> None:
+    """The others are of their own in each document, also where they stand beside it, above it or below it."""
+    canvas = chain(note.si(STORED_ID).set(task_id="mine"), group(note.si(1), note.si(2).set(task_id="too")))
+    stored = Entry.from_document(task_entry(app, canvas, NOW, home).to_document())
+    assert Entry.from_document(stored.to_document()) == stored
+    before = ids_in(decoded(stored))
+    first, other = (ids_in(bound(decoded(stored), stored.bind, each, stored.keeps)) for each in (1, 2))
+    assert before & first == before & other == first & other == {"mine", "too"}
+    assert len(first) == len(other) == len(before) == 4
+    many = task_entry(app, canvas, NOW, LATE)
+    assert "mine" not in ids_in(bound(decoded(many), many.bind, 1, many.keeps))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("make", CANVASES.values(), ids=CANVASES.keys())
+def test_a_canvas_that_is_stored_twice_has_other_ids_each_time(app: Celery, note: Any, make: Any, nested: bool) -> None:
+    """Nothing is written into what the user holds, or its second run would be a duplicate of the first."""
+    canvas = make(note)
+    if nested and canvas.subtask_type != "chain":
+        canvas = group(group(canvas, note.si(3)), chord([canvas, note.si(4)], group(note.si(5), note.si(6))))
+    before = ids_in(canvas)
+    first, second = (ids_in(decoded(task_entry(app, canvas, NOW, Home(1)))) for _ in range(2))
+    assert len(first) == len(second) > 0
+    assert first & second == before == ids_in(canvas) == set()
+
+
+def test_a_task_without_an_id_is_bound_although_another_has_one(app: Celery, note: Any) -> None:
+    """What nobody has named would else be one task in all documents that an update goes to."""
+    entry = task_entry(app, chain(note.si("1").set(task_id="mine"), note.si("2")), NOW, Home(many=None))
+    found = [ids_in(bound(decoded(entry), entry.bind, each, entry.keeps)) for each in (1, 2)]
+    assert found[0] & found[1] == {"mine"}
+    named = chain(note.si("1").set(task_id="mine"), note.si("2").set(task_id="too"))
+    assert task_entry(app, named, NOW, Home(many=None)).bind == ""
+
+
 def test_an_event_is_bound_like_a_task(app: Celery) -> None:
     """Its id, its subject unless it has one, and its body."""
     entry = event_entry(app, Event("placed", {"of": [STORED_ID]}), NOW, source="/s", home=LATE)
