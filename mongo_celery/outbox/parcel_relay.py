@@ -113,7 +113,7 @@ class _Reading:
     @property
     def unfinished(self) -> set[str]:
         """Keys behind whose heads there may be more to deliver now."""
-        return self.keys.difference(self.stopped) if self.done else self.overtaken
+        return self.keys.difference(self.stopped)
 
     @property
     def delivery(self) -> Delivery:
