@@ -122,23 +122,28 @@ class ParcelStore:
 
     def due(self, older_than: float, limit: int) -> list[ParcelHead]:
         """
-        Heads of keys that have waited so many seconds, and parcels without a key, which are half of what is found at
-        most.
+        Heads of keys that have waited so many seconds, and parcels without a key. Of both kinds there are half as many
+        as asked for, if there are enough, and more where the other kind has fewer.
 
         Keys have their turn one after the other, from where the last call ended, and so have parcels without one: those
         that are held back or cannot be sent keep no others waiting, however many parcels stand behind them.
         """
         claimable = self.claimable(older_than)
-        found = self._single(claimable, max(1, limit // 2))
+        single = self._single(claimable, limit)
+        room = limit - min(len(single), max(1, limit // 2))
+        keyed: list[ParcelHead] = []
         for begin in dict.fromkeys((self._after, "")):
-            seen = set(found)
+            seen = set(keyed)
             behind = (head for head in self._behind(begin, claimable) if head not in seen)
-            found += islice(behind, limit - len(found))
-        self._after = next((head.key for head in reversed(found) if head.key is not None), "")
-        return found
+            keyed += islice(behind, room - len(keyed))
+        self._after = next((head.key for head in reversed(keyed) if head.key is not None), "")
+        taken = list(islice(single.items(), limit - len(keyed)))
+        last = taken[-1][1] if taken else None
+        self._single_after = last if isinstance(last, Timestamp) else None  # whatever a field can contain
+        return [*(ParcelHead(id, None) for id, _ in taken), *keyed]  # noqa: A001
 
-    def _single(self, claimable: Document, limit: int) -> list[ParcelHead]:
-        """Due parcels without a key, from behind the last one that was found, then from the first."""
+    def _single(self, claimable: Document, limit: int) -> dict[Any, Any]:
+        """Due parcels without a key, with their `seq`: from behind the last one that was taken, then from the first."""
         found: dict[Any, Any] = {}
         first = {"$lte": self._single_after}
         for place in ({"$gt": self._single_after}, first) if self._single_after else ({},):
@@ -147,9 +152,7 @@ class ParcelStore:
             behind = {"key": None, **({"seq": place} if place else {}), **claimable}
             parcels = self._local.find(behind, {"seq": 1}).sort(ORDER).limit(limit - len(found))
             found |= {parcel["_id"]: parcel.get("seq") for parcel in parcels}
-        last = next(reversed(found.values()), None)
-        self._single_after = last if isinstance(last, Timestamp) else None  # whatever a field can contain
-        return [ParcelHead(id, None) for id in found]  # noqa: A001
+        return found
 
     def claimable(self, older_than: float | None) -> Document:
         """A filter for parcels that a relay may claim, also where somebody else has written over what was pending."""

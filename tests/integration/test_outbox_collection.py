@@ -406,6 +406,19 @@ def test_stored_ids_and_documents_beyond_the_limit_are_refused(rig: ParcelRig) -
 # -- delivery ----------------------------------------------------------------------------------------
 
 
+def test_a_key_with_many_parcels_keeps_no_other_waiting(rig: ParcelRig) -> None:
+    """One turn for a parcel behind a head that somebody holds, and for the first of another key."""
+    outbox = rig.parcels(claim_ttl=600)
+    for number in range(101):
+        outbox.add([rig.add.s(1, number)], key="a")
+    outbox.add([rig.add.s(2, 0)], key="b")
+    first, *_, last, other = (parcel["_id"] for parcel in rig.stored)
+    claimed = {"$currentDate": {"pendingEvents.claim.since": True}, "$set": {"pendingEvents.claim.ttl": 600_000}}
+    rig.database["outbox"].update_one({"_id": first}, claimed)
+    assert outbox.backing.relay.deliver_all([last, other]).dispatched == 1
+    assert rig.sent() == [[2, 0]]
+
+
 def test_relays_at_the_same_time_send_each_entry_once_and_in_order(rig: ParcelRig) -> None:
     """Four relays on five keys with twenty parcels each, and forty without a key."""
     outbox = rig.parcels()
@@ -691,6 +704,7 @@ def test_parcels_that_cannot_be_sent_keep_no_others_waiting(rig: ParcelRig) -> N
     keyed = rig.database["outbox"].find_one({"key": "k"})
     assert keyed is not None
     looks = [outbox.backing.due(0.0, 4) for _ in range(5)]
-    assert [each[:2] for each in looks] == [single[:2], single[2:4], [single[4], single[0]], single[1:3], single[3:]]
-    assert [each[2:] for each in looks] == [[keyed["_id"]]] * 5
+    turns = (single * 3)[:15]
+    assert [each[:3] for each in looks] == [turns[start : start + 3] for start in range(0, 15, 3)]
+    assert [each[3:] for each in looks] == [[keyed["_id"]]] * 5
     assert len(outbox.backing.due(0.0, 100)) == 6
