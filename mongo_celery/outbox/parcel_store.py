@@ -29,6 +29,8 @@ INDEX = "parcels"
 _PAGE = 1000
 """How many parcels are looked through at a time for the heads among them."""
 
+_KEYS = [("key", 1), *ORDER]
+_AT = [("at", 1)]
 _KEY_SECONDS = 86_400
 """How long the document of a key is kept after the last transaction that was serialized by it."""
 
@@ -56,25 +58,14 @@ class ParcelStore:
 
         Before the first transaction that writes here: an index waits for every open one, and others wait behind it.
         """
-        if self.is_indexed():
-            return
-        try:
-            self.collection.create_index([("key", 1), *ORDER], name=INDEX)
-            self.keys.create_index([("at", 1)], name="at", expireAfterSeconds=_KEY_SECONDS)
-        except OperationFailure as error:
-            logger.warning(
-                "outbox: the index %s on %s cannot be created (%s); create it by hand, or each sweep reads the whole "
-                "collection",
-                INDEX, self.collection.full_name, short(error),
-                extra={"event": "index_refused"},
-            )  # fmt: skip
+        if not self.is_indexed():
+            _create(self.collection, INDEX, _KEYS, "each sweep reads the whole collection")
+        if not _has_index(self.keys, _AT):
+            _create(self.keys, "at", _AT, "keys of serialize=True stay for ever", expireAfterSeconds=_KEY_SECONDS)
 
     def is_indexed(self) -> bool | None:
-        """Whether the index is there; None where the user may not look."""
-        try:
-            return INDEX in self.collection.index_information()
-        except OperationFailure:
-            return None
+        """Whether the index is there, whatever its name; None where the user may not look."""
+        return _has_index(self.collection, _KEYS)
 
     # -- write -------------------------------------------------------------------------------------
 
@@ -170,9 +161,8 @@ class ParcelStore:
 
     def _behind(self, key: str, claimable: Document) -> Iterator[ParcelHead]:
         """The due heads behind a key, in the order of keys."""
-        order = [("key", 1), *ORDER]
         while True:
-            parcels = list(self._local.find({"key": {"$gt": key}}, {"key": 1}).sort(order).limit(_PAGE))
+            parcels = list(self._local.find({"key": {"$gt": key}}, {"key": 1}).sort(_KEYS).limit(_PAGE))
             heads: dict[str, ParcelHead] = {}
             for parcel in parcels:
                 heads.setdefault(parcel["key"], head_of(parcel))
@@ -182,3 +172,25 @@ class ParcelStore:
             if len(parcels) < _PAGE:
                 return
             key = parcels[-1]["key"]  # the rest of this key stands behind its head
+
+
+def _has_index(collection: Collection[Document], keys: Sequence[tuple[str, int]]) -> bool | None:
+    """Whether an index on these fields holds all documents; None where the user may not look."""
+    try:
+        found = collection.index_information().values()
+    except OperationFailure:
+        return None
+    return any(list(each["key"]) == list(keys) and "partialFilterExpression" not in each for each in found)
+
+
+def _create(
+    collection: Collection[Document], name: str, keys: Sequence[tuple[str, int]], otherwise: str, **options: Any
+) -> None:
+    try:
+        collection.create_index(keys, name=name, **options)
+    except OperationFailure as error:
+        logger.warning(
+            "outbox: the index %s on %s cannot be created (%s); create it by hand, or %s",
+            name, collection.full_name, short(error), otherwise,
+            extra={"event": "index_refused"},
+        )  # fmt: skip

@@ -663,6 +663,16 @@ def test_commands_see_it_as_any_outbox(rig: ParcelRig) -> None:
     assert any("index parcels is missing" in sentence for sentence in health.advice())
 
 
+def test_each_index_is_made_where_none_is_like_it(rig: ParcelRig) -> None:
+    """One that somebody has made under another name is as good; the one of the keys does not depend on it."""
+    rig.database["outbox"].create_index([("key", 1), ("seq", 1), ("_id", 1)], name="made by hand")
+    outbox = rig.parcels()
+    outbox.sweep()
+    assert set(rig.database["outbox"].index_information()) == {"_id_", "made by hand"}
+    assert rig.database["outbox_keys"].index_information()["at"]["expireAfterSeconds"] == 86_400
+    assert outbox.backing.is_indexed()
+
+
 def test_a_forked_child_collects_and_delivers_for_itself(rig: ParcelRig, mongo_url: str) -> None:
     """Prefork workers make their clients after the fork; what the parent has queued is the parent's."""
     made: dict[int, Any] = {}
