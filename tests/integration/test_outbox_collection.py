@@ -19,7 +19,7 @@ from pymongo.errors import DuplicateKeyError, OperationFailure
 from mongo_celery import STORED_ID, Event, OutboxCollection, transactional
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.errors import CommandRefusedError, ConfigurationError, OutboxRefusedError, TransactionRequiredError
-from mongo_celery.outbox import dispatcher
+from mongo_celery.outbox import dispatcher, parcel_relay
 from mongo_celery.outbox.health import read_health
 from mongo_celery.outbox.pending import LONG_AGO, UNCLAIMED
 from mongo_celery.outbox.replay import dead_letters, replay
@@ -671,6 +671,36 @@ def test_each_index_is_made_where_none_is_like_it(rig: ParcelRig) -> None:
     assert set(rig.database["outbox"].index_information()) == {"_id_", "made by hand"}
     assert rig.database["outbox_keys"].index_information()["at"]["expireAfterSeconds"] == 86_400
     assert outbox.backing.is_indexed()
+
+
+def test_what_was_published_is_removed_while_others_have_their_turn(
+    rig: ParcelRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first of a key of which more is still to come: until then it keeps other relays from what follows."""
+    monkeypatch.setattr(parcel_relay, "SETTLE_SECONDS", 0)
+    outbox = rig.parcels()
+    for number in range(2):
+        outbox.add([rig.add.s(9, number)])
+    for key, number in (("a", 0), ("b", 0), ("a", 1), ("a", 2)):
+        outbox.add([rig.add.s(1, number)], key=key)
+    left: list[list[Any]] = []
+    publish = outbox.publisher.publish
+
+    def noted(*given: Any) -> None:
+        left.append([parcel["key"] for parcel in rig.stored])
+        publish(*given)
+
+    outbox.publisher.publish = noted  # type: ignore[method-assign]
+    assert outbox.sweep(older_than=0).dispatched == 6
+    assert left == [
+        [None, None, "a", "b", "a", "a"],
+        [None, "a", "b", "a", "a"],
+        ["a", "b", "a", "a"],
+        ["a", "b", "a", "a"],
+        ["a", "a", "a"],
+        ["a", "a"],
+    ]
+    assert rig.stored == []
 
 
 def test_a_forked_child_collects_and_delivers_for_itself(rig: ParcelRig, mongo_url: str) -> None:
