@@ -124,25 +124,25 @@ class ParcelStore:
         room = limit - min(len(single), max(1, limit // 2))
         keyed: list[ParcelHead] = []
         for begin in dict.fromkeys((self._after, "")):
-            seen = set(keyed)
-            behind = (head for head in self._behind(begin, claimable) if head not in seen)
+            seen = {head.key for head in keyed}
+            behind = (head for head in self._behind(begin, claimable) if head.key not in seen)
             keyed += islice(behind, room - len(keyed))
         self._after = next((head.key for head in reversed(keyed) if head.key is not None), "")
-        taken = list(islice(single.items(), limit - len(keyed)))
+        taken = list(islice(single, limit - len(keyed)))
         last = taken[-1][1] if taken else None
         self._single_after = last if isinstance(last, Timestamp) else None  # whatever a field can contain
         return [*(ParcelHead(id, None) for id, _ in taken), *keyed]  # noqa: A001
 
-    def _single(self, claimable: Document, limit: int) -> dict[Any, Any]:
+    def _single(self, claimable: Document, limit: int) -> list[tuple[Any, Any]]:
         """Due parcels without a key, with their `seq`: from behind the last one that was taken, then from the first."""
-        found: dict[Any, Any] = {}
+        found: list[tuple[Any, Any]] = []
         first = {"$lte": self._single_after}
         for place in ({"$gt": self._single_after}, first) if self._single_after else ({},):
             if len(found) == limit:
                 break
             behind = {"key": None, **({"seq": place} if place else {}), **claimable}
             parcels = self._local.find(behind, {"seq": 1}).sort(ORDER).limit(limit - len(found))
-            found |= {parcel["_id"]: parcel.get("seq") for parcel in parcels}
+            found += [(parcel["_id"], parcel.get("seq")) for parcel in parcels]
         return found
 
     def claimable(self, older_than: float | None) -> Document:
@@ -167,8 +167,8 @@ class ParcelStore:
             for parcel in parcels:
                 heads.setdefault(parcel["key"], head_of(parcel))
             ids = [head.id for head in heads.values()]
-            due = {each["_id"] for each in self._local.find({"_id": {"$in": ids}, **claimable}, {"_id": 1})}
-            yield from (head for head in heads.values() if head.id in due)
+            due = {each["key"] for each in self._local.find({"_id": {"$in": ids}, **claimable}, {"key": 1})}
+            yield from (head for head in heads.values() if head.key in due)
             if len(parcels) < _PAGE:
                 return
             key = parcels[-1]["key"]  # the rest of this key stands behind its head

@@ -605,6 +605,18 @@ def test_a_broker_that_is_away_costs_nobody_anything(rig: ParcelRig) -> None:
     assert rig.sent() == [[1, 1], [1, 2]]
 
 
+def test_any_id_of_a_parcel_will_do(rig: ParcelRig) -> None:
+    """Somebody has restored some with names of his own."""
+    outbox = rig.parcels()
+    for number, key in enumerate((None, None, "k", "k")):
+        outbox.add([rig.add.s(1, number)], key=key)
+    stored = rig.stored
+    rig.database["outbox"].delete_many({})
+    rig.database["outbox"].insert_many({**parcel, "_id": {"n": number}} for number, parcel in enumerate(stored))
+    assert outbox.sweep(older_than=0).dispatched == 4
+    assert [n for _, n in rig.sent()] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("written", [None, 5, [1], {"count": 1}, {"count": 1, "events": []}, {"count": 1, "events": 7}])
 def test_what_somebody_else_has_written_over_a_head_stops_nobody(rig: ParcelRig, written: Any) -> None:
     """It is set aside, and its key goes on."""
