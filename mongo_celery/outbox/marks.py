@@ -110,7 +110,7 @@ class Marks:
             running: ids with the owners of their claims.
 
         Returns:
-            The owners whose claims are lost: somebody else runs what they run.
+            The owners whose claims are lost: somebody else has them. One that has ended meanwhile is not lost.
         """
         identities, owners = zip(*running, strict=True)
         mine = {"_id": {"$in": identities}, "owner": {"$in": owners}, "state": "running"}
@@ -118,7 +118,13 @@ class Marks:
         collection = self.collection
         if collection.update_many(mine, [{"$set": times}]).matched_count == len(owners):
             return set()
-        return set(owners) - {found["owner"] for found in collection.find(mine, {"owner": 1})}
+        kept = {found["owner"] for found in collection.find(mine, {"owner": 1})}
+        ended = [(identity, owner) for identity, owner in zip(identities, owners, strict=True) if owner not in kept]
+        return {
+            owner
+            for identity, owner in ended
+            if collection.find_one({"_id": identity, "owner": {"$ne": owner}}, {"_id": 1}) is not None
+        }
 
     def done(self, identity: Any, owner: ObjectId, result: Mapping[str, Any]) -> bool:
         """Remember that an id has run, and with which result; False if its claim was lost."""

@@ -191,6 +191,7 @@ def _run_or_free(running: RunningMark, run: Callable[[], Result]) -> Result:
     try:
         return run()
     except BaseException:
+        HEARTBEATS.get().end(running)  # before somebody else may have it
         with suppress(PyMongoError), pymongo.timeout(_FREE_SECONDS):  # else it lapses
             running.marks.free(running.identity, running.owner)
         raise

@@ -9,7 +9,8 @@ What is read is one snapshot: where a parcel can be seen, so can all that were c
 read may move on to a later snapshot in the middle, and would find a parcel without its predecessor.
 
 The claim of a key's head stands for the parcels behind it, up to one that somebody else holds or that is held back.
-The heads are removed last: as long as one is there, no other relay takes a later parcel for the head.
+The heads are removed last: as long as one is there, no other relay takes a later parcel for the head. What is no head,
+or has nothing behind it, is removed every `SETTLE_SECONDS`, so that a crash repeats little.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mongo_celery.outbox.failures import FailureKind, FailurePolicy, entry_id_of
 from mongo_celery.outbox.parcel_store import ParcelStore
 from mongo_celery.outbox.parcels import FIELD_OF_PARCELS, ORDER, head_of
 from mongo_celery.outbox.publisher import Publisher
-from mongo_celery.outbox.relay import Counters, Delivery, HeldDocument, Relay
+from mongo_celery.outbox.relay import SETTLE_SECONDS, Counters, Delivery, HeldDocument, Relay
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -42,7 +43,7 @@ HEADS_MAX = 100
 """So many keys are claimed at a time."""
 
 PARCELS_MAX = 100
-"""So many parcels are read at a time; a crash repeats at most so many."""
+"""So many parcels with a key are read at a time."""
 
 _ROUNDS_MAX = 5
 """So often is read what is behind the heads; a key with more behind it goes on when others have had their turn."""
@@ -83,7 +84,8 @@ class _Reading:
         claimed: `_id`s of the heads that are this relay's.
         keys: of those heads.
         overtaken: keys that have an earlier head.
-        done: `_id`s of parcels of which everything was published or set aside, in order.
+        done: parcels of which everything was published or set aside, in order.
+        removed: `_id`s of those that were removed already.
         held: parcels at which a key was stopped.
         stopped: keys (without one, the `_id`) at which nothing more is published in this run.
         dispatched: entries.
@@ -101,7 +103,8 @@ class _Reading:
     claimed: list[Any] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     overtaken: set[str] = field(default_factory=set)
-    done: list[Any] = field(default_factory=list)
+    done: list[Document] = field(default_factory=list)
+    removed: list[Any] = field(default_factory=list)
     held: list[_StoppedParcel] = field(default_factory=list)
     stopped: list[Any] = field(default_factory=list)
     dispatched: int = 0
@@ -211,8 +214,7 @@ class ParcelRelay(Relay):
             return run
         parcels = self._read(ids, run)
         try:
-            for parcel in parcels:
-                self._deliver_parcel(parcel, run)
+            self._deliver_parcels(parcels, run)
         finally:
             # Also when a time limit passes through: what was published is removed, and the rest is free.
             run.step()
@@ -236,6 +238,18 @@ class ParcelRelay(Relay):
 
     # -- publish -----------------------------------------------------------------------------------
 
+    def _deliver_parcels(self, parcels: Sequence[Document], run: _Reading) -> None:
+        last = {head_of(parcel).key: number for number, parcel in enumerate(parcels)}
+        began = time.monotonic()
+        for number, parcel in enumerate(parcels):
+            self._deliver_parcel(parcel, run)
+            if time.monotonic() - began > SETTLE_SECONDS:
+                run.step()
+                heads = [head_of(each) for each in run.done if each["_id"] in run.claimed]
+                kept = [head.id for head in heads if head.key is not None and last[head.key] > number]
+                self._settle_done(run, kept)
+                began = time.monotonic()
+
     def _deliver_parcel(self, parcel: Document, run: _Reading) -> None:
         """Publish one parcel, or as much of it as can be."""
         everything = entries_of(_events(parcel))
@@ -251,7 +265,7 @@ class ParcelRelay(Relay):
             run.held.append(_StoppedParcel(parcel, names))
             raise
         if held is None:
-            run.done.append(parcel["_id"])
+            run.done.append(parcel)
             return
         run.held.append(held)
         run.stopped.append(_place(parcel))
@@ -321,18 +335,22 @@ class ParcelRelay(Relay):
 
     # -- settle ------------------------------------------------------------------------------------
 
+    def _settle_done(self, run: _Reading, kept: Sequence[Any]) -> None:
+        """Remove what was published, but for some heads."""
+        if removals := _removals(run, kept):
+            self._quick.bulk_write(removals, ordered=True)
+            run.removed += [each["_id"] for each in run.done if each["_id"] not in kept]
+            run.done = [each for each in run.done if each["_id"] in kept]
+
     def _end(self, run: _Reading) -> None:
         """Remove what was published, and let go what was not, in one command: the heads last."""
         requests: list[_Request] = []
         for held in run.held:
             requests += self._let_go(held, run.owner)
-        reached = [*run.done, *(held.parcel["_id"] for held in run.held)]
+        reached = [*run.removed, *(each["_id"] for each in run.done), *(held.parcel["_id"] for held in run.held)]
         if unreached := [each for each in run.claimed if each not in reached]:
             requests.append(UpdateMany(*self._claims.released(unreached, [run.owner])))
-        heads_last = [each for each in run.done if each not in run.claimed], [e for e in run.done if e in run.claimed]
-        for ids in heads_last:
-            if ids:
-                requests.append(DeleteMany({"_id": {"$in": ids}}))
+        requests += _removals(run)
         if requests:
             self._quick.bulk_write(requests, ordered=True)
 
@@ -364,6 +382,13 @@ def _within_reach(parcels: Iterable[Document], run: _Reading) -> list[Document]:
         else:
             run.overtaken.add(key)
     return found
+
+
+def _removals(run: _Reading, kept: Sequence[Any] = ()) -> list[_Request]:
+    """Of what was published, the heads last."""
+    done = [each["_id"] for each in run.done if each["_id"] not in kept]
+    heads_last = [each for each in done if each not in run.claimed], [each for each in done if each in run.claimed]
+    return [DeleteMany({"_id": {"$in": ids}}) for ids in heads_last if ids]
 
 
 def _place(parcel: Mapping[str, Any]) -> Any:

@@ -29,6 +29,8 @@ INDEX = "parcels"
 _PAGE = 1000
 """How many parcels are looked through at a time for the heads among them."""
 
+_KEYS = [("key", 1), *ORDER]
+_AT = [("at", 1)]
 _KEY_SECONDS = 86_400
 """How long the document of a key is kept after the last transaction that was serialized by it."""
 
@@ -56,25 +58,14 @@ class ParcelStore:
 
         Before the first transaction that writes here: an index waits for every open one, and others wait behind it.
         """
-        if self.is_indexed():
-            return
-        try:
-            self.collection.create_index([("key", 1), *ORDER], name=INDEX)
-            self.keys.create_index([("at", 1)], name="at", expireAfterSeconds=_KEY_SECONDS)
-        except OperationFailure as error:
-            logger.warning(
-                "outbox: the index %s on %s cannot be created (%s); create it by hand, or each sweep reads the whole "
-                "collection",
-                INDEX, self.collection.full_name, short(error),
-                extra={"event": "index_refused"},
-            )  # fmt: skip
+        if not self.is_indexed():
+            _create(self.collection, INDEX, _KEYS, "each sweep reads the whole collection")
+        if not _has_index(self.keys, _AT):
+            _create(self.keys, "at", _AT, "keys of serialize=True stay for ever", expireAfterSeconds=_KEY_SECONDS)
 
     def is_indexed(self) -> bool | None:
-        """Whether the index is there; None where the user may not look."""
-        try:
-            return INDEX in self.collection.index_information()
-        except OperationFailure:
-            return None
+        """Whether the index is there, whatever its name; None where the user may not look."""
+        return _has_index(self.collection, _KEYS)
 
     # -- write -------------------------------------------------------------------------------------
 
@@ -133,25 +124,25 @@ class ParcelStore:
         room = limit - min(len(single), max(1, limit // 2))
         keyed: list[ParcelHead] = []
         for begin in dict.fromkeys((self._after, "")):
-            seen = set(keyed)
-            behind = (head for head in self._behind(begin, claimable) if head not in seen)
+            seen = {head.key for head in keyed}
+            behind = (head for head in self._behind(begin, claimable) if head.key not in seen)
             keyed += islice(behind, room - len(keyed))
         self._after = next((head.key for head in reversed(keyed) if head.key is not None), "")
-        taken = list(islice(single.items(), limit - len(keyed)))
+        taken = list(islice(single, limit - len(keyed)))
         last = taken[-1][1] if taken else None
         self._single_after = last if isinstance(last, Timestamp) else None  # whatever a field can contain
         return [*(ParcelHead(id, None) for id, _ in taken), *keyed]  # noqa: A001
 
-    def _single(self, claimable: Document, limit: int) -> dict[Any, Any]:
+    def _single(self, claimable: Document, limit: int) -> list[tuple[Any, Any]]:
         """Due parcels without a key, with their `seq`: from behind the last one that was taken, then from the first."""
-        found: dict[Any, Any] = {}
+        found: list[tuple[Any, Any]] = []
         first = {"$lte": self._single_after}
         for place in ({"$gt": self._single_after}, first) if self._single_after else ({},):
             if len(found) == limit:
                 break
             behind = {"key": None, **({"seq": place} if place else {}), **claimable}
             parcels = self._local.find(behind, {"seq": 1}).sort(ORDER).limit(limit - len(found))
-            found |= {parcel["_id"]: parcel.get("seq") for parcel in parcels}
+            found += [(parcel["_id"], parcel.get("seq")) for parcel in parcels]
         return found
 
     def claimable(self, older_than: float | None) -> Document:
@@ -170,15 +161,36 @@ class ParcelStore:
 
     def _behind(self, key: str, claimable: Document) -> Iterator[ParcelHead]:
         """The due heads behind a key, in the order of keys."""
-        order = [("key", 1), *ORDER]
         while True:
-            parcels = list(self._local.find({"key": {"$gt": key}}, {"key": 1}).sort(order).limit(_PAGE))
+            parcels = list(self._local.find({"key": {"$gt": key}}, {"key": 1}).sort(_KEYS).limit(_PAGE))
             heads: dict[str, ParcelHead] = {}
             for parcel in parcels:
                 heads.setdefault(parcel["key"], head_of(parcel))
             ids = [head.id for head in heads.values()]
-            due = {each["_id"] for each in self._local.find({"_id": {"$in": ids}, **claimable}, {"_id": 1})}
-            yield from (head for head in heads.values() if head.id in due)
+            due = {each["key"] for each in self._local.find({"_id": {"$in": ids}, **claimable}, {"key": 1})}
+            yield from (head for head in heads.values() if head.key in due)
             if len(parcels) < _PAGE:
                 return
             key = parcels[-1]["key"]  # the rest of this key stands behind its head
+
+
+def _has_index(collection: Collection[Document], keys: Sequence[tuple[str, int]]) -> bool | None:
+    """Whether an index on these fields holds all documents; None where the user may not look."""
+    try:
+        found = collection.index_information().values()
+    except OperationFailure:
+        return None
+    return any(list(each["key"]) == list(keys) and "partialFilterExpression" not in each for each in found)
+
+
+def _create(
+    collection: Collection[Document], name: str, keys: Sequence[tuple[str, int]], otherwise: str, **options: Any
+) -> None:
+    try:
+        collection.create_index(keys, name=name, **options)
+    except OperationFailure as error:
+        logger.warning(
+            "outbox: the index %s on %s cannot be created (%s); create it by hand, or %s",
+            name, collection.full_name, short(error), otherwise,
+            extra={"event": "index_refused"},
+        )  # fmt: skip

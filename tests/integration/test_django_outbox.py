@@ -30,7 +30,7 @@ from celery import Celery
 from django.db import IntegrityError, connection, models
 from django.db.models.signals import post_save
 from django_mongodb_backend import transaction
-from mongo_celery import ConfigurationError, Outbox
+from mongo_celery import ConfigurationError, Outbox, OutboxCollection
 
 class Order(models.Model):
     customer = models.CharField(max_length=20)
@@ -47,6 +47,7 @@ class Other(models.Model):
 
 with connection.schema_editor() as editor:
     editor.create_model(Order)
+    editor.create_model(Other)
 app = Celery("shop", broker=broker)
 
 @app.task
@@ -121,6 +122,23 @@ with transaction.atomic():
     kept = outbox.save(Order(customer="Eve", total=1), tasks=[receipt.s("committed")])
 outbox.backing.deliver_now(kept.pk)
 assert outbox.status().pending == 0
+
+moving = OutboxCollection(app, lambda: connection.get_collection("moving"), sweep_every=None, at_once=False)
+for ends in (False, True):
+    try:
+        with transaction.atomic():
+            try:
+                with moving.atomic():
+                    Other().save()
+                    receipt.delay("inner")
+                    raise KeyError
+            except KeyError:
+                if ends:
+                    raise
+    except KeyError:
+        pass
+    assert Other.objects.count() == moving.status().pending == 1, moving.status()
+moving.backing.close()
 
 for wrong in (Other(), object()):
     try:

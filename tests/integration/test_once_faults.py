@@ -10,6 +10,7 @@ from typing import Any
 
 import kombu.serialization
 import pytest
+from bson import ObjectId
 from celery import Celery
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 from pymongo.collection import Collection
@@ -17,6 +18,7 @@ from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
 from mongo_celery import once
+from mongo_celery.outbox.marks import Marks
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
@@ -111,6 +113,20 @@ def test_a_run_that_was_taken_over_says_so_and_leaves_the_mark_to_the_other(
     stored = marks.find_one({"_id": "t1"})
     assert stored is not None
     assert (stored["state"], stored["owner"]) == ("running", 1)
+
+
+def test_only_what_somebody_else_has_is_lost(marks: Collection[Document]) -> None:
+    """A renewal may be under way while a run ends: it has the mark, or it has freed it."""
+    place = Marks(marks, 60, 60)
+    owners = {name: ObjectId() for name in ("running", "done", "freed", "taken", "taken and done")}
+    for name, owner in owners.items():
+        assert place.claim({"t": "send", "k": name}, owner).owner == owner
+    place.done({"t": "send", "k": "done"}, owners["done"], {})
+    place.free({"t": "send", "k": "freed"}, owners["freed"])
+    marks.update_many({"_id.k": {"$regex": "^taken"}}, {"$set": {"owner": ObjectId()}})
+    marks.update_one({"_id.k": "taken and done"}, {"$set": {"state": "done"}})
+    lost = place.renew([({"t": "send", "k": name}, owner) for name, owner in owners.items()])
+    assert lost == {owners["taken"], owners["taken and done"]}
 
 
 def test_a_failover_between_claim_and_mark_costs_nothing(

@@ -174,6 +174,12 @@ def test_an_outbox_of_transactions_is_looked_at_like_one_of_documents(
 
     outbox.sweep()
     assert levels(findings(outbox)) == {}
+
+    @app.task(shared=False)
+    def tell() -> None: ...
+
+    outbox.add([tell.s(), tell.s()])
+    assert levels(findings(outbox)) == {}, "a transaction may send as much as it likes"
     outbox.publisher.close()
 
 

@@ -19,7 +19,7 @@ from pymongo.errors import DuplicateKeyError, OperationFailure
 from mongo_celery import STORED_ID, Event, OutboxCollection, transactional
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.errors import CommandRefusedError, ConfigurationError, OutboxRefusedError, TransactionRequiredError
-from mongo_celery.outbox import dispatcher
+from mongo_celery.outbox import dispatcher, parcel_relay
 from mongo_celery.outbox.health import read_health
 from mongo_celery.outbox.pending import LONG_AGO, UNCLAIMED
 from mongo_celery.outbox.replay import dead_letters, replay
@@ -605,6 +605,18 @@ def test_a_broker_that_is_away_costs_nobody_anything(rig: ParcelRig) -> None:
     assert rig.sent() == [[1, 1], [1, 2]]
 
 
+def test_any_id_of_a_parcel_will_do(rig: ParcelRig) -> None:
+    """Somebody has restored some with names of his own."""
+    outbox = rig.parcels()
+    for number, key in enumerate((None, None, "k", "k")):
+        outbox.add([rig.add.s(1, number)], key=key)
+    stored = rig.stored
+    rig.database["outbox"].delete_many({})
+    rig.database["outbox"].insert_many({**parcel, "_id": {"n": number}} for number, parcel in enumerate(stored))
+    assert outbox.sweep(older_than=0).dispatched == 4
+    assert [n for _, n in rig.sent()] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("written", [None, 5, [1], {"count": 1}, {"count": 1, "events": []}, {"count": 1, "events": 7}])
 def test_what_somebody_else_has_written_over_a_head_stops_nobody(rig: ParcelRig, written: Any) -> None:
     """It is set aside, and its key goes on."""
@@ -661,6 +673,46 @@ def test_commands_see_it_as_any_outbox(rig: ParcelRig) -> None:
     rig.database["outbox"].drop_index(outbox.backing.index_name)
     (health,) = read_health(rig.app, [outbox])
     assert any("index parcels is missing" in sentence for sentence in health.advice())
+
+
+def test_each_index_is_made_where_none_is_like_it(rig: ParcelRig) -> None:
+    """One that somebody has made under another name is as good; the one of the keys does not depend on it."""
+    rig.database["outbox"].create_index([("key", 1), ("seq", 1), ("_id", 1)], name="made by hand")
+    outbox = rig.parcels()
+    outbox.sweep()
+    assert set(rig.database["outbox"].index_information()) == {"_id_", "made by hand"}
+    assert rig.database["outbox_keys"].index_information()["at"]["expireAfterSeconds"] == 86_400
+    assert outbox.backing.is_indexed()
+
+
+def test_what_was_published_is_removed_while_others_have_their_turn(
+    rig: ParcelRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first of a key of which more is still to come: until then it keeps other relays from what follows."""
+    monkeypatch.setattr(parcel_relay, "SETTLE_SECONDS", 0)
+    outbox = rig.parcels()
+    for number in range(2):
+        outbox.add([rig.add.s(9, number)])
+    for key, number in (("a", 0), ("b", 0), ("a", 1), ("a", 2)):
+        outbox.add([rig.add.s(1, number)], key=key)
+    left: list[list[Any]] = []
+    publish = outbox.publisher.publish
+
+    def noted(*given: Any) -> None:
+        left.append([parcel["key"] for parcel in rig.stored])
+        publish(*given)
+
+    outbox.publisher.publish = noted  # type: ignore[method-assign]
+    assert outbox.sweep(older_than=0).dispatched == 6
+    assert left == [
+        [None, None, "a", "b", "a", "a"],
+        [None, "a", "b", "a", "a"],
+        ["a", "b", "a", "a"],
+        ["a", "b", "a", "a"],
+        ["a", "a", "a"],
+        ["a", "a"],
+    ]
+    assert rig.stored == []
 
 
 def test_a_forked_child_collects_and_delivers_for_itself(rig: ParcelRig, mongo_url: str) -> None:

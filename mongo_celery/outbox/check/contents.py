@@ -76,7 +76,7 @@ def check_contents(
     apps: AnyOf[str],
     tasks: Mapping[str, Any] | None,
     late: float,
-    max_pending: int,
+    max_pending: int | None,
 ) -> Iterator[Finding]:
     """
     Look at what is pending.
@@ -87,14 +87,15 @@ def check_contents(
         apps: whose entries this app delivers.
         tasks: those that it knows; None where it sends what it does not know.
         late: seconds after which an entry should have been sent.
-        max_pending: how many entries a document may hold.
+        max_pending: how many entries a document may hold; None where nothing is added to one.
     """
     kinds = read_kinds(collection, field)
     own = [each for each in kinds if not each.app or each.app in apps]
     yield from judge_apps([each for each in kinds if each not in own], late)
     if tasks is not None:
         yield from judge_tasks([each for each in own if each.name and each.name not in tasks])
-    yield from _check_sizes(collection, field, max_pending)
+    if max_pending is not None:
+        yield from _check_sizes(collection, field, max_pending)
 
 
 def judge_apps(others: Iterable[Kind], late: float) -> Iterator[Finding]:

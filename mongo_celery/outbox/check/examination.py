@@ -101,7 +101,7 @@ def _parts(outbox: AnyOutbox, facts: AppFacts) -> Mapping[str, Callable[[], Iter
             apps=[app or "" for app in outbox.publisher.apps],
             tasks=None if options.foreign_tasks else outbox.app.tasks,
             late=late_after(outbox.sweep_after),
-            max_pending=options.max_pending,
+            max_pending=None if isinstance(backing, ParcelBacking) else options.max_pending,
         ),
         "sweep": lambda: _check_sweeping(outbox, facts),
         "state": lambda: judge_state(outbox.status(), outbox.sweep_after),
