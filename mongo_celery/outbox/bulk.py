@@ -13,18 +13,18 @@ from typing import Any
 
 from pymongo import DeleteMany, DeleteOne, InsertOne, UpdateMany
 from pymongo.client_session import ClientSession
-from pymongo.errors import BulkWriteError
+from pymongo.errors import BulkWriteError, InvalidOperation, WriteError
 from pymongo.results import BulkWriteResult
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.identity import NO_ID, id_key
-from mongo_celery.mongo.writes import COUNTS, BulkRequest
+from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
+from mongo_celery.mongo.writes import COUNTS, BulkRequest, as_bulk_error
 from mongo_celery.outbox.deletes import Deletes
 from mongo_celery.outbox.document_write import Written
 from mongo_celery.outbox.entries import Entry, listed
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.plain_values import PlainValues
-from mongo_celery.outbox.writes import Writer
+from mongo_celery.outbox.writes import Added, Writer
 
 _CLAIMED_MAX = 500
 """Inserted documents that one write claims: more could not be published before their claims are half over."""
@@ -98,15 +98,17 @@ class BulkWrites:
             options: further options of PyMongo's `bulk_write`.
 
         Raises:
-            OutboxRefusedError: nothing was written, unless the message says so.
+            OutboxRefusedError: nothing was written, unless the message says so; then `details` has what PyMongo's
+                BulkWriteError would have.
             BulkWriteError: as PyMongo's.
         """
-        requests = list(self._prepared(writes, min(claims, _CLAIMED_MAX)))
-        self._refuse_full(requests, session)
-        for each in requests:
-            if _is_delete(each.request):
-                facts = BulkRequest.of(each.request)
-                self._deletes.deliver_all(facts.filter, session, **facts.options)
+        if not writes:
+            raise InvalidOperation("No operations to execute")  # PyMongo's own words
+        # A delete delivers first, and what is claimed for the dispatcher nobody else could deliver before the end.
+        deletes = any(_is_delete(write.request) for write in writes)
+        requests = list(self._prepared(writes, 0 if deletes else min(claims, _CLAIMED_MAX)))
+        self._refuse_full(requests, session, options)
+        self._deliver_first(requests, session, options)
         tally: dict[str, Any] = {
             "writeErrors": [],
             "writeConcernErrors": [],
@@ -114,11 +116,15 @@ class BulkWrites:
             "upserted": [],
         }
         failed = None
-        for is_delete, run in groupby(requests, lambda each: _is_delete(each.request)):
+        for part in _parts(requests):
             try:
-                for part in [[each] for each in run] if is_delete else [list(run)]:
-                    done = self._delete(part[0], session) if is_delete else self._write(part, ordered, session, options)
-                    _add(tally, done, part[0].place)
+                if _is_delete(part[0].request):
+                    done = self._delete(part[0], session, options)
+                else:
+                    done = self._write(part, ordered, session, options)
+                _add(tally, done, part[0].place)
+            except OutboxRefusedError as error:
+                raise _after_others(error, part[0].place, tally) from (failed or error)
             except BulkWriteError as error:
                 failed = failed or error
                 _add(tally, error.details or {}, part[0].place)
@@ -144,17 +150,33 @@ class BulkWrites:
             request = self._values.with_entries(write.request, entries, document_id)
             yield _BulkStep(place, request, entries, document_id)
 
-    def _refuse_full(self, requests: Sequence[_BulkStep], session: ClientSession | None) -> None:
-        added = list[tuple[Any, Any, int]]()
+    def _deliver_first(
+        self, requests: Sequence[_BulkStep], session: ClientSession | None, shared: Mapping[str, Any]
+    ) -> None:
+        """Deliver what deletes would take with them, as far as it is certain before the first write which they mean."""
+        for each in requests:
+            if not _is_delete(each.request):
+                continue
+            facts = BulkRequest.of(each.request)
+            is_sure = "collation" not in facts.options and demanded_id(facts.filter) is not NO_ID
+            if is_sure or isinstance(each.request, DeleteMany):
+                self._deletes.deliver_all(facts.filter, session, **_found_by(facts, shared))
+
+    def _refuse_full(
+        self, requests: Sequence[_BulkStep], session: ClientSession | None, shared: Mapping[str, Any]
+    ) -> None:
+        added = list[Added]()
         for each in requests:
             if not each.entries or isinstance(each.request, InsertOne):
                 continue
             facts = BulkRequest.of(each.request)
             if isinstance(each.request, UpdateMany):
-                self._writer.refuse_full_among(facts.filter, len(each.entries), session, **_found_by(facts))
+                self._writer.refuse_full_among(facts.filter, len(each.entries), session, **_found_by(facts, shared))
+            elif each.document_id is not NO_ID:
+                added.append(Added(len(each.entries), each.document_id))
             else:
-                named = each.document_id is not NO_ID
-                added.append((each.document_id, None if named else facts.filter, len(each.entries)))
+                found_by = {**_found_by(facts, shared), "sort": facts.sort}
+                added.append(Added(len(each.entries), filter=facts.filter, found_by=found_by))
         self._writer.refuse_full_documents(added, session)
 
     def _write(
@@ -182,23 +204,44 @@ class BulkWrites:
                     known[id_key(each.document_id, self._writer.collection.codec_options)] = each.document_id
         self.written += [Written(each, matched=True) for each in known.values()]
 
-    def _delete(self, each: _BulkStep, session: ClientSession | None) -> dict[str, Any]:
+    def _delete(self, each: _BulkStep, session: ClientSession | None, shared: Mapping[str, Any]) -> dict[str, Any]:
         facts = BulkRequest.of(each.request)
         delete = self._deletes.many if isinstance(each.request, DeleteMany) else self._deletes.one
         try:
-            return {"nRemoved": delete(facts.filter, session, **facts.options).deleted_count}
-        except OutboxRefusedError as error:
-            if each.place == 0:
-                raise
-            raise OutboxRefusedError(f"{error} The {each.place} requests before it were carried out.") from error
+            return {"nRemoved": delete(facts.filter, session, **_found_by(facts, shared)).deleted_count}
+        except WriteError as error:
+            raise as_bulk_error(error, 0) from error
 
 
 def _is_delete(request: Any) -> bool:
     return isinstance(request, (DeleteOne, DeleteMany))
 
 
-def _found_by(facts: BulkRequest) -> dict[str, Any]:
-    return {name: facts.options[name] for name in ("collation", "hint") if name in facts.options}
+def _parts(requests: Sequence[_BulkStep]) -> Iterator[list[_BulkStep]]:
+    """What is sent at once: each delete by itself, and all that stands between two."""
+    for is_delete, run in groupby(requests, lambda each: _is_delete(each.request)):
+        steps = list(run)
+        yield from [[each] for each in steps] if is_delete else [steps]
+
+
+def _found_by(facts: BulkRequest, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """What says beside the filter which documents a request means, also by the options of the whole bulk write."""
+    options = {**shared, **facts.options}
+    return {name: options[name] for name in ("collation", "hint", "let") if options.get(name) is not None}
+
+
+def _after_others(error: OutboxRefusedError, place: int, tally: Mapping[str, Any]) -> OutboxRefusedError:
+    """A delete's refusal, and what became of the requests before it."""
+    if not place:
+        return error
+    failed = len(tally["writeErrors"])
+    before = (
+        f"{failed} of the {place} requests before it failed, the others"
+        if failed
+        else f"The {place} requests before it"
+    )
+    facts = {**vars(error), "details": dict(tally)}
+    return OutboxRefusedError(f"{error} {before} were carried out.", **facts)
 
 
 def _not_written(error: BulkWriteError, count: int, *, ordered: bool) -> set[int]:

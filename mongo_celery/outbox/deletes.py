@@ -72,10 +72,7 @@ class Deletes:
             deleted += self._collection.delete_many(where, session=session, **options).deleted_count
             if self._waiting(filter, 1, session, options) == []:
                 return DeleteResult({"n": deleted, "ok": 1.0}, acknowledged=True)
-        raise OutboxRefusedError(
-            f"documents of {self._collection.full_name} get new entries faster than they are delivered; {deleted} were "
-            "deleted. Repeat the delete when nobody writes to them.",
-        )
+        raise self._kept_filling(deleted)
 
     def deliver_all(
         self,
@@ -92,10 +89,16 @@ class Deletes:
             OutboxRefusedError: something is left.
         """
         seen: set[Any] | None = None
+        rounds, bound = 0, _ROUNDS
         while waiting := self._waiting(filter, _BATCH, session, options):
             reason = _IN_TRANSACTION if _is_inside(session) else ""
             for document_id in [] if reason else waiting:
                 reason = self._deliver(document_id) or reason
+            rounds += 1
+            if rounds == 1 and len(waiting) == _BATCH:
+                bound += sum(1 for _ in self._found(filter, 0, session, options)) // _BATCH
+            elif rounds > bound:
+                raise self._kept_filling(deleted)
             now = {repr(each) for each in waiting}
             if reason or now == seen:
                 raise OutboxRefusedError(
@@ -155,9 +158,23 @@ class Deletes:
         options: Mapping[str, Any],
     ) -> list[Any]:
         """The `_id`s of documents of a filter with something pending."""
+        return [document["_id"] for document in self._found(filter, limit, session, options)]
+
+    def _found(
+        self,
+        filter: Mapping[str, Any],  # noqa: A002
+        limit: int,
+        session: ClientSession | None,
+        options: Mapping[str, Any],
+    ) -> Any:
         where = {**filter, "$and": [*filter.get("$and", ()), {self._field.count: {"$gt": 0}}]}
-        found = self._latest.find(where, {"_id": 1}, limit=limit, session=session, **_alike(options))
-        return [document["_id"] for document in found]
+        return self._latest.find(where, {"_id": 1}, limit=limit, session=session, **_alike(options))
+
+    def _kept_filling(self, deleted: int) -> OutboxRefusedError:
+        return OutboxRefusedError(
+            f"documents of {self._collection.full_name} get new entries faster than they are delivered; {deleted} were "
+            "deleted. Repeat the delete when nobody writes to them.",
+        )
 
     def _guarded(self, filter: Mapping[str, Any]) -> Document:  # noqa: A002
         empty = {self._field.count: {"$not": {"$gt": 0}}}

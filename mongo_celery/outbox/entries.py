@@ -14,7 +14,7 @@ from celery.canvas import Signature
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox.canvas import encoded, frozen, ids_in, mentions_id, representation, signature_of, with_id
-from mongo_celery.outbox.events import CONTENT_TYPE, Event, cloud_event, with_document
+from mongo_celery.outbox.events import CONTENT_TYPE, Event, as_told, cloud_event, with_document
 from mongo_celery.outbox.stored_id import STORED_ID, as_argument, mentions_stored_id, placeholder, put_in
 from mongo_celery.tracing import stored_trace, trace_to_store
 
@@ -201,7 +201,7 @@ def event_entry(app: Celery, event: object, now: datetime, *, source: str, home:
     is_known = home.id is not NO_ID
     bind = "" if is_known or (home.many is False and not mentions_stored_id(event.body)) else placeholder(id)
     if mentions_stored_id(event.body):
-        event = replace(event, body=put_in(event.body, STORED_ID, as_argument(home.id) if is_known else bind))
+        event = replace(event, body=put_in(event.body, STORED_ID, as_told(home.id) if is_known else bind))
     nameless = home.id is NO_ID or home.id is None or isinstance(home.id, Mapping)
     subject = None if nameless else str(home.id)
     return Entry(

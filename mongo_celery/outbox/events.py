@@ -109,14 +109,19 @@ def with_document(payload: str, bind: str, document_id: object) -> tuple[str, st
     """
     event = json.loads(payload)
     event_id = derived_id(event["id"], document_id)
-    event |= {"id": event_id, "data": put_in(event["data"], bind, as_argument(document_id))}
+    event |= {"id": event_id, "data": put_in(event["data"], bind, as_told(document_id))}
     if not (document_id is None or isinstance(document_id, Mapping)):
         event.setdefault("subject", str(document_id))
-    return event_id, json.dumps(event, default=_plain_or_text, separators=(",", ":"))
+    return event_id, json.dumps(event, separators=(",", ":"))
+
+
+def as_told(document_id: object) -> Any:
+    """An `_id` as an event's body has it in place of `STORED_ID`: as JSON holds it; bytes are hexadecimal digits."""
+    return json.loads(json.dumps(as_argument(document_id), default=_plain_or_text))
 
 
 def _plain_or_text(value: object) -> str:
-    """An `_id` as JSON holds it, whatever it is: nobody is there to be told any more."""
+    """An `_id` as JSON holds it, whatever it is: where it is bound late, nobody is there to be told of a refusal."""
     try:
         return value.hex() if isinstance(value, bytes) else _plain(value)
     except TypeError:

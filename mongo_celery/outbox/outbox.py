@@ -441,8 +441,9 @@ class Outbox:
         """
         PyMongo's `bulk_write`, each request with its tasks and events.
 
-        A `DeleteOne` or `DeleteMany` carries none; it delivers first what is pending in its documents. It stands by
-        itself between the others, so it costs round trips of its own.
+        A `DeleteOne` or `DeleteMany` carries none; it delivers first what is pending in its documents: before the first
+        request if its filter says which they are, a `DeleteOne` by another filter than the `_id` at its turn. It stands
+        by itself between the others, so it costs round trips of its own.
 
         Args:
             requests: PyMongo's requests, bare or in a `Write(request, tasks=[...])` or `(request, [task, ...])`.

@@ -13,6 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -41,9 +43,30 @@ _BUSY_SECONDS = 0.2
 """For so long a document is not claimed in which something was pending."""
 
 _BUSY_MAX = 1000
+_CONDITIONS_MAX = 100
+"""Filters of a bulk write that are looked at together."""
+
 _PAUSES = Pauses(first=0.02, longest=0.02, jitter=1.0)
 _FINDING = ("collation", "hint", "let")
 """Options of a write that also say which document it means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """
+    Entries that a request of a bulk write is to bring to one document.
+
+    Attributes:
+        count: how many.
+        document_id: `_id` of the document, or `NO_ID`.
+        filter: which document, where its `_id` is not known.
+        found_by: what else says which.
+    """
+
+    count: int
+    document_id: Any = NO_ID
+    filter: Mapping[str, Any] = dataclass_field(default_factory=dict)
+    found_by: Mapping[str, Any] = dataclass_field(default_factory=dict)
 
 
 class Writer:
@@ -315,14 +338,12 @@ class Writer:
             return whole, Written(document["_id"], matched=True)
         return whole, Written(document["_id"], matched=True, events=field["events"], owner=owner, claimed_at=now)
 
-    def refuse_full_documents(
-        self, added: Sequence[tuple[Any, Mapping[str, Any] | None, int]], session: ClientSession | None
-    ) -> None:
+    def refuse_full_documents(self, added: Sequence[Added], session: ClientSession | None) -> None:
         """
         Look whether documents have room for more entries.
 
         Args:
-            added: an `_id`, or the filter where the `_id` is not known, and how many entries it is to bring.
+            added: what each request of a bulk write is to bring.
             session: of the user.
 
         Raises:
@@ -331,14 +352,18 @@ class Writer:
         codec = self.collection.codec_options
         sums: dict[Hashable, int] = {}
         ids: dict[Hashable, Any] = {}
-        for document_id, condition, count in added:
-            if condition is not None:
-                found = self._latest.find_one(condition, {"_id": 1}, session=session)
+        looks = self._may_fill(added, session)
+        for each in added:
+            document_id = each.document_id
+            if document_id is NO_ID:
+                found = (
+                    self._latest.find_one(each.filter, {"_id": 1}, session=session, **each.found_by) if looks else None
+                )
                 if found is None:
                     continue
-                document_id = found["_id"]  # noqa: PLW2901
+                document_id = found["_id"]
             key = id_key(document_id, codec)
-            sums[key], ids[key] = sums.get(key, 0) + count, document_id
+            sums[key], ids[key] = sums.get(key, 0) + each.count, document_id
         if not ids:
             return
         # Those with room for what one of them gets at most have room: hardly any is ever read.
@@ -349,6 +374,28 @@ class Writer:
             self._refuse_beyond(found["_id"], self.field.count_in(found), sums.get(key, 0))
         for key, count in sums.items():
             self._refuse_beyond(ids[key], 0, count)
+
+    def _may_fill(self, added: Sequence[Added], session: ClientSession | None) -> bool:
+        """
+        Whether a document that a filter means could become too full by all entries together.
+
+        Hardly any ever could: one look through the outbox's index, in place of one for each filter.
+        """
+        conditions = [each for each in added if each.document_id is NO_ID]
+        left = self._max_pending - sum(each.count for each in added)
+        if left < 0 or any(_stands_alone(each.filter) for each in conditions):
+            return bool(conditions)
+        alike: list[tuple[Document, list[Mapping[str, Any]]]] = []
+        for each in conditions:
+            options = {name: each.found_by[name] for name in ("collation", "let") if name in each.found_by}
+            if not alike or alike[-1][0] != options or len(alike[-1][1]) == _CONDITIONS_MAX:
+                alike.append((options, []))
+            alike[-1][1].append(each.filter)
+        for options, filters in alike:
+            where = {self.field.count: {"$gt": left}, "$or": filters}
+            if self._latest.find_one(where, {"_id": 1}, session=session, **options) is not None:
+                return True
+        return False
 
     def refuse_full_among(
         self,
@@ -401,6 +448,11 @@ class Writer:
             f"a document of {self.collection.full_name} kept changing for {_SECONDS:.0f} s between being found and "
             "being written; use a filter on _id, or repeat the write.",
         )
+
+
+def _stands_alone(condition: Mapping[str, Any]) -> bool:
+    """Whether a filter may contain what the server refuses beside others: a text search, or a distance."""
+    return any(word in repr(condition) for word in ("$text", "$near"))
 
 
 def _alike(write: DocumentWrite) -> dict[str, Any]:

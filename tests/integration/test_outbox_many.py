@@ -8,20 +8,37 @@ from typing import Any
 
 import pytest
 from bson import ObjectId
-from pymongo import DeleteMany, DeleteOne, InsertOne, ReturnDocument, UpdateMany, UpdateOne
+from pymongo import DeleteMany, DeleteOne, InsertOne, MongoClient, ReturnDocument, UpdateMany, UpdateOne
+from pymongo.collation import Collation
 from pymongo.database import Database
-from pymongo.errors import BulkWriteError, DuplicateKeyError
+from pymongo.errors import BulkWriteError, DuplicateKeyError, InvalidOperation
+from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
 from mongo_celery import STORED_ID, CommandRefusedError, Event, Outbox, OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox import Write, writes
 from mongo_celery.outbox.canvas import bound
+from mongo_celery.outbox.deletes import Deletes
 from mongo_celery.outbox.entries import Entry, entries_of
-from mongo_celery.outbox.pending import NOBODY
+from mongo_celery.outbox.pending import NOBODY, PendingField
 from mongo_celery.outbox.replay import dead_letters, replay
 from tests.integration.outbox_rig import Rig, due_again, opened, pending
 
 Document = dict[str, Any]
+
+
+class Commands(CommandListener):
+    """What a client asks the server."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def started(self, event: CommandStartedEvent) -> None:
+        self.names.append(event.command_name)
+
+    def succeeded(self, event: CommandSucceededEvent) -> None: ...
+
+    def failed(self, event: CommandFailedEvent) -> None: ...
 
 
 @pytest.fixture(name="rig")
@@ -101,6 +118,19 @@ def test_a_delete_of_many_delivers_first(rig: Rig, outbox: Outbox, database: Dat
     assert database["orders"].count_documents({}) == 2
 
 
+def test_a_delete_of_many_ends_where_others_keep_writing(database: Database[Document]) -> None:
+    """Each delivery is followed by an entry in another document of the filter."""
+    orders, waiting = database["orders"], {"pendingEvents": {"count": 1}}
+    orders.insert_one({"_id": 0, **waiting})
+
+    def deliver(identity: int) -> None:
+        orders.update_one({"_id": identity}, {"$unset": {"pendingEvents": 1}})
+        orders.insert_one({"_id": identity + 1, **waiting})
+
+    with pytest.raises(OutboxRefusedError, match="faster than they are delivered; 0 were deleted"):
+        Deletes(orders, PendingField(), deliver).many({}, None)
+
+
 def test_a_document_is_delivered_deleted_and_returned(rig: Rig, outbox: Outbox, database: Database[Document]) -> None:
     """The first of the user's order, also where another has nothing pending."""
     outbox.insert_many([{"_id": each, "n": -each} for each in range(3)], tasks=[rig.add.s(STORED_ID, 0)])
@@ -162,6 +192,91 @@ def test_a_bulk_write_that_could_not_deliver_has_written_nothing(
     with pytest.raises(OutboxRefusedError, match="could not be delivered"):
         outbox.bulk_write([InsertOne({"_id": 2}), DeleteOne({"_id": 1})])
     assert database["orders"].count_documents({}) == 1
+
+
+def test_a_bulk_write_deletes_what_it_has_inserted(rig: Rig) -> None:
+    """Although it dispatches at once: it holds no document that one of its own deletes has to deliver."""
+    outbox = rig.outbox()
+    done = outbox.bulk_write([Write(InsertOne({"_id": 1}), tasks=[rig.add.s(1, 1)]), DeleteOne({"_id": 1})])
+    assert (done.inserted_count, done.deleted_count) == (1, 1)
+    assert rig.sent() == [[1, 1]]
+
+
+def test_a_bulk_write_deletes_one_of_those_that_a_filter_finds(
+    rig: Rig, outbox: Outbox, database: Database[Document]
+) -> None:
+    """What it leaves is not delivered, and need not be."""
+    for each in (1, 2):
+        outbox.insert_one({"_id": each, "k": 1}, tasks=[rig.add.s(each, 1)])
+    hold(database, 2)
+    assert outbox.bulk_write([DeleteOne({"k": 1})]).deleted_count == 1
+    assert rig.sent() == [[1, 1]]
+    assert database["orders"].count_documents({}) == 1
+
+
+def test_a_refused_delete_of_a_bulk_write_says_what_was_done(
+    rig: Rig, outbox: Outbox, database: Database[Document]
+) -> None:
+    """Also where a request before it had failed."""
+    database["orders"].insert_one({"_id": 1})
+    outbox.insert_one({"_id": 2, "k": 1}, tasks=[rig.add.s(1, 1)])
+    hold(database, 2)
+    requests = [InsertOne({"_id": 1}), InsertOne({"_id": 3}), DeleteOne({"k": 1})]
+    with pytest.raises(OutboxRefusedError, match="1 of the 2 requests before it failed") as caught:
+        outbox.bulk_write(requests, ordered=False)
+    details: Any = vars(caught.value)["details"]
+    assert ([each["index"] for each in details["writeErrors"]], details["nInserted"]) == ([0], 1)
+    assert isinstance(caught.value.__cause__, BulkWriteError)
+    with pytest.raises(InvalidOperation):
+        outbox.bulk_write([])
+
+
+def test_a_delete_that_fails_is_one_request_of_a_bulk_write(outbox: Outbox, database: Database[Document]) -> None:
+    """PyMongo's error with its place, and those behind it are carried out as `ordered` says."""
+    for ordered in (True, False):
+        database["orders"].insert_one({"_id": 1})
+        with pytest.raises(BulkWriteError) as caught:
+            outbox.bulk_write([InsertOne({}), DeleteOne({"$bad": 1}), DeleteOne({"_id": 1})], ordered=ordered)
+        details = caught.value.details or {}
+        assert ([each["index"] for each in details["writeErrors"]], details["nInserted"]) == ([1], 1)
+        assert database["orders"].count_documents({"_id": 1}) == details["nRemoved"] ^ 1 == int(ordered)
+        database["orders"].delete_many({})
+
+
+def test_a_bulk_write_s_let_and_collation_say_which_documents_are_meant(
+    rig: Rig, outbox: Outbox, database: Database[Document]
+) -> None:
+    """Where it looks for room, and where it deletes."""
+    database["orders"].insert_many([{"_id": each, "k": "A"} for each in (1, 2, 3)])
+    same: Any = {"$expr": {"$eq": ["$k", "$$v"]}}
+    any_case = Collation("en", strength=2)
+    tasks = [rig.add.s(STORED_ID, 1)]
+    requests = [
+        Write(UpdateOne({"k": "a", "_id": {"$lt": 2}}, {"$set": {"a": 1}}, collation=any_case), tasks=tasks),
+        Write(UpdateOne({**same, "_id": {"$gt": 2}}, {"$set": {"a": 1}}), tasks=tasks),
+        Write(UpdateMany({**same, "_id": {"$lt": 3}}, {"$set": {"b": 1}}), tasks=tasks),
+        DeleteOne({**same, "_id": {"$gt": 2}}),
+        DeleteMany({**same, "_id": {"$gt": 1}}),
+    ]
+    done = outbox.bulk_write(requests, let={"v": "A"})
+    assert (done.matched_count, done.deleted_count) == (4, 2)
+    assert delivered(rig, outbox) == [[1, 1], [1, 1], [2, 1], [3, 1]]
+    full = rig.outbox(at_once=False, max_pending=2, name="full")
+    full.insert_one({"_id": 9, "k": "B"}, tasks=[*tasks, *tasks])
+    with pytest.raises(OutboxRefusedError, match="max_pending"):
+        full.bulk_write([Write(UpdateOne({"k": "b"}, {"$set": {"a": 1}}, collation=any_case), tasks=tasks)])
+
+
+def test_looking_for_room_in_a_bulk_write_is_one_query(rig: Rig, mongo_url: str, database: Database[Document]) -> None:
+    """However many of its filters do not name the `_id`."""
+    heard = Commands()
+    with MongoClient[Document](mongo_url, event_listeners=[heard]) as client:
+        watched = Outbox(rig.app, client[database.name]["orders"], at_once=False, sweep_every=None, name="watched")
+        requests = [UpdateOne({"k": each}, {"$set": {"a": 1}}, upsert=True) for each in range(50)]
+        watched.bulk_write([Write(each, tasks=[rig.add.s(1, 1)]) for each in requests])
+        watched.backing.close()
+    assert heard.names.count("find") == 1
+    assert database["orders"].count_documents({"pendingEvents.count": 1}) == 50
 
 
 Act = Callable[[Outbox, Any], Any]

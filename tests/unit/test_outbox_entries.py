@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from bson import Decimal128, Int64, ObjectId
+from bson import Decimal128, Int64, ObjectId, Regex
 from celery import Celery, chain, chord, group
 from kombu.serialization import loads
 
@@ -183,6 +183,16 @@ def test_an_event_is_bound_like_a_task(app: Celery) -> None:
     assert len({entry.id, one.id, other.id}) == 3
     named = event_entry(app, Event("placed", subject="own"), NOW, source="/s", home=LATE)
     assert json.loads(bound_event(named, KEY).payload)["subject"] == "own"
+
+
+@pytest.mark.parametrize("identity", [KEY, 7, b"\x00\xff", Regex("a"), {"a": [b"\x01", KEY]}, NOW])
+def test_an_event_tells_the_same_id_whether_it_is_known_or_bound_late(app: Celery, identity: Any) -> None:
+    """Whatever an `_id` can be, JSON has one form of it."""
+    event = Event("placed", [STORED_ID])
+    known = event_entry(app, event, NOW, source="/s", home=Home(identity))
+    late = bound_event(event_entry(app, event, NOW, source="/s", home=LATE), identity)
+    assert json.loads(known.payload)["data"] == json.loads(late.payload)["data"]
+    assert [json.loads(each.payload).get("subject") for each in (known, late)].count(None) in {0, 2}
 
 
 def test_stored_id_is_one_value_that_cannot_become_text() -> None:
