@@ -21,8 +21,8 @@ Document = dict[str, Any]
 
 _APP = "tests.acceptance.isolation.group_project"
 _RUNS = 4  # of the slow handler, while the other one is counted
-_TIMES_AS_MANY = 4
-"""Beside each other in one queue both handlers finish about as many."""
+_TIMES_AS_MANY = 2
+"""Beside each other in one queue both handlers finish about as many; a busy machine leaves little of its other slot."""
 
 
 class Shop:
