@@ -9,7 +9,7 @@ from mongo_celery import Change, Changes, StaleFencingTokenError
 from mongo_celery.bridge.worker.execution import current
 from tests.acceptance.chain_project.acts import WantedError, perform
 from tests.acceptance.chain_project.application import DATA, bridge
-from tests.acceptance.chain_project.recording import record, starts_of
+from tests.acceptance.chain_project.recording import record, record_start
 
 _CHOSEN = set(filter(None, os.environ.get("CHAIN_HANDLERS", "").split(",")))
 """The handlers of this test; a bridge leads each of them, so fewer are quicker."""
@@ -43,8 +43,7 @@ def _handle(task: Any, name: str, change: Change) -> None:
         "seq": change.seq,
         "fence": change.fencing_token,
     }
-    record("start", **fact, retries=task.request.retries)
-    start = starts_of(name, document["_id"], document["n"])
+    start = record_start(fact, retries=task.request.retries)
     perform(task, document, start, after=False)
     _take_effect(change, f"{name}-{change.partition}-{generation}", fact)
     perform(task, document, start, after=True)

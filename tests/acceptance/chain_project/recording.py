@@ -30,9 +30,15 @@ def record(kind: str, **fact: Any) -> None:
     facts()[kind].insert_one({**fact, "pid": os.getpid(), "at": time.monotonic_ns()})
 
 
-def starts_of(handler: str, key: Any, n: int) -> int:
-    """How often a handler has started for a change, this time included."""
-    return facts()["start"].count_documents({"handler": handler, "key": key, "n": n})
+def record_start(fact: dict[str, Any], **more: Any) -> int:
+    """
+    Note a start of a handler, and return which one it is for its change; the first is 1.
+
+    The earlier ones are counted before this one is noted: a test that sees it may freeze this process at once.
+    """
+    which = 1 + facts()["start"].count_documents({name: fact[name] for name in ("handler", "key", "n")})
+    record("start", **fact, **more)
+    return which
 
 
 def wait_at(gate: str, seconds: float = 120.0) -> None:

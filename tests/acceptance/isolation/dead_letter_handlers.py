@@ -8,7 +8,7 @@ from typing import Any
 from mongo_celery import Change
 from tests.acceptance.chain_project.acts import WantedError, perform
 from tests.acceptance.chain_project.application import DATA, bridge
-from tests.acceptance.chain_project.recording import record, starts_of
+from tests.acceptance.chain_project.recording import record, record_start
 
 _CHOSEN = set(filter(None, os.environ.get("CHAIN_HANDLERS", "").split(",")))
 
@@ -28,8 +28,7 @@ def _handler(name: str, **options: Any) -> None:
             "seq": change.seq,
             "fence": change.fencing_token,
         }
-        record("start", **fact, retries=task.request.retries, replayed=change.replayed)
-        start = starts_of(name, document["_id"], document["n"])
+        start = record_start(fact, retries=task.request.retries, replayed=change.replayed)
         perform(task, document, start, after=False)
         _copy(change, name, document)
         perform(task, document, start, after=True)

@@ -18,7 +18,7 @@ from mongo_celery.bridge.worker.execution import current
 from mongo_celery.mongo.repeating import Pauses
 from tests.acceptance.chain_project.acts import perform
 from tests.acceptance.chain_project.application import DATA, app, bridge
-from tests.acceptance.chain_project.recording import record, starts_of
+from tests.acceptance.chain_project.recording import record, record_start
 
 POLICIES = ("halt", "dead_letter", "skip")
 KINDS = ("plain", "fenced", "retrying", "transactional")
@@ -100,8 +100,7 @@ def _handler(name: str, effect: Callable[[str, Change, dict[str, Any]], None], *
             "seq": change.seq,
             "fence": change.fencing_token,
         }
-        record("start", **fact, retries=task.request.retries, crashes=claim.crashes)  # type: ignore[union-attr]
-        start = starts_of(name, document["_id"], document["n"])
+        start = record_start(fact, retries=task.request.retries, crashes=claim.crashes)  # type: ignore[union-attr]
         perform(task, document, start, after=False)
         effect(name, change, fact)
         perform(task, document, start, after=True)

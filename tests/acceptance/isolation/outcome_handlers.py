@@ -11,7 +11,7 @@ from celery.signals import task_prerun
 from mongo_celery import Change
 from tests.acceptance.chain_project.acts import perform
 from tests.acceptance.chain_project.application import DATA, app, bridge
-from tests.acceptance.chain_project.recording import record, starts_of
+from tests.acceptance.chain_project.recording import record, record_start
 
 _CHOSEN = set(filter(None, os.environ.get("CHAIN_HANDLERS", "").split(",")))
 
@@ -117,8 +117,7 @@ def _handler(name: str, **options: Any) -> None:
             "seq": change.seq,
             "fence": change.fencing_token,
         }
-        record("start", **fact, retries=task.request.retries)
-        start = starts_of(name, document["_id"], document["n"])
+        start = record_start(fact, retries=task.request.retries)
         perform(task, document, start, after=False)
         if document.get("tampers"):
             change.raw["_id"]["_data"] = "F" * 32
