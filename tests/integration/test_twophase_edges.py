@@ -38,7 +38,7 @@ def test_a_validator_that_knows_no_fence_cancels_and_leaves_nothing_applied(data
     """The reason names the field, and the documents are as they were."""
     strict_accounts(database)
     before = list(database["accounts"].find())
-    bank = TwoPhaseCommit(None, database["transactions"])
+    bank = TwoPhaseCommit(None, database["transactions"], protocol="documents")
 
     for destination in ("B", "missing"):
         with pytest.raises(TransactionCanceledError, match=r"transactionFence.*validator"):
@@ -51,7 +51,7 @@ def test_a_validator_of_one_participant_undoes_the_other(database: Database[Docu
     """Without a document to look at first, too: recovery of what other code has begun."""
     strict_accounts(database)
     database["stock"].insert_one({"_id": 1, "left": 1})
-    bank = TwoPhaseCommit(None, database["transactions"])
+    bank = TwoPhaseCommit(None, database["transactions"], protocol="documents")
     parts = [
         Participant(database["stock"], 1, {"$inc": {"left": -1}}),
         Participant(database["accounts"], "A", {"$inc": {"balance": 5}}),
@@ -261,7 +261,7 @@ def test_a_server_that_refuses_too_long_leaves_the_transaction_to_recovery(
     database: Database[Document], failpoint: Any
 ) -> None:
     make_accounts(database, A=1000, B=1001)
-    impatient = TwoPhaseCommit(None, database["transactions"], timeout=2)
+    impatient = TwoPhaseCommit(None, database["transactions"], timeout=2, protocol="documents")
     impatient.transfer("B", "A", 1)  # gives both their versions, so that the first update is a change
     database["accounts"].update_one({"_id": "A"}, {"$set": {"balance": 1000}})
     with (

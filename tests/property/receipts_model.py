@@ -6,9 +6,10 @@ receipt: it changes with the log, as the first or as the last.
 
 - *Time is absent.* Each cluster has a clock of its own, which passes the deadline or has not yet; what is to be purged
   may be purged at any time after that.
-- *An actor may rest between any two commands*, for any time. One that dies rests for ever, and a lost answer is another
-  actor that comes after it.
-- *What an apply has met may differ the next time*: a participant that refuses one driver may take the change of another.
+- *An actor may rest between any two commands*, for any time. One that dies rests for ever, and a lost answer is
+  another actor that comes after it.
+- *What an apply has met may differ the next time*: a participant that refuses one driver may take the change of
+  another.
 
 Left out: several transactions at once (a branch is one local transaction, so they meet in MongoDB), clocks that run
 back, standalone servers.
