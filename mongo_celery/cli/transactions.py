@@ -174,8 +174,8 @@ def _readings(text: str) -> list[Any]:
 
 
 def _row(document: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
-    if "participants" in document:
-        given = document["participants"]
+    given = document.get("changes", document.get("participants"))
+    if given is not None or "participants" in document:
         what = ", ".join(map(_participant, given)) if isinstance(given, list) else _json(given)
     else:
         sides = (_text(document.get("source")), _text(document.get("destination")))

@@ -26,7 +26,7 @@ from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
 from mongo_celery.mongo.verdicts import brief
-from mongo_celery.twophase.branches import Branch, Own, BranchPlan, plan_of
+from mongo_celery.twophase.branches import Branch, BranchPlan, Own, plan_of
 from mongo_celery.twophase.coordinator import OvertakenError, StuckError
 from mongo_celery.twophase.local import (
     RefusedError,

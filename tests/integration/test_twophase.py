@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from bson import Decimal128, ObjectId
-from pymongo import MongoClient
+from pymongo import MongoClient, monitoring
 from pymongo.database import Database
 
 from mongo_celery import Participant, TwoPhaseCommit
@@ -51,6 +51,65 @@ def test_a_transfer_is_stored_in_the_tutorials_shape_and_moves_the_money(
     assert markers(database) == []
     assert bank.run(identity).state == "done"
     assert balances(database) == {"A": 900, "B": 1100}
+
+
+@pytest.mark.parametrize(("protocol", "commands"), [("auto", 3), ("documents", 10)])
+def test_a_transfer_takes_few_round_trips(
+    bank: TwoPhaseCommit, database: Database[Document], mongo_url: str, protocol: str, commands: int
+) -> None:
+    """Once indexes and versions are there: the entry, both changes and the commit."""
+    bank.transfer("A", "B", 1)
+    with MongoClient[Document](mongo_url, event_listeners=[counting := Counting()]) as client:
+        counted = TwoPhaseCommit(None, client[database.name]["transactions"], protocol=protocol)
+        counted.transfer("A", "B", 1)
+        counting.names.clear()
+        counted.transfer("A", "B", 1)
+    assert len(counting.names) == commands, counting.names
+
+
+class Counting(monitoring.CommandListener):
+    """The commands of a client."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None:
+        self.names.append(event.command_name)
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
+        """Nothing."""
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None:
+        """Nothing."""
+
+
+def test_the_tutorials_dialects_are_understood(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    """One spells it with two l, counts in doubles, and transfers nothing."""
+    shape = {"source": "A", "destination": "B", "lastModified": LONG_AGO}
+    database["transactions"].insert_many(
+        [
+            {"_id": 1, **shape, "value": 5.0, "state": "cancelled"},
+            {"_id": 2, **shape, "value": 5.0, "state": "pending", "version": 1.0},
+            {"_id": 3, **shape, "value": 0, "state": "pending"},
+            {"_id": 4, **shape, "value": 0, "state": "initial"},
+        ]
+    )
+    assert bank.cancel(1).state == "canceled"
+    assert {each.id: each.after for each in bank.recover(0)} == {2: "done", 3: "canceled"}
+    with pytest.raises(TransactionCanceledError, match="its value is 0"):
+        bank.run(4)
+    assert balances(database) == {"A": 995, "B": 1005}
+
+
+@pytest.mark.parametrize("command", ["commitTransaction", "update", "findAndModify"])
+def test_an_answer_that_is_lost_is_asked_for_again(
+    bank: TwoPhaseCommit, database: Database[Document], failpoint: Any, command: str
+) -> None:
+    """The connection breaks after the server has done it, or before: it is done once."""
+    for lost in ({"closeConnection": True}, {"writeConcernError": {"code": 91, "errmsg": "the primary ended"}}):
+        with failpoint(mode={"times": 1}, failCommands=[command], **lost):
+            bank.transfer("A", "B", 10)
+    assert balances(database) == {"A": 980, "B": 1020}
 
 
 @pytest.mark.parametrize("value", [Decimal("0.30"), Decimal128("0.30"), 2.5])

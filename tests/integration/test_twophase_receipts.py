@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -62,6 +63,25 @@ def test_all_is_done_and_nothing_of_ours_stands_in_the_documents(clusters: Clust
         assert receipt["expiresAt"] > stored["deadline"].replace(tzinfo=None)
     assert clusters.bank.run(identity).state == "done"
     assert clusters.balances() == expected(way)
+
+
+@pytest.mark.parametrize("lost", [{"closeConnection": True}, {"writeConcernError": {"code": 91, "errmsg": "ended"}}])
+def test_an_answer_that_is_lost_is_found_in_the_receipt(clusters: Clusters, lost: Document) -> None:
+    """In either cluster, at any kind of command: it is done once."""
+    for command in ("commitTransaction", "insert", "findAndModify", "update"):
+        for target in ("own", "east"):
+            with armed(clusters.clients[target], command, lost):
+                clusters.begin("own", "east", value=1, run=True)
+    assert clusters.balances() == expected(("own", "east"), 8)
+
+
+@contextmanager
+def armed(client: MongoClient[Document], command: str, failure: Document) -> Iterator[None]:
+    """Let the next command of a kind fail in a cluster."""
+    data = {"failCommands": [command], **failure}
+    client.admin.command({"configureFailPoint": "failCommand", "mode": {"times": 1}, "data": data})
+    yield
+    client.admin.command({"configureFailPoint": "failCommand", "mode": "off"})
 
 
 def test_one_of_the_first_edition_does_not_take_it_for_its_own(clusters: Clusters) -> None:
