@@ -94,13 +94,7 @@ class AcrossClusters:
 
     def _begin(self, transaction: Transaction, until: float, *, any_application: bool) -> Transaction:
         """Initial to pending. One whose own branch refuses at once is canceled, and nothing was done."""
-        plan = plan_of(transaction.parts)
-        fields: Document = {
-            "protocol": RECEIPTS,
-            "key": ObjectId(),
-            "own": None if plan.own is None else str(plan.own),
-            "changes": [part.to_document() for part in transaction.parts],
-        }
+        fields = _fields(transaction.parts)
 
         def claimed(session: ClientSession | None) -> Transaction:
             return _mine(
@@ -109,19 +103,47 @@ class AcrossClusters:
                 )
             )
 
+        try:
+            return self._with_home(transaction.parts, claimed, until)
+        except RefusedError as error:
+            return _mine(self._log.drop(transaction, _logged(transaction.id, str(error))))
+
+    def store(self, parts: tuple[Part, ...], identity: Any, until: float) -> Transaction:
+        """
+        Store a transaction as begun.
+
+        Args:
+            parts: its participants.
+            identity: its id.
+            until: as for `step`.
+
+        Raises:
+            TransactionStateError: there is one of this id.
+            RefusedError: a participant in the log's own cluster cannot be changed; nothing is stored.
+            UnmetError, PyMongoError, TransactionTimeoutError: as for `step`.
+        """
+        fields = _fields(parts)
+        return self._with_home(parts, lambda session: self._log.insert_begun(fields, identity, session), until)
+
+    def _with_home(
+        self, parts: tuple[Part, ...], begin: Callable[[ClientSession | None], Transaction], until: float
+    ) -> Transaction:
+        """Begin a transaction, together with the own branch where that is the first."""
+        plan = plan_of(parts)
         if plan.home is None or plan.own is not Own.FIRST:
-            return claimed(None)
+            return begin(None)
         home = plan.home
 
         def body(session: ClientSession) -> Transaction:
-            after = claimed(session)
+            after = begin(session)
             change(self._open, home.parts, session)
             return after
 
+        self._log.prepare()
         try:
             return in_one(self._log.collection.database.client, body, until)
-        except (RefusedError, UnmetError) as error:
-            return _mine(self._log.drop(transaction, _logged(transaction, self._reason(home, error))))
+        except UnmetError as error:
+            raise RefusedError(self._reason(home, error)) from error
 
     def _apply(self, transaction: Transaction, until: float) -> Transaction:
         """The remote branches, then the log. Or `canceling`."""
@@ -172,7 +194,7 @@ class AcrossClusters:
     # -- backward ----------------------------------------------------------------------------------
 
     def _cancel(self, transaction: Transaction, reason: str) -> Transaction:
-        return _mine(self._log.move(transaction, State.CANCELING, reason=_logged(transaction, reason)))
+        return _mine(self._log.move(transaction, State.CANCELING, reason=_logged(transaction.id, reason)))
 
     def _undo(self, transaction: Transaction, until: float) -> Transaction:
         """The decider is asked; if it was applied, the transaction goes on. Else everything else is undone."""
@@ -248,8 +270,19 @@ class AcrossClusters:
             )
 
 
-def _logged(transaction: Transaction, reason: str) -> str:
-    logger.warning("transaction %r is canceled: %s", transaction.id, reason, extra={"event": "transaction_canceled"})
+def _fields(parts: tuple[Part, ...]) -> Document:
+    """What an entry has from pending on: a new key, and the participants under a name that older versions refuse."""
+    own = plan_of(parts).own
+    return {
+        "protocol": RECEIPTS,
+        "key": ObjectId(),
+        "own": None if own is None else str(own),
+        "changes": [part.to_document() for part in parts],
+    }
+
+
+def _logged(identity: Any, reason: str) -> str:
+    logger.warning("transaction %r is canceled: %s", identity, reason, extra={"event": "transaction_canceled"})
     return reason
 
 

@@ -141,6 +141,14 @@ class Completion:
                 lambda: self.within.store(fields, parts, identity, deadline), deadline, hint=hint, id=identity
             )
 
+    def stored_and_begun(self, parts: tuple[Part, ...], identity: Any, deadline: float) -> Transaction:
+        """Store a transaction over several clusters as begun; errors as of `AcrossClusters.store`."""
+        hint = f"whether transaction {identity!r} was begun is not known; if it is in the log, {FINISHED_BY_RECOVERY}"
+        with _named(identity, "nothing was stored", hint):
+            return self.until_answered(
+                lambda: self._across.store(parts, identity, deadline), deadline, hint=hint, id=identity
+            )
+
     def _by_documents(self, transaction: Transaction, deadline: float) -> Transaction:
         coordinator = self.new_coordinator(transaction.driver)
         while not transaction.state.is_final:

@@ -116,7 +116,10 @@ def _send(open_part: Open, changes: Iterable[tuple[Part, Document, Mapping[str, 
         try:
             result = open_part(each[0][0]).bulk_write([update for _, update in each], session=session)
         except BulkWriteError as error:
-            failure = ((error.details or {}).get("writeErrors") or [{}])[0]
+            failures = (error.details or {}).get("writeErrors")
+            if not failures:
+                raise _unconfirmed(error) from error
+            failure = failures[0]
             said = WriteError(str(failure.get("errmsg", error)), failure.get("code"), failure)
             if is_transient(error) or is_transient(said) or verdict_on(said) is Verdict.ACCESS:
                 raise
@@ -124,6 +127,14 @@ def _send(open_part: Open, changes: Iterable[tuple[Part, Document, Mapping[str, 
             raise RefusedError(f"participant {part} refuses the change: {short(said)}") from error
         if result.matched_count != len(each):
             raise UnmetError
+
+
+def _unconfirmed(error: BulkWriteError) -> OperationFailure:
+    """The whole has a code that says nothing; what it says of its confirmation has one that does."""
+    failures = (error.details or {}).get("writeConcernErrors")
+    if not failures:
+        return error
+    return OperationFailure(str(failures[0].get("errmsg")), failures[0].get("code"), failures[0])
 
 
 def is_unwritable(error: BaseException) -> bool:

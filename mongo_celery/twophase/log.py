@@ -132,10 +132,30 @@ class TransactionLog:
         except DuplicateKeyError:
             found = {}
         if found is not None and not (again and self._has(transaction_id, whole)):
-            raise TransactionStateError(
-                f"there is a transaction {transaction_id!r} already; ids are used once. Nothing was changed.",
-                id=transaction_id,
-            )
+            raise _is_used(transaction_id)
+
+    def insert_begun(
+        self, fields: Mapping[str, Any], transaction_id: Any, session: ClientSession | None
+    ) -> Transaction:
+        """
+        Store a new transaction with receipts as pending; its key tells whether it is ours.
+
+        Raises:
+            TransactionStateError: there is one of this id.
+        """
+        self.prepare()
+        whole = {**fields, **self._marks(ObjectId()), "version": Int64(1)}
+        begun: Document = {"state": str(State.PENDING), "lastModified": "$$NOW", **self._times(State.PENDING)}
+        found = self.collection.find_one_and_update(
+            {"_id": {"$eq": transaction_id}},
+            created({"$mergeObjects": [{"_id": "$_id"}, literal(whole), begun]}),
+            upsert=True,
+            return_document=ReturnDocument.AFTER,
+            session=session,
+        )
+        if found is None or found.get("key") != fields["key"]:
+            raise _is_used(transaction_id)
+        return self.read(found)
 
     def _has(self, transaction_id: Any, fields: Mapping[str, Any]) -> bool:
         """Whether the stored one has these fields, byte for byte."""
@@ -381,6 +401,13 @@ class TransactionLog:
             guard, stages, return_document=ReturnDocument.AFTER, session=session
         )
         return None if found is None else self.read(found)
+
+
+def _is_used(transaction_id: Any) -> TransactionStateError:
+    return TransactionStateError(
+        f"there is a transaction {transaction_id!r} already; ids are used once. Nothing was changed.",
+        id=transaction_id,
+    )
 
 
 def _age_key(document: Mapping[str, Any]) -> float:

@@ -21,7 +21,7 @@ from mongo_celery.twophase.clusters import Clusters, opened
 from mongo_celery.twophase.compensation import compensation_id, noted_attempt, opposite
 from mongo_celery.twophase.completion import NOT_BEGUN, Completion, Way, still_mine, stuck
 from mongo_celery.twophase.coordinator import BusyError, OvertakenError, StuckError
-from mongo_celery.twophase.local import in_one
+from mongo_celery.twophase.local import RefusedError, in_one
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.options import TwoPhaseOptions
 from mongo_celery.twophase.participants import Part, is_same, part_of
@@ -425,14 +425,27 @@ class TwoPhaseCommit:
         identity = ObjectId() if id is None else id
         plain_id("id", identity, self.transactions.codec_options)
         with self._completion.bounded() as deadline:
-            if run and self._way_for(parts, deadline) is Way.WITHIN:
+            way = self._way_for(parts, deadline) if run else None
+            if way is Way.WITHIN:
                 self._store_done(fields, parts, identity, deadline)
-                return identity
-            self._store(fields, identity, deadline)
-            if run:
-                begun = self.log.read({**fields, "_id": identity, "state": str(State.INITIAL)})
+            elif way is Way.ACROSS:
+                begun = self._stored_and_begun(fields, parts, identity, deadline)
                 _ended(self._completion.to_the_end(begun, deadline))
+            else:
+                self._store(fields, identity, deadline)
+            if way is Way.DOCUMENTS:
+                stored = self.log.read({**fields, "_id": identity, "state": str(State.INITIAL)})
+                _ended(self._completion.to_the_end(stored, deadline))
         return identity
+
+    def _stored_and_begun(
+        self, fields: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, deadline: float
+    ) -> Transaction:
+        try:
+            return self._completion.stored_and_begun(parts, identity, deadline)
+        except RefusedError as error:
+            self._store({**fields, "reason": str(error)}, identity, deadline, State.CANCELED)
+            raise _canceled(identity, str(error)) from error
 
     def _way_for(self, parts: tuple[Part, ...], deadline: float) -> Way:
         return self._completion.until_answered(

@@ -17,6 +17,7 @@ from mongo_celery.twophase.log import LOG_INDEXES
 from mongo_celery.twophase.states import read_transaction
 from tests.fixtures.process import wait_for
 from tests.integration.receipts_rig import START, Clusters, StepGate
+from tests.integration.twophase_rig import Counting
 
 Document = dict[str, Any]
 WAYS = [("own", "east"), ("east", "own"), ("east", "west"), ("own", "east", "west"), ("east", "own", "west")]
@@ -63,6 +64,27 @@ def test_all_is_done_and_nothing_of_ours_stands_in_the_documents(clusters: Clust
         assert receipt["expiresAt"] > stored["deadline"].replace(tzinfo=None)
     assert clusters.bank.run(identity).state == "done"
     assert clusters.balances() == expected(way)
+
+
+def test_two_clusters_take_nine_round_trips(clusters: Clusters) -> None:
+    """The entry with what is paid, the other branch with its receipt, applied, settled, done."""
+    clusters.begin("own", "east", run=True)
+    counting = Counting()
+    clients = {
+        cluster: MongoClient[Document](url, event_listeners=[counting]) for cluster, url in clusters.urls.items()
+    }
+    bank = clusters.coordinator(clients)
+    parts = [
+        Participant(clusters.accounts(cluster, clients), "A", {"$inc": {"balance": share}})
+        for cluster, share in (("own", -1), ("east", 1))
+    ]
+    bank.begin(parts, run=True)
+    counting.names.clear()
+    bank.begin(parts, run=True)
+    for client in clients.values():
+        client.close()
+    own, receipt = ["findAndModify", "update", "commitTransaction"], ["insert", "update", "commitTransaction"]
+    assert counting.names[:9] == [*own, *receipt, "findAndModify", "update", "findAndModify"]
 
 
 @pytest.mark.parametrize("lost", [{"closeConnection": True}, {"writeConcernError": {"code": 91, "errmsg": "ended"}}])

@@ -51,6 +51,22 @@ class Gate(monitoring.CommandListener):
         assert self.released.wait(HELD_SECONDS_MAX), "nobody let the held coordinator go on"
 
 
+class Counting(monitoring.CommandListener):
+    """The commands of a client, or of several."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None:
+        self.names.append(event.command_name)
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
+        """Nothing."""
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None:
+        """Nothing."""
+
+
 def make_accounts(database: Database[Document], **balances: int) -> None:
     """Accounts as the tutorial has them."""
     database["accounts"].insert_many(
