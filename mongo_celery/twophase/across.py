@@ -94,7 +94,7 @@ class AcrossClusters:
 
     def _begin(self, transaction: Transaction, until: float, *, any_application: bool) -> Transaction:
         """Initial to pending. One whose own branch refuses at once is canceled, and nothing was done."""
-        fields = _fields(transaction.parts)
+        fields = begun_fields(transaction.parts)
 
         def claimed(session: ClientSession | None) -> Transaction:
             return _mine(
@@ -108,11 +108,12 @@ class AcrossClusters:
         except RefusedError as error:
             return _mine(self._log.drop(transaction, _logged(transaction.id, str(error))))
 
-    def store(self, parts: tuple[Part, ...], identity: Any, until: float) -> Transaction:
+    def store(self, fields: Document, parts: tuple[Part, ...], identity: Any, until: float) -> Transaction:
         """
         Store a transaction as begun.
 
         Args:
+            fields: as `begun_fields` has made them: the same ones where an answer was lost, so that it is known again.
             parts: its participants.
             identity: its id.
             until: as for `step`.
@@ -122,7 +123,6 @@ class AcrossClusters:
             RefusedError: a participant in the log's own cluster cannot be changed; nothing is stored.
             UnmetError, PyMongoError, TransactionTimeoutError: as for `step`.
         """
-        fields = _fields(parts)
         return self._with_home(parts, lambda session: self._log.insert_begun(fields, identity, session), until)
 
     def _with_home(
@@ -270,7 +270,7 @@ class AcrossClusters:
             )
 
 
-def _fields(parts: tuple[Part, ...]) -> Document:
+def begun_fields(parts: tuple[Part, ...]) -> Document:
     """What an entry has from pending on: a new key, and the participants under a name that older versions refuse."""
     own = plan_of(parts).own
     return {

@@ -16,7 +16,7 @@ from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.verdicts import explained, is_transient
-from mongo_celery.twophase.across import AcrossClusters
+from mongo_celery.twophase.across import AcrossClusters, begun_fields
 from mongo_celery.twophase.clusters import Clusters
 from mongo_celery.twophase.coordinator import BusyError, Coordinator, OvertakenError, StuckError
 from mongo_celery.twophase.log import TransactionLog
@@ -99,6 +99,7 @@ class Completion:
             TransactionStateError: a participant refuses to be undone, or two of them are one document.
             TransactionTimeoutError: the time is used up.
         """
+        unchanged = 0
         while not transaction.state.is_final:
             current = transaction
             way = self.until_answered(lambda: self.way_of(current), deadline, hint=NOT_BEGUN, id=current.id)  # noqa: B023
@@ -110,6 +111,9 @@ class Completion:
                 transaction = self.until_answered(lambda: self._log.get(current.id), deadline, id=current.id)  # noqa: B023
                 if transaction.state is not State.INITIAL and transaction.key is None:
                     return self._awaited(transaction.id, deadline)  # somebody has begun it with markers
+                if transaction.state is current.state:  # a receipt that no majority shows yet, or a log put back
+                    _wait_or_give_up(transaction, unchanged, deadline)
+                    unchanged += 1
             except StuckError as error:
                 raise stuck(current, error) from error
         return transaction
@@ -143,10 +147,11 @@ class Completion:
 
     def stored_and_begun(self, parts: tuple[Part, ...], identity: Any, deadline: float) -> Transaction:
         """Store a transaction over several clusters as begun; errors as of `AcrossClusters.store`."""
+        fields = begun_fields(parts)
         hint = f"whether transaction {identity!r} was begun is not known; if it is in the log, {FINISHED_BY_RECOVERY}"
         with _named(identity, "nothing was stored", hint):
             return self.until_answered(
-                lambda: self._across.store(parts, identity, deadline), deadline, hint=hint, id=identity
+                lambda: self._across.store(fields, parts, identity, deadline), deadline, hint=hint, id=identity
             )
 
     def _by_documents(self, transaction: Transaction, deadline: float) -> Transaction:
@@ -224,6 +229,18 @@ class Completion:
                 )
             time.sleep(_LOOKS.nth(count))
             count += 1
+
+
+def _wait_or_give_up(transaction: Transaction, count: int, deadline: float) -> None:
+    pause = _LOOKS.nth(count)
+    if time.monotonic() + 2 * pause >= deadline:  # the next try would meet the end of its time, and say only that
+        raise TransactionTimeoutError(
+            f"transaction {transaction.id!r} stays {transaction.state} though a receipt of it says otherwise: was the "
+            "log, or a cluster, put back to an earlier time?",
+            id=transaction.id,
+            outcome="unknown",
+        )
+    time.sleep(pause)
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def test_an_answer_that_is_lost_is_asked_for_again(
     bank: TwoPhaseCommit, database: Database[Document], failpoint: Any, command: str
 ) -> None:
     """The connection breaks after the server has done it, or before: it is done once."""
-    for lost in ({"closeConnection": True}, {"writeConcernError": {"code": 91, "errmsg": "the primary ended"}}):
+    for lost in ({"closeConnection": True}, {"writeConcernError": {"code": 262, "errmsg": "it took too long"}}):
         with failpoint(mode={"times": 1}, failCommands=[command], **lost):
             bank.transfer("A", "B", 10)
     assert balances(database) == {"A": 980, "B": 1020}

@@ -87,7 +87,9 @@ def test_two_clusters_take_nine_round_trips(clusters: Clusters) -> None:
     assert counting.names[:9] == [*own, *receipt, "findAndModify", "update", "findAndModify"]
 
 
-@pytest.mark.parametrize("lost", [{"closeConnection": True}, {"writeConcernError": {"code": 91, "errmsg": "ended"}}])
+@pytest.mark.parametrize(
+    "lost", [{"closeConnection": True}, {"writeConcernError": {"code": 262, "errmsg": "too long"}}]
+)
 def test_an_answer_that_is_lost_is_found_in_the_receipt(clusters: Clusters, lost: Document) -> None:
     """In either cluster, at any kind of command: it is done once."""
     for command in ("commitTransaction", "insert", "findAndModify", "update"):
@@ -97,11 +99,20 @@ def test_an_answer_that_is_lost_is_found_in_the_receipt(clusters: Clusters, lost
     assert clusters.balances() == expected(("own", "east"), 8)
 
 
+def test_an_answer_that_is_lost_twice_makes_no_stranger_of_it(clusters: Clusters) -> None:
+    """It was stored, and told otherwise so often that the driver gives up: it is known again by its key."""
+    with armed(clusters.clients["own"], "findAndModify", {"writeConcernError": {"code": 262, "errmsg": "too long"}}, 2):
+        clusters.begin("east", "west", value=1, run=True, id="order-1")
+    with pytest.raises(TransactionStateError, match="there is a transaction 'order-1' already"):
+        clusters.begin("east", "west", value=1, run=True, id="order-1")
+    assert clusters.balances() == expected(("east", "west"), 1)
+
+
 @contextmanager
-def armed(client: MongoClient[Document], command: str, failure: Document) -> Iterator[None]:
-    """Let the next command of a kind fail in a cluster."""
+def armed(client: MongoClient[Document], command: str, failure: Document, times: int = 1) -> Iterator[None]:
+    """Let the next commands of a kind fail in a cluster."""
     data = {"failCommands": [command], **failure}
-    client.admin.command({"configureFailPoint": "failCommand", "mode": {"times": 1}, "data": data})
+    client.admin.command({"configureFailPoint": "failCommand", "mode": {"times": times}, "data": data})
     yield
     client.admin.command({"configureFailPoint": "failCommand", "mode": "off"})
 
@@ -298,6 +309,17 @@ def test_a_compensation_goes_the_way_back(clusters: Clusters, way: tuple[str, ..
     identity = clusters.begin(*way, run=True)
     clusters.bank.run(clusters.bank.compensate(identity))
     assert clusters.balances() == UNTOUCHED
+
+
+def test_a_log_that_was_put_back_to_an_earlier_time_ends_in_a_sentence(clusters: Clusters) -> None:
+    """A receipt says undone where the log says pending, which no run of the protocol leaves; nothing is changed."""
+    clusters.accounts("west").delete_one({})
+    with pytest.raises(TransactionCanceledError):
+        clusters.begin("east", "west", run=True, id=1)
+    clusters.log.update_one({"_id": 1}, {"$set": {"state": "pending"}})
+    with pytest.raises(TransactionTimeoutError, match="put back to an earlier time"):
+        clusters.coordinator(clusters.clients, timeout=4).run(1)
+    assert clusters.balances()["east"] == START
 
 
 def test_what_a_newer_version_has_stored_is_left_alone(clusters: Clusters) -> None:
