@@ -33,7 +33,7 @@ AGE = click.option(
 @click.pass_context
 @handle_preload_options
 def transactions(ctx: click.Context, **_: Any) -> None:
-    """Show, run, recover, cancel and take back two-phase transactions."""
+    """Show, finish and take back two-phase transactions."""
     del ctx
 
 

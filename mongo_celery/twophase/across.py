@@ -16,7 +16,7 @@ Any number of coordinators may do any step at once, as late as they like: see `r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -39,7 +39,7 @@ from mongo_celery.twophase.local import (
 )
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import Part
-from mongo_celery.twophase.receipts import OverdueError, Receipt, Receipts, UndoRefusedError, absent
+from mongo_celery.twophase.receipts import OverdueError, Receipt, Receipts, Share, UndoRefusedError, absent
 from mongo_celery.twophase.states import RECEIPTS, State, Transaction
 
 logger = logging.getLogger("mongo_celery.twophase")
@@ -191,6 +191,39 @@ class AcrossClusters:
             self._receipts.settle(transaction, branch)
         return _mine(self._log.move(transaction, State.DONE))
 
+    def together(self, transactions: Sequence[Transaction], until: float) -> list[Transaction]:
+        """
+        Finish several pending or applied transactions at once, whose branches are in the same clusters and databases.
+
+        Returns:
+            Those that are done.
+
+        Raises:
+            Exception: as of `Receipts.apply_together`. What is not done may have come as far as applied; each may be
+                taken by itself from where the log says.
+        """
+        count = len(plan_of(transactions[0].parts).remote)
+
+        def shares(index: int, of: Sequence[Transaction]) -> list[Share]:
+            return [(each, plan_of(each.parts).remote[index]) for each in of]
+
+        # The log decides for those whose last branch is its own: that is one MongoDB transaction for each.
+        pending = [
+            each
+            for each in transactions
+            if each.state is State.PENDING and not each.is_late and plan_of(each.parts).own is not Own.LAST
+        ]
+        if pending:
+            for index in range(count):
+                self._receipts.apply_together(shares(index, pending), until)
+        begun = [*pending, *(each for each in transactions if each.state is State.APPLIED)]
+        applied = self._log.move_together(begun, State.APPLIED, before=State.PENDING) if begun else []
+        if not applied:
+            return []
+        for index in range(count):  # the decider's at the end
+            self._receipts.settle_together(shares(index, applied))
+        return self._log.move_together(applied, State.DONE, before=State.APPLIED)
+
     # -- backward ----------------------------------------------------------------------------------
 
     def _cancel(self, transaction: Transaction, reason: str) -> Transaction:
@@ -268,6 +301,14 @@ class AcrossClusters:
                 part,
                 extra={"event": "participant_gone"},
             )
+
+
+def likeness_of(transaction: Transaction) -> Hashable:
+    """What those have in common that may be finished together; None for one that has to be taken by itself."""
+    if transaction.key is None or transaction.state not in {State.PENDING, State.APPLIED}:
+        return None
+    plan = plan_of(transaction.parts)
+    return (plan.own, *((branch.cluster, branch.database) for branch in plan.remote))
 
 
 def begun_fields(parts: tuple[Part, ...]) -> Document:

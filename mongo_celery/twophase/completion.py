@@ -133,6 +133,10 @@ class Completion:
                 id=transaction.id,
             )
 
+    def together(self, transactions: Sequence[Transaction], deadline: float) -> list[Transaction]:
+        """Finish several that are alike; see `AcrossClusters.together`."""
+        return self._across.together(transactions, deadline)
+
     def stored_and_done(
         self, fields: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, deadline: float
     ) -> str | None:

@@ -260,6 +260,29 @@ class TransactionLog:
             guard["$expr"] = _older_than(older_than)
         return self._update(guard, None, self._marks(coordinator), version=True)
 
+    def take_over_together(
+        self, ids: Sequence[Any], coordinator: ObjectId, *, older_than: float, any_application: bool
+    ) -> list[Transaction]:
+        """As `take_over`, of several with receipts that are pending or applied; those that were taken."""
+        guard: Document = {
+            "_id": {"$in": list(ids)},
+            "protocol": RECEIPTS,
+            "state": {"$in": [str(State.PENDING), str(State.APPLIED)]},
+            "$expr": _older_than(older_than),
+            **({} if any_application else self._ours()),
+        }
+        change = {name: literal(value) for name, value in self._marks(coordinator).items()}
+        version = {"$add": [{"$ifNull": ["$version", Int64(0)]}, Int64(1)]}
+        self.collection.update_many(guard, [{"$set": {**change, "lastModified": "$$NOW", "version": version}}])
+        return [self.read(each) for each in self.collection.find({"_id": {"$in": list(ids)}, "driver": coordinator})]
+
+    def move_together(self, seen: Sequence[Transaction], state: State, *, before: State) -> list[Transaction]:
+        """As `move`, of several; all of them that are in this state afterwards, whoever has moved them."""
+        which = {"_id": {"$in": [each.id for each in seen]}, "key": {"$in": [each.key for each in seen]}}
+        change: Document = {"state": str(state), "lastModified": "$$NOW", **self._times(state)}
+        self.collection.update_many({**which, "state": str(before)}, [{"$set": change}])
+        return [self.read(each) for each in self.collection.find({**which, "state": str(state)})]
+
     def touch(self, mine: Transaction) -> bool:
         """Prove by a majority write that a transaction is still in this state and mine."""
         return bool(self.collection.update_one(mine.guard, _NOW).matched_count)

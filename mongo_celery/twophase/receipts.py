@@ -19,7 +19,7 @@ A receipt that expires is one of a transaction whose outcome is in the log: an u
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -40,6 +40,9 @@ from mongo_celery.twophase.states import Transaction
 
 Document = dict[str, Any]
 Open = Callable[[Part], Collection[Document]]
+
+Share = tuple[Transaction, Branch]
+"""One branch of a transaction."""
 
 COLLECTION = "transactionReceipts"
 RETENTION_SECONDS = 86_400.0
@@ -172,6 +175,38 @@ class Receipts:
         self.collection(branch).update_one(
             {"_id": {"$eq": _identity(transaction, branch)}}, [{"$set": {"expiresAt": keep}}]
         )
+
+    def apply_together(self, shares: Sequence[Share], until: float) -> None:
+        """
+        Apply branches of several transactions in one cluster and database in one MongoDB transaction.
+
+        Raises:
+            UnmetError: one of them was undone, or a participant of one does not meet its rule, or one is too late:
+                nothing was changed. Take each by itself.
+            RefusedError, PyMongoError, TransactionTimeoutError: as of `apply`.
+        """
+        receipts = self.collection(shares[0][1])
+        found = list(receipts.find({"_id": {"$in": [_identity(*share) for share in shares]}}, {"state": 1}))
+        if any(each["state"] != Receipt.APPLIED for each in found):
+            raise UnmetError
+        known = {each["_id"]["t"] for each in found}
+        new = [share for share in shares if share[0].key not in known]
+
+        def body(session: ClientSession) -> None:
+            made = [{"_id": _identity(*share), "transaction": share[0].id, "state": "applied"} for share in new]
+            receipts.insert_many(made, session=session)
+            parts = [part for _, branch in new for part in branch.parts]
+            change(self._open, parts, session, before=min(_deadline(transaction) for transaction, _ in new))
+
+        if new:
+            in_one(self.client(shares[0][1]), body, until)
+
+    def settle_together(self, shares: Sequence[Share]) -> None:
+        """Let the receipts of several transactions in one cluster and database expire, after all their deadlines."""
+        latest = max((transaction for transaction, _ in shares), key=_deadline)
+        keep = {"$ifNull": ["$expiresAt", _expiry(latest)]}
+        identities = [_identity(*share) for share in shares]
+        self.collection(shares[0][1]).update_many({"_id": {"$in": identities}}, [{"$set": {"expiresAt": keep}}])
 
     def _turned(
         self, transaction: Transaction, branch: Branch, *, turn: bool, session: ClientSession | None

@@ -253,7 +253,7 @@ def test_an_answer_that_is_lost_while_it_is_stored_makes_no_stranger_of_it(
     bank: TwoPhaseCommit, database: Database[Document], failpoint: Any
 ) -> None:
     """Stored, and told otherwise, under an id of the caller's; a second one of that id is refused as ever."""
-    lost = {"code": 91, "errmsg": "the primary ended"}
+    lost = {"code": 262, "errmsg": "it took too long"}
     with failpoint(mode={"times": 2}, failCommands=["findAndModify"], writeConcernError=lost):
         bank.transfer("A", "B", 10, id="order-1")
     with pytest.raises(TransactionStateError, match="there is a transaction 'order-1' already"):

@@ -282,6 +282,31 @@ def test_a_dead_cluster_costs_the_others_nothing(clusters: Clusters, other_clust
     assert clusters.balances() == {"own": START - 12 + 1, "east": START + 12, "west": START}
 
 
+@pytest.mark.parametrize("way", [("own", "east"), ("east", "own"), ("east", "west")], ids="-".join)
+def test_many_are_recovered_together_and_one_that_cannot_be_stops_no_other(
+    clusters: Clusters, way: tuple[str, ...]
+) -> None:
+    """Some have only begun, some were applied in one cluster, one refuses, one is late, one was canceled meanwhile."""
+    open_ones = [clusters.begin(*way, value=1) for _ in range(9)]
+    refusing, late = clusters.begin(*way, value=START + 1), clusters.begin(*way, value=1)
+    is_refused_later = way[0] != "own"  # the own branch would refuse when it is begun
+    for identity in [*open_ones, late, *([refusing] if is_refused_later else [])]:
+        clusters.bank.step(identity, None)
+    clusters.log.update_one({"_id": late}, {"$set": {"deadline": LONG_AGO}})
+    clusters.bank.cancel(open_ones[0])
+    gate = StepGate(hold_before=5)
+    with clusters.held(open_ones[1], gate):
+        assert gate.held.wait(60)
+        report = {each.id: each for each in clusters.bank.recover(0)}
+
+    assert {report[each].after for each in open_ones[1:]} == {"done"}
+    assert report[late].after == "canceled"
+    assert not is_refused_later or report[refusing].after == "canceled"
+    assert clusters.balances() == expected(way, 8)
+    for cluster in {*way} - {"own"}:
+        assert all("expiresAt" in each for each in clusters.receipts(cluster))
+
+
 def test_the_log_reads_only_what_is_open_and_forgets_what_is_old(clusters: Clusters) -> None:
     """An index for each open state, made at the first use; what is final expires, and compensate refuses to guess."""
     keeping = clusters.coordinator(clusters.clients, retention=3600)
