@@ -140,9 +140,9 @@ def cancel(
 @click.pass_context
 def run_transaction(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
     """
-    Advance a transaction to its end, here: one that was only stored, or left.
+    Advance a transaction to its end, here.
 
-    One that is done is left as it is. Ends with status 1 if it is rolled back.
+    One that was only stored, or left; what is done stays as it is. Ends with status 1 if it is rolled back.
     """
     chosen, document = _shown(ctx, name, id)
     _confirm(document, "Run this transaction?", yes=yes)
@@ -159,9 +159,10 @@ def run_transaction(ctx: click.Context, id: str, yes: bool, name: str | None, as
 @click.pass_context
 def compensate(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
     """
-    Take a transaction back that is done, by the opposite one, which is stored and run.
+    Take a transaction back that is done.
 
-    One that was taken back is not taken back again. Ends with status 1 if the opposite is rolled back.
+    By the opposite one, which is stored and run; what was taken back before stays so. Ends with status 1 if the
+    opposite is rolled back.
     """
     chosen, document = _shown(ctx, name, id)
     _confirm(document, "Take this transaction back?", yes=yes)

@@ -1,5 +1,5 @@
 """
-Advancing one transaction: one step after the other, each of which may be repeated by anybody.
+Advancing one transaction with markers: one step after the other, each of which may be repeated by anybody.
 
 A coordinator that is overtaken (another has raised the transaction's version) stops at its next write on the
 transaction. Whatever it still sends to a participant is refused by the participant's version: see `documents`.

@@ -42,14 +42,15 @@ TWO_PHASE_COMMITS: Registry[TwoPhaseCommit] = Registry(
 
 class TwoPhaseCommit:
     """
-    Changes several documents as one, also in several collections and clusters, without MongoDB's transactions.
+    Changes several documents as one, also in several collections and clusters, and on standalone servers.
 
-    A transaction is a document; its participants remember in `pendingTransactions` that they have been changed.
-    Every step is a conditional update that may be repeated. Afterwards a transaction is `done` with each
-    participant changed once, or `canceled` with none changed.
+    A transaction is a document; every step of it may be repeated, and finished by anybody. Afterwards it is `done`
+    with each participant changed once, or `canceled` with none changed. Where all participants are in its own cluster
+    it is carried out by one MongoDB transaction; across clusters by one in each, with a receipt beside the documents;
+    and on standalone servers by markers in the documents (`pendingTransactions`).
 
-    Not promised: isolation. Others can see one participant changed before the other; a `require` rule is what
-    keeps a balance from going below a limit.
+    Not promised: isolation, but within one cluster. Others can see one cluster, or with markers one participant,
+    changed before the other; a `require` rule is what keeps a balance from going below a limit.
 
     Args:
         app: the Celery app; None if Celery advances nothing.

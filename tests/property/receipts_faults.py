@@ -37,5 +37,5 @@ def replace(world: World, state: State) -> Steps:
 def die(world: World, state: State) -> Steps:
     """A process ends between two commands."""
     if state.kills < world.kills:
-        for actor in set(state.actors):
+        for actor in dict.fromkeys(state.actors):
             yield Step("dies", actor, fair=False), acted(state, actor, None)._replace(kills=state.kills + 1)

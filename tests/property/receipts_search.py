@@ -58,7 +58,7 @@ def left_undone(state: State) -> Iterator[str]:
 
 def steps(world: World, state: State) -> Steps:
     """Yield every step that a state allows."""
-    for actor in set(state.actors):
+    for actor in dict.fromkeys(state.actors):
         yield from act(world, state, actor)
     yield from pass_deadline(world, state)
     yield from purge(world, state)
