@@ -129,6 +129,8 @@ class AcrossClusters:
         self, parts: tuple[Part, ...], begin: Callable[[ClientSession | None], Transaction], until: float
     ) -> Transaction:
         """Begin a transaction, together with the own branch where that is the first."""
+        for part in parts:
+            self._open(part)  # whoever does not know a cluster must not begin what it cannot finish
         plan = plan_of(parts)
         if plan.home is None or plan.own is not Own.FIRST:
             return begin(None)

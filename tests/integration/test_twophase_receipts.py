@@ -347,6 +347,18 @@ def test_a_log_that_was_put_back_to_an_earlier_time_ends_in_a_sentence(clusters:
     assert clusters.balances()["east"] == START
 
 
+def test_who_does_not_know_a_cluster_begins_nothing_in_the_others(clusters: Clusters) -> None:
+    """Recovery of a process with fewer clients leaves it to one that can finish it."""
+    identity = clusters.begin("own", "east")
+    clusters.log.update_one({"_id": identity}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}})
+    blind = clusters.coordinator({"own": clusters.clients["own"]})
+
+    assert "which this process does not know" in (blind.recover(0)[0].error or "")
+    assert clusters.log.find_one({"_id": identity})["state"] == "initial"
+    assert clusters.balances() == UNTOUCHED
+    assert [each.after for each in clusters.bank.recover(0)] == ["done"]
+
+
 def test_what_a_newer_version_has_stored_is_left_alone(clusters: Clusters) -> None:
     identity = clusters.begin("own", "east", run=True)
     stored = {**clusters.log.find_one({"_id": identity}), "protocol": "telepathy"}
