@@ -1,5 +1,5 @@
 """
-A bank both ways side by side: two-phase commit over documents, and a transaction with locked documents.
+A bank both ways side by side: two-phase commit, and a transaction with locked documents.
 
     python examples/bank/run.py
 

@@ -1,4 +1,4 @@
-"""`celery -A app transactions`: look at two-phase transactions, finish or cancel what was left."""
+"""`celery -A app transactions`: look at two-phase transactions, finish, cancel or take them back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AGE = click.option(
 @click.pass_context
 @handle_preload_options
 def transactions(ctx: click.Context, **_: Any) -> None:
-    """Show, recover and cancel two-phase transactions."""
+    """Show, finish and take back two-phase transactions."""
     del ctx
 
 
@@ -125,16 +125,66 @@ def cancel(
     as_json: bool,
 ) -> None:
     """Roll a transaction back that is not applied yet."""
-    chosen = _chosen(ctx, name)
-    with one_sentence_errors(lambda: chosen.log.concern):
-        document = _find(chosen, id)
-    if not yes:
-        click.echo(_json(document), err=True)
-        click.confirm("Roll this transaction back?", abort=True, err=True)
+    chosen, document = _shown(ctx, name, id)
+    _confirm(document, "Roll this transaction back?", yes=yes)
     with one_sentence_errors(lambda: chosen.log.concern):
         after = chosen.cancel(document["_id"], reason, all=any_application)
-    plain = {"id": after.id, "state": str(after.state), "reason": after.reason}
-    click.echo(_json(plain) if as_json else f"{_text(after.id)}: {after.state}")
+    _tell({"id": after.id, "state": str(after.state), "reason": after.reason}, as_json=as_json)
+
+
+@transactions.command("run")
+@click.argument("id", metavar="ID")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@NAME
+@JSON
+@click.pass_context
+def run_transaction(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
+    """
+    Advance a transaction to its end, here.
+
+    One that was only stored, or left; what is done stays as it is. Ends with status 1 if it is rolled back.
+    """
+    chosen, document = _shown(ctx, name, id)
+    _confirm(document, "Run this transaction?", yes=yes)
+    with one_sentence_errors(lambda: chosen.log.concern):
+        after = chosen.run(document["_id"])
+    _tell({"id": after.id, "state": str(after.state)}, as_json=as_json)
+
+
+@transactions.command()
+@click.argument("id", metavar="ID")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@NAME
+@JSON
+@click.pass_context
+def compensate(ctx: click.Context, id: str, yes: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
+    """
+    Take a transaction back that is done.
+
+    By the opposite one, which is stored and run; what was taken back before stays so. Ends with status 1 if the
+    opposite is rolled back.
+    """
+    chosen, document = _shown(ctx, name, id)
+    _confirm(document, "Take this transaction back?", yes=yes)
+    with one_sentence_errors(lambda: chosen.log.concern):
+        after = chosen.run(chosen.compensate(document["_id"]))
+    _tell({"id": after.id, "state": str(after.state), "compensates": document["_id"]}, as_json=as_json)
+
+
+def _shown(ctx: click.Context, name: str | None, text: str) -> tuple[TwoPhaseCommit, Mapping[str, Any]]:
+    chosen = _chosen(ctx, name)
+    with one_sentence_errors(lambda: chosen.log.concern):
+        return chosen, _find(chosen, text)
+
+
+def _confirm(document: Mapping[str, Any], question: str, *, yes: bool) -> None:
+    if not yes:
+        click.echo(_json(document), err=True)
+        click.confirm(question, abort=True, err=True)
+
+
+def _tell(outcome: Mapping[str, Any], *, as_json: bool) -> None:
+    click.echo(_json(outcome) if as_json else f"{_text(outcome['id'])}: {outcome['state']}")
 
 
 def _chosen(ctx: click.Context, name: str | None) -> TwoPhaseCommit:
@@ -174,8 +224,8 @@ def _readings(text: str) -> list[Any]:
 
 
 def _row(document: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
-    if "participants" in document:
-        given = document["participants"]
+    given = document.get("changes", document.get("participants"))
+    if given is not None or "participants" in document:
         what = ", ".join(map(_participant, given)) if isinstance(given, list) else _json(given)
     else:
         sides = (_text(document.get("source")), _text(document.get("destination")))

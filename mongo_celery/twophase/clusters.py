@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ class Clusters:
     def __init__(self, own: Callable[[], Collection[Any]], others: Mapping[str, Client]) -> None:
         self._own = own
         self._others = {alias: PerProcess(partial(client_of, given)) for alias, given in others.items()}
+        self._standalone: dict[tuple[int, str | None], bool] = {}
 
     def open(self, part: Part) -> Collection[dict[str, Any]]:
         """
@@ -46,6 +48,19 @@ class Clusters:
         database, _, name = part.namespace.partition(".")
         # Ids are sent as they were read: both with the codec of the transactions.
         return opened(client[database].get_collection(name, codec_options=own.codec_options))
+
+    def is_standalone(self, cluster: str | None) -> bool:
+        """Whether a cluster has no MongoDB transactions; it is asked once a process."""
+        place = (os.getpid(), cluster)
+        if place not in self._standalone:
+            client = self._own().database.client if cluster is None else self._others[cluster].get()
+            answer = client.admin.command("hello")
+            self._standalone[place] = "setName" not in answer and answer.get("msg") != "isdbgrid"
+        return self._standalone[place]
+
+    def knows(self, cluster: str | None) -> bool:
+        """Whether this process can reach a cluster of that alias."""
+        return cluster is None or cluster in self._others
 
     def alias(self, client: MongoClient[Any]) -> str | None:
         """

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any, TypeVar
 
+import pymongo
 from bson import ObjectId
 from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
-from mongo_celery.mongo.verdicts import is_transient
-from mongo_celery.twophase.coordinator import BusyError, Coordinator, Open, OvertakenError, StuckError
+from mongo_celery.mongo.verdicts import explained, is_transient
+from mongo_celery.twophase.across import AcrossClusters, begun_fields
+from mongo_celery.twophase.clusters import Clusters
+from mongo_celery.twophase.coordinator import BusyError, Coordinator, OvertakenError, StuckError
 from mongo_celery.twophase.log import TransactionLog
+from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.states import State, Transaction
+from mongo_celery.twophase.within import WithinCluster
 
 Result = TypeVar("Result")
 
@@ -27,34 +34,131 @@ _PAUSES = Pauses(first=0.01, longest=0.5, jitter=1.0)
 _LOOKS = Pauses(first=0.01, longest=0.5)
 
 
+class Way(Enum):
+    """How a transaction is carried out."""
+
+    WITHIN = "in one MongoDB transaction"
+    ACROSS = "with receipts"
+    DOCUMENTS = "with markers in the documents"
+
+
 class Completion:
     """
     Completes transactions of one log.
 
     Args:
         log: of the transactions.
-        open_part: gives a participant's collection.
-        timeout: seconds for which transient errors are repeated, and another coordinator is waited for.
+        clusters: those that take part.
+        timeout: seconds for which a call may last: transient errors are repeated, and others are waited for.
+        protocol: `auto`, or `documents` for markers whatever the clusters can do.
     """
 
-    def __init__(self, log: TransactionLog, open_part: Open, timeout: float) -> None:
+    def __init__(self, log: TransactionLog, clusters: Clusters, timeout: float, protocol: str) -> None:
         self._log = log
-        self._open = open_part
+        self._clusters = clusters
         self._timeout = timeout
+        self._protocol = protocol
+        self.within = WithinCluster(log, clusters.open)
+        self._across = AcrossClusters(log, clusters.open)
+
+    @contextmanager
+    def bounded(self) -> Iterator[float]:
+        """No call to a server inside lasts beyond the timeout; gives its end on the monotonic clock."""
+        with pymongo.timeout(self._timeout):
+            yield time.monotonic() + self._timeout
 
     def new_coordinator(self, identity: ObjectId | None = None) -> Coordinator:
         """A coordinator with an identity of its own, or the given one."""
-        return Coordinator(self._log, self._open, identity or ObjectId())
+        return Coordinator(self._log, self._clusters.open, identity or ObjectId())
 
-    def to_the_end(self, transaction: Transaction) -> Transaction:
+    def way_for(self, parts: Sequence[Part]) -> Way:
+        """How a transaction is carried out that nobody has begun."""
+        clusters = {part.cluster for part in parts}
+        # One whose cluster is not known here fails when it is opened, and says why.
+        known = [each for each in (None, *clusters) if self._clusters.knows(each)]
+        if self._protocol == "documents" or any(map(self._clusters.is_standalone, known)):
+            return Way.DOCUMENTS
+        return Way.WITHIN if clusters <= {None} else Way.ACROSS
+
+    def way_of(self, transaction: Transaction) -> Way:
+        """How it is carried out: as it was begun."""
+        if transaction.state is State.INITIAL:
+            return self.way_for(transaction.parts)
+        return Way.DOCUMENTS if transaction.key is None else Way.ACROSS
+
+    def to_the_end(self, transaction: Transaction, deadline: float, *, any_application: bool = False) -> Transaction:
         """
         Step by step until the state is final. If another coordinator takes over, wait for it.
+
+        Args:
+            transaction: as it was read, or taken over.
+            deadline: of the monotonic clock.
+            any_application: whether one that nobody has begun may belong to another application.
 
         Raises:
             TransactionStateError: a participant refuses to be undone, or two of them are one document.
             TransactionTimeoutError: the time is used up.
         """
-        deadline = time.monotonic() + self._timeout
+        unchanged = 0
+        while not transaction.state.is_final:
+            current = transaction
+            way = self.until_answered(lambda: self.way_of(current), deadline, hint=NOT_BEGUN, id=current.id)  # noqa: B023
+            if way is Way.DOCUMENTS:
+                return self._by_documents(current, deadline)
+            try:
+                transaction = self.advanced(current, way, deadline, any_application=any_application)
+            except OvertakenError:
+                transaction = self.until_answered(lambda: self._log.get(current.id), deadline, id=current.id)  # noqa: B023
+                if transaction.state is not State.INITIAL and transaction.key is None:
+                    return self._awaited(transaction.id, deadline)  # somebody has begun it with markers
+                if transaction.state is current.state:  # a receipt that no majority shows yet, or a log put back
+                    _wait_or_give_up(transaction, unchanged, deadline)
+                    unchanged += 1
+            except StuckError as error:
+                raise stuck(current, error) from error
+        return transaction
+
+    def advanced(
+        self, transaction: Transaction, way: Way, deadline: float, *, any_application: bool = False
+    ) -> Transaction:
+        """One step with MongoDB transactions; errors as of `AcrossClusters.step`."""
+        is_initial = transaction.state is State.INITIAL
+        hint = NOT_BEGUN if is_initial else FINISHED_BY_RECOVERY
+        step = self.within.run if way is Way.WITHIN else self._across.step
+        with _named(transaction.id, hint, hint):
+            return self.until_answered(
+                lambda: step(transaction, deadline, any_application=any_application),
+                deadline,
+                hint=hint,
+                id=transaction.id,
+            )
+
+    def together(self, transactions: Sequence[Transaction], deadline: float) -> list[Transaction]:
+        """Finish several that are alike; see `AcrossClusters.together`."""
+        return self._across.together(transactions, deadline)
+
+    def stored_and_done(
+        self, fields: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, deadline: float
+    ) -> str | None:
+        """Store a transaction and carry it out in one MongoDB transaction; see `WithinCluster.store`."""
+        hint = (
+            f"whether transaction {identity!r} was done is not known: it was if it is in the log, and else not at all"
+        )
+        with _named(identity, "nothing was stored", hint):
+            return self.until_answered(
+                lambda: self.within.store(fields, parts, identity, deadline), deadline, hint=hint, id=identity
+            )
+
+    def stored_and_begun(self, parts: tuple[Part, ...], identity: Any, deadline: float) -> Transaction:
+        """Store a transaction over several clusters as begun; errors as of `AcrossClusters.store`."""
+        fields = begun_fields(parts)
+        hint = f"whether transaction {identity!r} was begun is not known; if it is in the log, {FINISHED_BY_RECOVERY}"
+        with _named(identity, "nothing was stored", hint):
+            return self.until_answered(
+                lambda: self._across.store(fields, parts, identity, deadline), deadline, hint=hint, id=identity
+            )
+
+    def _by_documents(self, transaction: Transaction, deadline: float) -> Transaction:
         coordinator = self.new_coordinator(transaction.driver)
         while not transaction.state.is_final:
             current = transaction
@@ -70,7 +174,7 @@ class Completion:
     def until_answered(
         self,
         attempt: Callable[[], Result],
-        deadline: float | None = None,
+        deadline: float,
         *,
         hint: str = FINISHED_BY_RECOVERY,
         **fields: Any,
@@ -80,19 +184,21 @@ class Completion:
 
         Args:
             attempt: what is done; it may be done several times.
-            deadline: of the monotonic clock; by default after the timeout.
+            deadline: of the monotonic clock.
             hint: what follows when the time is used up.
             fields: of the error.
 
         Raises:
             TransactionTimeoutError: it is.
         """
-        deadline = time.monotonic() + self._timeout if deadline is None else deadline
         try:
             return until_answered(attempt, deadline=deadline, pauses=_PAUSES, repeatable=_is_repeatable)
         except (PyMongoError, BusyError) as error:
             if not _is_repeatable(error):
-                raise
+                known = explained(error, self._log.concern)
+                if known is None:
+                    raise
+                raise known from error
             raise TransactionTimeoutError(
                 f"MongoDB did not let it get on in time ({short(error)}); {hint}.",
                 outcome="unknown",
@@ -127,6 +233,39 @@ class Completion:
                 )
             time.sleep(_LOOKS.nth(count))
             count += 1
+
+
+def _wait_or_give_up(transaction: Transaction, count: int, deadline: float) -> None:
+    pause = _LOOKS.nth(count)
+    if time.monotonic() + 2 * pause >= deadline:  # the next try would meet the end of its time, and say only that
+        raise TransactionTimeoutError(
+            f"transaction {transaction.id!r} stays {transaction.state} though a receipt of it says otherwise: was the "
+            "log, or a cluster, put back to an earlier time?",
+            id=transaction.id,
+            outcome="unknown",
+        )
+    time.sleep(pause)
+
+
+@contextmanager
+def _named(identity: Any, aborted: str, unknown: str) -> Iterator[None]:
+    """
+    Say of a MongoDB transaction that has used its time up which transaction it belonged to.
+
+    Args:
+        identity: of the transaction.
+        aborted: what follows if it was aborted.
+        unknown: what follows if no commit was answered.
+    """
+    try:
+        yield
+    except TransactionTimeoutError as error:
+        if "id" in vars(error):
+            raise
+        outcome = vars(error).get("outcome", "unknown")
+        follows = aborted if outcome == "aborted" else unknown
+        message = f"transaction {identity!r}, {follows}. {error}"
+        raise TransactionTimeoutError(message, id=identity, outcome=outcome) from error
 
 
 def _is_repeatable(error: Exception) -> bool:

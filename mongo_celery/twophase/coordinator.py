@@ -1,5 +1,5 @@
 """
-Advancing one transaction: one step after the other, each of which may be repeated by anybody.
+Advancing one transaction with markers: one step after the other, each of which may be repeated by anybody.
 
 A coordinator that is overtaken (another has raised the transaction's version) stops at its next write on the
 transaction. Whatever it still sends to a participant is refused by the participant's version: see `documents`.
@@ -14,15 +14,15 @@ from typing import Any
 
 from bson import ObjectId
 from pymongo.collection import Collection
-from pymongo.errors import WriteError
+from pymongo.errors import OperationFailure, WriteError
 
 from mongo_celery.mongo.identity import same_bson
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import is_transient
+from mongo_celery.mongo.verdicts import brief, is_transient
 from mongo_celery.twophase import documents
 from mongo_celery.twophase.clusters import is_one_server
-from mongo_celery.twophase.documents import Undone, View
+from mongo_celery.twophase.documents import UNRECORDED, Undone, View
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION, Part
 from mongo_celery.twophase.states import State, Transaction
@@ -85,9 +85,11 @@ class Coordinator:
             return self._undo(transaction)
         return transaction
 
-    def begin(self, transaction: Transaction) -> Transaction:
-        """Initial to pending."""
-        return self._mine(self._log.claim(transaction, self.identity))
+    def begin(self, transaction: Transaction, *, any_application: bool = False) -> Transaction:
+        """Initial to pending, with the incarnations of the participants; or to canceled."""
+        if transaction.refusal is not None:
+            return self._mine(self._log.drop(transaction, _noted(transaction, transaction.refusal)))
+        return self._claimed(transaction, self._views(transaction), any_application=any_application)
 
     def begin_and_apply(self, transaction: Transaction) -> Transaction:
         """
@@ -95,23 +97,54 @@ class Coordinator:
 
         The claim itself proves that the transaction was not beyond `pending` when the participants were looked at.
         """
-        views = [self._look(transaction, part) for part in transaction.parts]
-        return self._apply(self._mine(self._log.claim(transaction, self.identity)), views)
+        if transaction.refusal is not None:
+            return self.begin(transaction)
+        views = self._views(transaction)
+        return self._apply(self._claimed(transaction, views), views)
+
+    def _views(self, transaction: Transaction) -> list[View]:
+        """
+        A look at each participant.
+
+        One that has no version is given one as long as nobody has recorded the incarnations.
+        """
+        give = transaction.incarnations is None
+        return [self._look(transaction, part, give=give) for part in transaction.parts]
+
+    def _claimed(self, transaction: Transaction, views: list[View], *, any_application: bool = False) -> Transaction:
+        fields = {"incarnations": [view.incarnation for view in views]}
+        return self._mine(self._log.claim(transaction, self.identity, any_application=any_application, fields=fields))
 
     def _apply(self, transaction: Transaction, views: list[View] | None) -> Transaction:
         """All participants, in their order; then `applied`. Or `canceling`, where one of them refuses."""
+        if transaction.refusal is not None:
+            return self._cancel(transaction, transaction.refusal)
+        try:
+            return self._applied(transaction, views)
+        except StuckError:
+            self._prove(transaction)
+            raise
+        except OperationFailure as error:
+            if isinstance(error, WriteError) or is_transient(error):
+                raise
+            # A right that is missing, or a collection that takes no writes: it has until the deadline to be put right.
+            reason = f"a participant cannot be read or written ({brief(error)})"
+            if transaction.is_late:
+                return self._cancel(transaction, reason)
+            raise StuckError(f"{reason}; it is canceled by the first recovery after its deadline") from error
+
+    def _applied(self, transaction: Transaction, views: list[View] | None) -> Transaction:
         parts = transaction.parts
         reached = 0
         for _ in range(_ROUNDS):
             if views is None:
-                views = [self._look(transaction, part) for part in parts]
-                if not self._log.touch(transaction):
-                    raise OvertakenError
+                views = self._views(transaction)
+                self._prove(transaction)
             twice = self._twice(transaction, views)
             if twice is not None:
                 return self._cancel(transaction, twice)
             while reached < len(parts):
-                applied, reason = self._apply_one(transaction, parts[reached], views[reached])
+                applied, reason = self._apply_one(transaction, reached, views[reached])
                 if reason is not None:
                     return self._cancel(transaction, reason)
                 if not applied:
@@ -139,9 +172,10 @@ class Coordinator:
                 return reason
         return None
 
-    def _apply_one(self, transaction: Transaction, part: Part, view: View) -> tuple[bool, str | None]:
+    def _apply_one(self, transaction: Transaction, index: int, view: View) -> tuple[bool, str | None]:
         """Whether it is applied now; if not, the reason to cancel, or None to look again."""
-        known = _known(part, view)
+        part = transaction.parts[index]
+        known = _known(transaction, index, view)
         if known is not None:
             return known
         try:
@@ -151,12 +185,13 @@ class Coordinator:
             if is_transient(error):
                 raise
             return False, f"participant {part} refuses the change: {short(error)}"
-        return self._why_not(transaction, part, view)
+        return self._why_not(transaction, index, view)
 
-    def _why_not(self, transaction: Transaction, part: Part, view: View) -> tuple[bool, str | None]:
+    def _why_not(self, transaction: Transaction, index: int, view: View) -> tuple[bool, str | None]:
         """What an apply that matched nothing has met."""
-        now = self._look(transaction, part)
-        known = _known(part, now)
+        part = transaction.parts[index]
+        now = self._look(transaction, part, give=transaction.incarnations is None)
+        known = _known(transaction, index, now)
         if known is not None:
             return known
         if view.participant_version is None or now.participant_version != view.participant_version:
@@ -164,47 +199,65 @@ class Coordinator:
         return False, f"participant {part} does not meet {dict(part.require)!r}"
 
     def _cancel(self, transaction: Transaction, reason: str) -> Transaction:
-        logger.warning(
-            "transaction %r is canceled: %s", transaction.id, reason, extra={"event": "transaction_canceled"}
-        )
-        return self._mine(self._log.cancel(transaction, self.identity, reason))
+        return self._mine(self._log.cancel(transaction, self.identity, _noted(transaction, reason)))
 
     def _settle(self, transaction: Transaction) -> Transaction:
+        together: dict[tuple[str | None, str], list[Part]] = {}
         for part in transaction.parts:
-            documents.settle(self._open(part), part, transaction.id)
+            together.setdefault((part.cluster, part.namespace), []).append(part)
+        for parts in together.values():
+            documents.settle(self._open(parts[0]), parts, transaction.id)
         return self._mine(self._log.advance(transaction, State.DONE))
 
     def _undo(self, transaction: Transaction) -> Transaction:
-        for part in reversed(transaction.parts):
+        """Each of them, also after one that cannot be undone: the others get back what they can."""
+        stuck: StuckError | None = None
+        for index in reversed(range(len(transaction.parts))):
             try:
-                outcome = documents.undo(self._open(part), part, transaction.id)
-            except WriteError as error:
-                if is_transient(error):
-                    raise
-                raise StuckError(f"participant {part} refuses to be undone: {short(error)}") from error
-            if outcome is Undone.REFUSED:
-                rule = dict(part.revert_require)
-                raise StuckError(f"participant {part} cannot be undone: it does not meet {rule!r}")
-            if outcome is Undone.GONE:
-                logger.warning(
-                    "transaction %r: participant %s is gone; nothing to undo there",
-                    transaction.id,
-                    part,
-                    extra={"event": "participant_gone"},
-                )
+                self._undo_one(transaction, index)
+            except StuckError as error:
+                stuck = stuck or error
+        if stuck is not None:
+            self._prove(transaction)
+            raise stuck
         return self._mine(self._log.advance(transaction, State.CANCELED))
 
-    def _look(self, transaction: Transaction, part: Part) -> View:
+    def _undo_one(self, transaction: Transaction, index: int) -> None:
+        part, recorded = transaction.parts[index], _recorded(transaction, index)
         try:
-            return documents.look(self._open(part), part, transaction.id)
+            outcome = documents.undo(self._open(part), part, transaction.id, recorded)
+        except OperationFailure as error:
+            if is_transient(error):
+                raise
+            raise StuckError(f"participant {part} refuses to be undone: {brief(error)}") from error
+        if outcome is Undone.REFUSED:
+            raise StuckError(f"participant {part} cannot be undone: it does not meet {dict(part.revert_require)!r}")
+        if outcome is Undone.REPLACED:
+            raise _replaced(transaction, part, recorded)
+        if outcome is Undone.GONE:
+            logger.warning(
+                "transaction %r: participant %s is gone; nothing to undo there",
+                transaction.id,
+                part,
+                extra={"event": "participant_gone"},
+            )
+
+    def _look(self, transaction: Transaction, part: Part, *, give: bool) -> View:
+        try:
+            return documents.look(self._open(part), part, transaction.id, give=give)
         except WriteError as error:
             if is_transient(error):
                 raise
             refusal = (
-                f"participant {part} refuses the field {PARTICIPANT_VERSION!r} ({short(error)}): allow it, and "
-                f"{MARKERS!r}, in the collection's validator"
+                f"participant {part} refuses the field {PARTICIPANT_VERSION!r} ({short(error)}): allow it as an "
+                f"object, and {MARKERS!r} as an array, in the collection's validator"
             )
             return View(exists=True, marked=False, participant_version=None, refusal=refusal)
+
+    def _prove(self, transaction: Transaction) -> None:
+        """Prove that the transaction is in the same state, and mine: what was seen counts only then."""
+        if not self._log.touch(transaction):
+            raise OvertakenError
 
     @staticmethod
     def _mine(transaction: Transaction | None) -> Transaction:
@@ -213,10 +266,46 @@ class Coordinator:
         return transaction
 
 
-def _known(part: Part, view: View) -> tuple[bool, str | None] | None:
-    """What a look alone decides: it is applied already, or why to cancel; None if only trying can tell."""
+def _known(transaction: Transaction, index: int, view: View) -> tuple[bool, str | None] | None:
+    """
+    What a look alone decides: it is applied already, or why to cancel; None if only trying can tell.
+
+    Raises:
+        StuckError: it is no longer the document that it was, so whether it has its change cannot be known.
+    """
+    part, recorded = transaction.parts[index], _recorded(transaction, index)
     if view.marked:
         return True, None
     if not view.exists:
         return False, f"participant {part} does not exist"
-    return None if view.refusal is None else (False, view.refusal)
+    if view.refusal is not None:
+        return False, view.refusal
+    if recorded is None:  # it has never had a version, so nothing was ever applied there
+        return False, f"participant {part} did not exist, or took no version, when the transaction was begun"
+    if recorded is not UNRECORDED and view.incarnation != recorded:
+        raise _replaced(transaction, part, recorded)
+    return None
+
+
+def _recorded(transaction: Transaction, index: int) -> Any:
+    """The incarnation of a participant when the transaction was begun."""
+    return UNRECORDED if transaction.incarnations is None else transaction.incarnations[index]
+
+
+def _replaced(transaction: Transaction, part: Part, recorded: Any) -> StuckError:
+    logger.error(
+        "transaction %r: participant %s was replaced or made anew in the middle of it",
+        transaction.id,
+        part,
+        extra={"event": "participant_replaced"},
+    )
+    return StuckError(
+        f"participant {part} was written back as a whole, or deleted and made anew, in the middle of it, so whether it "
+        f"has its change cannot be known; if it has, push {transaction.id!r} to its {MARKERS!r}, and in either case "
+        f"set its {PARTICIPANT_VERSION!r} to {{of: {recorded!r}, at: ObjectId()}}"
+    )
+
+
+def _noted(transaction: Transaction, reason: str) -> str:
+    logger.warning("transaction %r is canceled: %s", transaction.id, reason, extra={"event": "transaction_canceled"})
+    return reason

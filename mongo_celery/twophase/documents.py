@@ -28,6 +28,14 @@ Where an undo finds neither marker nor version, it leaves the document alone. No
 somebody looks and gives it a version; that look comes after the transaction has left `pending`, and its proof fails.
 So a collection whose validator does not allow the field is never left half applied.
 
+**Its incarnation.** An application may write a participant back as a whole while a transaction is half done, and takes
+marker and version with them: whether the change is in what it wrote cannot be known. So the version has two parts,
+`{of, at}`: `at` is made anew as above, `of` only where it is missing. The transaction records each `of` when it is
+begun. From then on, until it is applied, a participant without its marker whose `of` is missing or another was
+replaced, or deleted and made anew: nothing is applied or undone there, a person decides. Nobody gives a version there
+but another transaction, and that one gives another `of`. Transactions of the first edition have recorded none, and are
+finished as before; a version of theirs is an ObjectId alone, until somebody looks.
+
 Another transaction that is settled in the same document renews the version as well. Then the three acts are
 repeated, which is harmless.
 
@@ -44,12 +52,18 @@ from enum import Enum
 from typing import Any
 
 from bson import ObjectId
+from pymongo import UpdateOne
 from pymongo.collection import Collection
+from pymongo.errors import BulkWriteError, WriteError
 
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION, Part
 
 Document = dict[str, Any]
 
+UNRECORDED: Any = object()
+"""The incarnation of a participant of a transaction that has recorded none."""
+
+_OF = f"{PARTICIPANT_VERSION}.of"
 _UNDO_ROUNDS = 3
 """A late coordinator can apply between the two updates of an undo, once: then the next round finds its marker."""
 
@@ -63,6 +77,7 @@ class View:
         exists: whether there is such a document.
         marked: whether it has the transaction's marker.
         participant_version: what `apply` is conditional on; None if it was replaced while it was looked at.
+        incarnation: what lasts of its version until it is replaced or made anew; None if it has none.
         id: the `_id` that the server found, which may be written otherwise than the one that was asked for; None if
             none was found, or read.
         refusal: why it can have no version; None if it can.
@@ -71,6 +86,7 @@ class View:
     exists: bool
     marked: bool
     participant_version: Any
+    incarnation: Any = None
     id: Any = None
     refusal: str | None = None
 
@@ -80,22 +96,29 @@ class Undone(Enum):
 
     UNDONE = "undone"
     GONE = "gone"
+    REPLACED = "replaced"
     REFUSED = "refused"
 
 
-def look(collection: Collection[Document], part: Part, transaction_id: Any) -> View:
+def look(collection: Collection[Document], part: Part, transaction_id: Any, *, give: bool = True) -> View:
     """
-    Read what `apply` will be conditional on; afterwards the document has a version.
+    Read what `apply` will be conditional on.
+
+    Args:
+        collection: where the participant is.
+        part: the participant.
+        transaction_id: whose marker is looked for.
+        give: whether it has a version and an incarnation afterwards, if it had none.
 
     Raises:
         WriteError: the collection's validator does not allow its field.
     """
     view = _seen(collection, part, transaction_id)
-    if not view.exists or view.participant_version is not None:
+    if not give or not view.exists or view.incarnation is not None:
         return view
     # Null counts as missing, here as there.
-    missing = {"_id": {"$eq": part.id}, PARTICIPANT_VERSION: None}
-    collection.update_one(missing, {"$set": {PARTICIPANT_VERSION: ObjectId()}})
+    as_seen = {"_id": {"$eq": part.id}, PARTICIPANT_VERSION: {"$eq": view.participant_version}}
+    collection.update_one(as_seen, {"$set": {PARTICIPANT_VERSION: {"of": ObjectId(), "at": ObjectId()}}})
     return _seen(collection, part, transaction_id)
 
 
@@ -113,22 +136,48 @@ def apply(collection: Collection[Document], part: Part, transaction_id: Any, par
     return bool(collection.update_one(guard, change).matched_count)
 
 
-def settle(collection: Collection[Document], part: Part, transaction_id: Any) -> bool:
-    """Take the marker away, and renew the version; False where there is none any more."""
-    return _matches(collection, _marked(part, transaction_id), _pull(transaction_id))
+def settle(collection: Collection[Document], parts: Sequence[Part], transaction_id: Any) -> None:
+    """Take the markers away, and renew the versions, of all participants of one collection at once."""
+    updates = [
+        UpdateOne(_marked(part, transaction_id, whole), _pull(transaction_id, whole))
+        for part in parts
+        for whole in (True, False)
+    ]
+    try:
+        collection.bulk_write(updates, ordered=False)
+    except BulkWriteError as error:
+        failures = (error.details or {}).get("writeErrors") or (error.details or {}).get("writeConcernErrors")
+        if not failures:
+            raise
+        # The whole has a code that says nothing.
+        raise WriteError(str(failures[0].get("errmsg")), failures[0].get("code"), failures[0]) from error
 
 
-def undo(collection: Collection[Document], part: Part, transaction_id: Any) -> Undone:
-    """Undo the change where the marker shows that it was applied; renew the version in any case, if there is one."""
-    guard = {**_marked(part, transaction_id), "$and": [part.revert_require or {}]}
-    unmarked = {"_id": {"$eq": part.id}, MARKERS: {"$ne": transaction_id}}
+def undo(collection: Collection[Document], part: Part, transaction_id: Any, incarnation: Any = UNRECORDED) -> Undone:
+    """
+    Undo the change where the marker shows that it was applied; renew the version in any case, if there is one.
+
+    Args:
+        collection: where the participant is.
+        part: the participant.
+        transaction_id: whose marker is looked for.
+        incarnation: of the participant when the transaction was begun, if that was recorded.
+    """
+    unmarked: Document = {"_id": {"$eq": part.id}, MARKERS: {"$ne": transaction_id}}
+    if incarnation is not UNRECORDED and incarnation is not None:
+        unmarked[_OF] = {"$eq": incarnation}
     for _ in range(_UNDO_ROUNDS):
-        if _matches(collection, guard, _merged(part.revert, _pull(transaction_id))):
-            return Undone.UNDONE
+        for whole in (True, False):
+            guard = {**_marked(part, transaction_id, whole), "$and": [part.revert_require or {}]}
+            if _matches(collection, guard, _merged(part.revert, _pull(transaction_id, whole))):
+                return Undone.UNDONE
         if _matches(collection, unmarked, _renewed_if_there()):
             return Undone.UNDONE
-        if collection.find_one({"_id": {"$eq": part.id}}, {"_id": 1}) is None:
+        view = _seen(collection, part, transaction_id)
+        if not view.exists:
             return Undone.GONE
+        if not view.marked and _OF in unmarked and view.incarnation != incarnation:
+            return Undone.REPLACED
     return Undone.REFUSED
 
 
@@ -139,21 +188,40 @@ def _seen(collection: Collection[Document], part: Part, transaction_id: Any) -> 
     if found is None:
         return View(exists=False, marked=False, participant_version=None)
     version = found.get(PARTICIPANT_VERSION)
-    return View(exists=True, marked=bool(found["marked"]), participant_version=version, id=found["_id"])
+    incarnation = version.get("of") if isinstance(version, dict) and set(version) == {"of", "at"} else None
+    return View(
+        exists=True,
+        marked=bool(found["marked"]),
+        participant_version=version,
+        incarnation=incarnation,
+        id=found["_id"],
+    )
 
 
-def _marked(part: Part, transaction_id: Any) -> Document:
-    return {"_id": {"$eq": part.id}, MARKERS: {"$eq": transaction_id}}
+def _marked(part: Part, transaction_id: Any, whole: bool) -> Document:
+    """
+    Matches while the marker is there.
+
+    Args:
+        part: the participant.
+        transaction_id: the marker.
+        whole: whether its version has an incarnation, or is an older one, or missing.
+    """
+    return {"_id": {"$eq": part.id}, MARKERS: {"$eq": transaction_id}, _OF: {"$exists": whole}}
 
 
-def _pull(transaction_id: Any) -> Document:
-    return {"$pull": {MARKERS: {"$in": [transaction_id]}}, "$set": {PARTICIPANT_VERSION: ObjectId()}}
+def _pull(transaction_id: Any, whole: bool) -> Document:
+    renewed = {f"{PARTICIPANT_VERSION}.at" if whole else PARTICIPANT_VERSION: ObjectId()}
+    return {"$pull": {MARKERS: {"$in": [transaction_id]}}, "$set": renewed}
 
 
 def _renewed_if_there() -> list[Document]:
     """In one update: a look may not slip in between the question and the renewal."""
-    renewed = {"$cond": [{"$gt": [f"${PARTICIPANT_VERSION}", None]}, ObjectId(), "$$REMOVE"]}
-    return [{"$set": {PARTICIPANT_VERSION: renewed}}]
+    field = f"${PARTICIPANT_VERSION}"
+    older = {"$cond": [{"$gt": [field, None]}, ObjectId(), "$$REMOVE"]}
+    whole = {"$mergeObjects": [field, {"at": ObjectId()}]}
+    is_whole = {"$ne": [{"$type": f"{field}.of"}, "missing"]}
+    return [{"$set": {PARTICIPANT_VERSION: {"$cond": [is_whole, whole, older]}}}]
 
 
 def _matches(

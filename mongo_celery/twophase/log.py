@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from itertools import islice
 from typing import Any
 
 import bson
 from bson import ObjectId
 from bson.int64 import Int64
-from pymongo import ReturnDocument
+from pymongo import ASCENDING, IndexModel, ReturnDocument
+from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.errors import TransactionStateError
-from mongo_celery.mongo.expressions import created, literal, millis
+from mongo_celery.mongo.expressions import after, created, literal, millis
 from mongo_celery.mongo.verdicts import Concern
-from mongo_celery.twophase.states import State, Transaction, read_transaction
+from mongo_celery.twophase.indexes import Indexes
+from mongo_celery.twophase.states import RECEIPTS, State, Transaction, read_transaction
 
 Document = dict[str, Any]
 
 UNFINISHED = (State.PENDING, State.APPLIED, State.CANCELING)
 _MODIFIED = {"$convert": {"input": "$lastModified", "to": "date", "onError": None, "onNull": None}}
 _NOW = {"$currentDate": {"lastModified": True}}
+
+_KEYS = {
+    State.INITIAL: ("lastModified", "queuedAt"),
+    State.PENDING: ("lastModified",),
+    State.APPLIED: ("lastModified", "_id"),
+    State.CANCELING: ("lastModified", "state"),
+}
+"""
+The partial index of each state that is not final. One index for all of them would serve no query for one of them, nor
+one that asks for several by `$in` or `$or`; and servers before 5.0 want their keys to differ.
+"""
+
+LOG_INDEXES = (
+    *(
+        IndexModel(
+            [(field, ASCENDING) for field in fields],
+            name=f"{state}_transactions",
+            partialFilterExpression={"state": str(state)},
+        )
+        for state, fields in _KEYS.items()
+    ),
+    IndexModel([("expiresAt", ASCENDING)], name="expired_transactions", expireAfterSeconds=0, sparse=True),
+)
 
 
 class TransactionLog:
@@ -32,12 +60,29 @@ class TransactionLog:
         collection: with majority writes, majority reads, primary.
         application: this application's marker.
         accounts: namespace of the documents that transfers name.
+        deadline: seconds after which a transaction that is not applied cancels itself.
+        retention: seconds for which one that is final is kept; None for ever.
     """
 
-    def __init__(self, collection: Collection[Document], application: str, accounts: str) -> None:
+    def __init__(
+        self,
+        collection: Collection[Document],
+        application: str,
+        accounts: str,
+        *,
+        deadline: float,
+        retention: float | None,
+    ) -> None:
         self.collection = collection
         self._application = application
         self._accounts = accounts
+        self._deadline = deadline
+        self._retention = retention
+        self._indexes = Indexes(collection, LOG_INDEXES)
+
+    def prepare(self) -> None:
+        """Make the indexes, and the collection, at the first use in this process."""
+        self._indexes.make()
 
     @property
     def concern(self) -> Concern:
@@ -48,34 +93,69 @@ class TransactionLog:
             f"find, insert and update on {name}, and find and update on the participants' collections",
         )
 
-    def insert(self, fields: Mapping[str, Any], transaction_id: Any, *, again: bool = False) -> None:
+    def insert(
+        self,
+        fields: Mapping[str, Any],
+        transaction_id: Any,
+        *,
+        state: State = State.INITIAL,
+        again: bool = False,
+        session: ClientSession | None = None,
+    ) -> None:
         """
-        Store a new transaction in state initial, with the server's time.
+        Store a new transaction, with the server's time.
 
         Args:
+            fields: what it has beside id, state and time.
+            transaction_id: its id.
+            state: where it begins; this application's marker comes with every state but initial.
             again: whether an answer to the same was lost; then one with the same fields is taken for what was stored.
                 It may be a twin's who asked for the same under the same id: it is carried out once in either case.
+            session: of a MongoDB transaction, if it is stored in one.
 
         Raises:
             TransactionStateError: there is one of this id.
         """
-        begun = {"state": str(State.INITIAL), "lastModified": "$$NOW"}
+        self.prepare()
+        whole = {**fields, **({} if state is State.INITIAL else {"application": self._application})}
+        begun: Document = {"state": str(state), "lastModified": "$$NOW", **self._times(state)}
         try:
             # An upsert, since only an update can set the server's time.
             found = self.collection.find_one_and_update(
                 {"_id": {"$eq": transaction_id}},
-                created({"$mergeObjects": [{"_id": "$_id"}, literal(dict(fields)), begun]}),
+                created({"$mergeObjects": [{"_id": "$_id"}, literal(whole), begun]}),
                 projection={"_id": 1},
                 upsert=True,
                 return_document=ReturnDocument.BEFORE,
+                session=session,
             )
         except DuplicateKeyError:
             found = {}
-        if found is not None and not (again and self._has(transaction_id, fields)):
-            raise TransactionStateError(
-                f"there is a transaction {transaction_id!r} already; ids are used once. Nothing was changed.",
-                id=transaction_id,
-            )
+        if found is not None and not (again and self._has(transaction_id, whole)):
+            raise _is_used(transaction_id)
+
+    def insert_begun(
+        self, fields: Mapping[str, Any], transaction_id: Any, session: ClientSession | None
+    ) -> Transaction:
+        """
+        Store a new transaction with receipts as pending; its key tells whether it is ours.
+
+        Raises:
+            TransactionStateError: there is one of this id.
+        """
+        self.prepare()
+        whole = {**fields, **self._marks(ObjectId()), "version": Int64(1)}
+        begun: Document = {"state": str(State.PENDING), "lastModified": "$$NOW", **self._times(State.PENDING)}
+        found = self.collection.find_one_and_update(
+            {"_id": {"$eq": transaction_id}},
+            created({"$mergeObjects": [{"_id": "$_id"}, literal(whole), begun]}),
+            upsert=True,
+            return_document=ReturnDocument.AFTER,
+            session=session,
+        )
+        if found is None or found.get("key") != fields["key"]:
+            raise _is_used(transaction_id)
+        return self.read(found)
 
     def _has(self, transaction_id: Any, fields: Mapping[str, Any]) -> bool:
         """Whether the stored one has these fields, byte for byte."""
@@ -84,6 +164,14 @@ class TransactionLog:
         same = {name: stored[name] for name in fields if name in stored}
         return bson.encode(same, codec_options=options) == bson.encode(dict(fields), codec_options=options)
 
+    def _times(self, state: State) -> Document:
+        """What the server's time decides of a state: until when it may be applied, and how long it is kept."""
+        if state is State.PENDING:
+            return {"deadline": after(self._deadline)}
+        if state.is_final and self._retention is not None:
+            return {"expiresAt": after(self._retention)}
+        return {}
+
     def get(self, transaction_id: Any) -> Transaction:
         """
         A transaction.
@@ -91,19 +179,62 @@ class TransactionLog:
         Raises:
             TransactionStateError: there is none, or its state or shape is unknown.
         """
-        document = self.collection.find_one({"_id": {"$eq": transaction_id}})
-        if document is None:
+        found = self.find_one(transaction_id)
+        if found is None:
             raise TransactionStateError(f"there is no transaction {transaction_id!r}.", id=transaction_id)
-        return self.read(document)
+        return found
+
+    def find_one(self, transaction_id: Any) -> Transaction | None:
+        """A transaction, or None; errors as of `states.read_transaction`."""
+        document = self.collection.find_one({"_id": {"$eq": transaction_id}})
+        return None if document is None else self.read(document)
 
     def read(self, document: Mapping[str, Any]) -> Transaction:
         """Understand a document; errors as of `states.read_transaction`."""
         return read_transaction(document, self._accounts)
 
-    def claim(self, seen: Transaction, coordinator: ObjectId, *, any_application: bool = False) -> Transaction | None:
-        """Take a transaction nobody has begun: initial becomes pending. None if somebody was faster."""
-        guard = {"_id": {"$eq": seen.id}, "state": str(State.INITIAL), **({} if any_application else self._ours())}
-        return self._update(guard, {"state": str(State.PENDING), **self._marks(coordinator)}, version=True)
+    def claim(
+        self,
+        seen: Transaction,
+        coordinator: ObjectId,
+        *,
+        any_application: bool = False,
+        session: ClientSession | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> Transaction | None:
+        """
+        Take a transaction nobody has begun: initial becomes pending. None if somebody was faster.
+
+        Args:
+            seen: as it was read.
+            coordinator: who takes it.
+            any_application: whether it may belong to another application.
+            session: of a MongoDB transaction that does more.
+            fields: what it has from now on; with receipts, they have the participants under another name.
+        """
+        given = fields or {}
+        return self._update(
+            self._unbegun(seen, any_application=any_application),
+            State.PENDING,
+            {**self._marks(coordinator), **given},
+            version=True,
+            session=session,
+            without=("participants",) if given.get("protocol") == RECEIPTS else (),
+        )
+
+    def complete(
+        self, seen: Transaction, coordinator: ObjectId, session: ClientSession, *, any_application: bool = False
+    ) -> Transaction | None:
+        """Initial becomes done, in the MongoDB transaction that changes all participants. None: somebody was faster."""
+        guard = self._unbegun(seen, any_application=any_application)
+        return self._update(guard, State.DONE, self._marks(coordinator), version=True, session=session)
+
+    def _unbegun(self, seen: Transaction, *, any_application: bool) -> Document:
+        return {
+            "_id": {"$eq": seen.id},
+            "state": str(State.INITIAL),
+            **({} if any_application else self._ours()),
+        }
 
     def take_over(
         self,
@@ -127,24 +258,85 @@ class TransactionLog:
             guard.update(self._ours())
         if older_than is not None:
             guard["$expr"] = _older_than(older_than)
-        return self._update(guard, self._marks(coordinator), version=True)
+        return self._update(guard, None, self._marks(coordinator), version=True)
+
+    def take_over_together(
+        self, ids: Sequence[Any], coordinator: ObjectId, *, older_than: float, any_application: bool
+    ) -> list[Transaction]:
+        """As `take_over`, of several with receipts that are pending or applied; those that were taken."""
+        guard: Document = {
+            "_id": {"$in": list(ids)},
+            "protocol": RECEIPTS,
+            "state": {"$in": [str(State.PENDING), str(State.APPLIED)]},
+            "$expr": _older_than(older_than),
+            **({} if any_application else self._ours()),
+        }
+        change = {name: literal(value) for name, value in self._marks(coordinator).items()}
+        version = {"$add": [{"$ifNull": ["$version", Int64(0)]}, Int64(1)]}
+        self.collection.update_many(guard, [{"$set": {**change, "lastModified": "$$NOW", "version": version}}])
+        return [self.read(each) for each in self.collection.find({"_id": {"$in": list(ids)}, "driver": coordinator})]
+
+    def move_together(self, seen: Sequence[Transaction], state: State, *, before: State) -> list[Transaction]:
+        """As `move`, of several; all of them that are in this state afterwards, whoever has moved them."""
+        which = {"_id": {"$in": [each.id for each in seen]}, "key": {"$in": [each.key for each in seen]}}
+        change: Document = {"state": str(state), "lastModified": "$$NOW", **self._times(state)}
+        self.collection.update_many({**which, "state": str(before)}, [{"$set": change}])
+        return [self.read(each) for each in self.collection.find({**which, "state": str(state)})]
 
     def touch(self, mine: Transaction) -> bool:
         """Prove by a majority write that a transaction is still in this state and mine."""
         return bool(self.collection.update_one(mine.guard, _NOW).matched_count)
 
-    def advance(self, mine: Transaction, state: State, **fields: Any) -> Transaction | None:
+    def advance(
+        self, mine: Transaction, state: State, *, session: ClientSession | None = None, **fields: Any
+    ) -> Transaction | None:
         """The next state; None if I have been overtaken."""
-        return self._update(mine.guard, {"state": str(state), **fields}, version=False)
+        return self._update(mine.guard, state, fields, version=False, session=session)
+
+    def move(
+        self,
+        seen: Transaction,
+        state: State,
+        *,
+        session: ClientSession | None = None,
+        reason: str | None = None,
+    ) -> Transaction | None:
+        """
+        The next state of a transaction with receipts, whoever has it; None if it is no longer as it was seen.
+
+        Any number of coordinators may advance it, so there is no version in the condition.
+        """
+        guard = {"_id": {"$eq": seen.id}, "state": str(seen.state), "key": seen.key}
+        fields = {} if reason is None else {"reason": reason}
+        return self._update(guard, state, fields, version=False, session=session)
 
     def cancel(self, seen: Transaction, coordinator: ObjectId, reason: str) -> Transaction | None:
         """From pending to canceling, by a new coordinator; None if it is no longer as it was seen."""
-        fields = {"state": str(State.CANCELING), "reason": reason, **self._marks(coordinator)}
-        return self._update(seen.guard, fields, version=True)
+        fields = {"reason": reason, **self._marks(coordinator)}
+        return self._update(seen.guard, State.CANCELING, fields, version=True)
 
     def drop(self, seen: Transaction, reason: str) -> Transaction | None:
         """From initial to canceled: nothing was done yet."""
-        return self._update(seen.guard, {"state": str(State.CANCELED), "reason": reason}, version=False)
+        return self._update(seen.guard, State.CANCELED, {"reason": reason}, version=False)
+
+    def note_compensated(
+        self, seen: Transaction, attempt: int, before: int | None, session: ClientSession | None
+    ) -> bool:
+        """
+        Note in a transaction that is done the attempt that compensates it.
+
+        Args:
+            seen: the transaction.
+            attempt: number of the attempt.
+            before: the number that is to be there; None for none.
+            session: of the MongoDB transaction that stores the attempt, where there is one.
+
+        Returns:
+            False if it is no longer as it was seen.
+        """
+        guard = {"_id": {"$eq": seen.id}, "state": str(State.DONE), "compensatedBy": before}
+        change = {"$set": {"compensatedBy": attempt}}
+        return bool(self.collection.update_one(guard, change, session=session).matched_count)
 
     def note_queued(self, transaction_id: Any) -> bool:
         """
@@ -172,28 +364,37 @@ class TransactionLog:
             without: ids that were looked at already.
         """
         whose: Document = {} if any_application else self._ours()
-        left = {"state": {"$in": [str(state) for state in UNFINISHED]}}
-        queued = {"state": str(State.INITIAL), "queuedAt": {"$exists": True}}
-        condition = {**whose, "$or": [left, queued], "$expr": _older_than(older_than), "_id": {"$nin": list(without)}}
-        return list(self.collection.find(condition).sort("lastModified", 1).limit(limit))
+        queued = {"queuedAt": {"$exists": True}}
+        late = {"$expr": _older_than(older_than), "_id": {"$nin": list(without)}}
+        # Each state is asked for apart: see LOG_INDEXES.
+        found = [self._of_state(state, {**whose, **late}, limit) for state in UNFINISHED]
+        found.append(self._of_state(State.INITIAL, {**whose, **queued, **late}, limit))
+        return list(islice(heapq.merge(*found, key=_age_key), limit))
+
+    def _of_state(self, state: State, condition: Mapping[str, Any], limit: int) -> Iterable[Document]:
+        """Documents of a state, the oldest step first."""
+        return self.collection.find({"state": str(state), **condition}).sort("lastModified", 1).limit(limit)
 
     def find(self, states: Sequence[str], older_than: float | None, limit: int) -> Iterable[Document]:
         """Documents for people to look at, the oldest step first."""
-        condition: Document = {"state": {"$in": list(states)}} if states else {}
-        if older_than is not None:
-            condition["$expr"] = _older_than(older_than)
-        return self.collection.find(condition).sort("lastModified", 1).limit(limit)
+        condition: Document = {} if older_than is None else {"$expr": _older_than(older_than)}
+        if not states:
+            return self.collection.find(condition).sort("lastModified", 1).limit(limit)
+        found = [self._of_state(State(state), condition, limit) for state in dict.fromkeys(states)]
+        return islice(heapq.merge(*found, key=_age_key), limit)
 
     def standing(self) -> dict[State, tuple[int, float]]:
         """How many transactions are not final, by state, and for how many seconds the oldest has stood there."""
-        states = [str(state) for state in (State.INITIAL, *UNFINISHED)]
         age = {"$subtract": ["$$NOW", _MODIFIED]}
-        stages: list[Document] = [
-            {"$match": {"state": {"$in": states}}},
-            {"$group": {"_id": "$state", "count": {"$sum": 1}, "oldest": {"$max": age}}},
-        ]
-        found = self.collection.aggregate(stages)
-        return {State(row["_id"]): (row["count"], max(row["oldest"] or 0, 0) / 1000) for row in found}
+        found: dict[State, tuple[int, float]] = {}
+        for state in (State.INITIAL, *UNFINISHED):
+            stages: list[Document] = [
+                {"$match": {"state": str(state)}},
+                {"$group": {"_id": None, "count": {"$sum": 1}, "oldest": {"$max": age}}},
+            ]
+            for row in self.collection.aggregate(stages):
+                found[state] = (row["count"], max(row["oldest"] or 0, 0) / 1000)
+        return found
 
     def _ours(self) -> Document:
         return {"application": {"$in": [None, self._application]}}
@@ -201,12 +402,41 @@ class TransactionLog:
     def _marks(self, coordinator: ObjectId) -> Document:
         return {"application": self._application, "driver": coordinator}
 
-    def _update(self, guard: Document, fields: Document, *, version: bool) -> Transaction | None:
-        change: Document = {"$set": fields, **_NOW}
+    def _update(
+        self,
+        guard: Document,
+        state: State | None,
+        fields: Mapping[str, Any],
+        *,
+        version: bool,
+        session: ClientSession | None = None,
+        without: Sequence[str] = (),
+    ) -> Transaction | None:
+        """Another state, or the same one for None; in one update by expressions, since only they know the time."""
+        change: Document = {name: literal(value) for name, value in fields.items()}
+        change["lastModified"] = "$$NOW"
+        if state is not None:
+            change.update({"state": str(state), **self._times(state)})
         if version:
-            change["$inc"] = {"version": Int64(1)}
-        found = self.collection.find_one_and_update(guard, change, return_document=ReturnDocument.AFTER)
+            change["version"] = {"$add": [{"$ifNull": ["$version", Int64(0)]}, Int64(1)]}
+        stages: list[Document] = [{"$set": change}, *([{"$unset": list(without)}] if without else [])]
+        found = self.collection.find_one_and_update(
+            guard, stages, return_document=ReturnDocument.AFTER, session=session
+        )
         return None if found is None else self.read(found)
+
+
+def _is_used(transaction_id: Any) -> TransactionStateError:
+    return TransactionStateError(
+        f"there is a transaction {transaction_id!r} already; ids are used once. Nothing was changed.",
+        id=transaction_id,
+    )
+
+
+def _age_key(document: Mapping[str, Any]) -> float:
+    """The time of the last step, for sorting; what is no time comes first, as with the server."""
+    modified = document.get("lastModified")
+    return modified.timestamp() if isinstance(modified, datetime) else float("-inf")
 
 
 def _older_than(seconds: float) -> Document:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from mongo_celery.errors import ConfigurationError
 
+PROTOCOLS = ("auto", "documents")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoPhaseOptions:
@@ -21,7 +23,12 @@ class TwoPhaseOptions:
     older_than: float
     timeout: float
     recover_every: float | None
+    protocol: str
+    deadline: float
+    retention: float | None
 
     def __post_init__(self) -> None:
         if not isinstance(self.application, str) or not self.application:
             raise ConfigurationError(f"application={self.application!r} must be a name, such as 'App1'.")
+        if self.protocol not in PROTOCOLS:
+            raise ConfigurationError(f"protocol={self.protocol!r} must be one of {', '.join(map(repr, PROTOCOLS))}.")

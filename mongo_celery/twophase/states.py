@@ -10,12 +10,18 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Any
 
-from bson import Decimal128
+from bson import Decimal128, ObjectId
 from bson.int64 import Int64
 
 from mongo_celery.errors import ConfigurationError, TransactionStateError
 from mongo_celery.mongo.identity import same_bson
 from mongo_celery.twophase.participants import Part, increase, stored_part
+
+RECEIPTS = "receipts"
+"""What `protocol` says of a transaction over several clusters, from pending on; others have no such field."""
+
+_OTHER_SPELLINGS = {"cancelled": "canceled"}
+"""Of the tutorial, in some of its editions."""
 
 
 class State(StrEnum):
@@ -28,6 +34,9 @@ class State(StrEnum):
            |          |
            |          +-> canceling -> canceled
            +-----------------------> canceled
+
+    In one MongoDB transaction `initial` becomes `done` at once. A transaction over several clusters may go from
+    `canceling` to `applied`: its last cluster decides, and may have decided before somebody asked for the cancel.
     """
 
     INITIAL = "initial"
@@ -58,6 +67,10 @@ class Transaction:
         reason: why it is or was canceled.
         last_modified: the server's time of the last step, if it is a date.
         document: as stored.
+        deadline: the server's time after which it cancels itself if it is not applied; None for older ones.
+        key: by which receipts name it; None if it has none.
+        incarnations: of the participants, as they were when it was begun; None if that was not recorded.
+        refusal: why it cannot be applied whatever the participants say; None if it can.
     """
 
     id: Any
@@ -69,6 +82,15 @@ class Transaction:
     reason: str | None
     last_modified: datetime | None
     document: Mapping[str, Any]
+    deadline: datetime | None = None
+    key: ObjectId | None = None
+    incarnations: tuple[Any, ...] | None = None
+    refusal: str | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline had passed at its last step, by the clock of the log."""
+        return self.deadline is not None and self.last_modified is not None and self.last_modified >= self.deadline
 
     @property
     def guard(self) -> dict[str, Any]:
@@ -90,6 +112,8 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
     """
     identity = document.get("_id")
     state = document.get("state")
+    if isinstance(state, str):
+        state = _OTHER_SPELLINGS.get(state, state)
     if not isinstance(state, str) or state not in set(State):
         raise TransactionStateError(
             f"transaction {identity!r} has the unknown state {state!r}; it belongs to other code, or was damaged.",
@@ -97,8 +121,10 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
             state=state,
         )
     try:
-        parts = _parts(document, accounts)
+        parts, refusal = _parts(document, accounts)
         version = _version(document.get("version"))
+        key = _key(document, State(state))
+        incarnations = _incarnations(document.get("incarnations"), len(parts))
     except Exception as error:
         # Whatever other code has written there: one document must not stop those who look at many.
         raise TransactionStateError(
@@ -107,7 +133,7 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
             id=identity,
             state=state,
         ) from error
-    modified = document.get("lastModified")
+    modified, deadline = document.get("lastModified"), document.get("deadline")
     return Transaction(
         id=identity,
         state=State(state),
@@ -118,25 +144,62 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
         reason=document.get("reason"),
         last_modified=modified if isinstance(modified, datetime) else None,
         document=document,
+        deadline=deadline if isinstance(deadline, datetime) else None,
+        key=key,
+        incarnations=incarnations,
+        refusal=refusal,
     )
 
 
 def _version(stored: object) -> int | None:
     # A coordinator's guard has it as an integer: what is none would never match, and be passed over for ever.
+    if isinstance(stored, float) and stored.is_integer():
+        return int(stored)  # mongosh writes doubles, and the server takes them for equal
     if stored is None or (isinstance(stored, int) and not isinstance(stored, bool)):
         return None if stored is None else int(stored)
     raise TypeError(f"version {stored!r} is no integer")
 
 
-def _parts(document: Mapping[str, Any], accounts: str) -> tuple[Part, ...]:
-    if "participants" in document:
-        return tuple(stored_part(each) for each in document["participants"])
-    value = amount(document["value"])
-    require = document.get("require")
+def _key(document: Mapping[str, Any], state: State) -> ObjectId | None:
+    protocol = document.get("protocol")
+    if protocol is None or state is State.INITIAL:
+        return None
+    if protocol != RECEIPTS:
+        raise TypeError(f"protocol {protocol!r} is of a newer version")
+    key = document["key"]
+    if not isinstance(key, ObjectId):
+        raise TypeError(f"key {key!r} is no ObjectId")
+    return key
+
+
+def _incarnations(stored: object, count: int) -> tuple[Any, ...] | None:
+    if stored is None:
+        return None
+    if not isinstance(stored, list) or len(stored) != count:
+        raise TypeError(f"incarnations {stored!r} are not one for each participant")
+    return tuple(stored)
+
+
+def _parts(document: Mapping[str, Any], accounts: str) -> tuple[tuple[Part, ...], str | None]:
+    """The participants, and why they may not be changed, if that is known already."""
+    for name in ("changes", "participants"):
+        if name in document:
+            return tuple(stored_part(each) for each in document[name]), None
+    value, require = document["value"], document.get("require")
+    refusal = None
+    if _is_zero(value):
+        refusal = "its value is 0: there is nothing to transfer"
+    else:
+        value = amount(value)
     parts = transfer_parts(accounts, document["source"], document["destination"], value, require)
     if same_bson(parts[0].id, parts[1].id):
         raise ValueError("source and destination are the same")
-    return parts
+    return parts, refusal
+
+
+def _is_zero(value: object) -> bool:
+    number = value.to_decimal() if isinstance(value, Decimal128) else value
+    return isinstance(number, (int, float, Decimal)) and not isinstance(number, bool) and number == 0
 
 
 def transfer_parts(accounts: str, source: Any, destination: Any, value: Any, require: Any) -> tuple[Part, Part]:

@@ -9,6 +9,7 @@ from kombu.exceptions import OperationalError
 from pymongo.errors import PyMongoError
 
 from mongo_celery.app import add_task
+from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.twophase.coordinator import BusyError
@@ -62,7 +63,7 @@ def register_tasks(
         """Do one step of a transaction, and ask for the next."""
         try:
             after = step_of(name, from_text(transaction_id), version)
-        except (PyMongoError, BusyError) as error:
+        except (PyMongoError, BusyError, TransactionTimeoutError) as error:
             if isinstance(error, PyMongoError) and not is_transient(error):
                 raise
             raise task.retry(exc=error, **_retry_options(task)) from error

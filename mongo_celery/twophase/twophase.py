@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from bson import ObjectId
 from celery import Celery
+from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
@@ -18,13 +18,14 @@ from mongo_celery.errors import ConfigurationError, TransactionCanceledError, Tr
 from mongo_celery.forking import per_process
 from mongo_celery.mongo.opening import Client, Source, collection_of
 from mongo_celery.twophase.clusters import Clusters, opened
-from mongo_celery.twophase.compensation import compensation_ids, opposite
-from mongo_celery.twophase.completion import NOT_BEGUN, Completion, still_mine, stuck
-from mongo_celery.twophase.coordinator import OvertakenError, StuckError
+from mongo_celery.twophase.compensation import compensation_id, noted_attempt, opposite
+from mongo_celery.twophase.completion import NOT_BEGUN, Completion, Way, still_mine, stuck
+from mongo_celery.twophase.coordinator import BusyError, OvertakenError, StuckError
+from mongo_celery.twophase.local import RefusedError, in_one
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.options import TwoPhaseOptions
-from mongo_celery.twophase.participants import is_same, part_of
-from mongo_celery.twophase.recovery import Recovery, recover
+from mongo_celery.twophase.participants import Part, is_same, part_of
+from mongo_celery.twophase.recovery import Recoverer, Recovery
 from mongo_celery.twophase.states import State, Transaction, amount, transfer_parts
 from mongo_celery.twophase.steps import RECOVER_TASK, publish_step, register_tasks
 from mongo_celery.twophase.values import plain, plain_id
@@ -41,14 +42,15 @@ TWO_PHASE_COMMITS: Registry[TwoPhaseCommit] = Registry(
 
 class TwoPhaseCommit:
     """
-    Changes several documents as one, also in several collections and clusters, without MongoDB's transactions.
+    Changes several documents as one, also in several collections and clusters, and on standalone servers.
 
-    A transaction is a document; its participants remember in `pendingTransactions` that they have been changed.
-    Every step is a conditional update that may be repeated. Afterwards a transaction is `done` with each
-    participant changed once, or `canceled` with none changed.
+    A transaction is a document; every step of it may be repeated, and finished by anybody. Afterwards it is `done`
+    with each participant changed once, or `canceled` with none changed. Where all participants are in its own cluster
+    it is carried out by one MongoDB transaction; across clusters by one in each, with a receipt beside the documents;
+    and on standalone servers by markers in the documents (`pendingTransactions`).
 
-    Not promised: isolation. Others can see one participant changed before the other; a `require` rule is what
-    keeps a balance from going below a limit.
+    Not promised: isolation, but within one cluster. Others can see one cluster, or with markers one participant,
+    changed before the other; a `require` rule is what keeps a balance from going below a limit.
 
     Args:
         app: the Celery app; None if Celery advances nothing.
@@ -60,8 +62,13 @@ class TwoPhaseCommit:
             the transactions.
         clients: other clusters by alias: clients, or callables that return them, asked as above.
         older_than: seconds after which an unfinished transaction counts as abandoned.
-        timeout: seconds for which transient errors are repeated.
+        timeout: seconds that a call may last, whatever a server does: transient errors are repeated for so long. A
+            MongoDB transaction that has to be aborted may take 2 s more.
         recover_every: seconds between two recoveries by `celery beat`; None for no beat entry.
+        protocol: `"auto"`: one MongoDB transaction where all participants are in the transactions' cluster, receipts
+            where they are in several, markers where one is a standalone server; or `"documents"`: markers always.
+        deadline: seconds after which a transaction that was begun and is not applied cancels itself.
+        retention: seconds for which a transaction is kept that is done or canceled; None for ever.
 
     Raises:
         ConfigurationError: an option cannot work, or the app has another of this name.
@@ -79,6 +86,9 @@ class TwoPhaseCommit:
         older_than: Duration = 1800.0,
         timeout: Duration = 30.0,
         recover_every: Duration | None = None,
+        protocol: str = "auto",
+        deadline: Duration = 600.0,
+        retention: Duration | None = None,
     ) -> None:
         options = TwoPhaseOptions(
             application=application,
@@ -86,6 +96,9 @@ class TwoPhaseCommit:
             older_than=positive(older_than, "older_than"),
             timeout=positive(timeout, "timeout"),
             recover_every=None if recover_every is None else positive(recover_every, "recover_every"),
+            protocol=protocol,
+            deadline=positive(deadline, "deadline"),
+            retention=None if retention is None else positive(retention, "retention"),
         )
         for option, source in (("transactions", transactions), ("accounts", accounts)):
             if source is not None and not isinstance(source, Collection) and not callable(source):
@@ -94,7 +107,7 @@ class TwoPhaseCommit:
         self.name = options.name
         self.application = options.application
         self.older_than = options.older_than
-        self._timeout = options.timeout
+        self._options = options
         self._given = (transactions, accounts)
         self._clusters = Clusters(lambda: self.transactions, clients or {})
         if app is not None:
@@ -120,15 +133,21 @@ class TwoPhaseCommit:
     @per_process
     def log(self) -> TransactionLog:
         """Reads and writes of the transactions' documents."""
-        return TransactionLog(self.transactions, self.application, self.accounts.full_name)
+        return TransactionLog(
+            self.transactions,
+            self.application,
+            self.accounts.full_name,
+            deadline=self._options.deadline,
+            retention=self._options.retention,
+        )
 
     @per_process
     def _completion(self) -> Completion:
-        return Completion(self.log, self._clusters.open, self._timeout)
+        return Completion(self.log, self._clusters, self._options.timeout, self._options.protocol)
 
     # -- beginning ---------------------------------------------------------------------------------
 
-    def begin(self, participants: Sequence[object], *, id: Any = None) -> Any:  # noqa: A002 - what it is
+    def begin(self, participants: Sequence[object], *, id: Any = None, run: bool = False) -> Any:  # noqa: A002 - what it is
         """
         Store a transaction; afterwards it survives a crash, and nothing is changed yet.
 
@@ -136,12 +155,14 @@ class TwoPhaseCommit:
             participants: `Participant`s; they are changed in this order.
             id: of the transaction; by default a new ObjectId. It has to be unique over all collections of
                 transactions that share participants.
+            run: whether to run it here too, which takes fewer round trips than `run` afterwards.
 
         Returns:
             The id, for `run`, `delay` and `cancel`.
 
         Raises:
             ConfigurationError: a participant cannot work, or a document takes part twice.
+            TransactionCanceledError: it was rolled back; only where it is run.
             TransactionStateError: there is a transaction of this id.
         """
         codec = self.transactions.codec_options
@@ -151,7 +172,7 @@ class TwoPhaseCommit:
         for index, part in enumerate(parts):
             if any(is_same(part, other) for other in parts[:index]):
                 raise ConfigurationError(f"{part} takes part twice; combine both changes in one participant.")
-        return self._store({"participants": [part.to_document() for part in parts]}, id)
+        return self._begun({"participants": [part.to_document() for part in parts]}, tuple(parts), id, run=run)
 
     def transfer(
         self,
@@ -190,10 +211,8 @@ class TwoPhaseCommit:
         if is_same(source_part, destination_part):
             raise ConfigurationError(f"source and destination are both {source!r}; a transfer needs two documents.")
         fields = {"source": source, "destination": destination, "value": value}
-        identity = self._store(fields if require is None else {**fields, "require": require}, id)
-        if run:
-            self.run(identity)
-        return identity
+        given = fields if require is None else {**fields, "require": require}
+        return self._begun(given, (source_part, destination_part), id, run=run)
 
     # -- advancing ---------------------------------------------------------------------------------
 
@@ -213,14 +232,8 @@ class TwoPhaseCommit:
             TransactionTimeoutError: MongoDB did not answer in time. Recovery will finish it if it was begun; the
                 message says when that is not known, and `run` may be called again in any case.
         """
-        ended = self._completion.to_the_end(self._taken_over(id))
-        if ended.state is State.CANCELED:
-            raise TransactionCanceledError(
-                f"transaction {ended.id!r} was rolled back: {ended.reason or 'canceled'}.",
-                id=ended.id,
-                reason=ended.reason,
-            )
-        return ended
+        with self._completion.bounded() as deadline:
+            return _ended(self._completion.to_the_end(self._taken_over(id, deadline), deadline))
 
     def delay(self, id: Any) -> Any:  # noqa: A002
         """
@@ -238,12 +251,16 @@ class TwoPhaseCommit:
         """
         if self.app is None:
             raise ConfigurationError("delay needs the Celery app: TwoPhaseCommit(app, transactions).")
+        with self._completion.bounded():
+            self._note_queued(id)
+        return publish_step(self.app, self.name, plain_id("id", id, self.transactions.codec_options), None)
+
+    def _note_queued(self, id: Any) -> None:  # noqa: A002
         if not self.log.note_queued(id):
             seen = self.log.get(id)
             self._refuse_foreign(seen, allowed=False)
             state = seen.state
             raise TransactionStateError(f"transaction {id!r} is {state}: nothing is left to do.", id=id, state=state)
-        return publish_step(self.app, self.name, plain_id("id", id, self.transactions.codec_options), None)
 
     def step(self, id: Any, version: int | None) -> Transaction | None:  # noqa: A002
         """
@@ -252,20 +269,25 @@ class TwoPhaseCommit:
         Raises:
             PyMongoError: repeat it.
         """
-        transaction = self.log.get(id)
-        if transaction.state.is_final:
-            return None
-        coordinator = self._completion.new_coordinator()
-        try:
-            if version is None:
-                if transaction.state is State.INITIAL:
-                    return coordinator.begin(transaction)
-                return self.log.take_over(transaction, coordinator.identity)
-            if transaction.version != version:
+        with self._completion.bounded() as deadline:
+            transaction = self.log.get(id)
+            if transaction.state.is_final:
                 return None
-            return coordinator.step(transaction)
-        except OvertakenError:
+            try:
+                return self._stepped(transaction, version, deadline)
+            except OvertakenError:
+                return None
+
+    def _stepped(self, transaction: Transaction, version: int | None, deadline: float) -> Transaction | None:
+        way = self._completion.way_of(transaction)
+        coordinator = self._completion.new_coordinator()
+        if version is None and transaction.state is not State.INITIAL:
+            return self.log.take_over(transaction, coordinator.identity)
+        if transaction.version != version:
             return None
+        if way is not Way.DOCUMENTS:
+            return self._completion.advanced(transaction, way, deadline)
+        return coordinator.begin(transaction) if version is None else coordinator.step(transaction)
 
     def cancel(self, id: Any, reason: str = "canceled on request", *, all: bool = False) -> Transaction:  # noqa: A002
         """
@@ -291,12 +313,7 @@ class TwoPhaseCommit:
             if seen.state is State.PENDING:
                 return still_mine(self.log.cancel(seen, self._completion.new_coordinator().identity, reason))
             if seen.state in {State.APPLIED, State.DONE}:
-                raise TransactionStateError(
-                    f"transaction {id!r} is {seen.state}: it can no longer be canceled. compensate({id!r}) begins the "
-                    "opposite transaction.",
-                    id=id,
-                    state=seen.state,
-                )
+                raise _too_late(seen)
             if seen.state is State.CANCELING:
                 return still_mine(
                     self.log.take_over(seen, self._completion.new_coordinator().identity, any_application=all)
@@ -304,7 +321,12 @@ class TwoPhaseCommit:
             return seen
 
         hint = "whether it is being canceled is not known: cancel it again"
-        return self._completion.to_the_end(self._completion.until_answered(attempt, hint=hint, id=id))
+        with self._completion.bounded() as deadline:
+            begun = self._completion.until_answered(attempt, deadline, hint=hint, id=id)
+            ended = self._completion.to_the_end(begun, deadline)
+        if ended.state is State.DONE:  # its last cluster had decided already
+            raise _too_late(ended)
+        return ended
 
     def compensate(self, id: Any) -> Any:  # noqa: A002
         """
@@ -319,6 +341,13 @@ class TwoPhaseCommit:
         Raises:
             TransactionStateError: the transaction is not done.
         """
+        with self._completion.bounded() as deadline:
+            return self._completion.until_answered(
+                lambda: self._compensated(id, deadline), deadline, hint="compensate it again", id=id
+            )
+
+    def _compensated(self, id: Any, deadline: float) -> Any:  # noqa: A002
+        """What is done already is read from the transaction itself: of a compensation that is gone nobody can tell."""
         seen = self.log.get(id)
         if seen.state is not State.DONE:
             raise TransactionStateError(
@@ -326,13 +355,43 @@ class TwoPhaseCommit:
                 id=id,
                 state=seen.state,
             )
-        fields = opposite(seen)
-        for identity in compensation_ids(id):
-            with contextlib.suppress(TransactionStateError):  # there is one of this id, since long ago or just now
-                return self._store(fields, identity)
-            if self.log.get(identity).state is not State.CANCELED:
+        before = noted_attempt(seen)
+        attempt = before or 1
+        while True:
+            identity = compensation_id(id, attempt)
+            found = self.log.find_one(identity)
+            if found is None and attempt == before:
+                raise TransactionStateError(
+                    f"transaction {id!r} was compensated by {identity!r}, of which nothing is known any more: it is "
+                    "not compensated again.",
+                    id=id,
+                )
+            if found is None:
+                self._store_compensation(seen, attempt, before, deadline)
                 return identity
-        raise AssertionError  # ids never end
+            if found.state is not State.CANCELED:
+                if attempt != before and not self.log.note_compensated(seen, attempt, before, None):
+                    raise BusyError("it changed meanwhile")
+                return identity
+            attempt += 1
+
+    def _store_compensation(self, seen: Transaction, attempt: int, before: int | None, deadline: float) -> None:
+        """Store an attempt, and note it in what it compensates: in one MongoDB transaction, where there are any."""
+        fields, identity = opposite(seen), compensation_id(seen.id, attempt)
+
+        def both(session: ClientSession | None) -> None:
+            try:
+                self.log.insert(fields, identity, session=session)
+            except TransactionStateError as error:  # there is one of this id, since just now
+                raise BusyError("it changed meanwhile") from error
+            if not self.log.note_compensated(seen, attempt, before, session):
+                raise BusyError("it changed meanwhile")
+
+        self.log.prepare()
+        if self._clusters.is_standalone(None):
+            both(None)
+        else:
+            in_one(self.transactions.database.client, both, deadline)
 
     # -- recovery ----------------------------------------------------------------------------------
 
@@ -351,26 +410,64 @@ class TwoPhaseCommit:
         Args:
             older_than: seconds since its last step, by the server's clock; by default the option.
             all: also those of other applications.
-            limit: how many are taken over at most; what cannot be read is reported beside them.
+            limit: how many are taken over at most; what cannot be read is reported beside them. What is in the same
+                clusters is finished together: once one of these does not answer in time, the others are not tried.
 
         Returns:
             What became of each; one that fails does not stop the others.
         """
         age = self.older_than if older_than is None else not_negative(older_than, "older_than")
-        return recover(self.log, self._completion, age, any_application=all, limit=limit)
+        return Recoverer(self.log, self._completion, age, any_application=all).recover(limit)
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _store(self, fields: Mapping[str, Any], id: Any) -> Any:  # noqa: A002
-        """Store a new transaction. If an answer was lost, what is there is known to be ours by what it says."""
+    def _begun(self, fields: Mapping[str, Any], parts: tuple[Part, ...], id: Any, *, run: bool) -> Any:  # noqa: A002
+        """Store a new transaction, and run it if that is asked for."""
         identity = ObjectId() if id is None else id
         plain_id("id", identity, self.transactions.codec_options)
+        with self._completion.bounded() as deadline:
+            way = self._way_for(parts, deadline) if run else None
+            if way is Way.WITHIN:
+                self._store_done(fields, parts, identity, deadline)
+            elif way is Way.ACROSS:
+                begun = self._stored_and_begun(fields, parts, identity, deadline)
+                _ended(self._completion.to_the_end(begun, deadline))
+            else:
+                self._store(fields, identity, deadline)
+            if way is Way.DOCUMENTS:
+                stored = self.log.read({**fields, "_id": identity, "state": str(State.INITIAL)})
+                _ended(self._completion.to_the_end(stored, deadline))
+        return identity
+
+    def _stored_and_begun(
+        self, fields: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, deadline: float
+    ) -> Transaction:
+        try:
+            return self._completion.stored_and_begun(parts, identity, deadline)
+        except RefusedError as error:
+            self._store({**fields, "reason": str(error)}, identity, deadline, State.CANCELED)
+            raise _canceled(identity, str(error)) from error
+
+    def _way_for(self, parts: tuple[Part, ...], deadline: float) -> Way:
+        return self._completion.until_answered(
+            lambda: self._completion.way_for(parts), deadline, hint="nothing was stored"
+        )
+
+    def _store_done(self, fields: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, deadline: float) -> None:
+        """Store a transaction as done and do it, in one; or store it as canceled, and say so."""
+        reason = self._completion.stored_and_done(fields, parts, identity, deadline)
+        if reason is not None:
+            self._store({**fields, "reason": reason}, identity, deadline, State.CANCELED)
+            raise _canceled(identity, reason)
+
+    def _store(self, fields: Mapping[str, Any], identity: Any, deadline: float, state: State = State.INITIAL) -> None:
+        """Store a new transaction. If an answer was lost, what is there is known to be ours by what it says."""
         repeated = False
 
         def attempt() -> None:
             nonlocal repeated
             try:
-                self.log.insert(fields, identity, again=repeated)
+                self.log.insert(fields, identity, state=state, again=repeated)
             except PyMongoError:
                 repeated = True
                 raise
@@ -378,10 +475,9 @@ class TwoPhaseCommit:
         hint = (
             f"whether transaction {identity!r} was stored is not known, but nothing was changed: run it, or begin anew"
         )
-        self._completion.until_answered(attempt, hint=hint, id=identity)
-        return identity
+        self._completion.until_answered(attempt, deadline, hint=hint, id=identity)
 
-    def _taken_over(self, id: Any) -> Transaction:  # noqa: A002
+    def _taken_over(self, id: Any, deadline: float) -> Transaction:  # noqa: A002
         """An initial transaction as it is, an unfinished one under a new version."""
 
         def attempt() -> Transaction:
@@ -391,7 +487,7 @@ class TwoPhaseCommit:
                 return seen
             return still_mine(self.log.take_over(seen, self._completion.new_coordinator().identity))
 
-        return self._completion.until_answered(attempt, hint=NOT_BEGUN, id=id)
+        return self._completion.until_answered(attempt, deadline, hint=NOT_BEGUN, id=id)
 
     def _refuse_foreign(self, seen: Transaction, *, allowed: bool) -> None:
         if not allowed and seen.application not in {None, self.application}:
@@ -400,6 +496,29 @@ class TwoPhaseCommit:
                 id=seen.id,
                 application=seen.application,
             )
+
+
+def _ended(transaction: Transaction) -> Transaction:
+    """What `run` returns; TransactionCanceledError if it was rolled back."""
+    if transaction.state is State.CANCELED:
+        raise _canceled(transaction.id, transaction.reason)
+    return transaction
+
+
+def _canceled(identity: Any, reason: str | None) -> TransactionCanceledError:
+    return TransactionCanceledError(
+        f"transaction {identity!r} was rolled back: {reason or 'canceled'}.", id=identity, reason=reason
+    )
+
+
+def _too_late(transaction: Transaction) -> TransactionStateError:
+    identity = transaction.id
+    return TransactionStateError(
+        f"transaction {identity!r} is {transaction.state}: it can no longer be canceled. compensate({identity!r}) "
+        "begins the opposite transaction.",
+        id=identity,
+        state=transaction.state,
+    )
 
 
 def _named(app: Celery, name: str) -> TwoPhaseCommit:

@@ -39,6 +39,7 @@ bank = TwoPhaseCommit(
     lambda: client_of(os.getpid())[NAME]["transactions"],
     older_than=float(os.environ.get("BANK_OLDER_THAN", "1800")),
     recover_every=1.0,
+    protocol="documents",
 )
 
 

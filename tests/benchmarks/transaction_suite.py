@@ -126,7 +126,7 @@ def _recovery(stage: Stage, sizes: Sizes) -> tuple[float, int]:
     with stage.scene("two-phase-kill") as scene:
         _open_accounts(scene, accounts)
         transactions = scene.data["transactions"]
-        bank = TwoPhaseCommit(None, transactions, application=APPLICATION)
+        bank = TwoPhaseCommit(None, transactions, application=APPLICATION, protocol="documents")
         processes = [scene.program(_PROGRAMS, "transfer_on", str(accounts)) for _ in range(sizes.processes)]
         done = scene.laps("transferred")
         scene.wait("some transfers", lambda: done.count() >= _TRANSFERRED, done.count)

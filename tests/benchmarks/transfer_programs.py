@@ -45,8 +45,8 @@ def _plain(data: Database[dict[str, Any]]) -> Transfer:
     return transfer
 
 
-def _two_phase(data: Database[dict[str, Any]]) -> Transfer:
-    bank = TwoPhaseCommit(None, data["transactions"], application=APPLICATION)
+def _two_phase(data: Database[dict[str, Any]], protocol: str = "auto") -> Transfer:
+    bank = TwoPhaseCommit(None, data["transactions"], application=APPLICATION, protocol=protocol)
     return lambda source, destination: bank.transfer(source, destination, 1)
 
 
@@ -85,8 +85,8 @@ def transfers(kind: str, accounts: str, number: str) -> None:
 
 
 def transfer_on(accounts: str) -> None:
-    """Transfer by two-phase commits until somebody ends it."""
-    transfer, choose, done = _two_phase(_data()), random.Random(), _transferred()
+    """Transfer by two-phase commits with markers, which leave something to recover, until somebody ends it."""
+    transfer, choose, done = _two_phase(_data(), "documents"), random.Random(), _transferred()
     for _ in count():
         source, destination = choose.sample(range(int(accounts)), 2)
         transfer(source, destination)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ from pymongo.database import Database
 
 from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError, TransactionTimeoutError
+from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
 from mongo_celery.twophase.steps import STEP_TASK
 from mongo_celery.twophase.values import to_text
 from tests.integration.twophase_rig import Gate, Tutorial, balances, coordinator, make_accounts, markers
 
 Document = dict[str, Any]
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 TUTORIAL_FIELDS: Document = {"_id": {}, "balance": {}, "pendingTransactions": {}}
 
 
@@ -38,7 +42,7 @@ def test_a_validator_that_knows_no_fence_cancels_and_leaves_nothing_applied(data
     """The reason names the field, and the documents are as they were."""
     strict_accounts(database)
     before = list(database["accounts"].find())
-    bank = TwoPhaseCommit(None, database["transactions"])
+    bank = TwoPhaseCommit(None, database["transactions"], protocol="documents")
 
     for destination in ("B", "missing"):
         with pytest.raises(TransactionCanceledError, match=r"transactionFence.*validator"):
@@ -51,7 +55,7 @@ def test_a_validator_of_one_participant_undoes_the_other(database: Database[Docu
     """Without a document to look at first, too: recovery of what other code has begun."""
     strict_accounts(database)
     database["stock"].insert_one({"_id": 1, "left": 1})
-    bank = TwoPhaseCommit(None, database["transactions"])
+    bank = TwoPhaseCommit(None, database["transactions"], protocol="documents")
     parts = [
         Participant(database["stock"], 1, {"$inc": {"left": -1}}),
         Participant(database["accounts"], "A", {"$inc": {"balance": 5}}),
@@ -249,7 +253,7 @@ def test_an_answer_that_is_lost_while_it_is_stored_makes_no_stranger_of_it(
     bank: TwoPhaseCommit, database: Database[Document], failpoint: Any
 ) -> None:
     """Stored, and told otherwise, under an id of the caller's; a second one of that id is refused as ever."""
-    lost = {"code": 91, "errmsg": "the primary ended"}
+    lost = {"code": 262, "errmsg": "it took too long"}
     with failpoint(mode={"times": 2}, failCommands=["findAndModify"], writeConcernError=lost):
         bank.transfer("A", "B", 10, id="order-1")
     with pytest.raises(TransactionStateError, match="there is a transaction 'order-1' already"):
@@ -261,7 +265,7 @@ def test_a_server_that_refuses_too_long_leaves_the_transaction_to_recovery(
     database: Database[Document], failpoint: Any
 ) -> None:
     make_accounts(database, A=1000, B=1001)
-    impatient = TwoPhaseCommit(None, database["transactions"], timeout=2)
+    impatient = TwoPhaseCommit(None, database["transactions"], timeout=2, protocol="documents")
     impatient.transfer("B", "A", 1)  # gives both their versions, so that the first update is a change
     database["accounts"].update_one({"_id": "A"}, {"$set": {"balance": 1000}})
     with (
@@ -273,3 +277,69 @@ def test_a_server_that_refuses_too_long_leaves_the_transaction_to_recovery(
     assert impatient.log.get(1).state == "pending"
     assert [each.after for each in impatient.recover(0)] == ["done"]
     assert balances(database) == {"A": 990, "B": 1010}
+
+
+def test_a_standalone_server_is_served_by_markers(standalone_url: str, make_client: Callable[..., Any]) -> None:
+    """It has no MongoDB transactions; all calls do what they do elsewhere."""
+    database = make_client(standalone_url)["bank"]
+    make_accounts(database, A=1000, B=1000)
+    bank = TwoPhaseCommit(None, database["transactions"])
+
+    done = bank.transfer("A", "B", 100)
+    assert all(set(each) == {"_id", "balance", MARKERS, PARTICIPANT_VERSION} for each in database["accounts"].find())
+    assert bank.run(bank.compensate(done)).state == "done"
+    assert bank.compensate(done) == {"compensates": done}
+    with pytest.raises(TransactionCanceledError, match="does not meet"):
+        bank.transfer("A", "B", 1001)
+    assert balances(database) == {"A": 1000, "B": 1000}
+
+
+def test_one_that_is_partly_on_a_standalone_server_goes_by_markers(
+    database: Database[Document], standalone_url: str, make_client: Callable[..., Any]
+) -> None:
+    """Receipts need MongoDB transactions in every cluster."""
+    other = make_client(standalone_url)
+    far = other[database.name]["stock"]
+    far.insert_one({"_id": 1, "left": 3})
+    make_accounts(database, A=1000)
+    bank = TwoPhaseCommit(None, database["transactions"], clients={"far": other})
+
+    bank.begin(
+        [
+            Participant(database["accounts"], "A", {"$inc": {"balance": -5}}),
+            Participant(far, 1, {"$inc": {"left": -1}}, require={"left": {"$gte": 1}}),
+        ],
+        run=True,
+    )
+    assert PARTICIPANT_VERSION in (far.find_one() or {})
+    assert (far.find_one() or {})["left"] == 2
+    assert balances(database) == {"A": 995}
+
+
+def test_with_markers_what_cannot_be_written_gives_the_others_back_after_the_deadline(
+    database: Database[Document], failpoint: Any
+) -> None:
+    """A right that was taken away in the middle; it says so until it is given back, and then it is canceled."""
+    database["stock"].insert_one({"_id": 1, "left": 3})
+    make_accounts(database, A=1000)
+    bank = TwoPhaseCommit(None, database["transactions"], protocol="documents")
+    identity = bank.begin(
+        [
+            Participant(database["accounts"], "A", {"$inc": {"balance": -5}}),
+            Participant(database["stock"], 1, {"$inc": {"left": 1}}),
+        ]
+    )
+    bank.step(identity, None)
+
+    with failpoint(failCommands=["update"], namespace=f"{database.name}.stock", errorCode=13):
+        with pytest.raises(TransactionStateError, match=r"stays pending: .* cannot be read or written"):
+            bank.run(identity)
+        assert balances(database) == {"A": 995}
+        database["transactions"].update_one({}, {"$set": {"deadline": LONG_AGO}})
+        (became,) = bank.recover(0)
+        assert became.after == "canceling"
+        assert "refuses to be undone" in (became.error or "")
+        assert balances(database) == {"A": 1000}
+
+    assert [each.after for each in bank.recover(0)] == ["canceled"]
+    assert (database["stock"].find_one() or {})["left"] == 3

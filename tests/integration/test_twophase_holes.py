@@ -6,12 +6,12 @@ import threading
 from typing import Any
 
 import pytest
-from bson import ObjectId
 from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError
+from mongo_celery.twophase import coordinator as coordinators
 from mongo_celery.twophase import documents
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
 from tests.fixtures.process import wait_for
@@ -27,10 +27,10 @@ from tests.integration.twophase_rig import (
 
 Document = dict[str, Any]
 
-COMMANDS = 14
-"""Of one coordinator: read, look at both and give each a version, claim, apply both, applied, settle both, done."""
+COMMANDS = 13
+"""Of one coordinator: read, look at both and give each a version, claim, apply both, applied, settle, done."""
 
-COMMANDS_WITH_VERSIONS = 10
+COMMANDS_WITH_VERSIONS = 9
 """The same once the documents have their versions: a look is then a read and nothing else."""
 
 CLAIM, FIRST_APPLY, SECOND_APPLY = 8, 9, 10
@@ -156,7 +156,7 @@ def test_an_undo_that_leaves_the_fence_alone_would_let_a_late_driver_apply(
 ) -> None:
     """Why a version is renewed also where nothing is undone: here it is not, and what was canceled is half applied."""
 
-    def marked_only(collection: Any, part: Any, transaction_id: Any) -> documents.Undone:
+    def marked_only(collection: Any, part: Any, transaction_id: Any, _incarnation: Any) -> documents.Undone:
         guard = {"_id": part.id, MARKERS: transaction_id}
         collection.update_one(guard, {**part.revert, "$pull": {MARKERS: transaction_id}})
         return documents.Undone.UNDONE
@@ -204,7 +204,11 @@ def test_a_fence_that_may_be_missing_would_let_a_late_driver_apply(
         guard = {"_id": part.id, MARKERS: {"$ne": transaction_id}, PARTICIPANT_VERSION: participant_version}
         return bool(collection.update_one(guard, {**part.apply, "$push": {MARKERS: transaction_id}}).matched_count)
 
-    monkeypatch.setattr(documents, "look", documents._seen)
+    def look_only(collection: Any, part: Any, transaction_id: Any, **_: Any) -> documents.View:
+        return documents._seen(collection, part, transaction_id)
+
+    monkeypatch.setattr(documents, "look", look_only)
+    monkeypatch.setattr(coordinators, "_known", lambda *_: None)
     monkeypatch.setattr(documents, "apply", version_or_none)
     gate = Gate(hold_before=5)  # read, look at both, claim
     identity = rescuer.transfer("A", "B", 100, run=False)
@@ -221,7 +225,7 @@ def test_an_integer_that_older_code_has_left_is_a_fence_like_any_other(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
 ) -> None:
     accounts["accounts"].update_many({}, {"$set": {PARTICIPANT_VERSION: 1}})
-    gate = Gate(hold_before=5)
+    gate = Gate(hold_before=FIRST_APPLY)
     identity = rescuer.transfer("A", "B", 100, run=False)
 
     with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
@@ -230,7 +234,7 @@ def test_an_integer_that_older_code_has_left_is_a_fence_like_any_other(
 
     assert errors == []
     assert balances(accounts) == {"A": 900, "B": 1100}
-    assert all(isinstance(each[PARTICIPANT_VERSION], ObjectId) for each in accounts["accounts"].find())
+    assert all(list(each[PARTICIPANT_VERSION]) == ["of", "at"] for each in accounts["accounts"].find())
 
 
 def test_a_driver_that_applies_in_the_middle_of_an_undo_is_undone_too(

@@ -27,7 +27,7 @@ UUID_ID = UUID("12345678123456781234567812345678")
 def bank(database: Database[Document]) -> TwoPhaseCommit:
     """Give a coordinator over two accounts with 1000 each."""
     make_accounts(database, A=1000, B=1000)
-    return TwoPhaseCommit(None, database["transactions"])
+    return TwoPhaseCommit(None, database["transactions"], protocol="documents")
 
 
 def adding(database: Database[Document], identity: Any, value: int = 1, **options: Any) -> Participant:
@@ -127,7 +127,7 @@ def test_one_document_under_two_spellings_of_a_collation_is_found_in_time(databa
     make_accounts(database, A=1000)
 
     with pytest.raises(TransactionCanceledError, match="one document"):
-        TwoPhaseCommit(None, database["transactions"]).transfer("A", "a", 100)
+        TwoPhaseCommit(None, database["transactions"], protocol="documents").transfer("A", "a", 100)
     assert balances(database) == {"A": 1000}
 
 
@@ -135,12 +135,26 @@ def test_one_document_through_two_clients_of_one_server_is_found_in_time(
     database: Database[Document], make_client: Callable[..., MongoClient[Document]]
 ) -> None:
     other = make_client()
-    aliased = TwoPhaseCommit(None, database["transactions"], clients={"warehouse": other})
+    aliased = TwoPhaseCommit(None, database["transactions"], clients={"warehouse": other}, protocol="documents")
     database["stock"].insert_one({"_id": "x", "n": 0})
 
     with pytest.raises(TransactionCanceledError, match="one document"):
         aliased.run(aliased.begin([adding(database, "x"), adding(other[database.name], "x", 10)]))
     assert (database["stock"].find_one() or {})["n"] == 0
+
+
+def test_without_markers_one_document_may_take_part_twice(
+    database: Database[Document], make_client: Callable[..., MongoClient[Document]]
+) -> None:
+    """In MongoDB transactions both changes are made once, also where only the server knows that they meet."""
+    other = make_client()
+    bank = TwoPhaseCommit(None, database["transactions"], clients={"warehouse": other})
+    database["stock"].insert_many([{"_id": "x", "n": 0}, {"_id": 1, "n": 0}])
+
+    bank.run(bank.begin([adding(database, 1), adding(database, 1.0, 10)]))
+    bank.run(bank.begin([adding(database, "x"), adding(other[database.name], "x", 10)]))
+
+    assert [each["n"] for each in database["stock"].find()] == [11, 11]
 
 
 def test_one_document_that_was_changed_already_is_left_to_people(

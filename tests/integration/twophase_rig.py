@@ -13,7 +13,7 @@ from pymongo.database import Database
 from mongo_celery import TwoPhaseCommit
 
 Document = dict[str, Any]
-_HELD_SECONDS_MAX = 120.0
+HELD_SECONDS_MAX = 120.0
 
 
 class Gate(monitoring.CommandListener):
@@ -48,7 +48,23 @@ class Gate(monitoring.CommandListener):
 
     def _hold(self) -> None:
         self.held.set()
-        assert self.released.wait(_HELD_SECONDS_MAX), "nobody let the held coordinator go on"
+        assert self.released.wait(HELD_SECONDS_MAX), "nobody let the held coordinator go on"
+
+
+class Counting(monitoring.CommandListener):
+    """The commands of a client, or of several."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None:
+        self.names.append(event.command_name)
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
+        """Nothing."""
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None:
+        """Nothing."""
 
 
 def make_accounts(database: Database[Document], **balances: int) -> None:
@@ -67,7 +83,8 @@ def markers(database: Database[Document]) -> list[Any]:
 
 
 def coordinator(client: MongoClient[Document], name: str, **options: Any) -> TwoPhaseCommit:
-    return TwoPhaseCommit(None, client[name]["transactions"], **options)
+    """A coordinator that uses markers, whatever the server can do."""
+    return TwoPhaseCommit(None, client[name]["transactions"], **{"protocol": "documents", **options})
 
 
 @contextmanager
@@ -89,7 +106,7 @@ def held_coordinator(url: str, name: str, transaction_id: Any, gate: Gate) -> It
             yield errors
         finally:
             gate.released.set()
-            thread.join(_HELD_SECONDS_MAX)
+            thread.join(HELD_SECONDS_MAX)
             assert not thread.is_alive()
 
 

@@ -1,0 +1,339 @@
+"""
+Participants in several clusters: each cluster's share is one MongoDB transaction with a receipt.
+
+| step | what is done |
+|---|---|
+| initial to pending | the entry has its key and its deadline; with the own branch where that is the first |
+| pending to applied | the remote branches, in their order; then the log, with the own branch where that is the last |
+| applied to done | the receipts are settled, the decider's at the end |
+| pending to canceling | a participant refuses, the deadline has passed, or somebody asks for it |
+| canceling to canceled | the decider is void, the others are undone; the log, with the own branch if it was first |
+| canceling to applied | the decider was applied: what it has committed goes on |
+
+Any number of coordinators may do any step at once, as late as they like: see `receipts`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from datetime import datetime
+from typing import Any
+
+from bson import ObjectId
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.errors import OperationFailure
+
+from mongo_celery.mongo.verdicts import brief
+from mongo_celery.twophase.branches import Branch, BranchPlan, Own, plan_of
+from mongo_celery.twophase.coordinator import OvertakenError, StuckError
+from mongo_celery.twophase.local import (
+    RefusedError,
+    UnmetError,
+    change,
+    in_one,
+    is_unwritable,
+    revert,
+    why_unmet,
+)
+from mongo_celery.twophase.log import TransactionLog
+from mongo_celery.twophase.participants import Part
+from mongo_celery.twophase.receipts import OverdueError, Receipt, Receipts, Share, UndoRefusedError, absent
+from mongo_celery.twophase.states import RECEIPTS, State, Transaction
+
+logger = logging.getLogger("mongo_celery.twophase")
+
+Document = dict[str, Any]
+Open = Callable[[Part], Collection[Document]]
+
+
+class AcrossClusters:
+    """
+    Performs the steps of transactions over several clusters. Holds nothing of one between two of them.
+
+    Args:
+        log: of the transactions.
+        open_part: gives a participant's collection, with majority writes and reads.
+    """
+
+    def __init__(self, log: TransactionLog, open_part: Open) -> None:
+        self._log = log
+        self._open = open_part
+        self._receipts = Receipts(open_part)
+
+    def step(self, transaction: Transaction, until: float, *, any_application: bool = False) -> Transaction:
+        """
+        Do what comes next, and record it.
+
+        Args:
+            transaction: as it was read.
+            until: on the monotonic clock; for how long it is tried.
+            any_application: whether one that nobody has begun may belong to another application.
+
+        Returns:
+            The transaction after the step; the same if it is final.
+
+        Raises:
+            OvertakenError: it is in another state by now; read it again.
+            UnmetError: a participant was changed meanwhile; try again.
+            StuckError: it stays where it is.
+            PyMongoError, TransactionTimeoutError: the outcome may be unknown; read it again.
+        """
+        if transaction.state is State.INITIAL:
+            return self._begin(transaction, until, any_application=any_application)
+        if transaction.state is State.PENDING:
+            return self._apply(transaction, until)
+        if transaction.state is State.APPLIED:
+            return self._settle(transaction)
+        if transaction.state is State.CANCELING:
+            return self._undo(transaction, until)
+        return transaction
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def _begin(self, transaction: Transaction, until: float, *, any_application: bool) -> Transaction:
+        """Initial to pending. One whose own branch refuses at once is canceled, and nothing was done."""
+        fields = begun_fields(transaction.parts)
+
+        def claimed(session: ClientSession | None) -> Transaction:
+            return _mine(
+                self._log.claim(
+                    transaction, ObjectId(), any_application=any_application, session=session, fields=fields
+                )
+            )
+
+        try:
+            return self._with_home(transaction.parts, claimed, until)
+        except RefusedError as error:
+            return _mine(self._log.drop(transaction, _logged(transaction.id, str(error))))
+
+    def store(self, fields: Document, parts: tuple[Part, ...], identity: Any, until: float) -> Transaction:
+        """
+        Store a transaction as begun.
+
+        Args:
+            fields: as `begun_fields` has made them: the same ones where an answer was lost, so that it is known again.
+            parts: its participants.
+            identity: its id.
+            until: as for `step`.
+
+        Raises:
+            TransactionStateError: there is one of this id.
+            RefusedError: a participant in the log's own cluster cannot be changed; nothing is stored.
+            UnmetError, PyMongoError, TransactionTimeoutError: as for `step`.
+        """
+        return self._with_home(parts, lambda session: self._log.insert_begun(fields, identity, session), until)
+
+    def _with_home(
+        self, parts: tuple[Part, ...], begin: Callable[[ClientSession | None], Transaction], until: float
+    ) -> Transaction:
+        """Begin a transaction, together with the own branch where that is the first."""
+        for part in parts:
+            self._open(part)  # whoever does not know a cluster must not begin what it cannot finish
+        plan = plan_of(parts)
+        if plan.home is None or plan.own is not Own.FIRST:
+            return begin(None)
+        home = plan.home
+
+        def body(session: ClientSession) -> Transaction:
+            after = begin(session)
+            change(self._open, home.parts, session)
+            return after
+
+        self._log.prepare()
+        try:
+            return in_one(self._log.collection.database.client, body, until)
+        except UnmetError as error:
+            raise RefusedError(self._reason(home, error)) from error
+
+    def _apply(self, transaction: Transaction, until: float) -> Transaction:
+        """The remote branches, then the log. Or `canceling`."""
+        plan = plan_of(transaction.parts)
+        if transaction.is_late:
+            return self._cancel(transaction, "it was not applied before its deadline")
+        for branch in plan.remote:
+            try:
+                receipt = self._receipts.apply(transaction, branch, until)
+            except RefusedError as error:
+                return self._cancel(transaction, str(error))
+            except OverdueError:
+                return self._cancel(
+                    transaction, f"its branch {branch} was not applied before the deadline, by the clock there"
+                )
+            except OperationFailure as error:
+                if not is_unwritable(error):
+                    raise
+                raise StuckError(
+                    f"its branch {branch} cannot be written ({brief(error)}); it is canceled by the first recovery "
+                    f"after {_iso(transaction.deadline)}"
+                ) from error
+            if receipt is not Receipt.APPLIED:
+                raise OvertakenError
+        return self._applied(transaction, plan, until)
+
+    def _applied(self, transaction: Transaction, plan: BranchPlan, until: float) -> Transaction:
+        if plan.own is not Own.LAST or plan.home is None:
+            return _mine(self._log.move(transaction, State.APPLIED))
+        home = plan.home
+
+        def body(session: ClientSession) -> Transaction:
+            after = _mine(self._log.move(transaction, State.APPLIED, session=session))
+            change(self._open, home.parts, session)
+            return after
+
+        try:
+            return in_one(self._log.collection.database.client, body, until)
+        except (RefusedError, UnmetError) as error:
+            return self._cancel(transaction, self._reason(home, error))
+
+    def _settle(self, transaction: Transaction) -> Transaction:
+        # In their order, so the decider comes last: whoever finds it gone must find the others settled.
+        for branch in plan_of(transaction.parts).remote:
+            self._receipts.settle(transaction, branch)
+        return _mine(self._log.move(transaction, State.DONE))
+
+    def together(self, transactions: Sequence[Transaction], until: float) -> list[Transaction]:
+        """
+        Finish several pending or applied transactions at once, whose branches are in the same clusters and databases.
+
+        Returns:
+            Those that are done.
+
+        Raises:
+            Exception: as of `Receipts.apply_together`. What is not done may have come as far as applied; each may be
+                taken by itself from where the log says.
+        """
+        count = len(plan_of(transactions[0].parts).remote)
+
+        def shares(index: int, of: Sequence[Transaction]) -> list[Share]:
+            return [(each, plan_of(each.parts).remote[index]) for each in of]
+
+        # The log decides for those whose last branch is its own: that is one MongoDB transaction for each.
+        pending = [
+            each
+            for each in transactions
+            if each.state is State.PENDING and not each.is_late and plan_of(each.parts).own is not Own.LAST
+        ]
+        if pending:
+            for index in range(count):
+                self._receipts.apply_together(shares(index, pending), until)
+        begun = [*pending, *(each for each in transactions if each.state is State.APPLIED)]
+        applied = self._log.move_together(begun, State.APPLIED, before=State.PENDING) if begun else []
+        if not applied:
+            return []
+        for index in range(count):  # the decider's at the end
+            self._receipts.settle_together(shares(index, applied))
+        return self._log.move_together(applied, State.DONE, before=State.APPLIED)
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def _cancel(self, transaction: Transaction, reason: str) -> Transaction:
+        return _mine(self._log.move(transaction, State.CANCELING, reason=_logged(transaction.id, reason)))
+
+    def _undo(self, transaction: Transaction, until: float) -> Transaction:
+        """The decider is asked; if it was applied, the transaction goes on. Else everything else is undone."""
+        plan = plan_of(transaction.parts)
+        if plan.decider is not None and self._void(transaction, plan.decider) is Receipt.APPLIED:
+            return _mine(self._log.move(transaction, State.APPLIED))
+        stuck: Exception | None = None
+        for branch in reversed(plan.others):
+            try:
+                self._note_gone(transaction, self._receipts.undo(transaction, branch, until))
+            except UndoRefusedError as error:
+                stuck = stuck or error  # the others have their changes taken back all the same
+            except OperationFailure as error:
+                if not is_unwritable(error):
+                    raise
+                stuck = stuck or StuckError(f"its branch {branch} cannot be undone: {brief(error)}")
+        if stuck is not None:
+            raise StuckError(str(stuck)) from stuck
+        if plan.own is Own.FIRST and plan.home is not None:
+            return self._undo_home(transaction, plan.home, until)
+        return _mine(self._log.move(transaction, State.CANCELED))
+
+    def _void(self, transaction: Transaction, decider: Branch) -> Receipt:
+        try:
+            return self._receipts.void(transaction, decider)
+        except OperationFailure as error:
+            if not is_unwritable(error):
+                raise
+            raise StuckError(
+                f"its branch {decider}, which decides, cannot be asked ({brief(error)}): allow find, insert and update "
+                f"on the receipts there"
+            ) from error
+
+    def _undo_home(self, transaction: Transaction, home: Branch, until: float) -> Transaction:
+        """Canceling to canceled, and the own branch is taken back with it."""
+        gone: list[Part] = []
+
+        def body(session: ClientSession) -> Transaction:
+            after = _mine(self._log.move(transaction, State.CANCELED, session=session))
+            left = [part for part in home.parts if part not in gone]
+            if left:
+                revert(self._open, left, session)
+            return after
+
+        client = self._log.collection.database.client
+        try:
+            try:
+                return in_one(client, body, until)
+            except UnmetError:
+                gone = absent(self._open, home.parts)
+                after = in_one(client, body, until)
+                self._note_gone(transaction, gone)
+                return after
+        except (UndoRefusedError, RefusedError) as error:
+            raise StuckError(str(error)) from error
+
+    def _reason(self, branch: Branch, error: Exception) -> str:
+        if isinstance(error, RefusedError):
+            return str(error)
+        reason = why_unmet(self._open, branch.parts)
+        if reason is None:
+            raise error
+        return reason
+
+    @staticmethod
+    def _note_gone(transaction: Transaction, gone: list[Part]) -> None:
+        for part in gone:
+            logger.warning(
+                "transaction %r: participant %s is gone; nothing to undo there",
+                transaction.id,
+                part,
+                extra={"event": "participant_gone"},
+            )
+
+
+def likeness_of(transaction: Transaction) -> Hashable:
+    """What those have in common that may be finished together; None for one that has to be taken by itself."""
+    if transaction.key is None or transaction.state not in {State.PENDING, State.APPLIED}:
+        return None
+    plan = plan_of(transaction.parts)
+    return (plan.own, *((branch.cluster, branch.database) for branch in plan.remote))
+
+
+def begun_fields(parts: tuple[Part, ...]) -> Document:
+    """What an entry has from pending on: a new key, and the participants under a name that older versions refuse."""
+    own = plan_of(parts).own
+    return {
+        "protocol": RECEIPTS,
+        "key": ObjectId(),
+        "own": None if own is None else str(own),
+        "changes": [part.to_document() for part in parts],
+    }
+
+
+def _logged(identity: Any, reason: str) -> str:
+    logger.warning("transaction %r is canceled: %s", identity, reason, extra={"event": "transaction_canceled"})
+    return reason
+
+
+def _iso(time: datetime | None) -> str:
+    return "its deadline" if time is None else time.isoformat(timespec="seconds")
+
+
+def _mine(transaction: Transaction | None) -> Transaction:
+    if transaction is None:
+        raise OvertakenError
+    return transaction

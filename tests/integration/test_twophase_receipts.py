@@ -1,0 +1,366 @@
+"""Two-phase commit over two clusters: receipts on the real servers, whatever is held, refused, late or purged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from pymongo import MongoClient
+
+from mongo_celery import Participant, TransactionCanceledError, TransactionStateError, TransactionTimeoutError
+from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.twophase.log import LOG_INDEXES
+from mongo_celery.twophase.states import read_transaction
+from tests.fixtures.process import wait_for
+from tests.integration.receipts_rig import START, Clusters, StepGate
+from tests.integration.twophase_rig import Counting
+
+Document = dict[str, Any]
+WAYS = [("own", "east"), ("east", "own"), ("east", "west"), ("own", "east", "west"), ("east", "own", "west")]
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def other_cluster() -> Iterator[MongoReplicaSet]:
+    with MongoReplicaSet(parameters=["enableTestCommands=1"]) as started:
+        yield started
+
+
+@pytest.fixture
+def clusters(mongo_url: str, other_cluster: MongoReplicaSet) -> Iterator[Clusters]:
+    made = Clusters(f"c{uuid4().hex[:10]}", {"own": mongo_url, "east": other_cluster.url, "west": other_cluster.url})
+    yield made
+    made.close()
+
+
+def expected(way: tuple[str, ...], value: int = 100) -> dict[str, int]:
+    """Balances after it is done."""
+    paid = {way[0]: START - value * (len(way) - 1), **dict.fromkeys(way[1:], START + value)}
+    return {cluster: paid.get(cluster, START) for cluster in ("own", "east", "west")}
+
+
+UNTOUCHED = {"own": START, "east": START, "west": START}
+
+
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_all_is_done_and_nothing_of_ours_stands_in_the_documents(clusters: Clusters, way: tuple[str, ...]) -> None:
+    """Whichever cluster comes first or last; receipts expire once all is in the log."""
+    identity = clusters.begin(*way, run=True)
+
+    stored = clusters.log.find_one({"_id": identity})
+    assert stored["state"] == "done"
+    assert stored["protocol"] == "receipts"
+    assert "participants" not in stored
+    assert clusters.balances() == expected(way)
+    for cluster in {*way} - {"own"}:
+        assert set(clusters.accounts(cluster).find_one()) == {"_id", "balance"}
+        (receipt,) = clusters.receipts(cluster)
+        assert receipt["_id"] == {"t": stored["key"], "b": cluster}
+        assert receipt["state"] == "applied"
+        assert receipt["expiresAt"] > stored["deadline"].replace(tzinfo=None)
+    assert clusters.bank.run(identity).state == "done"
+    assert clusters.balances() == expected(way)
+
+
+def test_two_clusters_take_nine_round_trips(clusters: Clusters) -> None:
+    """The entry with what is paid, the other branch with its receipt, applied, settled, done."""
+    clusters.begin("own", "east", run=True)
+    counting = Counting()
+    clients = {
+        cluster: MongoClient[Document](url, event_listeners=[counting]) for cluster, url in clusters.urls.items()
+    }
+    bank = clusters.coordinator(clients)
+    parts = [
+        Participant(clusters.accounts(cluster, clients), "A", {"$inc": {"balance": share}})
+        for cluster, share in (("own", -1), ("east", 1))
+    ]
+    bank.begin(parts, run=True)
+    counting.names.clear()
+    bank.begin(parts, run=True)
+    for client in clients.values():
+        client.close()
+    own, receipt = ["findAndModify", "update", "commitTransaction"], ["insert", "update", "commitTransaction"]
+    assert counting.names[:9] == [*own, *receipt, "findAndModify", "update", "findAndModify"]
+
+
+@pytest.mark.parametrize(
+    "lost", [{"closeConnection": True}, {"writeConcernError": {"code": 262, "errmsg": "too long"}}]
+)
+def test_an_answer_that_is_lost_is_found_in_the_receipt(clusters: Clusters, lost: Document) -> None:
+    """In either cluster, at any kind of command: it is done once."""
+    for command in ("commitTransaction", "insert", "findAndModify", "update"):
+        for target in ("own", "east"):
+            with armed(clusters.clients[target], command, lost):
+                clusters.begin("own", "east", value=1, run=True)
+    assert clusters.balances() == expected(("own", "east"), 8)
+
+
+def test_an_answer_that_is_lost_twice_makes_no_stranger_of_it(clusters: Clusters) -> None:
+    """It was stored, and told otherwise so often that the driver gives up: it is known again by its key."""
+    with armed(clusters.clients["own"], "findAndModify", {"writeConcernError": {"code": 262, "errmsg": "too long"}}, 2):
+        clusters.begin("east", "west", value=1, run=True, id="order-1")
+    with pytest.raises(TransactionStateError, match="there is a transaction 'order-1' already"):
+        clusters.begin("east", "west", value=1, run=True, id="order-1")
+    assert clusters.balances() == expected(("east", "west"), 1)
+
+
+@contextmanager
+def armed(client: MongoClient[Document], command: str, failure: Document, times: int = 1) -> Iterator[None]:
+    """Let the next commands of a kind fail in a cluster."""
+    data = {"failCommands": [command], **failure}
+    client.admin.command({"configureFailPoint": "failCommand", "mode": {"times": times}, "data": data})
+    yield
+    client.admin.command({"configureFailPoint": "failCommand", "mode": "off"})
+
+
+def test_one_of_the_first_edition_does_not_take_it_for_its_own(clusters: Clusters) -> None:
+    """It has neither the fields nor the shape that an older version advances with markers."""
+    gate = StepGate(hold_before=4)
+    identity = clusters.begin("own", "east")
+    with clusters.held(identity, gate):
+        assert gate.held.wait(60)
+        stored = clusters.log.find_one({"_id": identity})
+    assert stored["state"] == "pending"
+    assert not {"participants", "source", "destination", "value"} & set(stored)
+
+
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_a_participant_that_refuses_gives_all_others_back(clusters: Clusters, way: tuple[str, ...]) -> None:
+    """The last one cannot be found."""
+    clusters.accounts(way[-1]).delete_one({})
+    with pytest.raises(TransactionCanceledError, match="does not exist"):
+        clusters.begin(*way, run=True)
+    assert clusters.balances() == {**UNTOUCHED, way[-1]: 0}
+    assert {each["state"] for each in clusters.log.find()} == {"canceled"}
+
+
+def test_a_rule_that_fails_in_any_cluster_cancels(clusters: Clusters) -> None:
+    for way in (("own", "east"), ("east", "own"), ("east", "west")):
+        with pytest.raises(TransactionCanceledError, match="does not meet"):
+            clusters.begin(*way, value=START + 1, run=True)
+    assert clusters.balances() == UNTOUCHED
+
+
+def steps_of(clusters: Clusters, way: tuple[str, ...]) -> int:
+    """How many steps a coordinator takes; another one has made the indexes before."""
+    clusters.begin(*way, value=0, run=True)
+    gate = StepGate()
+    with clusters.held(clusters.begin(*way, value=0), gate):
+        pass
+    return gate.count
+
+
+@pytest.mark.parametrize("way", [("own", "east"), ("east", "own"), ("east", "west")], ids="-".join)
+def test_one_that_was_overtaken_anywhere_applies_nothing_again(clusters: Clusters, way: tuple[str, ...]) -> None:
+    """Held before each step and after it; recovery finishes; somebody writes all documents back; it wakes up."""
+    done = 0
+    for number in range(1, steps_of(clusters, way) + 1):
+        for when in ("hold_before", "hold_after"):
+            gate = StepGate(**{when: number})
+            identity = clusters.begin(*way, value=1)
+            with clusters.held(identity, gate) as errors:
+                assert gate.held.wait(60)
+                clusters.bank.recover(0)
+                for cluster in way:
+                    found = clusters.accounts(cluster).find_one()
+                    clusters.accounts(cluster).replace_one({"_id": "A"}, {"balance": found["balance"]})
+            done += 1
+            assert errors == []
+            assert clusters.bank.run(identity).state == "done"
+            assert clusters.balances() == expected(way, done), f"{when} {number}"
+
+
+@pytest.mark.parametrize("way", [("own", "east"), ("east", "own"), ("east", "west")], ids="-".join)
+def test_one_that_was_canceled_anywhere_is_all_or_nothing(clusters: Clusters, way: tuple[str, ...]) -> None:
+    """A cancel either succeeds and nothing is left, or is refused and all is done; whoever drives hears the same."""
+    done = 0
+    for number in range(1, steps_of(clusters, way) + 1):
+        gate = StepGate(hold_before=number)
+        identity = clusters.begin(*way, value=1)
+        with clusters.held(identity, gate) as errors:
+            assert gate.held.wait(60)
+            try:
+                clusters.bank.cancel(identity)
+                canceled = True
+            except TransactionStateError:
+                canceled = False
+        assert [type(each) for each in errors] == ([TransactionCanceledError] if canceled else [])
+        assert clusters.log.find_one({"_id": identity})["state"] == ("canceled" if canceled else "done")
+        done += not canceled
+        assert clusters.balances() == expected(way, done), number
+
+
+def test_whoever_wakes_up_after_the_receipts_were_purged_is_too_late(clusters: Clusters) -> None:
+    """The deadline refuses what no receipt refuses any more, by the clock of the branch's own cluster."""
+    gate = StepGate(hold_before=3)
+    quick = clusters.coordinator(clusters.clients, deadline=0.5)
+    clusters.begin("own", "east", run=True)  # makes the indexes
+    identity = clusters.begin("own", "east")
+    assert quick.step(identity, None) is not None
+    with clusters.held(identity, gate):
+        assert gate.held.wait(60)
+        quick.recover(0)
+        state = clusters.log.find_one({"_id": identity})["state"]
+        now = clusters.clients["east"].admin
+        deadline = clusters.log.find_one({"_id": identity})["deadline"]
+        wait_for(lambda: now.command("hello")["localTime"] > deadline)
+        clusters.clients["east"][f"{clusters.name}_east"]["transactionReceipts"].delete_many({})
+
+    assert clusters.log.find_one({"_id": identity})["state"] == state
+    assert clusters.balances() == expected(("own", "east"), 200 if state == "done" else 100)
+
+
+def test_what_cannot_be_written_is_canceled_after_its_deadline(clusters: Clusters) -> None:
+    """Until then it says so and stays, for the reason may be put right; whoever has paid gets it back."""
+    refused = Participant(clusters.clients["east"]["admin"]["system.version"], "x", {"$inc": {"n": 1}})
+    paying = Participant(clusters.accounts("own"), "A", {"$inc": {"balance": -100}})
+    identity = clusters.bank.begin([paying, refused])
+
+    with pytest.raises(TransactionStateError, match=r"cannot be written .* after 20"):
+        clusters.bank.run(identity)
+    assert clusters.log.find_one({"_id": identity})["state"] == "pending"
+    assert clusters.balances()["own"] == START - 100
+
+    clusters.log.update_one({"_id": identity}, {"$set": {"deadline": LONG_AGO}})
+    (became,) = clusters.bank.recover(0)
+    assert (became.after, became.error) == ("canceled", None)
+    assert "deadline" in clusters.log.find_one({"_id": identity})["reason"]
+    assert clusters.balances() == UNTOUCHED
+
+
+def test_a_participant_that_spent_it_keeps_the_transaction_canceling_until_it_can(clusters: Clusters) -> None:
+    """Three clusters, so that one is paid before the last decides; the others have their share back already."""
+    paid = Participant(
+        clusters.accounts("east"), "A", {"$inc": {"balance": 100}}, revert_require={"balance": {"$gte": 100}}
+    )
+    paying = Participant(clusters.accounts("own"), "A", {"$inc": {"balance": -100}})
+    missing = Participant(clusters.accounts("west"), "Z", {"$inc": {"balance": 1}})
+    clusters.accounts("east").update_one({}, {"$set": {"balance": -50}})
+    identity = clusters.bank.begin([paying, paid, missing])
+
+    with pytest.raises(TransactionStateError, match="does not meet"):
+        clusters.bank.run(identity)
+    assert clusters.log.find_one({"_id": identity})["state"] == "canceling"
+    clusters.accounts("east").update_one({}, {"$inc": {"balance": 500}})
+    with pytest.raises(TransactionCanceledError, match="does not exist"):
+        clusters.bank.run(identity)
+    assert clusters.balances() == {"own": START, "east": 450, "west": START}
+
+
+def test_a_dead_cluster_costs_the_others_nothing(clusters: Clusters, other_cluster: MongoReplicaSet) -> None:
+    """What shares it is tried once and then left; every call ends though the server still stands."""
+    within = [clusters.bank.begin([Participant(clusters.accounts("own"), "A", {"$inc": {"balance": 1}})])]
+    across = [clusters.begin("own", "east", value=1) for _ in range(12)]
+    clusters.log.update_many(
+        {"_id": {"$in": within + across}}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}}
+    )
+    clients = {
+        "own": clusters.clients["own"],
+        "east": MongoClient[Document](other_cluster.url),
+        "west": clusters.clients["west"],
+    }
+    impatient = clusters.coordinator(clients, timeout=3)
+    other_cluster.pause()
+    try:
+        report = {each.id: each for each in impatient.recover(0)}
+        with pytest.raises(TransactionTimeoutError, match="in time"):
+            impatient.run(across[0])
+    finally:
+        other_cluster.resume()
+        clients["east"].close()
+
+    assert report[within[0]].after == "done"
+    assert sum("not tried" in (each.error or "") for each in report.values()) >= 4
+    # What no driver has in its hands any more is finished, once the cluster answers.
+    wait_for(lambda: all(each.error is None for each in clusters.bank.recover(0)))
+    for identity in across:
+        assert clusters.bank.run(identity).state == "done"
+    assert clusters.balances() == {"own": START - 12 + 1, "east": START + 12, "west": START}
+
+
+@pytest.mark.parametrize("way", [("own", "east"), ("east", "own"), ("east", "west")], ids="-".join)
+def test_many_are_recovered_together_and_one_that_cannot_be_stops_no_other(
+    clusters: Clusters, way: tuple[str, ...]
+) -> None:
+    """Some have only begun, some were applied in one cluster, one refuses, one is late, one was canceled meanwhile."""
+    open_ones = [clusters.begin(*way, value=1) for _ in range(9)]
+    refusing, late = clusters.begin(*way, value=START + 1), clusters.begin(*way, value=1)
+    is_refused_later = way[0] != "own"  # the own branch would refuse when it is begun
+    for identity in [*open_ones, late, *([refusing] if is_refused_later else [])]:
+        clusters.bank.step(identity, None)
+    clusters.log.update_one({"_id": late}, {"$set": {"deadline": LONG_AGO}})
+    clusters.bank.cancel(open_ones[0])
+    gate = StepGate(hold_before=5)
+    with clusters.held(open_ones[1], gate):
+        assert gate.held.wait(60)
+        report = {each.id: each for each in clusters.bank.recover(0)}
+
+    assert {report[each].after for each in open_ones[1:]} == {"done"}
+    assert report[late].after == "canceled"
+    assert not is_refused_later or report[refusing].after == "canceled"
+    assert clusters.balances() == expected(way, 8)
+    for cluster in {*way} - {"own"}:
+        assert all("expiresAt" in each for each in clusters.receipts(cluster))
+
+
+def test_the_log_reads_only_what_is_open_and_forgets_what_is_old(clusters: Clusters) -> None:
+    """An index for each open state, made at the first use; what is final expires, and compensate refuses to guess."""
+    keeping = clusters.coordinator(clusters.clients, retention=3600)
+    part = Participant(clusters.accounts("own"), "A", {"$inc": {"balance": -1}})
+    for _ in range(30):
+        keeping.begin([part], run=True)
+    clusters.begin("own", "east", value=1)
+    assert {each.document["name"] for each in LOG_INDEXES} <= set(clusters.log.index_information())
+    for state in ("initial", "pending", "applied", "canceling"):
+        plan = clusters.log.find({"state": state}).sort("lastModified", 1).limit(9).explain()["executionStats"]
+        assert plan["totalDocsExamined"] <= 1, state
+
+    done = clusters.log.find_one({"state": "done"})
+    assert done["expiresAt"] > done["lastModified"]
+    compensation = keeping.compensate(done["_id"])
+    assert keeping.compensate(done["_id"]) == compensation
+    keeping.run(compensation)
+    clusters.log.delete_one({"_id": compensation})
+    with pytest.raises(TransactionStateError, match="not compensated again"):
+        keeping.compensate(done["_id"])
+
+
+@pytest.mark.parametrize("way", [("own", "east"), ("east", "west")], ids="-".join)
+def test_a_compensation_goes_the_way_back(clusters: Clusters, way: tuple[str, ...]) -> None:
+    identity = clusters.begin(*way, run=True)
+    clusters.bank.run(clusters.bank.compensate(identity))
+    assert clusters.balances() == UNTOUCHED
+
+
+def test_a_log_that_was_put_back_to_an_earlier_time_ends_in_a_sentence(clusters: Clusters) -> None:
+    """A receipt says undone where the log says pending, which no run of the protocol leaves; nothing is changed."""
+    clusters.accounts("west").delete_one({})
+    with pytest.raises(TransactionCanceledError):
+        clusters.begin("east", "west", run=True, id=1)
+    clusters.log.update_one({"_id": 1}, {"$set": {"state": "pending"}})
+    with pytest.raises(TransactionTimeoutError, match="put back to an earlier time"):
+        clusters.coordinator(clusters.clients, timeout=4).run(1)
+    assert clusters.balances()["east"] == START
+
+
+def test_who_does_not_know_a_cluster_begins_nothing_in_the_others(clusters: Clusters) -> None:
+    """Recovery of a process with fewer clients leaves it to one that can finish it."""
+    identity = clusters.begin("own", "east")
+    clusters.log.update_one({"_id": identity}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}})
+    blind = clusters.coordinator({"own": clusters.clients["own"]})
+
+    assert "which this process does not know" in (blind.recover(0)[0].error or "")
+    assert clusters.log.find_one({"_id": identity})["state"] == "initial"
+    assert clusters.balances() == UNTOUCHED
+    assert [each.after for each in clusters.bank.recover(0)] == ["done"]
+
+
+def test_what_a_newer_version_has_stored_is_left_alone(clusters: Clusters) -> None:
+    identity = clusters.begin("own", "east", run=True)
+    stored = {**clusters.log.find_one({"_id": identity}), "protocol": "telepathy"}
+    with pytest.raises(TransactionStateError, match="newer version"):
+        read_transaction(stored, "a.b")

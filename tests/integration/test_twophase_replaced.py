@@ -1,0 +1,123 @@
+"""Participants that an application writes back as a whole in the middle of a transaction: nothing is applied twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from bson import ObjectId
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import TwoPhaseCommit
+from mongo_celery.errors import TransactionCanceledError, TransactionStateError
+from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
+from tests.integration.twophase_rig import Gate, balances, coordinator, held_coordinator, make_accounts
+
+Document = dict[str, Any]
+COMMANDS = 13
+FIRST_APPLY, APPLIED = 9, 11
+
+
+@pytest.fixture
+def accounts(database: Database[Document]) -> Database[Document]:
+    make_accounts(database, A=1000, B=1000)
+    return database
+
+
+def write_back(accounts: Database[Document], identity: str) -> None:
+    """Save a document as an ODM does whose model has `balance` alone: read, then written whole."""
+    found = accounts["accounts"].find_one({"_id": identity})
+    assert found is not None
+    accounts["accounts"].replace_one({"_id": identity}, {"balance": found["balance"], "pendingTransactions": []})
+
+
+@pytest.mark.parametrize("number", range(2, COMMANDS + 1))
+@pytest.mark.parametrize("who", ["A", "B"])
+def test_a_participant_that_is_written_back_whole_is_changed_once_or_stops_it_loudly(
+    accounts: Database[Document], mongo_client: MongoClient[Document], mongo_url: str, number: int, who: str
+) -> None:
+    """At every command of a coordinator that uses markers; it sums to 2000, or a person is told and nothing doubles."""
+    rescuer = coordinator(mongo_client, accounts.name)
+    gate = Gate(hold_before=number)
+    identity = rescuer.transfer("A", "B", 100, run=False)
+
+    with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
+        assert gate.held.wait(60)
+        write_back(accounts, who)
+        stopped = [each.error for each in rescuer.recover(0) if each.error is not None]
+        let_go(accounts, identity, stopped)
+
+    stopped += [str(error) for error in errors if isinstance(error, TransactionStateError)]
+    state, found = rescuer.log.get(identity).state, balances(accounts)
+    if stopped:
+        assert "written back as a whole" in stopped[0]
+        assert found["A"] in {900, 1000}
+        assert found["B"] in {1000, 1100}
+    else:
+        assert found == ({"A": 900, "B": 1100} if state == "done" else {"A": 1000, "B": 1000})
+
+
+def let_go(accounts: Database[Document], identity: Any, stopped: list[str]) -> None:
+    """End what stands, for those who wait for it."""
+    if stopped:
+        accounts["transactions"].update_one({"_id": identity}, {"$set": {"state": "canceled"}})
+
+
+def test_what_a_person_puts_right_goes_on(accounts: Database[Document], mongo_client: MongoClient[Document]) -> None:
+    """The error says what to write: the marker if the change is there, and the version in either case."""
+    rescuer = coordinator(mongo_client, accounts.name)
+    identity = rescuer.transfer("A", "B", 100, run=False)
+    rescuer.step(identity, None)
+    begun = rescuer.log.get(identity)
+    assert begun.incarnations is not None
+    write_back(accounts, "A")
+    with pytest.raises(TransactionStateError, match="written back as a whole"):
+        rescuer.run(identity)
+    with pytest.raises(TransactionStateError, match="written back as a whole"):
+        rescuer.cancel(identity)
+
+    version = {"of": begun.incarnations[0], "at": ObjectId()}
+    accounts["accounts"].update_one({"_id": "A"}, {"$set": {PARTICIPANT_VERSION: version}})
+
+    assert rescuer.recover(0)[0].after == "canceled"
+    assert balances(accounts) == {"A": 1000, "B": 1000}
+
+
+def test_the_look_of_another_transaction_does_not_reopen_the_hole(
+    accounts: Database[Document], mongo_client: MongoClient[Document], mongo_url: str
+) -> None:
+    """It gives the participant a version again, but not the one that was recorded."""
+    rescuer = coordinator(mongo_client, accounts.name)
+    gate = Gate(hold_before=APPLIED)
+    identity = rescuer.transfer("A", "B", 100, run=False)
+
+    with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
+        assert gate.held.wait(60)
+        write_back(accounts, "A")
+        rescuer.transfer("A", "B", 1)
+        stopped = [each.error or "" for each in rescuer.recover(0)]
+        let_go(accounts, identity, stopped)
+
+    assert "written back as a whole" in stopped[0]
+    assert [type(error) for error in errors] == [TransactionCanceledError]
+    assert balances(accounts) == {"A": 899, "B": 1101}
+
+
+def test_transactions_of_the_first_edition_are_finished_as_they_were_begun(accounts: Database[Document]) -> None:
+    """They have recorded nothing, and versions of theirs are ObjectIds."""
+    accounts["accounts"].update_many({}, {"$set": {PARTICIPANT_VERSION: ObjectId()}})
+    shape = {"source": "A", "destination": "B", "value": 100, "version": 1, "driver": ObjectId(), "application": "App1"}
+    accounts["transactions"].insert_many(
+        [{"_id": state, "state": state, **shape} for state in ("pending", "applied", "canceling")]
+    )
+    accounts["accounts"].update_one(
+        {"_id": "A"}, {"$inc": {"balance": -200}, "$set": {MARKERS: ["applied", "canceling"]}}
+    )
+    accounts["accounts"].update_one({"_id": "B"}, {"$inc": {"balance": 100}, "$set": {MARKERS: ["applied"]}})
+
+    became = {each.id: each.after for each in TwoPhaseCommit(None, accounts["transactions"]).recover(0)}
+
+    assert became == {"pending": "done", "applied": "done", "canceling": "canceled"}
+    assert balances(accounts) == {"A": 800, "B": 1200}
+    assert all(each[MARKERS] == [] for each in accounts["accounts"].find())

@@ -1,0 +1,226 @@
+"""Two-phase commit with receipts as a finite machine: its state, and what a scenario fixes.
+
+One transaction over several clusters. A *branch* is what it changes in one cluster: one local transaction of MongoDB,
+so one step here, with the receipt that it leaves beside the documents. The branch in the log's own cluster has no
+receipt: it changes with the log, as the first or as the last.
+
+- *Time is absent.* Each cluster has a clock of its own, which passes the deadline or has not yet; what is to be purged
+  may be purged at any time after that.
+- *An actor may rest between any two commands*, for any time. One that dies rests for ever, and a lost answer is
+  another actor that comes after it.
+- *What an apply has met may differ the next time*: a participant that refuses one driver may take the change of
+  another.
+
+Left out: several transactions at once (a branch is one local transaction, so they meet in MongoDB), clocks that run
+back, standalone servers.
+
+Fields marked "ghost" are never read by a rule: they are the memory of the oracles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Broken(StrEnum):
+    """One rule of receipts left out or replaced by the simpler one."""
+
+    NOTHING = "nothing"
+    RECEIPT_OUTSIDE = "the receipt is looked for before the local transaction, and not in it"
+    RECEIPT_IN_DOCUMENT = "the receipt lies in the participant, which others may replace"
+    NO_DEADLINE = "an apply is never too late"
+    UNDO_DELETES = "an undo deletes the receipt of what it reverts"
+    UNDO_LEAVES_NOTHING = "an undo that finds no receipt leaves none"
+    UNDO_REVERTS_SETTLED = "an undo reverts what has its receipt settled"
+    VOID_STAYS = "a receipt that an undo leaves is kept for ever"
+    TTL_FROM_CREATION = "a receipt expires from when it was made"
+    SETTLED_BEFORE_APPLIED = "receipts are settled before the log says applied"
+    PURGED_BEFORE_DEADLINE = "a receipt may be purged before its cluster has passed the deadline"
+    DECIDER_SETTLED_FIRST = "the decider's receipt is settled before the others"
+    DECIDER_UNASKED = "a cancel undoes the decider like any other branch"
+    CANCEL_STANDS = "a cancel that the decider refuses leaves the log canceling"
+    OWN_APART = "the own branch is reverted apart from the log"
+    OWN_LAST_UNGUARDED = "the own branch is changed whatever the log says"
+
+
+class Own(StrEnum):
+    """What the log's own cluster takes part with."""
+
+    NONE = "nothing"
+    FIRST = "the first branch"
+    LAST = "the last branch"
+
+
+class Log(StrEnum):
+    """The state of the transaction in the log."""
+
+    PENDING = "pending"
+    APPLIED = "applied"
+    DONE = "done"
+    CANCELING = "canceling"
+    CANCELED = "canceled"
+
+
+class Mark(StrEnum):
+    """What a receipt says."""
+
+    APPLIED = "applied"
+    UNDONE = "undone"
+    VOID = "void"
+
+
+class At(StrEnum):
+    """The command that an actor sends next."""
+
+    READ = "read the log"
+    APPLY = "apply"
+    CHANGE = "change what was looked for"
+    APPLIED = "say applied"
+    SETTLE = "settle"
+    DONE = "say done"
+    CANCEL = "say canceling"
+    DECIDE = "ask the decider"
+    FORWARD = "say applied after all"
+    UNDO = "undo"
+    REVERT = "revert the own branch"
+    CANCELED = "say canceled"
+
+
+class World(NamedTuple):
+    """A scenario: the branches, who acts, and what may go wrong.
+
+    Args:
+        name: A sentence for reports.
+        remote: How many branches have a receipt; they come in this order.
+        own: Whether the log's cluster takes part.
+        drivers: How many drive: the caller and those who recover.
+        cancelers: How many cancel.
+        refusing: The branches that may refuse a driver; ``remote`` is the own branch where it is the last.
+        late: Whether clocks may pass the deadline; receipts that are settled may then be purged.
+        kills: How many actors may die.
+        replaced: Whether somebody may replace participants as wholes, once.
+        broken: The rule left out.
+    """
+
+    name: str
+    remote: int
+    own: Own = Own.NONE
+    drivers: int = 1
+    cancelers: int = 0
+    refusing: frozenset[int] = frozenset()
+    late: bool = True
+    kills: int = 0
+    replaced: bool = False
+    broken: Broken = Broken.NOTHING
+
+    def __str__(self) -> str:
+        """Return the scenario's name."""
+        return self.name
+
+    @property
+    def decider(self) -> int | None:
+        """The branch whose receipt decides; None where the log does."""
+        return None if self.own is Own.LAST else self.remote - 1
+
+    @property
+    def undone(self) -> tuple[int, ...]:
+        """The branches that a cancel undoes, in their order."""
+        asked = self.decider is not None and self.broken is not Broken.DECIDER_UNASKED
+        return tuple(index for index in reversed(range(self.remote)) if not (asked and index == self.decider))
+
+    @property
+    def settled(self) -> tuple[int, ...]:
+        """The branches in the order in which they are settled: the decider, which is the last, at the end."""
+        order = tuple(range(self.remote))
+        return order[::-1] if self.broken is Broken.DECIDER_SETTLED_FIRST else order
+
+
+class Receipt(NamedTuple):
+    """What lies beside the documents of a branch; ``expires``: whether it may be purged after the deadline."""
+
+    mark: Mark
+    expires: bool = False
+
+
+class Actor(NamedTuple):
+    """Somebody who drives or cancels; ``place``: the branch in the order of what it does."""
+
+    cancels: bool
+    at: At
+    place: int = 0
+
+
+class State(NamedTuple):
+    """The log, the documents, the receipts and the clocks of all clusters.
+
+    Args:
+        log: What the log says.
+        own: How often the own branch is changed (ghost, as ``effects``).
+        effects: How often each other branch is changed.
+        receipts: Of each other branch.
+        past: Whether the clock of each other cluster has passed the deadline.
+        log_past: The same of the log's cluster.
+        actors: Who is under way, in any order.
+        kills: How many died.
+        replaced: Whether somebody has replaced participants.
+        told: What callers were told (ghost).
+    """
+
+    log: Log
+    own: int
+    effects: tuple[int, ...]
+    receipts: tuple[Receipt | None, ...]
+    past: tuple[bool, ...]
+    log_past: bool
+    actors: tuple[Actor, ...]
+    kills: int = 0
+    replaced: bool = False
+    told: frozenset[Log] = frozenset()
+
+
+class Step(NamedTuple):
+    """One line of a trace."""
+
+    kind: str
+    who: Actor | None = None
+    branch: int | None = None
+    fair: bool = True
+
+    def __str__(self) -> str:
+        """Return it as a line."""
+        who = "" if self.who is None else "canceler: " if self.who.cancels else "driver: "
+        return f"{who}{self.kind}{'' if self.branch is None else f' (branch {self.branch})'}"
+
+
+Steps = Iterator[tuple[Step, State]]
+
+
+def initial(world: World) -> State:
+    """Return the state after the transaction was stored, with the own branch if that comes first."""
+    actors = [Actor(cancels=False, at=At.READ)] * world.drivers + [Actor(cancels=True, at=At.READ)] * world.cancelers
+    return State(
+        log=Log.PENDING,
+        own=int(world.own is Own.FIRST),
+        effects=(0,) * world.remote,
+        receipts=(None,) * world.remote,
+        past=(False,) * world.remote,
+        log_past=False,
+        actors=tuple(actors),
+    )
+
+
+def acted(state: State, actor: Actor, after: Actor | None) -> State:
+    """Return the state with an actor gone on, or at its end."""
+    others = list(state.actors)
+    others.remove(actor)
+    return state._replace(actors=tuple(sorted([*others, *([] if after is None else [after])])))
+
+
+def changed(state: State, branch: int, receipt: Receipt | None, effect: int = 0) -> State:
+    """Return the state with another receipt of a branch, and its documents changed or reverted."""
+    effects, receipts = list(state.effects), list(state.receipts)
+    effects[branch] += effect
+    receipts[branch] = receipt
+    return state._replace(effects=tuple(effects), receipts=tuple(receipts))
