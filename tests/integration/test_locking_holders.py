@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from prometheus_client import CollectorRegistry
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -17,6 +18,7 @@ from mongo_celery.embedded.crew import ChildProcess
 from mongo_celery.errors import DocumentLockedError
 from mongo_celery.locking import holders, select_for_update, transactional
 from mongo_celery.locking.holders import OpenTransaction, end, ended_count, open_transactions
+from mongo_celery.locking.prometheus import LockCollector
 from tests.fixtures.process import Processes, wait_for
 from tests.fixtures.rights import STATE, UrlOf
 from tests.integration.locking_rig import Document, held, hold_for_ever
@@ -116,6 +118,25 @@ def test_a_holder_that_lives_and_is_ended_repeats_its_body(things: Collection[Do
     document = things.find_one({"_id": 1})
     assert document is not None
     assert (document["n"], len(attempts)) == (2, 2)
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+def test_open_transactions_are_counted_for_prometheus(things: Collection[Document], make_client: MakeClient) -> None:
+    """By state; a cluster that does not answer has no numbers."""
+    away: MongoClient[Document] = make_client("mongodb://127.0.0.1:1/")
+    registry = CollectorRegistry()
+    registry.register(LockCollector({"shop": lambda: things.database.client}))
+    with held(things, 1):
+        found = registry.get_sample_value("mongo_celery_locks_open", {"cluster": "shop", "state": "silent"})
+    assert found is not None
+    assert found >= 1
+    assert registry.get_sample_value("mongo_celery_locks_ended_total") == ended_count()
+
+    silent = [each for each in LockCollector({"away": away}, answer_seconds=0.2).collect() if each.samples]
+    assert [(each.name, each.samples[0].value) for each in silent[:1]] == [("mongo_celery_locks_up", 0)]
+    assert [each.name for each in silent[1:]] == ["mongo_celery_locks_ended"]
 
 
 # -- rights ----------------------------------------------------------------------------------------
