@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,7 +132,8 @@ class _Standing:
 
 _seen: WeakKeyDictionary[MongoClient[Any], tuple[float, list[OpenTransaction]]] = WeakKeyDictionary()
 _looked: WeakKeyDictionary[MongoClient[Any], float] = WeakKeyDictionary()
-_mutex = threading.Lock()
+_ended: list[float] = []
+"""When this process has ended transactions of dead clients; a list, since threads may add to one without a lock."""
 
 
 # -- looking ---------------------------------------------------------------------------------------
@@ -258,10 +258,9 @@ def free_dead(client: MongoClient[Any]) -> None:
     It never fails: whoever waits goes on waiting.
     """
     now = time.monotonic()
-    with _mutex:
-        if now - _looked.get(client, -_LOOK_SECONDS) < _LOOK_SECONDS:
-            return
-        _looked[client] = now
+    if now - _looked.get(client, -math.inf) < _LOOK_SECONDS:
+        return
+    _looked[client] = now
     try:
         with pymongo.timeout(_ANSWER_SECONDS):
             dead = [each for each in open_transactions(client) if each.is_dead]
@@ -277,7 +276,7 @@ def free_dead(client: MongoClient[Any]) -> None:
                 extra={"event": "dead_holder_kept"},
             )
         else:
-            _count_one()
+            _ended.append(now)
             logger.warning(
                 "ended a transaction that kept locks, since its client is gone: %s",
                 each,
@@ -287,18 +286,10 @@ def free_dead(client: MongoClient[Any]) -> None:
 
 # -- inside ----------------------------------------------------------------------------------------
 
-_ended = 0
-
 
 def ended_count() -> int:
     """How many transactions of dead clients waiters of this process have ended."""
-    return _ended
-
-
-def _count_one() -> None:
-    global _ended  # noqa: PLW0603 - a counter of the process
-    with _mutex:
-        _ended += 1
+    return len(_ended)
 
 
 def _standing_of(client: MongoClient[Any]) -> _Standing:

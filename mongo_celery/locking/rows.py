@@ -65,7 +65,8 @@ def select_for_update(
         application: who locks, for people who look; by default `host:pid`.
         sort: which document comes first, if several match.
         projection: of what is returned; by default all, the field of the lock too.
-        nowait: fail at once with `DocumentLockedError`, instead of letting `transactional` repeat the body.
+        nowait: fail at once with `DocumentLockedError`, instead of letting `transactional` repeat the body. Who may
+            hold it is asked for the error, at most four times a second: two more commands.
         wait: seconds or `timedelta` for which the body is repeated because of this call, over all attempts; then
             `DocumentLockedError`. It is looked at when an attempt conflicts, so it may be exceeded by a pause and
             the body's own time. Without it, the limit of `transactional` counts alone. A call is known again by

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import mongoengine
 import pytest
 from bson.codec_options import CodecOptions
 from bson.raw_bson import RawBSONDocument
@@ -220,6 +221,32 @@ def test_many_are_skipped_with_a_limit_only(spied: Spied) -> None:
     """All that are free cannot be told: one that is held refuses them all."""
     with pytest.raises(ConfigurationError, match="limit="):
         take(spied.collection, filter={}, limit=0)
+
+
+# -- mappers ---------------------------------------------------------------------------------------
+
+
+def test_a_document_of_mongoengine_is_loaded_where_the_lock_is_declared(database: Database[Document]) -> None:
+    """By default it refuses what its class does not know."""
+
+    class Strict(mongoengine.Document):  # type: ignore[misc]
+        n = mongoengine.IntField()
+
+    class Declared(mongoengine.Document):  # type: ignore[misc]
+        n = mongoengine.IntField()
+        lock = mongoengine.DictField()
+
+    class Lenient(mongoengine.Document):  # type: ignore[misc]
+        n = mongoengine.IntField()
+        meta: ClassVar[Document] = {"strict": False}
+
+    database["seats"].insert_one({"n": 1})
+    lock = transactional(database.client)(select_for_update)
+    found = lock(database["seats"], {}, field="lock")
+    assert Declared._from_son(found).lock["id"] == found["lock"]["id"]
+    assert Lenient._from_son(lock(database["seats"], {})).n == 1
+    with pytest.raises(mongoengine.FieldDoesNotExist):
+        Strict._from_son(found)
 
 
 # -- validators ------------------------------------------------------------------------------------
