@@ -76,9 +76,9 @@ def free(
     """
     End transactions, by their ids in `list`, or those of dead clients.
 
-    What they have written is undone, and what they have locked is free. A holder that lives is told so, and repeats
-    its body; one that has gone on to another transaction meanwhile is left alone. Ends with status 1 if one could
-    not be ended.
+    What they have written is undone, and what they have locked is free. A silent holder that lives is told so, and
+    repeats its body; one that is running fails with an error. One that has gone on to another transaction meanwhile
+    is left alone. Ends with status 1 if one could not be ended.
     """
     if bool(ids) == dead:
         raise click.UsageError("name transactions by their ids, or those of dead clients with --dead.")

@@ -8,8 +8,9 @@ heard of them. So these are candidates, and the one that has been silent the lon
 A transaction is *dead* when it has written, nothing was heard of it for some ten seconds, and the connection by which
 it was heard last is gone. A client that was killed leaves it so, until the server ends it after
 `transactionLifetimeLimitSeconds`. Ending its session sooner is always safe: a holder that lives all the same is told
-NoSuchTransaction, labelled as transient, and repeats its body. One that only stands still keeps its connection, and its
-transaction: `celery -A shop locks free` is for people.
+NoSuchTransaction, labelled as transient, and repeats its body. (Only one that is ended in the middle of an operation
+is told Interrupted, which has no label, and fails; of a silent one none is running.) One that only stands still keeps
+its connection, and its transaction: `celery -A shop locks free` is for people.
 
 What is asked of the server needs no right, nor does ending a session, as far as it is the same user's. The right
 `inprog` on the cluster shows those of others, `killAnySession` ends them. On a sharded cluster the connections that
