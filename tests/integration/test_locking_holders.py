@@ -164,6 +164,7 @@ def test_a_user_without_any_right_sees_and_ends_its_own(guarded_url: UrlOf, make
     with held_by(guarded_url, "bridge", make_client):
         [found] = named(waiter, "bridge")
         assert found.own
+        assert found.connected, "one's own connections are seen, too: else every silent holder would count as dead"
         assert end(waiter, [found]) == []
         assert named(waiter, "bridge") == []
 
@@ -175,6 +176,7 @@ def test_the_transactions_of_others_need_rights(guarded_url: UrlOf, make_client:
         assert named(waiter, "without_stream") == []
         [found] = named(admin, "without_stream")
         assert not found.own
+        assert found.connected
         assert end(waiter, [found]) == [found]
         mine = waiter[STATE]["locked"]
         assert "Open transactions" not in str(refused(mine))
