@@ -131,7 +131,7 @@ def test_a_killed_holder_frees_the_document_for_who_waits_before_the_server_woul
     before = ended_count()
     lock = transactional(database.client, timeout=limit["transactionLifetimeLimitSeconds"] - 10)(select_for_update)
     assert lock(database["things"], {"_id": 1}, application="next")["_lock"]["application"] == "next"
-    assert ended_count() == before + 1
+    assert ended_count() > before
 
 
 def test_the_seat_reservation_comes_out_even() -> None:

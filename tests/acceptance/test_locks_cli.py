@@ -35,11 +35,10 @@ def things(database: Database[Document]) -> Collection[Document]:
 
 @pytest.fixture
 def holder(processes: Processes, things: Collection[Document], mongo_url: str) -> ChildProcess:
-    """A process that holds the document, and stands still."""
+    """A process that holds the document, and stands still; its appName is the database's."""
     name = things.database.name
-    child = processes.python(
-        "holder", "-m", "tests.integration.locking_rig", mongo_url, name, hold_for_ever.__name__, "0"
-    )
+    program = ("-m", "tests.integration.locking_rig", f"{mongo_url}&appName={name}", name, hold_for_ever.__name__, "0")
+    child = processes.python("holder", *program)
     wait_for(lambda: things.database["meetings"].find_one({"mark": "held"}), message="a holder")
     child.send(signal.SIGSTOP)
     return child
@@ -48,20 +47,20 @@ def holder(processes: Processes, things: Collection[Document], mongo_url: str) -
 def test_a_holder_is_found_and_ended(things: Collection[Document], holder: ChildProcess, mongo_url: str) -> None:
     """Seen by everybody, ended by whoever says so, and not by a trial; its document is free then."""
     assert holder.running
-    found = [json.loads(line) for line in locks(mongo_url, "list", "--json").stdout.splitlines()]
-    assert found, "the holder is open"
-    chosen = found[0]["id"]
-    assert (found[0]["state"], found[0]["connected"], found[0]["own"]) == ("silent", True, True)
-    plain = locks(mongo_url, "list")
-    assert f"{chosen}  silent  " in plain.stdout
-    assert f"a client without appName at {found[0]['client']}, open for" in plain.stdout
+    name = things.database.name
+    listed = locks(mongo_url, "list", "--json").stdout.splitlines()
+    [found] = [each for each in map(json.loads, listed) if each["application"] == name]  # others may be of other tests
+    chosen = found["id"]
+    assert (found["state"], found["connected"], found["own"]) == ("silent", True, True)
 
     tried = locks(mongo_url, "free", chosen, "--dry-run")
     assert tried.stdout == f"{chosen}: would be ended\n"
     refused = locks(mongo_url, "free", chosen, text="n\n")
     assert refused.returncode == 1
     assert "End these transactions?" in refused.stderr
-    assert chosen in locks(mongo_url, "list").stdout
+    plain = locks(mongo_url, "list").stdout
+    assert f"{chosen}  silent  " in plain
+    assert f"{name} at {found['client']}, open for" in plain
 
     freed = locks(mongo_url, "free", chosen, "--yes", "--json")
     assert freed.returncode == 0, freed.stderr
@@ -70,12 +69,14 @@ def test_a_holder_is_found_and_ended(things: Collection[Document], holder: Child
     one_sentence(locks(mongo_url, "free", chosen, "--yes"), f"no transaction {chosen} is open", "locks list")
 
 
-def test_only_the_dead_are_ended_by_dead(things: Collection[Document], mongo_url: str) -> None:
+def test_only_the_dead_are_ended_by_dead(things: Collection[Document], make_client: MakeClient, mongo_url: str) -> None:
     """A holder whose connection is there is not one of them."""
-    with held(things, 1):
+    name = things.database.name
+    with held(make_client(appName=name)[name]["things"], 1):
         done = locks(mongo_url, "free", "--dead", "--yes")
-        assert (done.returncode, done.stdout) == (0, "There is no transaction of a dead client.\n")
-        assert "silent" in locks(mongo_url, "list").stdout
+        assert (done.returncode, name in done.stderr) == (0, False)
+        assert locks(mongo_url, "free", "--dead", "--yes").stdout == "There is no transaction of a dead client.\n"
+        assert name in locks(mongo_url, "list").stdout
 
 
 @pytest.mark.parametrize("arguments", [["free"], ["free", "--dead", "1a"]], ids=" ".join)

@@ -42,9 +42,10 @@ def things(database: Database[Document]) -> Collection[Document]:
 
 
 def holder_of(processes: Processes, things: Collection[Document], url: str) -> ChildProcess:
-    """A process that holds the document."""
+    """A process that holds the document; its appName is the database's."""
     name = things.database.name
-    child = processes.python("holder", "-m", "tests.integration.locking_rig", url, name, hold_for_ever.__name__, "0")
+    program = ("-m", "tests.integration.locking_rig", f"{url}&appName={name}", name, hold_for_ever.__name__, "0")
+    child = processes.python("holder", *program)
     wait_for(lambda: things.database["meetings"].find_one({"mark": "held"}), message="a holder")
     return child
 
@@ -84,20 +85,27 @@ def test_a_dead_holder_is_ended_by_who_waits(
     """Not before its connection is gone, long before the server would do it; counted, and logged with its address."""
     del soon
     holder = holder_of(processes, things, mongo_url)
-    silent = wait_for(lambda: [each for each in open_transactions(things.database.client) if each.wrote])[0]
+    client, name = things.database.client, things.database.name
+    # Other tests may have left dead ones on this server.
+    [silent] = [each for each in open_transactions(client) if each.application == name and each.wrote]
     assert silent.connected
     assert not silent.is_dead
     with pytest.raises(DocumentLockedError):
-        transactional(things.database.client)(select_for_update)(things, {"_id": 1}, wait=4 * SHORT)
+        transactional(client)(select_for_update)(things, {"_id": 1}, wait=4 * SHORT)
     holder.kill()
-    wait_for(lambda: "its connection is gone" in str(refused(things)), message="a connection that is gone")
+
+    def gone() -> bool:
+        found = [each for each in candidates_of(refused(things)) if each.application == name]
+        return "its connection is gone" in str(found[0]) if found else False
+
+    wait_for(gone, message="a connection that is gone")
     before = ended_count()
     with caplog.at_level(logging.WARNING, "mongo_celery.locking"):
-        found = transactional(things.database.client)(select_for_update)(things, {"_id": 1}, application="next")
+        found = transactional(client)(select_for_update)(things, {"_id": 1}, application="next")
     assert found["_lock"]["application"] == "next"
-    assert ended_count() == before + 1
-    [record] = [each for each in caplog.records if each.__dict__.get("event") == "dead_holder_ended"]
-    assert str(silent.client) in record.getMessage()
+    assert ended_count() > before
+    ended = [each.getMessage() for each in caplog.records if each.__dict__.get("event") == "dead_holder_ended"]
+    assert [str(silent.client) in each for each in ended if name in each] == [True]
 
 
 def test_a_holder_that_lives_and_is_ended_repeats_its_body(things: Collection[Document]) -> None:
