@@ -9,7 +9,7 @@ from celery import Celery
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 
-from mongo_celery import select_for_update, select_many_for_update, transactional
+from mongo_celery import TransactionTimeoutError, select_for_update, select_many_for_update, transactional
 
 PRICE = 10
 THINKING_SECONDS = 0.02
@@ -29,7 +29,7 @@ def client() -> MongoClient[dict[str, Any]]:
     return MongoClient(os.environ.get("MONGO_URL", "mongodb://localhost:27017/?replicaSet=rs0"))
 
 
-@app.task(autoretry_for=(ConnectionError,), max_retries=3)
+@app.task(autoretry_for=(TransactionTimeoutError,), max_retries=3)
 @transactional(client)
 def book(request: str, customer: str, seats: list[str], *, session: ClientSession) -> str:
     """

@@ -14,29 +14,24 @@ documents, decide, and write to different ones (write skew). A *write* conflicts
 Source: MongoDB, "How To SELECT ... FOR UPDATE Inside MongoDB Transactions".
 
 A holder that dies without ending its transaction keeps its documents until the server ends it, after
-`transactionLifetimeLimitSeconds` (60 by default); a lost connection alone does not free them.
+`transactionLifetimeLimitSeconds` (60 by default), or somebody who waits for them for more than ten seconds
+(`holders`); a lost connection alone does not free them.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bson import ObjectId
 from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import OperationFailure
 
-from mongo_celery.arguments import Duration, not_negative
-from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
-from mongo_celery.mongo.attempts import Place, note_locked, waits_of
-from mongo_celery.mongo.identity import id_key
-from mongo_celery.mongo.verdicts import Code, standalone_refused
-
-Document = dict[str, Any]
+from mongo_celery.arguments import Duration
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.locking.call import LockCall, lock_call
+from mongo_celery.locking.many import lock_all, lock_these
+from mongo_celery.locking.skipping import free_ids, tried
 
 
 def select_for_update(
@@ -50,6 +45,7 @@ def select_for_update(
     projection: Any = None,
     nowait: bool = False,
     wait: Duration | None = None,
+    skip_locked: bool = False,
 ) -> Any:
     """
     Read a document and lock it until the transaction ends.
@@ -69,13 +65,18 @@ def select_for_update(
         application: who locks, for people who look; by default `host:pid`.
         sort: which document comes first, if several match.
         projection: of what is returned; by default all, the field of the lock too.
-        nowait: fail at once with `DocumentLockedError`, instead of letting `transactional` repeat the body.
+        nowait: fail at once with `DocumentLockedError`, instead of letting `transactional` repeat the body. Who may
+            hold it is asked for the error, at most four times a second: two more commands.
         wait: seconds or `timedelta` for which the body is repeated because of this call, over all attempts; then
             `DocumentLockedError`. It is looked at when an attempt conflicts, so it may be exceeded by a pause and
             the body's own time. Without it, the limit of `transactional` counts alone. A call is known again by
             its collection and by being the n-th lock of its attempt; a body that locks in another order at each
             attempt may wait longer. In transactions that `transactional` does not run, attempts count together
             only if each conflicts within a second of the one before, whichever transaction it is of.
+        skip_locked: take one that others do not hold, as far as that can be guessed: at random among the first
+            sixteen or so that match, and another one each time that a conflict has the body repeated. Not promised:
+            that it is the first by `sort`; or that there is none where None is returned, when others hold all that
+            it has tried. Let it be the first statement of the body, which may then be repeated for nothing.
 
     Returns:
         The document as it is after locking, or None if none matches.
@@ -83,17 +84,45 @@ def select_for_update(
     Raises:
         TransactionRequiredError: the session has no transaction in progress.
         DocumentLockedError: another transaction holds it, or has changed it since this one began, and `nowait` or
-            `wait` says not to wait any longer. The server has then aborted the transaction, so catch it outside:
-            `transactional` raises it again when a body that has caught it returns or goes on with the session,
-            and the driver's `with_transaction` repeats such a body until its own limit.
+            `wait` says not to wait any longer. Its attribute `candidates` has the open transactions that may hold
+            it, of which MongoDB does not say which one does. The server has then aborted the transaction, so catch
+            it outside: `transactional` raises it again when a body that has caught it returns or goes on with the
+            session, and the driver's `with_transaction` repeats such a body until its own limit.
         TopologyError: the server is a standalone.
-        ConfigurationError: `field` cannot be written, or `nowait` and `wait` exclude each other.
+        ConfigurationError: `field` cannot be written, or the collection's validator refuses it; or `nowait`, `wait`
+            and `skip_locked` exclude each other.
         OperationFailure: a write conflict, labelled as transient. Let it pass to `transactional`.
     """
-    bound = _check(session, field, nowait=nowait, wait=wait)
-    place = (collection.full_name, waits_of(session).next_call(), b"")
-    update = _update(field, application)
-    return _lock(collection, filter, update, place, session=session, bound=bound, sort=sort, projection=projection)
+    call = lock_call(
+        collection,
+        filter,
+        session,
+        field=field,
+        application=application,
+        nowait=nowait,
+        wait=wait,
+        skip_locked=skip_locked,
+    )
+    if not skip_locked:
+        return _lock_one(call, filter, sort, projection)
+    ids = free_ids(call, filter, sort, 1)
+    if not ids:
+        return None
+    with tried(call, ids):
+        # It need not be asked again what matches: the transaction reads one snapshot.
+        return _lock_one(call, {"_id": ids[0]}, None, projection)
+
+
+def _lock_one(call: LockCall, filter_: Mapping[str, Any], sort: Any, projection: Any) -> Any:
+    with call.judged():
+        return call.collection.find_one_and_update(
+            filter_,
+            call.update,
+            sort=sort,
+            projection=projection,
+            return_document=ReturnDocument.AFTER,
+            session=call.session,
+        )
 
 
 def select_many_for_update(
@@ -108,12 +137,13 @@ def select_many_for_update(
     projection: Any = None,
     nowait: bool = False,
     wait: Duration | None = None,
+    skip_locked: bool = False,
 ) -> list[Any]:
     """
-    Read several documents and lock them, in ascending order of `_id`, whatever order is asked for.
+    Read several documents and lock them, by two commands however many they are.
 
-    Two transactions that lock overlapping sets meet at the smallest common document, so neither holds what the
-    other still wants and one of them always gets on. Afterwards each document is locked as by
+    Nobody waits for a document while holding another: who meets a conflict loses all that it has locked, and begins
+    anew. So overlapping sets do not deadlock, and one of them gets on. Afterwards each document is locked as by
     `select_for_update`. Not promised: that no further document matches; one that is inserted meanwhile is free.
 
     Args:
@@ -124,9 +154,12 @@ def select_many_for_update(
         application: as of `select_for_update`.
         sort: order of the returned list, and which documents a `limit` takes; by default `_id`.
         limit: how many at most; 0 for all, as in PyMongo.
-        projection: of what is returned.
+        projection: of what is returned. Together with a `limit`, one that shows the lock's field, or is more than
+            names of fields, costs a third command.
         nowait: as of `select_for_update`.
-        wait: as of `select_for_update`, for each document.
+        wait: as of `select_for_update`, for all of them together.
+        skip_locked: as of `select_for_update`, for up to `limit` documents, which must be given then. After a
+            conflict half as many are tried, so there may be fewer although more are free; three commands.
 
     Returns:
         The documents as they are after locking; an empty list if none matches.
@@ -134,101 +167,69 @@ def select_many_for_update(
     Raises:
         TransactionRequiredError, DocumentLockedError, TopologyError, ConfigurationError: as of `select_for_update`.
     """
-    bound = _check(session, field, nowait=nowait, wait=wait)
+    call = lock_call(
+        collection,
+        filter,
+        session,
+        field=field,
+        application=application,
+        nowait=nowait,
+        wait=wait,
+        skip_locked=skip_locked,
+    )
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
         raise ConfigurationError(f"limit={limit!r} must be 0 for all, or a positive whole number.")
-    call = waits_of(session).next_call()
-    by_id = [("_id", 1)]
-    with standalone_refused():
-        wanted = _ids(collection, filter, session, sort=by_id if sort is None else sort, limit=limit)
-        # The server's own order: values of several types cannot be compared here.
-        ordered = wanted if sort is None else _ids(collection, {"_id": {"$in": wanted}}, session, sort=by_id)
-    found = {}
-    for document_id in ordered:
-        key = id_key(document_id, collection.codec_options)
-        # The filter need not be asked again: the transaction reads one snapshot, and a document that has
-        # changed since is a write conflict.
-        found[key] = _lock(
-            collection,
-            {"_id": document_id},
-            _update(field, application),
-            (collection.full_name, call, key),
-            session=session,
-            bound=bound,
-            projection=projection,
-        )
-    return [found[id_key(document_id, collection.codec_options)] for document_id in wanted]
+    if not skip_locked:
+        return lock_all(call, filter, sort, limit, projection)
+    if not limit:
+        raise ConfigurationError("skip_locked needs a limit=: how many documents to take at most.")
+    ids = free_ids(call, filter, sort, limit)
+    with tried(call, ids):
+        return lock_these(call, ids, sort, projection)
 
 
-def _lock(
-    collection: Collection[Any],
-    filter_: Mapping[str, Any],
-    update: list[Document],
-    place: Place,
+def select_for_update_of(
+    wanted: Sequence[tuple[Collection[Any], Mapping[str, Any]]],
     *,
     session: ClientSession,
-    bound: float | None,
-    sort: Any = None,
-    projection: Any = None,
-) -> Any:
-    waits = waits_of(session)
-    try:
-        with standalone_refused():
-            found = collection.find_one_and_update(
-                filter_,
-                update,
-                sort=sort,
-                projection=projection,
-                return_document=ReturnDocument.AFTER,
-                session=session,
-            )
-    except BaseException as error:
-        waits.failed()
-        if not isinstance(error, OperationFailure) or error.code != Code.WriteConflict or bound is None:
-            raise
-        if bound and waits.conflicted(place) < bound:
-            raise
-        waits.ended(place)
-        locked = _locked_error(f"{collection.full_name} {dict(filter_)!r}", bound)
-        note_locked(session, locked)
-        raise locked from error
-    waits.ended(place)
-    return found
+    field: str = "_lock",
+    application: str | None = None,
+    nowait: bool = False,
+    wait: Duration | None = None,
+) -> list[list[Any]]:
+    """
+    Read documents of several collections and lock them, by two commands a collection.
 
+    ::
 
-def _ids(collection: Collection[Any], filter_: Any, session: ClientSession, *, sort: Any, limit: int = 0) -> list[Any]:
-    found = collection.find(filter_, {"_id": 1}, sort=sort, limit=limit, session=session)
-    return [document["_id"] for document in found]
+        [order], lines = select_for_update_of([(orders, {"_id": 7}), (lines, {"order": 7})], session=session)
 
+    They are locked in the order of the collections' names, whatever order they are asked for in: two transactions
+    that want the same ones meet at the first, before either has done much. Afterwards each document is locked as by
+    `select_for_update`.
 
-def _check(session: object, field: str, *, nowait: bool, wait: Duration | None) -> float | None:
-    """The seconds to wait, 0 for `nowait`, None for no bound."""
-    if not isinstance(session, ClientSession) or not session.in_transaction:
-        raise TransactionRequiredError
-    if (
-        not isinstance(field, str)
-        or not field
-        or f"{field}.".startswith("_id.")
-        or "\0" in field
-        or any(not part or part.startswith("$") for part in field.split("."))
-    ):
-        raise ConfigurationError(f"field={field!r} cannot be written; choose a plain name such as '_lock'.")
-    if nowait and wait is not None:
-        raise ConfigurationError("nowait and wait exclude each other; give one of them.")
-    if wait is None:
-        return 0.0 if nowait else None
-    return not_negative(wait, "wait")
+    Args:
+        wanted: collections of one client, each with a filter.
+        session: of a transaction in progress.
+        field: as of `select_for_update`, in all of them.
+        application: as of `select_for_update`.
+        nowait: as of `select_for_update`.
+        wait: as of `select_for_update`, for each collection.
 
+    Returns:
+        A list for each collection, in the order of `wanted`: its documents as they are after locking, by `_id`.
 
-def _update(field: str, application: str | None) -> list[Document]:
-    mark = {"application": application or f"{socket.gethostname()}:{os.getpid()}", "at": None, "id": ObjectId()}
-    # Two stages: a document in one stage would be merged into what the field held before.
-    return [{"$set": {field: {"$literal": mark}}}, {"$set": {f"{field}.at": "$$NOW"}}]
-
-
-def _locked_error(name: str, limit: float) -> DocumentLockedError:
-    reason = f"it was not free within {limit:g} s" if limit else "another transaction holds it, or has just changed it"
-    return DocumentLockedError(
-        f"The document of {name} is locked: {reason}. Try again later, or allow more time for waiting.",
-        document=name,
-    )
+    Raises:
+        TransactionRequiredError, DocumentLockedError, TopologyError, ConfigurationError: as of `select_for_update`.
+    """
+    calls = []
+    for collection, filter_ in wanted:
+        if not isinstance(collection, Collection) or not isinstance(filter_, Mapping):
+            raise ConfigurationError("select_for_update_of takes pairs of a collection and a filter.")
+        call = lock_call(collection, filter_, session, field=field, application=application, nowait=nowait, wait=wait)
+        calls.append((call, filter_))
+    found: dict[int, list[Any]] = {}
+    for number in sorted(range(len(calls)), key=lambda each: calls[each][0].collection.full_name):
+        call, filter_ = calls[number]
+        found[number] = lock_all(call, filter_, None, 0, None)
+    return [found[number] for number in range(len(calls))]

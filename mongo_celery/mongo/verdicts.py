@@ -57,6 +57,7 @@ class Code(IntEnum):
     NetworkTimeout = 89
     ShutdownInProgress = 91
     WriteConflict = 112
+    DocumentValidationFailure = 121
     FailedToSatisfyReadPreference = 133
     ReadConcernMajorityNotAvailableYet = 134
     CappedPositionLost = 136

@@ -19,6 +19,7 @@ from pymongo.database import Database
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import DocumentLockedError
 from mongo_celery.locking import select_for_update, transactional
+from mongo_celery.locking.holders import ended_count
 from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.locking_project import ENVIRONMENT
 from tests.fixtures.availability import require_server
@@ -114,6 +115,23 @@ def test_a_killed_holder_frees_the_document_when_the_server_ends_its_transaction
     with pytest.raises(DocumentLockedError):
         lock(data["things"], {"_id": 1}, nowait=True)
     assert lock(data["things"], {"_id": 1}, application="next")["_lock"]["application"] == "next"
+
+
+@pytest.mark.slow
+def test_a_killed_holder_frees_the_document_for_who_waits_before_the_server_would(
+    processes: Processes, mongo_url: str, database: Database[Document]
+) -> None:
+    """With the real times: ten seconds of waiting, where the server takes at least a minute."""
+    database["things"].insert_one({"_id": 1})
+    program = ("-m", "tests.integration.locking_rig", mongo_url, database.name, hold_for_ever.__name__, "0")
+    holder = processes.python("holder", *program)
+    wait_for(lambda: database["meetings"].find_one({"mark": "held"}), message="a holder")
+    limit = database.client.admin.command({"getParameter": 1, "transactionLifetimeLimitSeconds": 1})
+    holder.kill()
+    before = ended_count()
+    lock = transactional(database.client, timeout=limit["transactionLifetimeLimitSeconds"] - 10)(select_for_update)
+    assert lock(database["things"], {"_id": 1}, application="next")["_lock"]["application"] == "next"
+    assert ended_count() > before
 
 
 def test_the_seat_reservation_comes_out_even() -> None:

@@ -137,6 +137,7 @@ def _transactions(results: TransactionResults, sizes: Sizes) -> dict[str, Any]:
         "processes": sizes.processes,
         "accounts": dict(results.accounts),
         "transfers": _plain(results.transfers),
+        "many": _plain(results.many),
         "recovery": None if results.recovery is None else {**results.recovery.plain(), "left_open": results.left},
         "lock_released": None
         if results.lock is None
@@ -211,6 +212,7 @@ def _show_outbox(results: OutboxResults, console: Console) -> None:
 
 def _show_transactions(results: TransactionResults, console: Console) -> None:
     console.print(_table("Transfers per second, all processes together", results.transfers))
+    console.print(_table("A hundred documents changed at once, per second by one process", results.many))
     if results.recovery is not None:
         left = ", ".join(map(str, results.left))
         console.print(

@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-from mongo_celery import TwoPhaseCommit, select_for_update, transactional
+from pymongo import WriteConcern
+
+from mongo_celery import TwoPhaseCommit, select_for_update, select_many_for_update, transactional
 from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.stage import Scene, Stage, pause
 from mongo_celery.embedded.crew import ChildProcess
@@ -24,6 +27,7 @@ CONTENTION = {"low": 1000, "high": 2}
 
 KINDS = ("plain", "two_phase", "locked")
 _REFERENCE = "plain"
+_AT_ONCE = 100
 _OPEN = ["pending", "applied", "canceling"]
 _TRANSFERRED = 40
 _KILLS_MAX = 20
@@ -39,6 +43,7 @@ class TransactionResults:
 
     Attributes:
         transfers: per second by all processes together; the ratio is to two plain updates.
+        many: how often a second one process changes a hundred documents at once, plainly and after locking them.
         recovery: seconds from the SIGKILL of all processes until `recover` has brought everything to an end, with
             `older_than` of one second.
         left: how many two-phase transactions were under way, by repetition.
@@ -49,6 +54,7 @@ class TransactionResults:
     """
 
     transfers: list[Reading] = field(default_factory=list)
+    many: list[Reading] = field(default_factory=list)
     recovery: Reading | None = None
     left: list[int] = field(default_factory=list)
     lock: Reading | None = None
@@ -68,6 +74,8 @@ def run_transactions(stage: Stage, sizes: Sizes, announce: Callable[[str], None]
         for kind, found in rates.items():
             beside = None if kind == _REFERENCE else (f"{_REFERENCE}_{contention}", rates[_REFERENCE])
             results.transfers.append(reading(f"{kind}_{contention}", RATE, found, beside))
+    announce("a hundred documents at once")
+    results.many = _many(stage, sizes)
     announce("recovery of two-phase commits")
     results.recovery, results.left = _recoveries(stage, sizes)
     if sizes.lock_lifetime and "mongodb" in stage.server_pids:
@@ -92,6 +100,37 @@ def _rate(stage: Stage, kind: str, accounts: int, sizes: Sizes) -> float:
         _check_sum(scene, accounts, kind)
         began, ended = min(each["began"] for each in found), max(each["ended"] for each in found)
         return len(processes) * sizes.transfers / float(ended - began)
+
+
+def _many(stage: Stage, sizes: Sizes) -> list[Reading]:
+    """By one process, round about: what both ways write is the same, but for the lock."""
+    rates: dict[str, list[float]] = {"plain_hundred": [], "locked_hundred": []}
+    with stage.scene("locked-many") as scene:
+        _open_accounts(scene, _AT_ONCE)
+        accounts = scene.data["accounts"].with_options(write_concern=WriteConcern("majority"))
+        change = {"$inc": {"balance": 1}}
+
+        @transactional(stage.client)
+        def locked(*, session: Any) -> None:
+            found = select_many_for_update(accounts, {}, session=session)
+            accounts.update_many({"_id": {"$in": [each["_id"] for each in found]}}, change, session=session)
+
+        ways: dict[str, Callable[[], object]] = {
+            "plain_hundred": lambda: accounts.update_many({}, change),
+            "locked_hundred": locked,
+        }
+        for _ in range(sizes.rounds):
+            for name, way in ways.items():
+                way()
+                began = time.monotonic()
+                for _ in range(sizes.transfers):
+                    way()
+                rates[name].append(sizes.transfers / (time.monotonic() - began))
+    plain = ("plain_hundred", rates["plain_hundred"])
+    return [
+        reading("plain_hundred", RATE, rates["plain_hundred"], None),
+        reading("locked_hundred", RATE, rates["locked_hundred"], plain),
+    ]
 
 
 def _open_accounts(scene: Scene, accounts: int) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from pymongo import MongoClient, WriteConcern
+from pymongo import MongoClient, UpdateOne, WriteConcern
 from pymongo.database import Database
 
-from mongo_celery import TwoPhaseCommit, select_for_update, transactional
+from mongo_celery import TwoPhaseCommit, select_for_update, select_many_for_update, transactional
 from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Stopwatch
 from tests.benchmarks.answers import answer, await_sign
@@ -51,15 +51,15 @@ def _two_phase(data: Database[dict[str, Any]], protocol: str = "auto") -> Transf
 
 
 def _locked(data: Database[dict[str, Any]]) -> Transfer:
-    """Both accounts locked before either is changed, the smaller first."""
+    """Both accounts locked and read before either is changed."""
     accounts = data["accounts"]
 
     @transactional(data.client)
     def transfer(source: int, destination: int, *, session: Any) -> None:
-        for account in sorted((source, destination)):
-            select_for_update(accounts, {"_id": account}, session=session)
-        accounts.update_one({"_id": source}, {"$inc": {"balance": -1}}, session=session)
-        accounts.update_one({"_id": destination}, {"$inc": {"balance": 1}}, session=session)
+        select_many_for_update(accounts, {"_id": {"$in": [source, destination]}}, session=session)
+        pay = UpdateOne({"_id": source}, {"$inc": {"balance": -1}})
+        receive = UpdateOne({"_id": destination}, {"$inc": {"balance": 1}})
+        accounts.bulk_write([pay, receive], session=session)
 
     return transfer
 

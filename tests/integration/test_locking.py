@@ -20,7 +20,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TopologyError, TransactionRequiredError
 from mongo_celery.locking import select_for_update, select_many_for_update, transactional
 from tests.fixtures.process import wait_for
-from tests.integration.locking_rig import Document, Sent, beside, held
+from tests.integration.locking_rig import Document, beside, held
 
 MakeClient = Callable[..., MongoClient[Document]]
 Select = Callable[..., Any]
@@ -105,17 +105,6 @@ def test_sort_chooses_the_document_and_projection_what_is_returned(things: Colle
     """As in PyMongo; only the chosen one is locked."""
     assert locked(things, {}, sort=[("_id", -1)], projection={"name": 1}) == {"_id": 3, "name": "thing-3"}
     assert [document["_id"] for document in things.find({"_lock": {"$exists": True}})] == [3]
-
-
-def test_many_are_locked_in_order_of_id_and_returned_in_the_order_asked_for(
-    things: Collection[Document], make_client: MakeClient
-) -> None:
-    """The order of locking is what avoids deadlocks; the order of the list is the caller's."""
-    sent = Sent()
-    spied = make_client(event_listeners=[sent])[things.database.name][things.name]
-    found = locked_many(spied, {}, sort=[("name", -1)], projection={"name": 1})
-    assert found == [{"_id": number, "name": f"thing-{number}"} for number in (3, 2, 1)]
-    assert [command["query"]["_id"] for command in sent.named("findAndModify")] == [1, 2, 3]
 
 
 def test_a_limit_takes_the_first_by_the_order_asked_for(things: Collection[Document]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import click
 import pytest
@@ -26,6 +27,7 @@ from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.cli.tools import main
 from mongo_celery.findings import Finding
+from mongo_celery.locking.holders import OpenTransaction
 from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.health import Health
 from mongo_celery.outbox.relay import Delivery
@@ -59,7 +61,7 @@ def tree(command: click.Command, path: str, parent: click.Context | None) -> Ite
 
 ALL = {
     path: context
-    for name in ("changes", "outbox", "transactions", "listener")
+    for name in ("changes", "outbox", "transactions", "locks", "listener")
     for path, context in tree(celery_command.commands[name], name, click.Context(celery_command, info_name="celery"))
 } | dict(tree(main, "mongo-celery", None))
 LEAVES = sorted(path for path, context in ALL.items() if not isinstance(context.command, click.Group))
@@ -128,6 +130,8 @@ def test_the_page_has_the_keys_of_the_code() -> None:
     assert names(found["`outbox sweep`"]) == {"outbox", *keys_of(Delivery)}
     assert names(found["`outbox dead-letters replay`"]) == {"outbox", "error", *keys_of(Replay)}
     assert names(found["`outbox status`"]) == set(health())
+    open_one = OpenTransaction(UUID(int=1), b"", 1, None, None, "", 1.0, 1.0, connected=True, wrote=True, own=True)
+    assert names(found["`locks list`"]) == set(open_one.plain())
 
 
 def standing() -> dict[str, Any]:

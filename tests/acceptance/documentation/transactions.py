@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import django
 from celery import Celery
+from django.conf import settings
 from pymongo import MongoClient
 
 
 @contextmanager
 def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
-    """An app, a client, two seats, two accounts, a lamp and an order."""
+    """An app, a client, two seats, two accounts, a lamp and an order; and a theater of Django's."""
     app = Celery("shop", broker=redis_url)
     with MongoClient[dict[str, Any]](mongo_url) as client:
         shop = client.shop
@@ -26,9 +28,15 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
             "seats": shop.seats,
             "stock": shop.stock,
             "orders": shop.orders,
+            **theater(mongo_url),
         }
         yield namespace
 
+        seat_of_django, sell = namespace["Seat"], namespace["sell"]
+        only = seat_of_django.objects.create(row=1)
+        sell(only.pk, "eve")
+        assert seat_of_django.objects.get(pk=only.pk).customer == "eve"
+        assert shop.theater_seats.count_documents({"_lock": {"$exists": True}}) == 1
         book = namespace["book"]
         assert [book("A3", customer) for customer in ("eve", "adam")] == [None, "taken"]
         assert shop.seats.find_one() is not None
@@ -38,3 +46,25 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         assert shop.stock.find_one({}, {"left": 1}) == {"_id": "lamp", "left": 2}
         assert shop.orders.find_one({}, {"state": 1}) == {"_id": 7, "state": "sold"}
         assert {entry["state"] for entry in client.bank.transactions.find()} == {"done"}
+
+
+def theater(mongo_url: str) -> dict[str, Any]:
+    """Django's settings, and a model of a seat."""
+    database = {"ENGINE": "django_mongodb_backend", "HOST": mongo_url, "NAME": "shop"}
+    field = "django_mongodb_backend.fields.ObjectIdAutoField"
+    settings.configure(DATABASES={"default": database}, DEFAULT_AUTO_FIELD=field, INSTALLED_APPS=[], USE_TZ=True)
+    django.setup()
+    from django.db import models
+
+    class Seat(models.Model):  # type: ignore[misc]
+        row = models.IntegerField()
+        customer = models.CharField(max_length=20, null=True)  # noqa: DJ001 - nobody has it yet
+
+        class Meta:
+            app_label = "shop"
+            db_table = "theater_seats"
+
+        def __str__(self) -> str:
+            return str(self.row)
+
+    return {"Seat": Seat}

@@ -1,0 +1,208 @@
+"""`celery -A app locks`: look at open transactions that keep documents locked, and end some."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from celery.bin.base import handle_preload_options
+
+from mongo_celery.cli.apps import console_of, json_option, one_sentence_errors
+
+if TYPE_CHECKING:
+    from pymongo import MongoClient
+
+    from mongo_celery.locking.holders import OpenTransaction
+    from mongo_celery.mongo.verdicts import Concern
+
+    Found = tuple[MongoClient[Any], OpenTransaction]
+
+URL = click.option("--url", metavar="URL", help="The MongoDB, where the app has no Bridge, Outbox or TwoPhaseCommit.")
+JSON = json_option("transaction")
+_RESULTS = {
+    "would_be_freed": "would be ended",
+    "freed": "ended; what it held is free",
+    "gone": "had ended before",
+    "refused": "not ended: that needs the right killAnySession on the cluster",
+}
+
+
+@click.group()
+@click.pass_context
+@handle_preload_options
+def locks(ctx: click.Context, **_: Any) -> None:
+    """Show and end transactions that keep documents locked."""
+    del ctx
+
+
+@locks.command("list")
+@click.option("--older-than", type=click.FloatRange(min=0), metavar="SECONDS", help="Silent for longer.")
+@URL
+@JSON
+@click.pass_context
+def list_locks(ctx: click.Context, older_than: float | None, url: str | None, as_json: bool) -> None:
+    """
+    List open transactions that have written, the most silent first.
+
+    Each may hold documents; MongoDB does not say which. With the client's address and appName, and whether its
+    connection is gone.
+    """
+    with one_sentence_errors(_concern):
+        clients = _clients(ctx, url)
+        found = [each for _, each in _found(clients) if each.inactive_seconds >= (older_than or 0)]
+        _say_what_is_hidden(clients)
+    if as_json:
+        for each in found:
+            click.echo(json.dumps(each.plain()))
+        return
+    _show(ctx, found)
+    if not found:
+        click.echo("No open transaction has written anything.")
+
+
+@locks.command()
+@click.argument("ids", metavar="[ID]...", nargs=-1)
+@click.option("--dead", is_flag=True, help="All whose client is gone, and that are silent for ten seconds.")
+@click.option("--dry-run", is_flag=True, help="Say what would be ended, and end nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@URL
+@JSON
+@click.pass_context
+def free(
+    ctx: click.Context, ids: Sequence[str], dead: bool, dry_run: bool, yes: bool, url: str | None, as_json: bool
+) -> None:
+    """
+    End transactions, by their ids in `list`, or those of dead clients.
+
+    What they have written is undone, and what they have locked is free. A silent holder that lives is told so, and
+    repeats its body; one that is running fails with an error. One that has gone on to another transaction meanwhile
+    is left alone. Ends with status 1 if one could not be ended.
+    """
+    if bool(ids) == dead:
+        raise click.UsageError("name transactions by their ids, or those of dead clients with --dead.")
+    with one_sentence_errors(_concern):
+        clients = _clients(ctx, url)
+        chosen = _chosen(_found(clients), ids)
+        if not as_json or not yes:
+            _show(ctx, [each for _, each in chosen], err=True)
+        if chosen and not dry_run and not yes:
+            click.confirm("End these transactions?", abort=True, err=True)
+        results = {each.id: "would_be_freed" for _, each in chosen} if dry_run else _end(clients, chosen)
+    for _, each in chosen:
+        if as_json:
+            click.echo(json.dumps({**each.plain(), "result": results[each.id]}))
+        else:
+            click.echo(f"{each.id}: {_RESULTS[results[each.id]]}")
+    if not chosen and not as_json:
+        click.echo("There is no transaction of a dead client.")
+    ctx.exit(1 if "refused" in results.values() else 0)
+
+
+# -- inside ----------------------------------------------------------------------------------------
+
+
+def _concern() -> Concern:
+    from mongo_celery.mongo.verdicts import Concern
+
+    return Concern("the open transactions", "inprog and killAnySession on the cluster")
+
+
+def _clients(ctx: click.Context, url: str | None) -> list[MongoClient[Any]]:
+    """Those of a URL, or of what the app has; the primary of each has answered once."""
+    from mongo_celery.mongo.opening import ping
+
+    found = [_client_of(url)] if url else list({id(each): each for each in _clients_of(ctx)}.values())
+    if not found:
+        raise click.ClickException(
+            "this app has no Bridge, Outbox or TwoPhaseCommit that says where MongoDB is: name it with --url."
+        )
+    for each in found:
+        ping(each)
+    return found
+
+
+def _client_of(url: str) -> MongoClient[Any]:
+    from pymongo import MongoClient
+    from pymongo.errors import ConfigurationError, InvalidURI
+
+    from mongo_celery.mongo.redaction import short
+
+    try:
+        return MongoClient(url)
+    except (InvalidURI, ConfigurationError, ValueError) as error:
+        raise click.ClickException(f"--url is no URL of a MongoDB: {short(error)}.") from None
+
+
+def _clients_of(ctx: click.Context) -> Iterator[MongoClient[Any]]:
+    from mongo_celery.bridge.wiring import BRIDGES
+    from mongo_celery.outbox.outbox import OUTBOXES
+    from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
+
+    if not ctx.find_root().params.get("app"):
+        typed = f"celery -A shop locks {ctx.info_name}"
+        raise click.ClickException(f"name your Celery app with -A, as in `{typed}`, or MongoDB with --url.")
+    app = ctx.obj.app
+    app.loader.import_default_modules()
+    app.finalize()
+    yield from (each.client for each in BRIDGES.of(app))
+    yield from (each.backing.collection.database.client for each in OUTBOXES.of(app))
+    yield from (each.transactions.database.client for each in TWO_PHASE_COMMITS.of(app))
+
+
+def _found(clients: Sequence[MongoClient[Any]]) -> list[Found]:
+    """Those that have written, each once, by the client that may end it."""
+    from mongo_celery.locking.holders import open_transactions
+
+    found: dict[Any, Found] = {}
+    for client in clients:
+        for each in open_transactions(client):
+            if each.wrote and (each.own or (each.id, each.user) not in found):
+                found[each.id, each.user] = (client, each)
+    return sorted(found.values(), key=lambda pair: -pair[1].inactive_seconds)
+
+
+def _chosen(found: Sequence[Found], ids: Sequence[str]) -> list[Found]:
+    if not ids:
+        return [(client, each) for client, each in found if each.is_dead]
+    chosen = {}
+    for typed in ids:
+        matching = [pair for pair in found if typed and str(pair[1].id).startswith(typed.lower())]
+        if len(matching) != 1:
+            ending = "is open" if not matching else "is meant alone: type more of it"
+            raise click.ClickException(f"no transaction {typed} {ending}; `locks list` shows those that have written.")
+        chosen[matching[0][1].id] = matching[0]
+    return list(chosen.values())
+
+
+def _end(clients: Sequence[MongoClient[Any]], chosen: Sequence[Found]) -> dict[Any, str]:
+    """What became of each; one that has ended since it was shown is not there any more, whatever its session does."""
+    from mongo_celery.locking.holders import end
+
+    now = {(each.id, each.number) for _, each in _found(clients)}
+    results = {}
+    for client, each in chosen:
+        if (each.id, each.number) not in now:
+            results[each.id] = "gone"
+        else:
+            results[each.id] = "refused" if end(client, [each]) else "freed"
+    return results
+
+
+def _say_what_is_hidden(clients: Sequence[MongoClient[Any]]) -> None:
+    from mongo_celery.locking.holders import sees_all
+
+    if not all(map(sees_all, clients)):
+        click.echo("Those of other MongoDB users are not shown: that needs inprog on the cluster.", err=True)
+
+
+def _show(ctx: click.Context, found: Sequence[OpenTransaction], *, err: bool = False) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console = console_of(ctx)
+    console.stderr = err
+    for each in found:  # no markup: an appName is anybody's
+        console.print(Text(f"{each.id}  {each.state}  {each.server}"), soft_wrap=True)  # an id is there to be copied
+        console.print(Padding(Text(str(each)), (0, 0, 0, 2), expand=False))

@@ -1,0 +1,183 @@
+"""
+SELECT ... FOR UPDATE for querysets of Django (django-mongodb-backend).
+
+Django's own `select_for_update()` does nothing on MongoDB, and its `atomic` repeats nothing: whoever meets a
+conflict there gets an error. So `joined` makes Django's queries part of a transaction of `transactional`, which repeats
+its body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from django.core.exceptions import FieldDoesNotExist
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
+from django.db.models import Model, QuerySet
+from pymongo import MongoClient
+from pymongo.client_session import ClientSession
+from pymongo.errors import PyMongoError
+
+from mongo_celery.arguments import Duration
+from mongo_celery.errors import ConfigurationError, TransactionRequiredError
+from mongo_celery.locking.call import lock_call
+from mongo_celery.locking.many import lock_read
+from mongo_celery.mongo.identity import id_key
+from mongo_celery.mongo.transaction import after_commit
+
+_TRANSIENT = "TransientTransactionError"
+_SELF = "self"
+
+
+def django_client(using: str = DEFAULT_DB_ALIAS) -> MongoClient[Any]:
+    """The client by which Django's queries are sent; what `transactional` is to be given."""
+    connection = _mongo_connection(using)
+    connection.ensure_connection()
+    client: MongoClient[Any] = connection.connection
+    return client
+
+
+@contextmanager
+def joined(session: ClientSession, using: str = DEFAULT_DB_ALIAS) -> Iterator[None]:
+    """
+    Make Django's queries part of a transaction of `transactional`, inside.
+
+    ::
+
+        @transactional(django_client)
+        def sell(seat, *, session):
+            with joined(session): ...
+
+    Callbacks of `django_mongodb_backend.transaction.on_commit` run after the commit, and are forgotten when an attempt
+    fails. What the server labels as transient comes out as the driver's error, so that the body is repeated; Django
+    would hide it in a `DatabaseError`. An `atomic` inside is part of the same transaction.
+
+    Args:
+        session: as `transactional` has given it.
+        using: Django's alias of the database.
+
+    Raises:
+        TransactionRequiredError: the session has no transaction in progress.
+        ConfigurationError: it is of another client or transaction than Django's queries; see `django_client`.
+    """
+    connection = _mongo_connection(using)
+    if not session.in_transaction:
+        raise TransactionRequiredError
+    if connection.session is session:
+        yield
+        return
+    if connection.session is not None:
+        raise ConfigurationError("Django is inside another transaction; let the `atomic` around `joined` go.")
+    if session.client is not django_client(using):
+        raise ConfigurationError("The session is of another client than Django's: use transactional(django_client).")
+    connection.session, connection.in_atomic_block_mongo, connection.run_on_commit = session, True, []
+    try:
+        yield
+    except DatabaseError as error:
+        cause = error.__cause__
+        if isinstance(cause, PyMongoError) and cause.has_error_label(_TRANSIENT):
+            raise cause from None
+        raise
+    finally:
+        waiting, connection.run_on_commit = connection.run_on_commit, []
+        connection.session, connection.in_atomic_block_mongo = None, False
+    for _, function, _ in waiting:
+        after_commit(session, function)
+
+
+def select_for_update(
+    queryset: QuerySet[Any],
+    *,
+    field: str = "_lock",
+    application: str | None = None,
+    nowait: bool = False,
+    wait: Duration | None = None,
+    of: Sequence[str] = (_SELF,),
+) -> list[Any]:
+    """
+    Read the instances of a queryset and lock their documents until the transaction ends.
+
+    The queryset is asked anew, whatever it has found before; then one write a collection locks what it has found, by
+    the collections' names. One that has changed in between is a conflict. Fields of models are not needed: Django
+    leaves alone what it does not know.
+
+    Args:
+        queryset: of instances, on MongoDB; with any filter, order or slice.
+        field: as of `mongo_celery.select_for_update`; no field of the model.
+        application: as there.
+        nowait: as there.
+        wait: as there, for each collection.
+        of: what is locked, as Django has it: `"self"`, and relations of it, such as `"hall"` or `"hall__city"`.
+            Without `select_related` each costs queries of its own.
+
+    Returns:
+        The instances, in the queryset's order.
+
+    Raises:
+        TransactionRequiredError: neither `joined` nor `django_mongodb_backend.transaction.atomic` is around it.
+        DocumentLockedError: as of `mongo_celery.select_for_update`.
+        ConfigurationError: it is no queryset of instances on MongoDB, or `of` names no relation of it.
+        OperationFailure: a write conflict, labelled as transient. Let it pass to `transactional`; in an `atomic` of
+            Django's own nobody repeats.
+    """
+    if not isinstance(queryset, QuerySet):
+        raise ConfigurationError(f"select_for_update takes a QuerySet of Django's, not {type(queryset).__name__}.")
+    connection = _mongo_connection(queryset.db)
+    session = connection.session
+    if session is None:
+        raise TransactionRequiredError(
+            "A queryset can only be locked inside a transaction: put `with joined(session):` around it, in a function "
+            "of `transactional(django_client)`."
+        )
+    _check(queryset.model, of)
+    instances = list(queryset.all())
+    if any(not isinstance(each, Model) for each in instances):
+        raise ConfigurationError("select_for_update takes a queryset of instances, without values() and the like.")
+    codec = connection.database.codec_options
+    tables: dict[str, dict[Any, Any]] = {}
+    for each in _wanted(instances, of):
+        meta = each._meta  # noqa: SLF001 - Django's public name
+        document_id = meta.pk.get_db_prep_save(each.pk, connection)
+        tables.setdefault(meta.db_table, {})[id_key(document_id, codec)] = document_id
+    for table, ids in sorted(tables.items()):
+        found = list(ids.values())
+        collection, filter_ = connection.database[table], {"_id": {"$in": found}}
+        options: dict[str, Any] = {"field": field, "application": application, "nowait": nowait, "wait": wait}
+        lock_read(lock_call(collection, filter_, session, **options), found)
+    return instances
+
+
+def _mongo_connection(using: str) -> Any:
+    connection = connections[using]
+    if connection.vendor != "mongodb":
+        raise ConfigurationError(f"Django's database {using!r} is not on MongoDB; name one that is.")
+    return connection
+
+
+def _check(model: type[Model], of: Sequence[str]) -> None:
+    """Before anything is read: a path that leads nowhere, or to what is no document of its own."""
+    for path in of:
+        reached: Any = model
+        for name in () if path == _SELF else path.split("__"):
+            reached = _related(reached, name)
+            if reached is None:
+                raise ConfigurationError(f"of={path!r} is no relation of {model.__name__}; name a ForeignKey of it.")
+
+
+def _related(model: Any, name: str) -> Any:
+    try:
+        field = model._meta.get_field(name)  # noqa: SLF001
+    except FieldDoesNotExist:
+        return None
+    return field.related_model if field.many_to_one or (field.one_to_one and field.concrete) else None
+
+
+def _wanted(instances: Iterable[Any], of: Sequence[str]) -> Iterator[Any]:
+    for instance in instances:
+        for path in of:
+            reached = instance
+            for name in () if path == _SELF else path.split("__"):
+                reached = None if reached is None else getattr(reached, name)
+            if reached is not None:
+                yield reached

@@ -1,0 +1,145 @@
+"""Querysets of real Django models, locked; in a process of its own, which has Django's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pymongo.database import Database
+
+from tests.fixtures.process import Processes
+
+Document = dict[str, Any]
+
+PROGRAM = """
+import sys
+import django
+from django.conf import settings
+
+url, name = sys.argv[1:]
+settings.configure(
+    DATABASES={"default": {"ENGINE": "django_mongodb_backend", "HOST": url, "NAME": name}},
+    DATABASE_ROUTERS=["django_mongodb_backend.routers.MongoRouter"],
+    DEFAULT_AUTO_FIELD="django_mongodb_backend.fields.ObjectIdAutoField",
+    INSTALLED_APPS=[],
+    USE_TZ=True,
+)
+django.setup()
+from django.db import connection, models
+from django_mongodb_backend import transaction
+from pymongo import MongoClient
+from pymongo.errors import OperationFailure
+from mongo_celery import ConfigurationError, DocumentLockedError, TransactionRequiredError, transactional
+from mongo_celery.locking.django import django_client, joined, select_for_update
+
+class Hall(models.Model):
+    name = models.CharField(max_length=20)
+    class Meta:
+        app_label = "theater"
+        db_table = "halls"
+
+class Seat(models.Model):
+    row = models.IntegerField()
+    customer = models.CharField(max_length=20, null=True)
+    hall = models.ForeignKey(Hall, null=True, on_delete=models.CASCADE)
+    class Meta:
+        app_label = "theater"
+        db_table = "seats"
+
+with connection.schema_editor() as editor:
+    editor.create_model(Hall)
+    editor.create_model(Seat)
+hall = Hall.objects.create(name="small")
+for row in range(4):
+    Seat.objects.create(row=row, hall=hall if row else None)
+seats, halls = connection.database["seats"], connection.database["halls"]
+
+def refused(error, work):
+    try:
+        work()
+    except error as raised:
+        return str(raised)
+    raise AssertionError(f"{error} was not raised")
+
+# Only inside a transaction, and only what can be locked.
+assert "joined(session)" in refused(TransactionRequiredError, lambda: select_for_update(Seat.objects.all()))
+with transaction.atomic():
+    refused(ConfigurationError, lambda: select_for_update(Seat.objects.values("row")))
+    refused(ConfigurationError, lambda: select_for_update([1]))
+    assert "of='row'" in refused(ConfigurationError, lambda: select_for_update(Seat.objects.all(), of=("row",)))
+    assert "of='x'" in refused(ConfigurationError, lambda: select_for_update(Seat.objects.all(), of=("x",)))
+assert seats.count_documents({"_lock": {"$exists": True}}) == 0
+
+# A slice in its order; the relation too; what Django writes afterwards leaves the lock alone.
+attempts, done = [], []
+
+@transactional(django_client)
+def sell(customer, *, session):
+    attempts.append(customer)
+    with joined(session):
+        transaction.on_commit(lambda: done.append(customer))
+        queryset = Seat.objects.filter(customer=None).select_related("hall").order_by("-row")[:2]
+        found = select_for_update(queryset, of=("self", "hall"), application="office")
+        for seat in found:
+            seat.customer = customer
+            seat.save()
+    return [seat.row for seat in found]
+
+assert sell("Ann") == [3, 2]
+assert (attempts, done) == (["Ann"], ["Ann"])
+assert {each["row"] for each in seats.find({"customer": "Ann", "_lock.application": "office"})} == {2, 3}
+assert halls.find_one()["_lock"]["application"] == "office"
+assert Seat.objects.get(row=3).customer == "Ann" and connection.session is None
+
+# A conflict that Django would hide is repeated, and callbacks of the attempt that failed are forgotten.
+runs = []
+
+@transactional(django_client)
+def conflict(*, session):
+    runs.append(1)
+    with joined(session):
+        transaction.on_commit(lambda: done.append(len(runs)))
+        seat = Seat.objects.get(row=0)
+        if len(runs) == 1:
+            MongoClient(url)[name]["seats"].update_one({"row": 0}, {"$set": {"customer": "Eve"}})
+        seat.row = 10
+        with transaction.atomic():
+            seat.save()
+
+conflict()
+assert (len(runs), done) == (2, ["Ann", 2])
+
+# Somebody else's lock.
+other = MongoClient(url)
+with other.start_session() as session, session.start_transaction():
+    other[name]["seats"].update_one({"row": 1}, {"$set": {"held": 1}}, session=session)
+    def nowait():
+        with transaction.atomic():
+            select_for_update(Seat.objects.filter(row=1), nowait=True)
+    assert "seats" in refused(DocumentLockedError, nowait)
+    def plain():
+        with transaction.atomic():
+            select_for_update(Seat.objects.filter(row=1))
+    refused(OperationFailure, plain)
+    session.abort_transaction()
+with transaction.atomic():
+    [seat] = select_for_update(Seat.objects.filter(row=1), nowait=True)
+
+# Another client, and a transaction around it.
+def foreign():
+    with other.start_session() as session, session.start_transaction(), joined(session):
+        pass
+assert "django_client" in refused(ConfigurationError, foreign)
+def within():
+    with transaction.atomic():
+        sell("Bob")
+assert "another transaction" in refused(ConfigurationError, within)
+other.close()
+print("as it should be")
+"""
+
+
+def test_querysets_are_locked_and_repeated(processes: Processes, database: Database[Document], mongo_url: str) -> None:
+    """Inside `joined` and `atomic`; with relations, callbacks, conflicts and locks of others."""
+    done = processes.python("django", "-c", PROGRAM, mongo_url, database.name)
+    assert done.wait() == 0, done.text
+    assert done.text.splitlines()[-1] == "as it should be"

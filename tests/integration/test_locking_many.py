@@ -1,0 +1,268 @@
+"""Many documents locked at once: two commands however many they are, in every form; some of those nobody else holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import mongoengine
+import pytest
+from bson.codec_options import CodecOptions
+from bson.raw_bson import RawBSONDocument
+from pymongo import MongoClient
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.database import Database
+from pymongo.errors import OperationFailure
+
+from mongo_celery.errors import ConfigurationError, DocumentLockedError
+from mongo_celery.locking import select_for_update, select_for_update_of, select_many_for_update, transactional
+from tests.integration.locking_rig import Document, Sent, held
+
+MakeClient = Callable[..., MongoClient[Document]]
+
+COUNT = 100
+LOCKS = ("find", "update", "findAndModify")
+
+
+class Spied:
+    """A collection of a hundred documents, and the commands that are sent to it."""
+
+    def __init__(self, collection: Collection[Document], sent: Sent) -> None:
+        self.collection, self.sent = collection, sent
+
+    def locked(self, filter_: Document, **options: Any) -> tuple[list[Document], list[str]]:
+        """What a call gives, and by which commands."""
+        self.sent.commands.clear()
+        found = transactional(self.collection.database.client)(select_many_for_update)(
+            self.collection, filter_, **options
+        )
+        return found, [name for each in self.sent.commands for name in LOCKS if name in each]
+
+    @property
+    def locks(self) -> list[int]:
+        return [each["_id"] for each in self.collection.find({"_lock": {"$exists": True}}).sort("_id", 1)]
+
+
+@pytest.fixture
+def spied(database: Database[Document], make_client: MakeClient) -> Spied:
+    database["things"].insert_many([{"_id": number, "n": COUNT - number, "x": 1} for number in range(COUNT)])
+    sent = Sent()
+    return Spied(make_client(event_listeners=[sent])[database.name]["things"], sent)
+
+
+def test_a_hundred_are_locked_by_two_commands(spied: Spied) -> None:
+    """They come by `_id`, as they are stored, all with the same lock."""
+    found, commands = spied.locked({"x": 1}, application="box office")
+    assert commands == ["update", "find"]
+    assert found == list(spied.collection.find().sort("_id", 1))
+    assert {each["_lock"]["application"] for each in found} == {"box office"}
+    assert len({each["_lock"]["id"] for each in found}) == 1
+
+
+def test_none_are_locked_by_one_command(spied: Spied) -> None:
+    """What matches nothing is not read."""
+    assert spied.locked({"x": 2}) == ([], ["update"])
+
+
+def test_the_order_and_the_projection_are_the_callers(spied: Spied) -> None:
+    """As in PyMongo."""
+    found, commands = spied.locked({"_id": {"$lt": 3}}, sort=[("n", 1)], projection={"n": 1, "_id": 0})
+    assert (found, commands) == ([{"n": 98}, {"n": 99}, {"n": 100}], ["update", "find"])
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "count"),
+    [
+        ({}, None, 2),
+        ({"projection": ["n"]}, {"_id", "n"}, 2),
+        ({"projection": {"n": 1, "_id": 0}}, {"n"}, 2),
+        ({"projection": {"n": 0}}, {"_id", "x", "_lock"}, 3),
+        ({"projection": {"_id": 0}}, {"n", "x", "_lock"}, 3),
+        ({"projection": {"_lock.id": 1}}, {"_id", "_lock"}, 3),
+        ({"field": "meta.lock"}, {"_id", "n", "x", "meta"}, 3),
+    ],
+    ids=str,
+)
+def test_a_limit_locks_no_others_and_gives_them_as_they_are_stored(
+    spied: Spied, options: Document, shown: set[str] | None, count: int
+) -> None:
+    """Read first, then written by `_id`: what is returned is what is stored, its lock included."""
+    found, commands = spied.locked({}, sort=[("n", 1)], limit=5, **options)
+    stored = spied.collection.find({}, options.get("projection"), sort=[("n", 1)], limit=5)
+    assert found == list(stored)
+    assert len(commands) == count
+    if shown is not None:
+        assert set(found[0]) == shown
+    field = options.get("field", "_lock")
+    assert spied.collection.count_documents({field: {"$exists": True}}) == 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"filter_": {"_lock": None, "_id": {"$lt": 5}}},
+        {"filter_": {"$expr": {"$lt": ["$_lock.at", "$$NOW"]}, "_id": {"$lt": 5}}},
+        {"filter_": {"_id": {"$lt": 5}}, "sort": [("_lock.at", 1), ("n", 1)]},
+        {
+            "filter_": {"$expr": {"$eq": [{"$size": {"$objectToArray": "$$ROOT"}}, 3]}, "_id": {"$lt": 5}},
+            "sort": [("n", 1)],
+        },
+    ],
+    ids=str,
+)
+def test_what_the_lock_itself_changes_is_judged_as_it_was_before(spied: Spied, options: Document) -> None:
+    """A filter that the locked documents no longer match, and an order by the lock of before."""
+    found, _ = spied.locked(**options)
+    reverse = "sort" in options
+    assert [each["_id"] for each in found] == sorted(range(5), reverse=reverse)
+    assert spied.locks == list(range(5))
+
+
+def test_raw_documents_are_locked_and_read_too(spied: Spied) -> None:
+    """They cannot be amended, so they are read again."""
+    raw = spied.collection.with_options(codec_options=CodecOptions(document_class=RawBSONDocument))
+    found = transactional(raw.database.client)(select_many_for_update)(raw, {}, limit=2)
+    assert [(each["_id"], "id" in each["_lock"]) for each in found] == [(0, True), (1, True)]
+
+
+def test_one_that_is_held_refuses_all_and_leaves_none_locked(spied: Spied) -> None:
+    """Who meets a conflict has nothing, so no two can hold what the other wants."""
+    with held(spied.collection, 50):
+        for options in ({}, {"limit": 99, "sort": [("_id", 1)]}):
+            with pytest.raises(DocumentLockedError):
+                spied.locked({}, nowait=True, **options)
+        assert len(spied.locked({"_id": {"$ne": 50}}, nowait=True)[0]) == COUNT - 1
+
+
+@pytest.mark.parametrize("level", ["snapshot", "local", "majority"])
+def test_a_change_between_reading_and_writing_is_a_conflict(spied: Spied, level: str) -> None:
+    """A transaction has one snapshot from its first command on, whatever its read concern."""
+    from pymongo.read_concern import ReadConcern
+
+    attempts: list[int] = []
+
+    @transactional(spied.collection.database.client, read_concern=ReadConcern(level))
+    def lock(*, session: ClientSession) -> list[Document]:
+        attempts.append(1)
+        spied.collection.find_one({"_id": 1}, session=session)
+        if len(attempts) == 1:
+            spied.collection.delete_one({"_id": 0})
+        return list(select_many_for_update(spied.collection, {}, session=session, limit=2))
+
+    assert [each["_id"] for each in lock()] == [1, 2]
+    assert len(attempts) == 2
+
+
+# -- of several collections ------------------------------------------------------------------------
+
+
+def test_documents_of_several_collections_are_locked_in_one_order(spied: Spied) -> None:
+    """By the names of the collections; the lists come as they were asked for."""
+    others = spied.collection.database["another"]
+    others.insert_one({"_id": "a"})
+    spied.sent.commands.clear()
+
+    @transactional(spied.collection.database.client)
+    def lock(*, session: ClientSession) -> list[list[Document]]:
+        return select_for_update_of([(spied.collection, {"_id": {"$lt": 2}}), (others, {})], session=session)
+
+    things, [other] = lock()
+    assert ([each["_id"] for each in things], other["_id"]) == ([0, 1], "a")
+    assert [each["update"] for each in spied.sent.named("update")] == ["another", "things"]
+    assert "_lock" in other
+
+    with held(others, "a"), pytest.raises(DocumentLockedError, match="another"):
+        transactional(spied.collection.database.client)(select_for_update_of)(
+            [(spied.collection, {"_id": 0}), (others, {})], nowait=True
+        )
+
+
+def test_what_is_no_pair_of_a_collection_and_a_filter_is_refused(spied: Spied) -> None:
+    with (
+        transactional(spied.collection.database.client) as session,
+        pytest.raises(ConfigurationError, match="pairs of a collection and a filter"),
+    ):
+        select_for_update_of([("things", {})], session=session)  # type: ignore[list-item]
+
+
+# -- skip_locked -----------------------------------------------------------------------------------
+
+
+def take(collection: Collection[Document], **options: Any) -> Any:
+    """One that is free, or so many."""
+    select = select_many_for_update if "limit" in options else select_for_update
+    return transactional(collection.database.client)(select)(collection, skip_locked=True, **options)
+
+
+def test_what_others_hold_is_skipped(spied: Spied) -> None:
+    """Whichever is free is found, at the latest after the held ones have refused."""
+    with held(spied.collection, 0, 1, 2):
+        assert take(spied.collection, filter={"_id": {"$lt": 4}})["_id"] == 3
+        assert take(spied.collection, filter={"_id": {"$lt": 3}}) is None
+        assert [each["_id"] for each in take(spied.collection, filter={"_id": {"$lt": 4}}, limit=3)] == [3]
+    assert take(spied.collection, filter={"_id": "none"}) is None
+    assert take(spied.collection, filter={"_id": "none"}, limit=2) == []
+
+
+def test_several_that_are_free_come_in_the_order_asked_for(spied: Spied) -> None:
+    """Up to the limit, of the first ones that match."""
+    found = take(spied.collection, filter={"_id": {"$lt": 5}}, limit=9, sort=[("n", 1)], projection={"n": 1})
+    assert found == [{"_id": number, "n": COUNT - number} for number in (4, 3, 2, 1, 0)]
+
+
+@pytest.mark.parametrize("options", [{"nowait": True}, {"wait": 1}, {"nowait": True, "wait": 1}])
+def test_skipping_and_waiting_exclude_each_other(spied: Spied, options: Document) -> None:
+    with pytest.raises(ConfigurationError, match="exclude each other"):
+        take(spied.collection, filter={}, **options)
+
+
+def test_many_are_skipped_with_a_limit_only(spied: Spied) -> None:
+    """All that are free cannot be told: one that is held refuses them all."""
+    with pytest.raises(ConfigurationError, match="limit="):
+        take(spied.collection, filter={}, limit=0)
+
+
+# -- mappers ---------------------------------------------------------------------------------------
+
+
+def test_a_document_of_mongoengine_is_loaded_where_the_lock_is_declared(database: Database[Document]) -> None:
+    """By default it refuses what its class does not know."""
+
+    class Strict(mongoengine.Document):  # type: ignore[misc]
+        n = mongoengine.IntField()
+
+    class Declared(mongoengine.Document):  # type: ignore[misc]
+        n = mongoengine.IntField()
+        lock = mongoengine.DictField()
+
+    class Lenient(mongoengine.Document):  # type: ignore[misc]
+        n = mongoengine.IntField()
+        meta: ClassVar[Document] = {"strict": False}
+
+    database["seats"].insert_one({"n": 1})
+    lock = transactional(database.client)(select_for_update)
+    found = lock(database["seats"], {}, field="lock")
+    assert Declared._from_son(found).lock["id"] == found["lock"]["id"]
+    assert Lenient._from_son(lock(database["seats"], {})).n == 1
+    with pytest.raises(mongoengine.FieldDoesNotExist):
+        Strict._from_son(found)
+
+
+# -- validators ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("select", [select_for_update, select_many_for_update])
+def test_a_validator_that_refuses_the_lock_is_named_with_the_cure(
+    database: Database[Document], select: Callable[..., Any]
+) -> None:
+    """Nothing repeats it, and another field that it allows is enough."""
+    schema = {"properties": {"_id": {}, "state": {"bsonType": "object"}}, "additionalProperties": False}
+    strict = database.create_collection("strict", validator={"$jsonSchema": schema})
+    strict.insert_one({"_id": 1})
+    lock = transactional(database.client)(select)
+    with pytest.raises(ConfigurationError, match=r"strict refuses .* field '_lock': allow it there.* field=") as caught:
+        lock(strict, {"_id": 1})
+    assert isinstance(caught.value.__cause__, OperationFailure)
+    assert strict.find_one() == {"_id": 1}
+    assert lock(strict, {"_id": 1}, field="state")
