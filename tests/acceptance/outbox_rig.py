@@ -166,7 +166,8 @@ class Tap:
     def __init__(self, url: str, *, handing_on: bool = False) -> None:
         self.published: list[tuple[str, Any]] = []
         self.ids: dict[tuple[str, Any], set[str]] = {}
-        self._client: Any = redis.Redis.from_url(url)
+        # A client that gives up on a frozen server loses what this pops for it afterwards: redis-py does so by default.
+        self._client: Any = redis.Redis.from_url(url, socket_timeout=None)
         self._handing_on = handing_on
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tap", daemon=True)
@@ -197,7 +198,7 @@ class Tap:
         while not self._stopping.is_set():
             try:
                 message = self._next()
-            except redis.exceptions.RedisError:  # frozen
+            except redis.exceptions.RedisError:  # stopped, or in between
                 continue
             if message is not None:
                 whole = json.loads(message)
