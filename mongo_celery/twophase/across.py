@@ -10,7 +10,8 @@ Participants in several clusters: each cluster's share is one MongoDB transactio
 | canceling to canceled | the decider is void, the others are undone; the log, with the own branch if it was first |
 | canceling to applied | the decider was applied: what it has committed goes on |
 
-Any number of coordinators may do any step at once, as late as they like: see `receipts`.
+Any number of coordinators may do any step at once, as late as they like: see `receipts`. So whoever asked for it is
+released when it is decided, by the last remote branch or by the log with its own; what is left follows (`follower`).
 """
 
 from __future__ import annotations
@@ -148,9 +149,36 @@ class AcrossClusters:
             raise RefusedError(self._reason(home, error)) from error
 
     def _apply(self, transaction: Transaction, until: float) -> Transaction:
-        """The remote branches, then the log. Or `canceling`."""
+        """Pending to applied, or to canceling."""
+        after = self.decide(transaction, until)
+        return _mine(self._log.move(after, State.APPLIED)) if after.state is State.PENDING else after
+
+    def is_decided(self, transaction: Transaction) -> bool:
+        """Whether one that is pending or applied is committed in all clusters."""
+        decider = plan_of(transaction.parts).decider
+        if transaction.state is State.APPLIED or decider is None:
+            return transaction.state is State.APPLIED
+        return self._receipts.said(transaction, decider) is Receipt.APPLIED
+
+    def decide(self, transaction: Transaction, until: float) -> Transaction:
+        """
+        The remote branches of one that is pending, and the own one where that is the last.
+
+        Args:
+            transaction: as it was read.
+            until: as for `step`.
+
+        Returns:
+            It is `canceling` if a participant refuses, or it is too late. Else everything is committed, and the log
+            says `applied` where it decides; where the last receipt does, it still says `pending`.
+
+        Raises:
+            Exception: as of `step`.
+        """
         plan = plan_of(transaction.parts)
         if transaction.is_late:
+            if self.is_decided(transaction):
+                return transaction
             return self._cancel(transaction, "it was not applied before its deadline")
         for branch in plan.remote:
             try:
@@ -174,7 +202,7 @@ class AcrossClusters:
 
     def _applied(self, transaction: Transaction, plan: BranchPlan, until: float) -> Transaction:
         if plan.own is not Own.LAST or plan.home is None:
-            return _mine(self._log.move(transaction, State.APPLIED))
+            return transaction
         home = plan.home
 
         def body(session: ClientSession) -> Transaction:
@@ -204,27 +232,42 @@ class AcrossClusters:
             Exception: as of `Receipts.apply_together`. What is not done may have come as far as applied; each may be
                 taken by itself from where the log says.
         """
-        count = len(plan_of(transactions[0].parts).remote)
-
-        def shares(index: int, of: Sequence[Transaction]) -> list[Share]:
-            return [(each, plan_of(each.parts).remote[index]) for each in of]
-
+        decided = [each for each in transactions if each.state is State.APPLIED]
         # The log decides for those whose last branch is its own: that is one MongoDB transaction for each.
         pending = [
-            each
-            for each in transactions
-            if each.state is State.PENDING and not each.is_late and plan_of(each.parts).own is not Own.LAST
+            each for each in transactions if each.state is State.PENDING and plan_of(each.parts).own is not Own.LAST
         ]
+        late = [each for each in pending if each.is_late]
+        if late:
+            decided += self._receipts.applied_among(_shares(late, -1))
+        in_time = [each for each in pending if not each.is_late]
+        if in_time:
+            for index in range(len(plan_of(in_time[0].parts).remote)):
+                self._receipts.apply_together(_shares(in_time, index), until)
+        return self.follow([*decided, *in_time])
+
+    def follow(self, transactions: Sequence[Transaction]) -> list[Transaction]:
+        """
+        Say in the log what is decided: applied, then done.
+
+        Args:
+            transactions: everything of them is committed; they may share clusters or not.
+
+        Returns:
+            Those that are done; whoever was faster with another finishes that one.
+        """
+        pending = [each for each in transactions if each.state is State.PENDING]
+        applied = [each for each in transactions if each.state is State.APPLIED]
         if pending:
-            for index in range(count):
-                self._receipts.apply_together(shares(index, pending), until)
-        begun = [*pending, *(each for each in transactions if each.state is State.APPLIED)]
-        applied = self._log.move_together(begun, State.APPLIED, before=State.PENDING) if begun else []
-        if not applied:
-            return []
-        for index in range(count):  # the decider's at the end
-            self._receipts.settle_together(shares(index, applied))
-        return self._log.move_together(applied, State.DONE, before=State.APPLIED)
+            # Only what the log lets become applied: what somebody cancels meanwhile may not have its receipts settled.
+            applied += self._log.move_together(pending, State.APPLIED, before=State.PENDING)
+        alike: dict[Hashable, list[Transaction]] = {}
+        for each in applied:
+            alike.setdefault(likeness_of(each), []).append(each)
+        for those in alike.values():
+            for index in range(len(plan_of(those[0].parts).remote)):  # the decider's at the end
+                self._receipts.settle_together(_shares(those, index))
+        return self._log.move_together(applied, State.DONE, before=State.APPLIED) if applied else []
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -303,6 +346,11 @@ class AcrossClusters:
                 part,
                 extra={"event": "participant_gone"},
             )
+
+
+def _shares(transactions: Sequence[Transaction], index: int) -> list[Share]:
+    """The same branch of each."""
+    return [(each, plan_of(each.parts).remote[index]) for each in transactions]
 
 
 def likeness_of(transaction: Transaction) -> Hashable:

@@ -19,6 +19,7 @@ from mongo_celery.mongo.verdicts import explained, is_transient
 from mongo_celery.twophase.across import AcrossClusters, begun_fields
 from mongo_celery.twophase.clusters import Clusters
 from mongo_celery.twophase.coordinator import BusyError, Coordinator, OvertakenError, StuckError
+from mongo_celery.twophase.follower import LogFollower
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.states import State, Transaction
@@ -60,6 +61,7 @@ class Completion:
         self._protocol = protocol
         self.within = WithinCluster(log, clusters.open)
         self._across = AcrossClusters(log, clusters.open)
+        self._follower = LogFollower(self._followed)
 
     @contextmanager
     def bounded(self) -> Iterator[float]:
@@ -132,6 +134,42 @@ class Completion:
                 hint=hint,
                 id=transaction.id,
             )
+
+    def to_its_decision(self, begun: Transaction, deadline: float) -> Transaction:
+        """
+        Carry out a transaction over several clusters that has just been begun; the log follows a moment later.
+
+        Returns:
+            It is canceled; or it is done, whatever its state here says.
+
+        Raises:
+            TransactionStateError, TransactionTimeoutError: as of `to_the_end`.
+        """
+        try:
+            with _named(begun.id, FINISHED_BY_RECOVERY, FINISHED_BY_RECOVERY):
+                after = self.until_answered(lambda: self._across.decide(begun, deadline), deadline, id=begun.id)
+        except OvertakenError:
+            return self.to_the_end(begun, deadline)
+        except StuckError as error:
+            raise stuck(begun, error) from error
+        if after.state is State.CANCELING:
+            return self.to_the_end(after, deadline)
+        self._follower.take(after, deadline)
+        return after
+
+    def _followed(self, transactions: Sequence[Transaction], deadline: float | None) -> None:
+        with self.bounded() as bound:
+            self.until_answered(lambda: self._across.follow(transactions), deadline or bound)
+
+    def flush(self, until: float) -> bool:
+        """Whether the log has followed all that this process has decided, before a time of the monotonic clock."""
+        return self._follower.flush(until)
+
+    def is_decided(self, transaction: Transaction, deadline: float) -> bool:
+        """Whether all of it is committed, though the log may not say so yet."""
+        if transaction.key is None or transaction.state not in {State.PENDING, State.APPLIED}:
+            return False
+        return self.until_answered(lambda: self._across.is_decided(transaction), deadline, id=transaction.id)
 
     def together(self, transactions: Sequence[Transaction], deadline: float) -> list[Transaction]:
         """Finish several that are alike; see `AcrossClusters.together`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from itertools import islice
 from typing import Any
@@ -277,10 +278,12 @@ class TransactionLog:
         return [self.read(each) for each in self.collection.find({"_id": {"$in": list(ids)}, "driver": coordinator})]
 
     def move_together(self, seen: Sequence[Transaction], state: State, *, before: State) -> list[Transaction]:
-        """As `move`, of several; all of them that are in this state afterwards, whoever has moved them."""
+        """As `move`, of several; those that are in this state afterwards, whoever moved them. Times are not read."""
         which = {"_id": {"$in": [each.id for each in seen]}, "key": {"$in": [each.key for each in seen]}}
         change: Document = {"state": str(state), "lastModified": "$$NOW", **self._times(state)}
-        self.collection.update_many({**which, "state": str(before)}, [{"$set": change}])
+        moved = self.collection.update_many({**which, "state": str(before)}, [{"$set": change}]).matched_count
+        if moved == len(seen):
+            return [replace(each, state=state) for each in seen]
         return [self.read(each) for each in self.collection.find({**which, "state": str(state)})]
 
     def touch(self, mine: Transaction) -> bool:
@@ -308,7 +311,12 @@ class TransactionLog:
         """
         guard = {"_id": {"$eq": seen.id}, "state": str(seen.state), "key": seen.key}
         fields = {} if reason is None else {"reason": reason}
-        return self._update(guard, state, fields, version=False, session=session)
+        goes_on = (
+            seen.state is State.CANCELING and state is State.APPLIED
+        )  # why it was to be canceled is of no interest
+        return self._update(
+            guard, state, fields, version=False, session=session, without=("reason",) if goes_on else ()
+        )
 
     def cancel(self, seen: Transaction, coordinator: ObjectId, reason: str) -> Transaction | None:
         """From pending to canceling, by a new coordinator; None if it is no longer as it was seen."""

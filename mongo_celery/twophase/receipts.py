@@ -119,12 +119,16 @@ class Receipts:
         try:
             in_one(self.client(branch), body, until)
         except DuplicateKeyError:
-            found = receipts.find_one({"_id": {"$eq": identity}}, {"state": 1})
-            return None if found is None else Receipt(found["state"])
+            return self.said(transaction, branch)
         except UnmetError:
             self._explain(transaction, branch)
             raise
         return Receipt.APPLIED
+
+    def said(self, transaction: Transaction, branch: Branch) -> Receipt | None:
+        """What the receipt of a branch says; None if there is none."""
+        found = self.collection(branch).find_one({"_id": {"$eq": _identity(transaction, branch)}}, {"state": 1})
+        return None if found is None else Receipt(found["state"])
 
     def _explain(self, transaction: Transaction, branch: Branch) -> None:
         first = self._open(branch.parts[0])
@@ -200,6 +204,12 @@ class Receipts:
 
         if new:
             in_one(self.client(shares[0][1]), body, until)
+
+    def applied_among(self, shares: Sequence[Share]) -> list[Transaction]:
+        """Of several transactions in one cluster and database: those whose branch is applied."""
+        which = {"_id": {"$in": [_identity(*share) for share in shares]}, "state": str(Receipt.APPLIED)}
+        keys = {each["_id"]["t"] for each in self.collection(shares[0][1]).find(which, {"_id": 1})}
+        return [transaction for transaction, _ in shares if transaction.key in keys]
 
     def settle_together(self, shares: Sequence[Share]) -> None:
         """Let the receipts of several transactions in one cluster and database expire, after all their deadlines."""

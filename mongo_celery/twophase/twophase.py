@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -349,6 +350,8 @@ class TwoPhaseCommit:
     def _compensated(self, id: Any, deadline: float) -> Any:  # noqa: A002
         """What is done already is read from the transaction itself: of a compensation that is gone nobody can tell."""
         seen = self.log.get(id)
+        if self._completion.is_decided(seen, deadline):  # the log has not followed yet
+            seen = self._completion.to_the_end(seen, deadline)
         if seen.state is not State.DONE:
             raise TransactionStateError(
                 f"transaction {id!r} is {seen.state}: only one that is done can be compensated.",
@@ -393,6 +396,23 @@ class TwoPhaseCommit:
         else:
             in_one(self.transactions.database.client, both, deadline)
 
+    def flush(self, timeout: Duration | None = None) -> bool:
+        """
+        Wait until the log says what this process has done.
+
+        Transactions over several clusters that `transfer` or `begin(..., run=True)` has carried out are done when the
+        call returns; their documents in the log say so a moment later. Call it before a client is closed. At the end
+        of a process it is done for up to two seconds; what is left then is finished by recovery.
+
+        Args:
+            timeout: seconds; by default the option.
+
+        Returns:
+            Whether nothing waits any more. What could not be finished in time was left to recovery, and logged.
+        """
+        seconds = self._options.timeout if timeout is None else not_negative(timeout, "timeout")
+        return self._completion.flush(time.monotonic() + seconds)
+
     # -- recovery ----------------------------------------------------------------------------------
 
     def recover(
@@ -431,7 +451,7 @@ class TwoPhaseCommit:
                 self._store_done(fields, parts, identity, deadline)
             elif way is Way.ACROSS:
                 begun = self._stored_and_begun(fields, parts, identity, deadline)
-                _ended(self._completion.to_the_end(begun, deadline))
+                _ended(self._completion.to_its_decision(begun, deadline))
             else:
                 self._store(fields, identity, deadline)
             if way is Way.DOCUMENTS:

@@ -101,7 +101,9 @@ class Clusters:
             )
             for cluster, share in zip(clusters, shares, strict=True)
         ]
-        return self.bank.begin(parts, run=run, **options)
+        identity = self.bank.begin(parts, run=run, **options)
+        assert self.bank.flush()
+        return identity
 
     def balances(self) -> dict[str, int]:
         return {cluster: (self.accounts(cluster).find_one() or {}).get("balance", 0) for cluster in CLUSTERS}

@@ -11,7 +11,13 @@ from uuid import uuid4
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery import Participant, TransactionCanceledError, TransactionStateError, TransactionTimeoutError
+from mongo_celery import (
+    Participant,
+    TransactionCanceledError,
+    TransactionStateError,
+    TransactionTimeoutError,
+    TwoPhaseCommit,
+)
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.twophase.log import LOG_INDEXES
 from mongo_celery.twophase.states import read_transaction
@@ -66,25 +72,106 @@ def test_all_is_done_and_nothing_of_ours_stands_in_the_documents(clusters: Clust
     assert clusters.balances() == expected(way)
 
 
-def test_two_clusters_take_nine_round_trips(clusters: Clusters) -> None:
-    """The entry with what is paid, the other branch with its receipt, applied, settled, done."""
-    clusters.begin("own", "east", run=True)
-    counting = Counting()
+@contextmanager
+def listened(clusters: Clusters, listener: Any) -> Iterator[tuple[TwoPhaseCommit, list[Participant]]]:
+    """A coordinator whose commands are listened to, and what it is to move from "own" to "east"."""
     clients = {
-        cluster: MongoClient[Document](url, event_listeners=[counting]) for cluster, url in clusters.urls.items()
+        cluster: MongoClient[Document](url, event_listeners=[listener]) for cluster, url in clusters.urls.items()
     }
-    bank = clusters.coordinator(clients)
-    parts = [
-        Participant(clusters.accounts(cluster, clients), "A", {"$inc": {"balance": share}})
-        for cluster, share in (("own", -1), ("east", 1))
-    ]
-    bank.begin(parts, run=True)
-    counting.names.clear()
-    bank.begin(parts, run=True)
+    yield (
+        clusters.coordinator(clients),
+        [
+            Participant(clusters.accounts(cluster, clients), "A", {"$inc": {"balance": share}})
+            for cluster, share in (("own", -1), ("east", 1))
+        ],
+    )
     for client in clients.values():
         client.close()
+
+
+def test_the_caller_waits_for_six_round_trips_and_the_log_follows(clusters: Clusters) -> None:
+    """What is paid with the entry, what is received with its receipt; four where only another cluster is changed."""
     own, receipt = ["findAndModify", "update", "commitTransaction"], ["insert", "update", "commitTransaction"]
-    assert counting.names[:9] == [*own, *receipt, "findAndModify", "update", "findAndModify"]
+    counting = Counting()
+    with listened(clusters, counting) as (bank, parts):
+        for those, trips in ((parts, [*own, *receipt]), (parts[1:], ["findAndModify", *receipt])):
+            bank.begin(those, run=True)
+            assert bank.flush()
+            counting.names.clear()
+            bank.begin(those, run=True)
+            assert counting.names[: len(trips)] == trips
+            assert bank.flush()
+            assert counting.names[len(trips) :] == ["update", "update", "update"]
+
+
+def test_the_log_follows_many_at_once(clusters: Clusters) -> None:
+    """Applied, settled and done are said of all that came together."""
+    counting = Counting()
+    with listened(clusters, counting) as (bank, parts):
+        for _ in range(20):
+            bank.begin(parts, run=True)
+        assert bank.flush()
+    assert counting.names.count("insert") == 20
+    assert 2 * counting.names.count("commitTransaction") + 6 > counting.names.count("update")
+    assert {each["state"] for each in clusters.log.find()} == {"done"}
+    assert all("expiresAt" in each for each in clusters.receipts("east"))
+    assert clusters.balances() == expected(("own", "east"), 20)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("held", [3, 4, 5])
+def test_what_is_decided_is_done_for_everybody_before_the_log_says_so(
+    clusters: Clusters, held: int, late: bool
+) -> None:
+    """Its process stands or is dead: cancel is refused, compensate goes back, recovery finishes, also very late."""
+    gate = StepGate(hold_before=held)
+    with listened(clusters, gate) as (bank, parts):
+        identity = bank.begin(parts, run=True)
+        assert gate.held.wait(60)
+        assert clusters.log.find_one({"_id": identity})["state"] == ("pending" if held == 3 else "applied")
+        assert clusters.balances() == expected(("own", "east"), 1)
+        if late:
+            clusters.log.update_one({"_id": identity}, {"$set": {"deadline": LONG_AGO}})
+            assert [(each.after, each.error) for each in clusters.bank.recover(0)] == [("done", None)]
+        else:
+            with pytest.raises(TransactionStateError, match="can no longer be canceled"):
+                clusters.bank.cancel(identity)
+            clusters.bank.run(clusters.bank.compensate(identity))
+        gate.released.set()
+        assert bank.flush()
+
+    stored = clusters.log.find_one({"_id": identity})
+    assert (stored["state"], stored.get("reason")) == ("done", None)
+    assert clusters.balances() == expected(("own", "east"), 1 if late else 0)
+    assert all("expiresAt" in each for each in clusters.receipts("east"))
+
+
+def test_one_whose_log_has_not_followed_can_be_compensated_at_once(clusters: Clusters) -> None:
+    """Nobody has to wait for it, in whatever process."""
+    gate = StepGate(hold_before=3)
+    with listened(clusters, gate) as (bank, parts):
+        identity = bank.begin(parts, run=True)
+        assert gate.held.wait(60)
+        clusters.bank.run(clusters.bank.compensate(identity))
+        gate.released.set()
+    assert clusters.balances() == UNTOUCHED
+
+
+def test_a_log_that_cannot_follow_is_left_to_recovery(clusters: Clusters, caplog: pytest.LogCaptureFixture) -> None:
+    """The caller was told that it is done, and so it is; a record says that the log does not say so."""
+    clusters.begin("own", "east", value=1, run=True)
+    for cluster, left in (("own", "pending"), ("east", "applied")):
+        caplog.clear()
+        admin = clusters.clients[cluster].admin
+        data = {"failCommands": ["update"], "errorCode": 13}
+        admin.command({"configureFailPoint": "failCommand", "mode": {"skip": 1}, "data": data})  # all but the change
+        identity = clusters.begin("own", "east", value=1, run=True)
+        admin.command({"configureFailPoint": "failCommand", "mode": "off"})
+
+        assert clusters.log.find_one({"_id": identity})["state"] == left
+        assert [vars(each)["event"] for each in caplog.records] == ["log_behind"]
+        assert [each.after for each in clusters.bank.recover(0)] == ["done"]
+    assert clusters.balances() == expected(("own", "east"), 3)
 
 
 @pytest.mark.parametrize(
