@@ -17,6 +17,7 @@ released when it is decided, by the last remote branch or by the log with its ow
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import datetime
 from typing import Any
@@ -24,8 +25,9 @@ from typing import Any
 from bson import ObjectId
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import OperationFailure
+from pymongo.errors import OperationFailure, PyMongoError
 
+from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.mongo.verdicts import brief
 from mongo_celery.twophase.branches import Branch, BranchPlan, Own, plan_of
 from mongo_celery.twophase.coordinator import OvertakenError, StuckError
@@ -97,12 +99,11 @@ class AcrossClusters:
         """Initial to pending. One whose own branch refuses at once is canceled, and nothing was done."""
         fields = begun_fields(transaction.parts)
 
-        def claimed(session: ClientSession | None) -> Transaction:
-            return _mine(
-                self._log.claim(
-                    transaction, ObjectId(), any_application=any_application, session=session, fields=fields
-                )
+        def claimed(session: ClientSession | None) -> tuple[Transaction, bool]:
+            claim = self._log.claim(
+                transaction, ObjectId(), any_application=any_application, session=session, fields=fields
             )
+            return _mine(claim), True
 
         try:
             return self._with_home(transaction.parts, claimed, until)
@@ -127,19 +128,20 @@ class AcrossClusters:
         return self._with_home(parts, lambda session: self._log.insert_begun(fields, identity, session), until)
 
     def _with_home(
-        self, parts: tuple[Part, ...], begin: Callable[[ClientSession | None], Transaction], until: float
+        self, parts: tuple[Part, ...], begin: Callable[[ClientSession | None], tuple[Transaction, bool]], until: float
     ) -> Transaction:
-        """Begin a transaction, together with the own branch where that is the first."""
+        """Begin a transaction, together with the own branch where that is the first, and where it was not begun yet."""
         for part in parts:
             self._open(part)  # whoever does not know a cluster must not begin what it cannot finish
         plan = plan_of(parts)
         if plan.home is None or plan.own is not Own.FIRST:
-            return begin(None)
+            return begin(None)[0]
         home = plan.home
 
         def body(session: ClientSession) -> Transaction:
-            after = begin(session)
-            change(self._open, home.parts, session)
+            after, is_new = begin(session)
+            if is_new:  # else the own branch was changed with it, by a commit whose answer was lost
+                change(self._open, home.parts, session)
             return after
 
         self._log.prepare()
@@ -279,21 +281,30 @@ class AcrossClusters:
         plan = plan_of(transaction.parts)
         if plan.decider is not None and self._void(transaction, plan.decider) is Receipt.APPLIED:
             return _mine(self._log.move(transaction, State.APPLIED))
-        stuck: Exception | None = None
-        for branch in reversed(plan.others):
-            try:
-                self._note_gone(transaction, self._receipts.undo(transaction, branch, until))
-            except UndoRefusedError as error:
-                stuck = stuck or error  # the others have their changes taken back all the same
-            except OperationFailure as error:
-                if not is_unwritable(error):
-                    raise
-                stuck = stuck or StuckError(f"its branch {branch} cannot be undone: {brief(error)}")
-        if stuck is not None:
-            raise StuckError(str(stuck)) from stuck
+        self._undo_others(transaction, plan.others, until)
         if plan.own is Own.FIRST and plan.home is not None:
             return self._undo_home(transaction, plan.home, until)
         return _mine(self._log.move(transaction, State.CANCELED))
+
+    def _undo_others(self, transaction: Transaction, branches: Sequence[Branch], until: float) -> None:
+        """Each of them, in reverse order: one that refuses, or does not answer, keeps nothing of the others."""
+        stuck: Exception | None = None
+        unanswered: Exception | None = None
+        for left, branch in reversed(list(enumerate(branches, 1))):
+            share = time.monotonic() + max(until - time.monotonic(), 0) / left
+            try:
+                self._note_gone(transaction, self._receipts.undo(transaction, branch, share))
+            except (UndoRefusedError, RefusedError) as error:
+                stuck = stuck or error
+            except (PyMongoError, TransactionTimeoutError, UnmetError) as error:
+                if is_unwritable(error):
+                    stuck = stuck or StuckError(f"its branch {branch} cannot be undone: {brief(error)}")
+                else:
+                    unanswered = unanswered or error
+        if stuck is not None:
+            raise StuckError(str(stuck)) from stuck
+        if unanswered is not None:
+            raise unanswered
 
     def _void(self, transaction: Transaction, decider: Branch) -> Receipt:
         try:

@@ -16,6 +16,9 @@ from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.opening import Client, client_of, plain_types, strict
 from mongo_celery.twophase.participants import Part
 
+_OPENED_MAX = 1000
+"""Collections that are kept opened: some have a database for each customer."""
+
 
 class Clusters:
     """
@@ -30,6 +33,7 @@ class Clusters:
         self._own = own
         self._others = {alias: PerProcess(partial(client_of, given)) for alias, given in others.items()}
         self._standalone: dict[tuple[int, str | None], bool] = {}
+        self._opened: dict[tuple[int, str | None, str], Collection[dict[str, Any]]] = {}
 
     def open(self, part: Part) -> Collection[dict[str, Any]]:
         """
@@ -38,6 +42,15 @@ class Clusters:
         Raises:
             ConfigurationError: its cluster is not known here.
         """
+        place = (os.getpid(), part.cluster, part.namespace)
+        found = self._opened.get(place)
+        if found is None:
+            if len(self._opened) >= _OPENED_MAX:
+                self._opened.clear()
+            found = self._opened[place] = self._open(part)
+        return found
+
+    def _open(self, part: Part) -> Collection[dict[str, Any]]:
         if part.cluster is not None and part.cluster not in self._others:
             raise ConfigurationError(
                 f"participant {part} is in the cluster {part.cluster!r}, which this process does not know: "

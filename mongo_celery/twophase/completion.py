@@ -145,6 +145,8 @@ class Completion:
         Raises:
             TransactionStateError, TransactionTimeoutError: as of `to_the_end`.
         """
+        if begun.state is not State.PENDING:  # the answer was lost when it was begun, and somebody has taken it over
+            return self.to_the_end(begun, deadline)
         try:
             with _named(begun.id, FINISHED_BY_RECOVERY, FINISHED_BY_RECOVERY):
                 after = self.until_answered(lambda: self._across.decide(begun, deadline), deadline, id=begun.id)

@@ -137,15 +137,19 @@ class TransactionLog:
 
     def insert_begun(
         self, fields: Mapping[str, Any], transaction_id: Any, session: ClientSession | None
-    ) -> Transaction:
+    ) -> tuple[Transaction, bool]:
         """
         Store a new transaction with receipts as pending; its key tells whether it is ours.
+
+        Returns:
+            The transaction, and whether it is new: else it was stored before, and the answer was lost.
 
         Raises:
             TransactionStateError: there is one of this id.
         """
         self.prepare()
-        whole = {**fields, **self._marks(ObjectId()), "version": Int64(1)}
+        marks = self._marks(ObjectId())  # made for this call alone
+        whole = {**fields, **marks, "version": Int64(1)}
         begun: Document = {"state": str(State.PENDING), "lastModified": "$$NOW", **self._times(State.PENDING)}
         found = self.collection.find_one_and_update(
             {"_id": {"$eq": transaction_id}},
@@ -156,7 +160,7 @@ class TransactionLog:
         )
         if found is None or found.get("key") != fields["key"]:
             raise _is_used(transaction_id)
-        return self.read(found)
+        return self.read(found), found.get("driver") == marks["driver"]
 
     def _has(self, transaction_id: Any, fields: Mapping[str, Any]) -> bool:
         """Whether the stored one has these fields, byte for byte."""

@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from bson import Decimal128
 from pymongo import MongoClient
 
 from mongo_celery import (
@@ -175,7 +176,12 @@ def test_a_log_that_cannot_follow_is_left_to_recovery(clusters: Clusters, caplog
 
 
 @pytest.mark.parametrize(
-    "lost", [{"closeConnection": True}, {"writeConcernError": {"code": 262, "errmsg": "too long"}}]
+    "lost",
+    [
+        {"closeConnection": True},
+        {"writeConcernError": {"code": 262, "errmsg": "too long"}},
+        {"writeConcernError": {"code": 11601, "errmsg": "somebody has ended the session"}},
+    ],
 )
 def test_an_answer_that_is_lost_is_found_in_the_receipt(clusters: Clusters, lost: Document) -> None:
     """In either cluster, at any kind of command: it is done once."""
@@ -336,6 +342,81 @@ def test_a_participant_that_spent_it_keeps_the_transaction_canceling_until_it_ca
     with pytest.raises(TransactionCanceledError, match="does not exist"):
         clusters.bank.run(identity)
     assert clusters.balances() == {"own": START, "east": 450, "west": START}
+
+
+def test_a_revert_that_a_server_refuses_keeps_nobody_else_from_having_its_share_back(clusters: Clusters) -> None:
+    """A validator that was tightened meanwhile; the transaction says so and stays, until it is loosened."""
+    identity = clusters.begin("east", "west", "own")
+    clusters.accounts("own").delete_one({})
+    west = clusters.accounts("west").database
+    west.command("collMod", "accounts", validator={"balance": {"$gt": START}})
+
+    with pytest.raises(TransactionStateError, match=r"stays canceling.*refuses the change"):
+        clusters.bank.run(identity)
+    assert clusters.balances() == {"own": 0, "east": START, "west": START + 100}
+    west.command("collMod", "accounts", validator={})
+    with pytest.raises(TransactionCanceledError, match="does not exist"):
+        clusters.bank.run(identity)
+    assert clusters.balances() == {"own": 0, "east": START, "west": START}
+
+
+def test_a_cluster_that_is_away_keeps_nothing_that_others_have_paid(clusters: Clusters) -> None:
+    """What was paid in the first cluster is back though the second does not answer."""
+    identity = clusters.begin("east", "west", "own")
+    clusters.accounts("own").delete_one({})
+    assert (clusters.stepped(identity, 2).state, clusters.balances()["east"]) == ("canceling", START - 200)
+
+    with MongoClient[Document]("127.0.0.1:1", serverSelectionTimeoutMS=60_000) as away:
+        impatient = clusters.coordinator({**clusters.clients, "west": away}, timeout=3)
+        with pytest.raises(TransactionTimeoutError):
+            impatient.run(identity)
+    assert clusters.balances() == {"own": 0, "east": START, "west": START + 100}
+    with pytest.raises(TransactionCanceledError):
+        clusters.bank.run(identity)
+    assert clusters.balances() == {"own": 0, "east": START, "west": START}
+
+
+@pytest.mark.parametrize("cluster", ["own", "east"])
+def test_one_document_that_cannot_bear_both_of_its_changes_cancels(clusters: Clusters, cluster: str) -> None:
+    """Only the server knows that two participants are one document; each alone it would bear."""
+    accounts = clusters.accounts(cluster)
+    accounts.insert_one({"_id": 1, "balance": 150})
+    both = [
+        Participant(accounts, each, {"$inc": {"balance": -100}}, require={"balance": {"$gte": 100}})
+        for each in (1, Decimal128("1"))
+    ]
+    with pytest.raises(TransactionCanceledError, match="are one document"):
+        clusters.bank.begin(both, run=True)
+    assert accounts.find_one({"_id": 1})["balance"] == 150
+
+
+def test_one_document_that_cannot_bear_both_reverts_says_so(clusters: Clusters) -> None:
+    """What it was given was spent meanwhile, but each of both alone could be taken back."""
+    accounts = clusters.accounts("east")
+    accounts.insert_one({"_id": 1, "balance": 0})
+    both = [
+        Participant(accounts, each, {"$inc": {"balance": 60}}, revert_require={"balance": {"$gte": 60}})
+        for each in (1, Decimal128("1"))
+    ]
+    missing = Participant(clusters.accounts("own"), "Z", {"$inc": {"balance": 1}})
+    identity = clusters.bank.begin([*both, missing])
+    clusters.stepped(identity, 2)
+    assert accounts.find_one({"_id": 1})["balance"] == 120
+    accounts.update_one({"_id": 1}, {"$set": {"balance": 70}})
+    with pytest.raises(TransactionStateError, match="are one document"):
+        clusters.bank.run(identity)
+    accounts.update_one({"_id": 1}, {"$set": {"balance": 120}})
+    with pytest.raises(TransactionCanceledError):
+        clusters.bank.run(identity)
+    assert accounts.find_one({"_id": 1})["balance"] == 0
+
+
+def test_what_others_have_arranged_otherwise_is_left_alone(clusters: Clusters) -> None:
+    """Which branch is changed with the log is stored, so that nobody ever takes another for it."""
+    identity = clusters.begin("own", "east", run=True)
+    stored = {**clusters.log.find_one({"_id": identity}), "own": "last"}
+    with pytest.raises(TransactionStateError, match="own"):
+        read_transaction(stored, "a.b")
 
 
 def test_a_dead_cluster_costs_the_others_nothing(clusters: Clusters, other_cluster: MongoReplicaSet) -> None:
