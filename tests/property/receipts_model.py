@@ -9,7 +9,8 @@ receipt: it changes with the log, as the first or as the last.
 - *An actor may rest between any two commands*, for any time. One that dies rests for ever, and a lost answer is
   another actor that comes after it.
 - *The log may follow as late as it likes.* The caller is released by the decider; whoever says so in the log is the
-  same actor after a rest, alone or in a batch, since each transaction of a batch is asked for by itself.
+  same actor after a rest, alone or in a batch: each transaction of a batch is asked for by itself, and where several
+  are applied or settled by one command, that is one step of each.
 - *What an apply has met may differ the next time*: a participant that refuses one driver may take the change of
   another.
 
