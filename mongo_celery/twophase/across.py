@@ -125,7 +125,7 @@ class AcrossClusters:
             RefusedError: a participant in the log's own cluster cannot be changed; nothing is stored.
             UnmetError, PyMongoError, TransactionTimeoutError: as for `step`.
         """
-        return self._with_home(parts, lambda session: self._log.insert_begun(fields, identity, session), until)
+        return self._with_home(parts, lambda session: self._log.insert_begun(fields, parts, identity, session), until)
 
     def _with_home(
         self, parts: tuple[Part, ...], begin: Callable[[ClientSession | None], tuple[Transaction, bool]], until: float
@@ -372,14 +372,20 @@ def likeness_of(transaction: Transaction) -> Hashable:
     return (plan.own, *((branch.cluster, branch.database) for branch in plan.remote))
 
 
-def begun_fields(parts: tuple[Part, ...]) -> Document:
-    """What an entry has from pending on: a new key, and the participants under a name that older versions refuse."""
+def begun_fields(parts: tuple[Part, ...], stored: Sequence[Document] | None = None) -> Document:
+    """
+    What an entry has from pending on: a new key, and the participants under a name that older versions refuse.
+
+    Args:
+        parts: the participants.
+        stored: the same as documents, if they have been made.
+    """
     own = plan_of(parts).own
     return {
         "protocol": RECEIPTS,
         "key": ObjectId(),
         "own": None if own is None else str(own),
-        "changes": [part.to_document() for part in parts],
+        "changes": [part.to_document() for part in parts] if stored is None else list(stored),
     }
 
 

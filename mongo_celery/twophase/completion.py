@@ -189,9 +189,11 @@ class Completion:
                 lambda: self.within.store(fields, parts, identity, deadline), deadline, hint=hint, id=identity
             )
 
-    def stored_and_begun(self, parts: tuple[Part, ...], identity: Any, deadline: float) -> Transaction:
+    def stored_and_begun(
+        self, given: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, deadline: float
+    ) -> Transaction:
         """Store a transaction over several clusters as begun; errors as of `AcrossClusters.store`."""
-        fields = begun_fields(parts)
+        fields = begun_fields(parts, given.get("participants"))
         hint = f"whether transaction {identity!r} was begun is not known; if it is in the log, {FINISHED_BY_RECOVERY}"
         with _named(identity, "nothing was stored", hint):
             return self.until_answered(

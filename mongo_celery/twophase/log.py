@@ -21,6 +21,7 @@ from mongo_celery.errors import TransactionStateError
 from mongo_celery.mongo.expressions import after, created, literal, millis
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.twophase.indexes import Indexes
+from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.states import RECEIPTS, State, Transaction, read_transaction
 
 Document = dict[str, Any]
@@ -136,7 +137,7 @@ class TransactionLog:
             raise _is_used(transaction_id)
 
     def insert_begun(
-        self, fields: Mapping[str, Any], transaction_id: Any, session: ClientSession | None
+        self, fields: Mapping[str, Any], parts: tuple[Part, ...], transaction_id: Any, session: ClientSession | None
     ) -> tuple[Transaction, bool]:
         """
         Store a new transaction with receipts as pending; its key tells whether it is ours.
@@ -160,7 +161,7 @@ class TransactionLog:
         )
         if found is None or found.get("key") != fields["key"]:
             raise _is_used(transaction_id)
-        return self.read(found), found.get("driver") == marks["driver"]
+        return read_transaction(found, self._accounts, parts), found.get("driver") == marks["driver"]
 
     def _has(self, transaction_id: Any, fields: Mapping[str, Any]) -> bool:
         """Whether the stored one has these fields, byte for byte."""

@@ -100,13 +100,14 @@ class Transaction:
         return {"_id": {"$eq": self.id}, "state": str(self.state), "version": version}
 
 
-def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
+def read_transaction(document: Mapping[str, Any], accounts: str, known: tuple[Part, ...] | None = None) -> Transaction:
     """
     Understand a stored transaction, of ours or of anybody's code that follows MongoDB's tutorial.
 
     Args:
         document: as stored.
         accounts: namespace of the documents that a transfer names.
+        known: its participants, for whoever has just stored them.
 
     Raises:
         TransactionStateError: its state or shape is unknown; nothing may be done to it.
@@ -122,7 +123,7 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
             state=state,
         )
     try:
-        parts, refusal = _parts(document, accounts)
+        parts, refusal = _parts(document, accounts) if known is None else (known, None)
         version = _version(document.get("version"))
         key = _key(document, State(state), parts)
         incarnations = _incarnations(document.get("incarnations"), len(parts))

@@ -463,7 +463,7 @@ class TwoPhaseCommit:
         self, fields: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, deadline: float
     ) -> Transaction:
         try:
-            return self._completion.stored_and_begun(parts, identity, deadline)
+            return self._completion.stored_and_begun(fields, parts, identity, deadline)
         except RefusedError as error:
             self._store({**fields, "reason": str(error)}, identity, deadline, State.CANCELED)
             raise _canceled(identity, str(error)) from error
