@@ -33,6 +33,8 @@ NOT_BEGUN = (
 )
 _PAUSES = Pauses(first=0.01, longest=0.5, jitter=1.0)
 _LOOKS = Pauses(first=0.01, longest=0.5)
+_SIGN_SECONDS = 3.0
+"""How long recovery waits for a cluster's sign of life; what is in it is left for the next recovery then."""
 
 
 class Way(Enum):
@@ -68,6 +70,17 @@ class Completion:
         """No call to a server inside lasts beyond the timeout; gives its end on the monotonic clock."""
         with pymongo.timeout(self._timeout):
             yield time.monotonic() + self._timeout
+
+    def once_bounded(self, attempt: Callable[[], Result]) -> Result:
+        """One call to the log's server, repeated while that makes sense, within the timeout."""
+        with self.bounded() as deadline:
+            return self.until_answered(attempt, deadline, hint="call it again")
+
+    def ask(self, cluster: str) -> None:
+        """Have a cluster answer once, within some seconds; one that is not known here is said where it is needed."""
+        if self._clusters.knows(cluster):
+            with pymongo.timeout(min(self._timeout, _SIGN_SECONDS)):
+                self._clusters.ping(cluster)
 
     def new_coordinator(self, identity: ObjectId | None = None) -> Coordinator:
         """A coordinator with an identity of its own, or the given one."""
