@@ -40,10 +40,10 @@ from bson.codec_options import CodecOptions
 from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
+from mongo_celery import exits
 from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
 from mongo_celery.mongo.redaction import short, traceback_of
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.outbox import exits
 from mongo_celery.outbox.failures import FailureKind
 from mongo_celery.outbox.relay import (
     SETTLE_DOCUMENTS,

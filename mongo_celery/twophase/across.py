@@ -10,12 +10,14 @@ Participants in several clusters: each cluster's share is one MongoDB transactio
 | canceling to canceled | the decider is void, the others are undone; the log, with the own branch if it was first |
 | canceling to applied | the decider was applied: what it has committed goes on |
 
-Any number of coordinators may do any step at once, as late as they like: see `receipts`.
+Any number of coordinators may do any step at once, as late as they like: see `receipts`. So whoever asked for it is
+released when it is decided, by the last remote branch or by the log with its own; what is left follows (`follower`).
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import datetime
 from typing import Any
@@ -23,8 +25,9 @@ from typing import Any
 from bson import ObjectId
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import OperationFailure
+from pymongo.errors import OperationFailure, PyMongoError
 
+from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.mongo.verdicts import brief
 from mongo_celery.twophase.branches import Branch, BranchPlan, Own, plan_of
 from mongo_celery.twophase.coordinator import OvertakenError, StuckError
@@ -96,12 +99,11 @@ class AcrossClusters:
         """Initial to pending. One whose own branch refuses at once is canceled, and nothing was done."""
         fields = begun_fields(transaction.parts)
 
-        def claimed(session: ClientSession | None) -> Transaction:
-            return _mine(
-                self._log.claim(
-                    transaction, ObjectId(), any_application=any_application, session=session, fields=fields
-                )
+        def claimed(session: ClientSession | None) -> tuple[Transaction, bool]:
+            claim = self._log.claim(
+                transaction, ObjectId(), any_application=any_application, session=session, fields=fields
             )
+            return _mine(claim), True
 
         try:
             return self._with_home(transaction.parts, claimed, until)
@@ -123,22 +125,23 @@ class AcrossClusters:
             RefusedError: a participant in the log's own cluster cannot be changed; nothing is stored.
             UnmetError, PyMongoError, TransactionTimeoutError: as for `step`.
         """
-        return self._with_home(parts, lambda session: self._log.insert_begun(fields, identity, session), until)
+        return self._with_home(parts, lambda session: self._log.insert_begun(fields, parts, identity, session), until)
 
     def _with_home(
-        self, parts: tuple[Part, ...], begin: Callable[[ClientSession | None], Transaction], until: float
+        self, parts: tuple[Part, ...], begin: Callable[[ClientSession | None], tuple[Transaction, bool]], until: float
     ) -> Transaction:
-        """Begin a transaction, together with the own branch where that is the first."""
+        """Begin a transaction, together with the own branch where that is the first, and where it was not begun yet."""
         for part in parts:
             self._open(part)  # whoever does not know a cluster must not begin what it cannot finish
         plan = plan_of(parts)
         if plan.home is None or plan.own is not Own.FIRST:
-            return begin(None)
+            return begin(None)[0]
         home = plan.home
 
         def body(session: ClientSession) -> Transaction:
-            after = begin(session)
-            change(self._open, home.parts, session)
+            after, is_new = begin(session)
+            if is_new:  # else the own branch was changed with it, by a commit whose answer was lost
+                change(self._open, home.parts, session)
             return after
 
         self._log.prepare()
@@ -148,9 +151,36 @@ class AcrossClusters:
             raise RefusedError(self._reason(home, error)) from error
 
     def _apply(self, transaction: Transaction, until: float) -> Transaction:
-        """The remote branches, then the log. Or `canceling`."""
+        """Pending to applied, or to canceling."""
+        after = self.decide(transaction, until)
+        return _mine(self._log.move(after, State.APPLIED)) if after.state is State.PENDING else after
+
+    def is_decided(self, transaction: Transaction) -> bool:
+        """Whether one that is pending or applied is committed in all clusters."""
+        decider = plan_of(transaction.parts).decider
+        if transaction.state is State.APPLIED or decider is None:
+            return transaction.state is State.APPLIED
+        return self._receipts.said(transaction, decider) is Receipt.APPLIED
+
+    def decide(self, transaction: Transaction, until: float) -> Transaction:
+        """
+        The remote branches of one that is pending, and the own one where that is the last.
+
+        Args:
+            transaction: as it was read.
+            until: as for `step`.
+
+        Returns:
+            It is `canceling` if a participant refuses, or it is too late. Else everything is committed, and the log
+            says `applied` where it decides; where the last receipt does, it still says `pending`.
+
+        Raises:
+            Exception: as of `step`.
+        """
         plan = plan_of(transaction.parts)
         if transaction.is_late:
+            if self.is_decided(transaction):
+                return transaction
             return self._cancel(transaction, "it was not applied before its deadline")
         for branch in plan.remote:
             try:
@@ -174,7 +204,7 @@ class AcrossClusters:
 
     def _applied(self, transaction: Transaction, plan: BranchPlan, until: float) -> Transaction:
         if plan.own is not Own.LAST or plan.home is None:
-            return _mine(self._log.move(transaction, State.APPLIED))
+            return transaction
         home = plan.home
 
         def body(session: ClientSession) -> Transaction:
@@ -204,27 +234,42 @@ class AcrossClusters:
             Exception: as of `Receipts.apply_together`. What is not done may have come as far as applied; each may be
                 taken by itself from where the log says.
         """
-        count = len(plan_of(transactions[0].parts).remote)
-
-        def shares(index: int, of: Sequence[Transaction]) -> list[Share]:
-            return [(each, plan_of(each.parts).remote[index]) for each in of]
-
+        decided = [each for each in transactions if each.state is State.APPLIED]
         # The log decides for those whose last branch is its own: that is one MongoDB transaction for each.
         pending = [
-            each
-            for each in transactions
-            if each.state is State.PENDING and not each.is_late and plan_of(each.parts).own is not Own.LAST
+            each for each in transactions if each.state is State.PENDING and plan_of(each.parts).own is not Own.LAST
         ]
+        late = [each for each in pending if each.is_late]
+        if late:
+            decided += self._receipts.applied_among(_shares(late, -1))
+        in_time = [each for each in pending if not each.is_late]
+        if in_time:
+            for index in range(len(plan_of(in_time[0].parts).remote)):
+                self._receipts.apply_together(_shares(in_time, index), until)
+        return self.follow([*decided, *in_time])
+
+    def follow(self, transactions: Sequence[Transaction]) -> list[Transaction]:
+        """
+        Say in the log what is decided: applied, then done.
+
+        Args:
+            transactions: everything of them is committed; they may share clusters or not.
+
+        Returns:
+            Those that are done; whoever was faster with another finishes that one.
+        """
+        pending = [each for each in transactions if each.state is State.PENDING]
+        applied = [each for each in transactions if each.state is State.APPLIED]
         if pending:
-            for index in range(count):
-                self._receipts.apply_together(shares(index, pending), until)
-        begun = [*pending, *(each for each in transactions if each.state is State.APPLIED)]
-        applied = self._log.move_together(begun, State.APPLIED, before=State.PENDING) if begun else []
-        if not applied:
-            return []
-        for index in range(count):  # the decider's at the end
-            self._receipts.settle_together(shares(index, applied))
-        return self._log.move_together(applied, State.DONE, before=State.APPLIED)
+            # Only what the log lets become applied: what somebody cancels meanwhile may not have its receipts settled.
+            applied += self._log.move_together(pending, State.APPLIED, before=State.PENDING)
+        alike: dict[Hashable, list[Transaction]] = {}
+        for each in applied:
+            alike.setdefault(likeness_of(each), []).append(each)
+        for those in alike.values():
+            for index in range(len(plan_of(those[0].parts).remote)):  # the decider's at the end
+                self._receipts.settle_together(_shares(those, index))
+        return self._log.move_together(applied, State.DONE, before=State.APPLIED) if applied else []
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -236,21 +281,30 @@ class AcrossClusters:
         plan = plan_of(transaction.parts)
         if plan.decider is not None and self._void(transaction, plan.decider) is Receipt.APPLIED:
             return _mine(self._log.move(transaction, State.APPLIED))
-        stuck: Exception | None = None
-        for branch in reversed(plan.others):
-            try:
-                self._note_gone(transaction, self._receipts.undo(transaction, branch, until))
-            except UndoRefusedError as error:
-                stuck = stuck or error  # the others have their changes taken back all the same
-            except OperationFailure as error:
-                if not is_unwritable(error):
-                    raise
-                stuck = stuck or StuckError(f"its branch {branch} cannot be undone: {brief(error)}")
-        if stuck is not None:
-            raise StuckError(str(stuck)) from stuck
+        self._undo_others(transaction, plan.others, until)
         if plan.own is Own.FIRST and plan.home is not None:
             return self._undo_home(transaction, plan.home, until)
         return _mine(self._log.move(transaction, State.CANCELED))
+
+    def _undo_others(self, transaction: Transaction, branches: Sequence[Branch], until: float) -> None:
+        """Each of them, in reverse order: one that refuses, or does not answer, keeps nothing of the others."""
+        stuck: Exception | None = None
+        unanswered: Exception | None = None
+        for left, branch in reversed(list(enumerate(branches, 1))):
+            share = time.monotonic() + max(until - time.monotonic(), 0) / left
+            try:
+                self._note_gone(transaction, self._receipts.undo(transaction, branch, share))
+            except (UndoRefusedError, RefusedError) as error:
+                stuck = stuck or error
+            except (PyMongoError, TransactionTimeoutError, UnmetError) as error:
+                if is_unwritable(error):
+                    stuck = stuck or StuckError(f"its branch {branch} cannot be undone: {brief(error)}")
+                else:
+                    unanswered = unanswered or error
+        if stuck is not None:
+            raise StuckError(str(stuck)) from stuck
+        if unanswered is not None:
+            raise unanswered
 
     def _void(self, transaction: Transaction, decider: Branch) -> Receipt:
         try:
@@ -305,6 +359,11 @@ class AcrossClusters:
             )
 
 
+def _shares(transactions: Sequence[Transaction], index: int) -> list[Share]:
+    """The same branch of each."""
+    return [(each, plan_of(each.parts).remote[index]) for each in transactions]
+
+
 def likeness_of(transaction: Transaction) -> Hashable:
     """What those have in common that may be finished together; None for one that has to be taken by itself."""
     if transaction.key is None or transaction.state not in {State.PENDING, State.APPLIED}:
@@ -313,14 +372,20 @@ def likeness_of(transaction: Transaction) -> Hashable:
     return (plan.own, *((branch.cluster, branch.database) for branch in plan.remote))
 
 
-def begun_fields(parts: tuple[Part, ...]) -> Document:
-    """What an entry has from pending on: a new key, and the participants under a name that older versions refuse."""
+def begun_fields(parts: tuple[Part, ...], stored: Sequence[Document] | None = None) -> Document:
+    """
+    What an entry has from pending on: a new key, and the participants under a name that older versions refuse.
+
+    Args:
+        parts: the participants.
+        stored: the same as documents, if they have been made.
+    """
     own = plan_of(parts).own
     return {
         "protocol": RECEIPTS,
         "key": ObjectId(),
         "own": None if own is None else str(own),
-        "changes": [part.to_document() for part in parts],
+        "changes": [part.to_document() for part in parts] if stored is None else list(stored),
     }
 
 

@@ -19,6 +19,7 @@ from mongo_celery.mongo.verdicts import explained, is_transient
 from mongo_celery.twophase.across import AcrossClusters, begun_fields
 from mongo_celery.twophase.clusters import Clusters
 from mongo_celery.twophase.coordinator import BusyError, Coordinator, OvertakenError, StuckError
+from mongo_celery.twophase.follower import LogFollower
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.states import State, Transaction
@@ -32,6 +33,8 @@ NOT_BEGUN = (
 )
 _PAUSES = Pauses(first=0.01, longest=0.5, jitter=1.0)
 _LOOKS = Pauses(first=0.01, longest=0.5)
+_SIGN_SECONDS = 3.0
+"""How long recovery waits for a cluster's sign of life; what is in it is left for the next recovery then."""
 
 
 class Way(Enum):
@@ -60,12 +63,24 @@ class Completion:
         self._protocol = protocol
         self.within = WithinCluster(log, clusters.open)
         self._across = AcrossClusters(log, clusters.open)
+        self._follower = LogFollower(self._followed)
 
     @contextmanager
     def bounded(self) -> Iterator[float]:
         """No call to a server inside lasts beyond the timeout; gives its end on the monotonic clock."""
         with pymongo.timeout(self._timeout):
             yield time.monotonic() + self._timeout
+
+    def once_bounded(self, attempt: Callable[[], Result]) -> Result:
+        """One call to the log's server, repeated while that makes sense, within the timeout."""
+        with self.bounded() as deadline:
+            return self.until_answered(attempt, deadline, hint="call it again")
+
+    def ask(self, cluster: str) -> None:
+        """Have a cluster answer once, within some seconds; one that is not known here is said where it is needed."""
+        if self._clusters.knows(cluster):
+            with pymongo.timeout(min(self._timeout, _SIGN_SECONDS)):
+                self._clusters.ping(cluster)
 
     def new_coordinator(self, identity: ObjectId | None = None) -> Coordinator:
         """A coordinator with an identity of its own, or the given one."""
@@ -133,6 +148,44 @@ class Completion:
                 id=transaction.id,
             )
 
+    def to_its_decision(self, begun: Transaction, deadline: float) -> Transaction:
+        """
+        Carry out a transaction over several clusters that has just been begun; the log follows a moment later.
+
+        Returns:
+            It is canceled; or it is done, whatever its state here says.
+
+        Raises:
+            TransactionStateError, TransactionTimeoutError: as of `to_the_end`.
+        """
+        if begun.state is not State.PENDING:  # the answer was lost when it was begun, and somebody has taken it over
+            return self.to_the_end(begun, deadline)
+        try:
+            with _named(begun.id, FINISHED_BY_RECOVERY, FINISHED_BY_RECOVERY):
+                after = self.until_answered(lambda: self._across.decide(begun, deadline), deadline, id=begun.id)
+        except OvertakenError:
+            return self.to_the_end(begun, deadline)
+        except StuckError as error:
+            raise stuck(begun, error) from error
+        if after.state is State.CANCELING:
+            return self.to_the_end(after, deadline)
+        self._follower.take(after, deadline)
+        return after
+
+    def _followed(self, transactions: Sequence[Transaction], deadline: float | None) -> None:
+        with self.bounded() as bound:
+            self.until_answered(lambda: self._across.follow(transactions), deadline or bound)
+
+    def flush(self, until: float) -> bool:
+        """Whether the log has followed all that this process has decided, before a time of the monotonic clock."""
+        return self._follower.flush(until)
+
+    def is_decided(self, transaction: Transaction, deadline: float) -> bool:
+        """Whether all of it is committed, though the log may not say so yet."""
+        if transaction.key is None or transaction.state not in {State.PENDING, State.APPLIED}:
+            return False
+        return self.until_answered(lambda: self._across.is_decided(transaction), deadline, id=transaction.id)
+
     def together(self, transactions: Sequence[Transaction], deadline: float) -> list[Transaction]:
         """Finish several that are alike; see `AcrossClusters.together`."""
         return self._across.together(transactions, deadline)
@@ -149,9 +202,11 @@ class Completion:
                 lambda: self.within.store(fields, parts, identity, deadline), deadline, hint=hint, id=identity
             )
 
-    def stored_and_begun(self, parts: tuple[Part, ...], identity: Any, deadline: float) -> Transaction:
+    def stored_and_begun(
+        self, given: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, deadline: float
+    ) -> Transaction:
         """Store a transaction over several clusters as begun; errors as of `AcrossClusters.store`."""
-        fields = begun_fields(parts)
+        fields = begun_fields(parts, given.get("participants"))
         hint = f"whether transaction {identity!r} was begun is not known; if it is in the log, {FINISHED_BY_RECOVERY}"
         with _named(identity, "nothing was stored", hint):
             return self.until_answered(

@@ -17,6 +17,7 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, OperationFailure, WriteError
 
+from mongo_celery.mongo.identity import same_bson
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.transaction import transactional
 from mongo_celery.mongo.verdicts import Verdict, is_transient, verdict_on
@@ -89,18 +90,31 @@ def is_there(open_part: Open, part: Part) -> bool:
     return open_part(part).find_one({"_id": {"$eq": part.id}}, {"_id": 1}) is not None
 
 
-def meets(open_part: Open, part: Part, rule: Mapping[str, Any]) -> bool:
-    """Whether it meets a rule now."""
-    return open_part(part).find_one(_found(part, rule), {"_id": 1}) is not None
+def find_met(open_part: Open, part: Part, rule: Mapping[str, Any]) -> Document | None:
+    """Its `_id` as the server has it, if it meets a rule now."""
+    return open_part(part).find_one(_found(part, rule), {"_id": 1})
 
 
 def why_unmet(open_part: Open, parts: Iterable[Part]) -> str | None:
-    """Why participants cannot be changed, as they are now; None if they could."""
+    """Why participants of one cluster cannot be changed, as they are now; None if they could."""
+    found = []
     for part in parts:
-        if not meets(open_part, part, part.require):
+        met = find_met(open_part, part, part.require)
+        if met is None:
             if not is_there(open_part, part):
                 return f"participant {part} does not exist"
             return f"participant {part} does not meet {dict(part.require)!r}"
+        found.append((part, met))
+    twins = why_twins(found)
+    return None if twins is None else f"{twins} be changed"
+
+
+def why_twins(found: Sequence[tuple[Part, Document]]) -> str | None:
+    """The beginning of a sentence where two participants are one document: what each would bear, both do not."""
+    for index, (part, met) in enumerate(found):
+        for other, seen in found[:index]:
+            if part.namespace == other.namespace and same_bson(met["_id"], seen["_id"]):
+                return f"participants {other} and {part} are one document, and it does not let both"
     return None
 
 
@@ -109,24 +123,48 @@ def _found(part: Part, rule: Mapping[str, Any], more: Sequence[Document] = ()) -
 
 
 def _send(open_part: Open, changes: Iterable[tuple[Part, Document, Mapping[str, Any]]], session: ClientSession) -> None:
-    grouped: dict[str, list[tuple[Part, UpdateOne]]] = {}
-    for part, found, update in changes:
-        grouped.setdefault(part.namespace, []).append((part, UpdateOne(found, dict(update))))
-    for each in grouped.values():
+    grouped: dict[str, list[tuple[Part, Document, Mapping[str, Any]]]] = {}
+    for each in changes:
+        grouped.setdefault(each[0].namespace, []).append(each)
+    for those in grouped.values():
         try:
-            result = open_part(each[0][0]).bulk_write([update for _, update in each], session=session)
-        except BulkWriteError as error:
-            failures = (error.details or {}).get("writeErrors")
-            if not failures:
-                raise _unconfirmed(error) from error
-            failure = failures[0]
-            said = WriteError(str(failure.get("errmsg", error)), failure.get("code"), failure)
+            matched = _matched(open_part(those[0][0]), those, session)
+        except (BulkWriteError, WriteError) as error:
+            index, said = _failed(error)
             if is_transient(error) or is_transient(said) or verdict_on(said) is Verdict.ACCESS:
                 raise
-            part = each[failure.get("index", 0)][0]
-            raise RefusedError(f"participant {part} refuses the change: {short(said)}") from error
-        if result.matched_count != len(each):
+            raise RefusedError(f"participant {those[index][0]} refuses the change: {short(said)}") from error
+        if matched != len(those):
             raise UnmetError
+
+
+def _matched(
+    collection: Collection[Document],
+    changes: Sequence[tuple[Part, Document, Mapping[str, Any]]],
+    session: ClientSession,
+) -> int:
+    """How many were found. A single statement costs the driver less by itself."""
+    if len(changes) == 1:
+        (_, found, update) = changes[0]
+        return collection.update_one(found, update, session=session).matched_count
+    updates = [UpdateOne(found, update) for _, found, update in changes]
+    return collection.bulk_write(updates, session=session).matched_count
+
+
+def _failed(error: BulkWriteError | WriteError) -> tuple[int, WriteError]:
+    """
+    Which statement has failed, and how.
+
+    Raises:
+        OperationFailure: none; it was not confirmed.
+    """
+    if isinstance(error, WriteError):
+        return 0, error
+    failures = (error.details or {}).get("writeErrors")
+    if not failures:
+        raise _unconfirmed(error) from error
+    failure = failures[0]
+    return failure.get("index", 0), WriteError(str(failure.get("errmsg", error)), failure.get("code"), failure)
 
 
 def _unconfirmed(error: BulkWriteError) -> OperationFailure:

@@ -24,6 +24,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
+import pymongo
 from bson import ObjectId
 from pymongo import ASCENDING, IndexModel, MongoClient, ReturnDocument
 from pymongo.client_session import ClientSession
@@ -34,7 +35,17 @@ from mongo_celery.mongo.expressions import after, literal, millis
 from mongo_celery.twophase.branches import Branch
 from mongo_celery.twophase.clusters import opened
 from mongo_celery.twophase.indexes import Indexes
-from mongo_celery.twophase.local import RefusedError, UnmetError, change, in_one, is_there, meets, revert, why_unmet
+from mongo_celery.twophase.local import (
+    RefusedError,
+    UnmetError,
+    change,
+    find_met,
+    in_one,
+    is_there,
+    revert,
+    why_twins,
+    why_unmet,
+)
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.states import Transaction
 
@@ -77,14 +88,16 @@ class Receipts:
 
     def __init__(self, open_part: Open) -> None:
         self._open = open_part
-        self._indexes: dict[tuple[str | None, str], Indexes] = {}
+        self._found: dict[tuple[str | None, str], tuple[Collection[Document], Indexes]] = {}
 
     def collection(self, branch: Branch) -> Collection[Document]:
         """Where the receipts of a branch lie; its index is made at the first use in this process."""
-        first = self._open(branch.parts[0])
-        found = opened(first.database.get_collection(COLLECTION, codec_options=first.codec_options))
         place = (branch.cluster, branch.database)
-        indexes = self._indexes.get(place) or self._indexes.setdefault(place, Indexes(found, _INDEXES))
+        if place not in self._found:
+            first = self._open(branch.parts[0])
+            collection = opened(first.database.get_collection(COLLECTION, codec_options=first.codec_options))
+            self._found.setdefault(place, (collection, Indexes(collection, _INDEXES)))
+        found, indexes = self._found[place]
         indexes.make()
         return found
 
@@ -119,12 +132,16 @@ class Receipts:
         try:
             in_one(self.client(branch), body, until)
         except DuplicateKeyError:
-            found = receipts.find_one({"_id": {"$eq": identity}}, {"state": 1})
-            return None if found is None else Receipt(found["state"])
+            return self.said(transaction, branch)
         except UnmetError:
             self._explain(transaction, branch)
             raise
         return Receipt.APPLIED
+
+    def said(self, transaction: Transaction, branch: Branch) -> Receipt | None:
+        """What the receipt of a branch says; None if there is none."""
+        found = self.collection(branch).find_one({"_id": {"$eq": _identity(transaction, branch)}}, {"state": 1})
+        return None if found is None else Receipt(found["state"])
 
     def _explain(self, transaction: Transaction, branch: Branch) -> None:
         first = self._open(branch.parts[0])
@@ -149,7 +166,8 @@ class Receipts:
             UndoRefusedError: a participant does not meet its rule.
             UnmetError: a participant was changed meanwhile; try again.
         """
-        self.collection(branch)  # before the MongoDB transaction: indexes cannot be made in one
+        with pymongo.timeout(max(until - time.monotonic(), 0)):
+            self.collection(branch)  # before the MongoDB transaction: indexes cannot be made in one
         gone: list[Part] = []
 
         def body(session: ClientSession) -> None:
@@ -200,6 +218,12 @@ class Receipts:
 
         if new:
             in_one(self.client(shares[0][1]), body, until)
+
+    def applied_among(self, shares: Sequence[Share]) -> list[Transaction]:
+        """Of several transactions in one cluster and database: those whose branch is applied."""
+        which = {"_id": {"$in": [_identity(*share) for share in shares]}, "state": str(Receipt.APPLIED)}
+        keys = {each["_id"]["t"] for each in self.collection(shares[0][1]).find(which, {"_id": 1})}
+        return [transaction for transaction, _ in shares if transaction.key in keys]
 
     def settle_together(self, shares: Sequence[Share]) -> None:
         """Let the receipts of several transactions in one cluster and database expire, after all their deadlines."""
@@ -260,14 +284,20 @@ def absent(open_part: Open, parts: tuple[Part, ...]) -> list[Part]:
         UndoRefusedError: one of the others does not meet its rule.
     """
     gone = []
+    found = []
     for part in parts:
-        if meets(open_part, part, part.revert_require):
-            continue
-        if is_there(open_part, part):
+        met = find_met(open_part, part, part.revert_require)
+        if met is not None:
+            found.append((part, met))
+        elif is_there(open_part, part):
             raise UndoRefusedError(
                 f"participant {part} cannot be undone: it does not meet {dict(part.revert_require)!r}"
             )
-        gone.append(part)
+        else:
+            gone.append(part)
+    twins = why_twins(found)
+    if twins is not None and not gone:
+        raise UndoRefusedError(f"{twins} be undone")
     return gone
 
 

@@ -15,6 +15,7 @@ from bson.int64 import Int64
 
 from mongo_celery.errors import ConfigurationError, TransactionStateError
 from mongo_celery.mongo.identity import same_bson
+from mongo_celery.twophase.branches import plan_of
 from mongo_celery.twophase.participants import Part, increase, stored_part
 
 RECEIPTS = "receipts"
@@ -99,13 +100,14 @@ class Transaction:
         return {"_id": {"$eq": self.id}, "state": str(self.state), "version": version}
 
 
-def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
+def read_transaction(document: Mapping[str, Any], accounts: str, known: tuple[Part, ...] | None = None) -> Transaction:
     """
     Understand a stored transaction, of ours or of anybody's code that follows MongoDB's tutorial.
 
     Args:
         document: as stored.
         accounts: namespace of the documents that a transfer names.
+        known: its participants, for whoever has just stored them.
 
     Raises:
         TransactionStateError: its state or shape is unknown; nothing may be done to it.
@@ -121,9 +123,9 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
             state=state,
         )
     try:
-        parts, refusal = _parts(document, accounts)
+        parts, refusal = _parts(document, accounts) if known is None else (known, None)
         version = _version(document.get("version"))
-        key = _key(document, State(state))
+        key = _key(document, State(state), parts)
         incarnations = _incarnations(document.get("incarnations"), len(parts))
     except Exception as error:
         # Whatever other code has written there: one document must not stop those who look at many.
@@ -160,7 +162,7 @@ def _version(stored: object) -> int | None:
     raise TypeError(f"version {stored!r} is no integer")
 
 
-def _key(document: Mapping[str, Any], state: State) -> ObjectId | None:
+def _key(document: Mapping[str, Any], state: State, parts: tuple[Part, ...]) -> ObjectId | None:
     protocol = document.get("protocol")
     if protocol is None or state is State.INITIAL:
         return None
@@ -169,6 +171,8 @@ def _key(document: Mapping[str, Any], state: State) -> ObjectId | None:
     key = document["key"]
     if not isinstance(key, ObjectId):
         raise TypeError(f"key {key!r} is no ObjectId")
+    if document.get("own") != plan_of(parts).own:
+        raise TypeError(f"own {document.get('own')!r} is not the place of its own branch")
     return key
 
 

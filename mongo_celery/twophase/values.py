@@ -86,6 +86,8 @@ def from_text(text: str) -> Any:
 
 def storable_rule(name: str, value: Mapping[str, Any], codec: Codec) -> dict[str, Any]:
     """A filter as it comes back from the text in which it is kept; errors as of `storable`."""
+    if not value:
+        return {}  # of most participants there is nothing to check
     return _surviving(name, value, _with_patterns(plain(name, value, codec)))
 
 

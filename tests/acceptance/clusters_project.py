@@ -2,7 +2,8 @@
 Processes that move money between two clusters, and die: `python -m tests.acceptance.clusters_project SEED COUNT`.
 
 Each account of each cluster is `{_id, balance, owner}`. `CLUSTERS_OWN` and `CLUSTERS_EAST` are the clusters' addresses,
-`CLUSTERS_NAME` is the database in both.
+`CLUSTERS_NAME` is the database in both. `CLUSTERS_ANSWERS` is a directory: a process notes there, in a file of its own,
+what it was told of each transaction.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import os
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 from pymongo import MongoClient
 
-from mongo_celery import MongoCeleryError, Participant, TwoPhaseCommit
+from mongo_celery import MongoCeleryError, Participant, TransactionCanceledError, TwoPhaseCommit
 
 ACCOUNTS = 6
 
@@ -37,16 +39,21 @@ def transfers(seed: int, count: int) -> None:
     name, chance = os.environ["CLUSTERS_NAME"], random.Random(seed)
     own, east = (MongoClient[dict[str, Any]](os.environ[each]) for each in ("CLUSTERS_OWN", "CLUSTERS_EAST"))
     bank = bank_of(own, east, name)
-    for _ in range(count):
+    answers = (Path(os.environ["CLUSTERS_ANSWERS"]) / str(seed)).open("a", buffering=1)
+    for number in range(count):
         source, destination = chance.choice([(own, east), (east, own), (own, own), (east, east)])
         accounts = chance.sample(range(ACCOUNTS), 2)
         parts = moved(
             source[name]["accounts"], destination[name]["accounts"], (accounts[0], accounts[1]), chance.randint(1, 40)
         )
+        identity, told = f"{seed}-{number}", "done"
         try:
-            bank.begin(parts, run=True)
+            bank.begin(parts, id=identity, run=True)
+        except TransactionCanceledError:
+            told = "canceled"
         except MongoCeleryError:
-            continue
+            told = "unknown"
+        answers.write(f"{identity} {told}\n")
 
 
 if __name__ == "__main__":

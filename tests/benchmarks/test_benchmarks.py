@@ -80,6 +80,7 @@ def test_the_suite_of_transactions_gives_transfers_and_recoveries(redis_url: str
     for contention in ("low", "high"):
         for kind in ("two_phase", "locked"):
             assert found["transfers"][f"{kind}_{contention}"][f"ratio_to_plain_{contention}"] > 0
+        assert found["transfers"][f"across_{contention}"][f"ratio_to_plain_across_{contention}"] > 0
     assert found["many"]["locked_hundred"]["ratio_to_plain_hundred"] > 0
     assert found["recovery"]["left_open"][0] >= 1
     assert found["recovery"]["value"] >= 1, "recover takes what is older than a second"

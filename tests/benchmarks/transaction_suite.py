@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pymongo import WriteConcern
+from pymongo import MongoClient, WriteConcern
+from pymongo.database import Database
 
 from mongo_celery import TwoPhaseCommit, select_for_update, select_many_for_update, transactional
 from mongo_celery.bench.errors import BenchError
 from mongo_celery.bench.stage import Scene, Stage, pause
+from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.embedded.crew import ChildProcess
 from tests.benchmarks.answers import answers, give_sign, ready
 from tests.benchmarks.readings import RATE, SECONDS, Reading, reading
@@ -21,12 +23,15 @@ from tests.benchmarks.sizes import Sizes
 from tests.benchmarks.transfer_programs import APPLICATION
 
 _PROGRAMS = "tests.benchmarks.transfer_programs"
+_OPLOG_MB = 2048
 _BALANCE = 1_000_000_000
 CONTENTION = {"low": 1000, "high": 2}
 """Accounts among which the processes transfer."""
 
-KINDS = ("plain", "two_phase", "locked")
-_REFERENCE = "plain"
+KINDS_ACROSS = ("plain_across", "across")
+"""Over two clusters."""
+
+_REFERENCES = {"plain": None, "two_phase": "plain", "locked": "plain", "plain_across": None, "across": "plain_across"}
 _AT_ONCE = 100
 _OPEN = ["pending", "applied", "canceling"]
 _TRANSFERRED = 40
@@ -42,7 +47,7 @@ class TransactionResults:
     What the suite has found.
 
     Attributes:
-        transfers: per second by all processes together; the ratio is to two plain updates.
+        transfers: per second by all processes together; the ratio is to two plain updates in the same clusters.
         many: how often a second one process changes a hundred documents at once, plainly and after locking them.
         recovery: seconds from the SIGKILL of all processes until `recover` has brought everything to an end, with
             `older_than` of one second.
@@ -65,15 +70,9 @@ class TransactionResults:
 def run_transactions(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> TransactionResults:
     """Measure transactions."""
     results = TransactionResults(lock_lifetime=sizes.lock_lifetime)
-    for contention, accounts in CONTENTION.items():
-        rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        for number in range(sizes.rounds):
-            for kind, found in rates.items():
-                announce(f"transfers, {kind}, {contention} contention, round {number + 1} of {sizes.rounds}")
-                found.append(_rate(stage, kind, accounts, sizes))
-        for kind, found in rates.items():
-            beside = None if kind == _REFERENCE else (f"{_REFERENCE}_{contention}", rates[_REFERENCE])
-            results.transfers.append(reading(f"{kind}_{contention}", RATE, found, beside))
+    with MongoReplicaSet(oplog_mb=_OPLOG_MB) as other:
+        for contention in CONTENTION:
+            results.transfers += _transfers(stage, other.url, contention, sizes, announce)
     announce("a hundred documents at once")
     results.many = _many(stage, sizes)
     announce("recovery of two-phase commits")
@@ -84,29 +83,53 @@ def run_transactions(stage: Stage, sizes: Sizes, announce: Callable[[str], None]
     return results
 
 
-def _rate(stage: Stage, kind: str, accounts: int, sizes: Sizes) -> float:
+def _transfers(
+    stage: Stage, other: str, contention: str, sizes: Sizes, announce: Callable[[str], None]
+) -> list[Reading]:
+    """All kinds in turn, so that what else the machine does falls on all of them."""
+    rates: dict[str, list[float]] = {kind: [] for kind in _REFERENCES}
+    for number in range(sizes.rounds):
+        for kind, found in rates.items():
+            announce(f"transfers, {kind}, {contention} contention, round {number + 1} of {sizes.rounds}")
+            found.append(_rate(stage, kind, CONTENTION[contention], sizes, other if kind in KINDS_ACROSS else ""))
+    return [
+        reading(f"{kind}_{contention}", RATE, rates[kind], None if to is None else (f"{to}_{contention}", rates[to]))
+        for kind, to in _REFERENCES.items()
+    ]
+
+
+def _rate(stage: Stage, kind: str, accounts: int, sizes: Sizes, other: str) -> float:
     """Transfers per second of all processes together, from the first one's start to the last one's end."""
-    with stage.scene(f"transfers-{kind.replace('_', '-')}") as scene:
-        _open_accounts(scene, accounts)
-        processes = [
-            scene.program(_PROGRAMS, "transfers", kind, str(accounts), str(sizes.transfers))
-            for _ in range(sizes.processes)
-        ]
+    with stage.scene(f"transfers-{kind.replace('_', '-')}") as scene, _places(scene, other) as places:
+        _open_accounts(places, accounts)
+        arguments = [kind, str(accounts), str(sizes.transfers), *([other] if other else [])]
+        processes = [scene.program(_PROGRAMS, "transfers", *arguments) for _ in range(sizes.processes)]
         scene.wait("the processes", lambda: ready(scene.setting) == len(processes))
         give_sign(scene.setting)
         done = scene.laps("transferred")
         scene.wait("the transfers", lambda: len(answers(scene.setting)) == len(processes), done.count)
         found = answers(scene.setting)
-        _check_sum(scene, accounts, kind)
+        _check_sum(places, accounts, kind)
         began, ended = min(each["began"] for each in found), max(each["ended"] for each in found)
         return len(processes) * sizes.transfers / float(ended - began)
+
+
+@contextmanager
+def _places(scene: Scene, other: str) -> Iterator[list[Database[dict[str, Any]]]]:
+    """Where accounts are: in the scene's own cluster, and in the other, if there is one."""
+    if not other:
+        yield [scene.data]
+        return
+    with MongoClient[dict[str, Any]](other) as client:
+        yield [scene.data, client[scene.setting.database]]
+        client.drop_database(scene.setting.database)
 
 
 def _many(stage: Stage, sizes: Sizes) -> list[Reading]:
     """By one process, round about: what both ways write is the same, but for the lock."""
     rates: dict[str, list[float]] = {"plain_hundred": [], "locked_hundred": []}
     with stage.scene("locked-many") as scene:
-        _open_accounts(scene, _AT_ONCE)
+        _open_accounts([scene.data], _AT_ONCE)
         accounts = scene.data["accounts"].with_options(write_concern=WriteConcern("majority"))
         change = {"$inc": {"balance": 1}}
 
@@ -133,17 +156,19 @@ def _many(stage: Stage, sizes: Sizes) -> list[Reading]:
     ]
 
 
-def _open_accounts(scene: Scene, accounts: int) -> None:
-    scene.data["accounts"].insert_many(
-        [{"_id": number, "balance": _BALANCE, "pendingTransactions": []} for number in range(accounts)]
-    )
+def _open_accounts(places: Sequence[Database[dict[str, Any]]], accounts: int) -> None:
+    for place in places:
+        place["accounts"].insert_many(
+            [{"_id": number, "balance": _BALANCE, "pendingTransactions": []} for number in range(accounts)]
+        )
 
 
-def _check_sum(scene: Scene, accounts: int, kind: str) -> None:
+def _check_sum(places: Sequence[Database[dict[str, Any]]], accounts: int, kind: str) -> None:
     """A figure of transfers that lose money is worth nothing."""
-    total = sum(account["balance"] for account in scene.data["accounts"].find({}, {"balance": 1}))
-    if total != accounts * _BALANCE:
-        raise BenchError(f"{kind} transfers have changed the sum of all balances by {total - accounts * _BALANCE}.")
+    total = sum(account["balance"] for place in places for account in place["accounts"].find({}, {"balance": 1}))
+    wrong = total - len(places) * accounts * _BALANCE
+    if wrong:
+        raise BenchError(f"{kind} transfers have changed the sum of all balances by {wrong}.")
 
 
 def _recoveries(stage: Stage, sizes: Sizes) -> tuple[Reading, list[int]]:
@@ -163,7 +188,7 @@ def _recovery(stage: Stage, sizes: Sizes) -> tuple[float, int]:
     """Seconds from the kill until nothing is under way any more, and how much was."""
     accounts = CONTENTION["low"]
     with stage.scene("two-phase-kill") as scene:
-        _open_accounts(scene, accounts)
+        _open_accounts([scene.data], accounts)
         transactions = scene.data["transactions"]
         bank = TwoPhaseCommit(None, transactions, application=APPLICATION, protocol="documents")
         processes = [scene.program(_PROGRAMS, "transfer_on", str(accounts)) for _ in range(sizes.processes)]
@@ -178,7 +203,7 @@ def _recovery(stage: Stage, sizes: Sizes) -> tuple[float, int]:
             pause(_LOOK_SECONDS)
             bank.recover(older_than=_OLDER_THAN)
         seconds = time.monotonic() - killed
-        _check_sum(scene, accounts, "recovered")
+        _check_sum([scene.data], accounts, "recovered")
         return seconds, left
 
 
@@ -196,7 +221,7 @@ def _lock_release(stage: Stage, sizes: Sizes) -> Reading:
     with _lifetime(stage, sizes.lock_lifetime):
         for _ in range(sizes.kills):
             with stage.scene("lock-kill") as scene:
-                _open_accounts(scene, 1)
+                _open_accounts([scene.data], 1)
                 held = scene.laps("held")
                 holder = scene.program(_PROGRAMS, "hold")
                 scene.wait("a holder", held.count)

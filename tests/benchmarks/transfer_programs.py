@@ -13,7 +13,7 @@ from typing import Any
 from pymongo import MongoClient, UpdateOne, WriteConcern
 from pymongo.database import Database
 
-from mongo_celery import TwoPhaseCommit, select_for_update, select_many_for_update, transactional
+from mongo_celery import Participant, TwoPhaseCommit, select_for_update, select_many_for_update, transactional
 from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Stopwatch
 from tests.benchmarks.answers import answer, await_sign
@@ -29,8 +29,8 @@ def _transferred() -> Stopwatch:
     return Stopwatch(setting.clock, "transferred")
 
 
-def _data() -> Database[dict[str, Any]]:
-    client: MongoClient[dict[str, Any]] = MongoClient(setting.mongo_url)
+def _data(url: str = setting.mongo_url) -> Database[dict[str, Any]]:
+    client: MongoClient[dict[str, Any]] = MongoClient(url)
     return client.get_database(setting.database, write_concern=WriteConcern("majority"))
 
 
@@ -71,9 +71,53 @@ KINDS: dict[str, Callable[[Database[dict[str, Any]]], Transfer]] = {
 }
 
 
-def transfers(kind: str, accounts: str, number: str) -> None:
-    """Make so many transfers between random accounts once all processes are ready; when they began and ended."""
-    transfer, choose, done = KINDS[kind](_data()), random.Random(), _transferred()
+def _plain_across(data: Database[dict[str, Any]], other: Database[dict[str, Any]]) -> Transfer:
+    """The same two updates, in two clusters."""
+    payers, payees = data["accounts"], other["accounts"]
+
+    def transfer(source: int, destination: int) -> None:
+        payers.update_one({"_id": source}, {"$inc": {"balance": -1}})
+        payees.update_one({"_id": destination}, {"$inc": {"balance": 1}})
+
+    return transfer
+
+
+def _across(data: Database[dict[str, Any]], other: Database[dict[str, Any]]) -> Transfer:
+    bank = TwoPhaseCommit(
+        None, data["transactions"], application=APPLICATION, name="across", clients={"other": other.client}
+    )
+    payers, payees = data["accounts"], other["accounts"]
+
+    def transfer(source: int, destination: int) -> None:
+        paid = Participant(payers, source, {"$inc": {"balance": -1}}, require={"balance": {"$gte": 1}})
+        bank.begin([paid, Participant(payees, destination, {"$inc": {"balance": 1}})], run=True)
+
+    _finishing.append(bank.flush)
+    return transfer
+
+
+KINDS_ACROSS: dict[str, Callable[[Database[dict[str, Any]], Database[dict[str, Any]]], Transfer]] = {
+    "plain_across": _plain_across,
+    "across": _across,
+}
+"""Over two clusters."""
+
+_finishing: list[Callable[[], object]] = []
+"""What is left to do when all were transferred, and belongs to their time."""
+
+
+def transfers(kind: str, accounts: str, number: str, other: str = "") -> None:
+    """
+    Make so many transfers between random accounts once all processes are ready; when they began and ended.
+
+    Args:
+        kind: how.
+        accounts: among how many.
+        number: of transfers.
+        other: address of the other cluster, if there is one.
+    """
+    transfer = KINDS_ACROSS[kind](_data(), _data(other)) if other else KINDS[kind](_data())
+    choose, done = random.Random(), _transferred()
     transfer(0, 1)  # connections and sessions
     await_sign(setting)
     began = time.monotonic()
@@ -81,6 +125,8 @@ def transfers(kind: str, accounts: str, number: str) -> None:
         source, destination = choose.sample(range(int(accounts)), 2)
         transfer(source, destination)
         done.lap()
+    for finish in _finishing:
+        finish()
     answer(setting, {"began": began, "ended": time.monotonic()})
 
 

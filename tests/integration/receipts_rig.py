@@ -10,6 +10,7 @@ from typing import Any
 from pymongo import MongoClient, monitoring
 
 from mongo_celery import Participant, TwoPhaseCommit
+from mongo_celery.twophase.states import Transaction
 from tests.integration.twophase_rig import HELD_SECONDS_MAX
 
 Document = dict[str, Any]
@@ -101,7 +102,18 @@ class Clusters:
             )
             for cluster, share in zip(clusters, shares, strict=True)
         ]
-        return self.bank.begin(parts, run=run, **options)
+        identity = self.bank.begin(parts, run=run, **options)
+        assert self.bank.flush()
+        return identity
+
+    def stepped(self, identity: Any, times: int) -> Transaction:
+        """After so many steps of a transaction that nobody has begun."""
+        after = self.bank.step(identity, None)
+        for _ in range(times - 1):
+            assert after is not None
+            after = self.bank.step(identity, after.version)
+        assert after is not None
+        return after
 
     def balances(self) -> dict[str, int]:
         return {cluster: (self.accounts(cluster).find_one() or {}).get("balance", 0) for cluster in CLUSTERS}

@@ -9,9 +9,16 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from bson import Decimal128
 from pymongo import MongoClient
 
-from mongo_celery import Participant, TransactionCanceledError, TransactionStateError, TransactionTimeoutError
+from mongo_celery import (
+    Participant,
+    TransactionCanceledError,
+    TransactionStateError,
+    TransactionTimeoutError,
+    TwoPhaseCommit,
+)
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.twophase.log import LOG_INDEXES
 from mongo_celery.twophase.states import read_transaction
@@ -66,29 +73,115 @@ def test_all_is_done_and_nothing_of_ours_stands_in_the_documents(clusters: Clust
     assert clusters.balances() == expected(way)
 
 
-def test_two_clusters_take_nine_round_trips(clusters: Clusters) -> None:
-    """The entry with what is paid, the other branch with its receipt, applied, settled, done."""
-    clusters.begin("own", "east", run=True)
-    counting = Counting()
+@contextmanager
+def listened(clusters: Clusters, listener: Any) -> Iterator[tuple[TwoPhaseCommit, list[Participant]]]:
+    """A coordinator whose commands are listened to, and what it is to move from "own" to "east"."""
     clients = {
-        cluster: MongoClient[Document](url, event_listeners=[counting]) for cluster, url in clusters.urls.items()
+        cluster: MongoClient[Document](url, event_listeners=[listener]) for cluster, url in clusters.urls.items()
     }
-    bank = clusters.coordinator(clients)
-    parts = [
-        Participant(clusters.accounts(cluster, clients), "A", {"$inc": {"balance": share}})
-        for cluster, share in (("own", -1), ("east", 1))
-    ]
-    bank.begin(parts, run=True)
-    counting.names.clear()
-    bank.begin(parts, run=True)
+    yield (
+        clusters.coordinator(clients),
+        [
+            Participant(clusters.accounts(cluster, clients), "A", {"$inc": {"balance": share}})
+            for cluster, share in (("own", -1), ("east", 1))
+        ],
+    )
     for client in clients.values():
         client.close()
+
+
+def test_the_caller_waits_for_six_round_trips_and_the_log_follows(clusters: Clusters) -> None:
+    """What is paid with the entry, what is received with its receipt; four where only another cluster is changed."""
     own, receipt = ["findAndModify", "update", "commitTransaction"], ["insert", "update", "commitTransaction"]
-    assert counting.names[:9] == [*own, *receipt, "findAndModify", "update", "findAndModify"]
+    counting = Counting()
+    with listened(clusters, counting) as (bank, parts):
+        for those, trips in ((parts, [*own, *receipt]), (parts[1:], ["findAndModify", *receipt])):
+            bank.begin(those, run=True)
+            assert bank.flush()
+            counting.names.clear()
+            bank.begin(those, run=True)
+            assert counting.names[: len(trips)] == trips
+            assert bank.flush()
+            assert counting.names[len(trips) :] == ["update", "update", "update"]
+
+
+def test_the_log_follows_many_at_once(clusters: Clusters) -> None:
+    """Applied, settled and done are said of all that came together."""
+    counting = Counting()
+    with listened(clusters, counting) as (bank, parts):
+        for _ in range(20):
+            bank.begin(parts, run=True)
+        assert bank.flush()
+    assert counting.names.count("insert") == 20
+    assert 2 * counting.names.count("commitTransaction") + 6 > counting.names.count("update")
+    assert {each["state"] for each in clusters.log.find()} == {"done"}
+    assert all("expiresAt" in each for each in clusters.receipts("east"))
+    assert clusters.balances() == expected(("own", "east"), 20)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("held", [3, 4, 5])
+def test_what_is_decided_is_done_for_everybody_before_the_log_says_so(
+    clusters: Clusters, held: int, late: bool
+) -> None:
+    """Its process stands or is dead: cancel is refused, compensate goes back, recovery finishes, also very late."""
+    gate = StepGate(hold_before=held)
+    with listened(clusters, gate) as (bank, parts):
+        identity = bank.begin(parts, run=True)
+        assert gate.held.wait(60)
+        assert clusters.log.find_one({"_id": identity})["state"] == ("pending" if held == 3 else "applied")
+        assert clusters.balances() == expected(("own", "east"), 1)
+        if late:
+            clusters.log.update_one({"_id": identity}, {"$set": {"deadline": LONG_AGO}})
+            assert [(each.after, each.error) for each in clusters.bank.recover(0)] == [("done", None)]
+        else:
+            with pytest.raises(TransactionStateError, match="can no longer be canceled"):
+                clusters.bank.cancel(identity)
+            clusters.bank.run(clusters.bank.compensate(identity))
+        gate.released.set()
+        assert bank.flush()
+
+    stored = clusters.log.find_one({"_id": identity})
+    assert (stored["state"], stored.get("reason")) == ("done", None)
+    assert clusters.balances() == expected(("own", "east"), 1 if late else 0)
+    assert all("expiresAt" in each for each in clusters.receipts("east"))
+
+
+def test_one_whose_log_has_not_followed_can_be_compensated_at_once(clusters: Clusters) -> None:
+    """Nobody has to wait for it, in whatever process."""
+    gate = StepGate(hold_before=3)
+    with listened(clusters, gate) as (bank, parts):
+        identity = bank.begin(parts, run=True)
+        assert gate.held.wait(60)
+        clusters.bank.run(clusters.bank.compensate(identity))
+        gate.released.set()
+    assert clusters.balances() == UNTOUCHED
+
+
+def test_a_log_that_cannot_follow_is_left_to_recovery(clusters: Clusters, caplog: pytest.LogCaptureFixture) -> None:
+    """The caller was told that it is done, and so it is; a record says that the log does not say so."""
+    clusters.begin("own", "east", value=1, run=True)
+    for cluster, left in (("own", "pending"), ("east", "applied")):
+        caplog.clear()
+        admin = clusters.clients[cluster].admin
+        data = {"failCommands": ["update"], "errorCode": 13}
+        admin.command({"configureFailPoint": "failCommand", "mode": {"skip": 1}, "data": data})  # all but the change
+        identity = clusters.begin("own", "east", value=1, run=True)
+        admin.command({"configureFailPoint": "failCommand", "mode": "off"})
+
+        assert clusters.log.find_one({"_id": identity})["state"] == left
+        assert [vars(each)["event"] for each in caplog.records] == ["log_behind"]
+        assert [each.after for each in clusters.bank.recover(0)] == ["done"]
+    assert clusters.balances() == expected(("own", "east"), 3)
 
 
 @pytest.mark.parametrize(
-    "lost", [{"closeConnection": True}, {"writeConcernError": {"code": 262, "errmsg": "too long"}}]
+    "lost",
+    [
+        {"closeConnection": True},
+        {"writeConcernError": {"code": 262, "errmsg": "too long"}},
+        {"writeConcernError": {"code": 11601, "errmsg": "somebody has ended the session"}},
+    ],
 )
 def test_an_answer_that_is_lost_is_found_in_the_receipt(clusters: Clusters, lost: Document) -> None:
     """In either cluster, at any kind of command: it is done once."""
@@ -249,6 +342,81 @@ def test_a_participant_that_spent_it_keeps_the_transaction_canceling_until_it_ca
     with pytest.raises(TransactionCanceledError, match="does not exist"):
         clusters.bank.run(identity)
     assert clusters.balances() == {"own": START, "east": 450, "west": START}
+
+
+def test_a_revert_that_a_server_refuses_keeps_nobody_else_from_having_its_share_back(clusters: Clusters) -> None:
+    """A validator that was tightened meanwhile; the transaction says so and stays, until it is loosened."""
+    identity = clusters.begin("east", "west", "own")
+    clusters.accounts("own").delete_one({})
+    west = clusters.accounts("west").database
+    west.command("collMod", "accounts", validator={"balance": {"$gt": START}})
+
+    with pytest.raises(TransactionStateError, match=r"stays canceling.*refuses the change"):
+        clusters.bank.run(identity)
+    assert clusters.balances() == {"own": 0, "east": START, "west": START + 100}
+    west.command("collMod", "accounts", validator={})
+    with pytest.raises(TransactionCanceledError, match="does not exist"):
+        clusters.bank.run(identity)
+    assert clusters.balances() == {"own": 0, "east": START, "west": START}
+
+
+def test_a_cluster_that_is_away_keeps_nothing_that_others_have_paid(clusters: Clusters) -> None:
+    """What was paid in the first cluster is back though the second does not answer."""
+    identity = clusters.begin("east", "west", "own")
+    clusters.accounts("own").delete_one({})
+    assert (clusters.stepped(identity, 2).state, clusters.balances()["east"]) == ("canceling", START - 200)
+
+    with MongoClient[Document]("127.0.0.1:1", serverSelectionTimeoutMS=60_000) as away:
+        impatient = clusters.coordinator({**clusters.clients, "west": away}, timeout=3)
+        with pytest.raises(TransactionTimeoutError):
+            impatient.run(identity)
+    assert clusters.balances() == {"own": 0, "east": START, "west": START + 100}
+    with pytest.raises(TransactionCanceledError):
+        clusters.bank.run(identity)
+    assert clusters.balances() == {"own": 0, "east": START, "west": START}
+
+
+@pytest.mark.parametrize("cluster", ["own", "east"])
+def test_one_document_that_cannot_bear_both_of_its_changes_cancels(clusters: Clusters, cluster: str) -> None:
+    """Only the server knows that two participants are one document; each alone it would bear."""
+    accounts = clusters.accounts(cluster)
+    accounts.insert_one({"_id": 1, "balance": 150})
+    both = [
+        Participant(accounts, each, {"$inc": {"balance": -100}}, require={"balance": {"$gte": 100}})
+        for each in (1, Decimal128("1"))
+    ]
+    with pytest.raises(TransactionCanceledError, match="are one document"):
+        clusters.bank.begin(both, run=True)
+    assert accounts.find_one({"_id": 1})["balance"] == 150
+
+
+def test_one_document_that_cannot_bear_both_reverts_says_so(clusters: Clusters) -> None:
+    """What it was given was spent meanwhile, but each of both alone could be taken back."""
+    accounts = clusters.accounts("east")
+    accounts.insert_one({"_id": 1, "balance": 0})
+    both = [
+        Participant(accounts, each, {"$inc": {"balance": 60}}, revert_require={"balance": {"$gte": 60}})
+        for each in (1, Decimal128("1"))
+    ]
+    missing = Participant(clusters.accounts("own"), "Z", {"$inc": {"balance": 1}})
+    identity = clusters.bank.begin([*both, missing])
+    clusters.stepped(identity, 2)
+    assert accounts.find_one({"_id": 1})["balance"] == 120
+    accounts.update_one({"_id": 1}, {"$set": {"balance": 70}})
+    with pytest.raises(TransactionStateError, match="are one document"):
+        clusters.bank.run(identity)
+    accounts.update_one({"_id": 1}, {"$set": {"balance": 120}})
+    with pytest.raises(TransactionCanceledError):
+        clusters.bank.run(identity)
+    assert accounts.find_one({"_id": 1})["balance"] == 0
+
+
+def test_what_others_have_arranged_otherwise_is_left_alone(clusters: Clusters) -> None:
+    """Which branch is changed with the log is stored, so that nobody ever takes another for it."""
+    identity = clusters.begin("own", "east", run=True)
+    stored = {**clusters.log.find_one({"_id": identity}), "own": "last"}
+    with pytest.raises(TransactionStateError, match="own"):
+        read_transaction(stored, "a.b")
 
 
 def test_a_dead_cluster_costs_the_others_nothing(clusters: Clusters, other_cluster: MongoReplicaSet) -> None:

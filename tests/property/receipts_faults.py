@@ -27,10 +27,12 @@ def purge(world: World, state: State) -> Steps:
 
 def replace(world: World, state: State) -> Steps:
     """Somebody writes a participant back whole: its change stays, what the transaction had left in it does not."""
-    if not world.replaced or state.replaced or world.broken is not Broken.RECEIPT_IN_DOCUMENT:
-        return  # beside the document nothing of ours is lost
+    if not world.replaced or state.replaced:
+        return
     for branch in range(world.remote):
-        after = changed(state, branch, None)._replace(replaced=True)
+        after = state._replace(replaced=True)  # beside the document nothing of ours is lost
+        if world.broken is Broken.RECEIPT_IN_DOCUMENT:
+            after = changed(after, branch, None)
         yield Step("a participant is replaced", branch=branch, fair=False), after
 
 

@@ -8,6 +8,9 @@ receipt: it changes with the log, as the first or as the last.
   may be purged at any time after that.
 - *An actor may rest between any two commands*, for any time. One that dies rests for ever, and a lost answer is
   another actor that comes after it.
+- *The log may follow as late as it likes.* The caller is released by the decider; whoever says so in the log is the
+  same actor after a rest, alone or in a batch: each transaction of a batch is asked for by itself, and where several
+  are applied or settled by one command, that is one step of each.
 - *What an apply has met may differ the next time*: a participant that refuses one driver may take the change of
   another.
 
@@ -43,6 +46,9 @@ class Broken(StrEnum):
     CANCEL_STANDS = "a cancel that the decider refuses leaves the log canceling"
     OWN_APART = "the own branch is reverted apart from the log"
     OWN_LAST_UNGUARDED = "the own branch is changed whatever the log says"
+    RELEASED_EARLY = "a caller is released by the first branch, and not by the decider"
+    SETTLED_UNASKED = "what is finished in batches is settled also where the log did not become applied"
+    LATE_ASKS_FIRST = "whoever finds the deadline passed asks the first branch, and not the decider"
 
 
 class Own(StrEnum):
@@ -75,6 +81,7 @@ class At(StrEnum):
     """The command that an actor sends next."""
 
     READ = "read the log"
+    LOOK = "look at the decider's receipt"
     APPLY = "apply"
     CHANGE = "change what was looked for"
     APPLIED = "say applied"

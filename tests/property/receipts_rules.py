@@ -23,6 +23,7 @@ def act(world: World, state: State, actor: Actor) -> Steps:
     """Yield what an actor may do next."""
     rules = {
         At.READ: read,
+        At.LOOK: look,
         At.APPLY: apply,
         At.CHANGE: change,
         At.APPLIED: applied,
@@ -52,7 +53,8 @@ def read(world: World, state: State, actor: Actor) -> Steps:
     """Rule 7: drive from what the log says; what has missed the deadline cancels itself (rule 6)."""
     log = state.log
     if log is Log.PENDING:
-        after = to(state, actor, At.CANCEL if actor.cancels or state.log_past else At.APPLY)
+        late = At.CANCEL if world.decider is None else At.LOOK
+        after = to(state, actor, At.CANCEL if actor.cancels else late if state.log_past else At.APPLY)
     elif log is Log.APPLIED:
         after = to(told(state, Log.DONE), actor, At.SETTLE)
     elif log is Log.CANCELING:
@@ -60,6 +62,16 @@ def read(world: World, state: State, actor: Actor) -> Steps:
     else:
         after = to(told(state, log), actor, None)
     yield Step(f"reads {log}", actor), after
+
+
+def look(world: World, state: State, actor: Actor) -> Steps:
+    """What was decided before the deadline, and was not said in the log, goes on; the rest cancels itself."""
+    branch = 0 if world.broken is Broken.LATE_ASKS_FIRST else world.remote - 1
+    found = state.receipts[branch]
+    if found is not None and found.mark is Mark.APPLIED:
+        yield Step("finds it decided", actor, branch), to(told(state, Log.DONE), actor, At.APPLIED)
+    else:
+        yield Step("finds it undecided", actor, branch), to(state, actor, At.CANCEL)
 
 
 def undoing(world: World) -> At:
@@ -96,6 +108,8 @@ def change(world: World, state: State, actor: Actor) -> Steps:
 
 def went_on(world: World, state: State, actor: Actor) -> State:
     """Return the state after a branch is known to be applied."""
+    if world.broken is Broken.RELEASED_EARLY:
+        state = told(state, Log.DONE)
     if actor.place + 1 < world.remote:
         return to(state, actor, At.APPLY, actor.place + 1)
     if world.own is not Own.LAST:
@@ -114,7 +128,8 @@ def applied(world: World, state: State, actor: Actor) -> Steps:
         state = state._replace(log=Log.APPLIED, own=state.own + (world.own is Own.LAST))
         yield Step("says applied", actor), to(told(state, Log.DONE), actor, At.SETTLE)
     else:
-        yield Step(f"cannot say applied: {state.log}", actor), to(state, actor, At.READ)
+        then = At.SETTLE if world.broken is Broken.SETTLED_UNASKED else At.READ
+        yield Step(f"cannot say applied: {state.log}", actor), to(state, actor, then)
 
 
 def settle(world: World, state: State, actor: Actor) -> Steps:

@@ -58,4 +58,7 @@ CAUGHT = (
     caught(Broken.CANCEL_STANDS, OWN_FIRST, "ends"),
     caught(Broken.OWN_APART, OWN_FIRST, "all-or-none"),
     caught(Broken.OWN_LAST_UNGUARDED, OWN_LAST, "once"),
+    caught(Broken.RELEASED_EARLY, TWO, "told"),
+    caught(Broken.SETTLED_UNASKED, OWN_FIRST, "all-or-none told"),
+    caught(Broken.LATE_ASKS_FIRST, TWO, "all-or-none"),
 )

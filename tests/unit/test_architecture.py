@@ -18,7 +18,7 @@ VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "models",
 
 FLOORS = (
     {"errors"},
-    {"arguments", "quantities", "findings", "app", "forking", "mongo", "broker", "embedded", "tracing"},
+    {"arguments", "quantities", "findings", "app", "forking", "exits", "mongo", "broker", "embedded", "tracing"},
     {"locking", "twophase"},
     {"outbox"},
     {"bridge"},

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from mongo_celery.outbox import exits
+from mongo_celery import exits
 
 
 class Thing:
