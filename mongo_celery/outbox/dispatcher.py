@@ -44,16 +44,11 @@ from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
 from mongo_celery.mongo.redaction import short, traceback_of
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox import exits
+from mongo_celery.outbox.commands import Failure, tell_undeliverable
+from mongo_celery.outbox.delivery import HeldDocument, PublishedPart
 from mongo_celery.outbox.failures import FailureKind
-from mongo_celery.outbox.relay import (
-    SETTLE_DOCUMENTS,
-    SETTLE_SECONDS,
-    Failure,
-    HeldDocument,
-    PublishedPart,
-    Relay,
-    tell_undeliverable,
-)
+from mongo_celery.outbox.relay import Relay
+from mongo_celery.outbox.removals import SETTLE_DOCUMENTS, SETTLE_SECONDS
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -434,7 +429,7 @@ class OutboxDispatcher:
         held = [each for errand in looks for each in errand.owners]
         claimed = self._relay().claim(ids, held=held, owner=owner, missed=missed)
         if not self._publish_all(claimed):
-            self._relay().release(ids, [owner])
+            self._relay().removals.release(ids, [owner])
         owners = {id_key(errand.document_id, self._codec()): errand.owners for errand in looks}
         for document_id, error in missed:
             key = id_key(document_id, self._codec())
@@ -452,7 +447,7 @@ class OutboxDispatcher:
                 self._look_again(held.document_id, (held.owner,))
                 continue
             self._step()
-            part = self._relay().publish(held, judge=False)
+            part = self._relay().pending.publish(held, judge=False)
             self._note(part)
             refused = part.verdict is not None and part.verdict.kind is FailureKind.WAIT_FOR_BROKER
             self._refusals = self._refusals + 1 if refused else 0
@@ -525,7 +520,7 @@ class OutboxDispatcher:
         if not parts:
             return
         self._step()
-        remainder = self._relay().settle(parts)
+        remainder = self._relay().removals.settle(parts)
         for document_id in remainder.document_ids:
             self._look_again(document_id, tuple(remainder.owners))
         for part, error in remainder.failed:
@@ -603,7 +598,9 @@ class OutboxDispatcher:
         owned = [(errand.document_id, errand.all_owners) for errand in errands if errand.all_owners]
         if owned:
             self._step()
-            self._relay().release([each for each, _ in owned], [owner for _, owners in owned for owner in owners])
+            self._relay().removals.release(
+                [each for each, _ in owned], [owner for _, owners in owned for owner in owners]
+            )
 
     def _release_unwanted(self) -> None:
         """Let claims go that writes have taken, of documents that are left to a look at the index."""
@@ -667,8 +664,8 @@ class OutboxDispatcher:
             self._unwanted = []
         _tell([each for errand in errands for each in errand.waiting])
         _tell(self._waiters)
-        remainder = self._relay().settle(parts)
-        self._relay().release(remainder.document_ids, remainder.owners)
+        remainder = self._relay().removals.settle(parts)
+        self._relay().removals.release(remainder.document_ids, remainder.owners)
         self._release(errands)
 
 

@@ -28,12 +28,14 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
+from mongo_celery.outbox.delivery import Counters, Delivery, HeldDocument
 from mongo_celery.outbox.entries import Entry, entries_of
 from mongo_celery.outbox.failures import FailureKind, FailurePolicy, entry_id_of
 from mongo_celery.outbox.parcel_store import ParcelStore
 from mongo_celery.outbox.parcels import FIELD_OF_PARCELS, ORDER, head_of
 from mongo_celery.outbox.publisher import Publisher
-from mongo_celery.outbox.relay import SETTLE_SECONDS, Counters, Delivery, HeldDocument, Relay
+from mongo_celery.outbox.relay import Relay
+from mongo_celery.outbox.removals import SETTLE_SECONDS
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -282,7 +284,7 @@ class ParcelRelay(Relay):
                 return _StoppedParcel(parcel, names)
             run.step()
             try:
-                self._publish(entry, parcel["_id"])
+                self.pending.publish_entry(entry, parcel["_id"])
             except SoftTimeLimitExceeded:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a serializer, a canvas or a broker raises
@@ -318,7 +320,7 @@ class ParcelRelay(Relay):
             claimed_at=run.until,
             field={"claim": {"since": run.now}},
         )
-        verdict = self._judged(held, entry, error, judge=run.judge)
+        verdict = self.pending.judged(held, entry, error, judge=run.judge)
         if verdict is None or verdict.kind is not FailureKind.DEAD_LETTER:
             run.error = f"{type(error).__name__}: {short(error)}"
             if verdict is None:
@@ -338,7 +340,7 @@ class ParcelRelay(Relay):
     def _settle_done(self, run: _Reading, kept: Sequence[Any]) -> None:
         """Remove what was published, but for some heads."""
         if removals := _removals(run, kept):
-            self._quick.bulk_write(removals, ordered=True)
+            self.removals.quick.bulk_write(removals, ordered=True)
             run.removed += [each["_id"] for each in run.done if each["_id"] not in kept]
             run.done = [each for each in run.done if each["_id"] in kept]
 
@@ -352,7 +354,7 @@ class ParcelRelay(Relay):
             requests.append(UpdateMany(*self._claims.released(unreached, [run.owner])))
         requests += _removals(run)
         if requests:
-            self._quick.bulk_write(requests, ordered=True)
+            self.removals.quick.bulk_write(requests, ordered=True)
 
     def _let_go(self, held: _StoppedParcel, owner: ObjectId) -> list[_Request]:
         id, field = held.parcel["_id"], held.parcel[_FIELD.name]  # noqa: A001

@@ -18,9 +18,9 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery import Event, Outbox, OutboxRefusedError
-from mongo_celery.outbox import relay
+from mongo_celery.outbox import relay as module
+from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry
-from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import sweep_all
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
@@ -273,7 +273,7 @@ def test_what_the_first_edition_has_written_is_held_back_from_its_relays_too(
 
     relay = outbox.backing.relay
     (held,) = relay.claim([1])
-    relay.release([1], [held.owner])
+    relay.removals.release([1], [held.owner])
     assert len(encode(orders.find_one() or {})) == size
     assert orders.count_documents(due) == 1
     assert outbox.sweep(older_than=0).left == 2
@@ -583,7 +583,7 @@ def test_an_entry_that_lies_in_many_documents_is_removed_only_where_it_was_publi
     rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One turn publishes it in one document, and what stands before it in another: it must not go from there, too."""
-    monkeypatch.setattr(relay, "SETTLE_SECONDS", 600)  # both are removed from by one command
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 600)  # both are removed from by one command
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(0, 0), *(rig.add.s(2, step) for step in range(50))])
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(1, step) for step in range(50)])
