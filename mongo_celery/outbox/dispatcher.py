@@ -29,7 +29,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +47,7 @@ from mongo_celery.outbox import exits
 from mongo_celery.outbox.commands import Failure, tell_undeliverable
 from mongo_celery.outbox.delivery import HeldDocument, PublishedPart
 from mongo_celery.outbox.failures import FailureKind
+from mongo_celery.outbox.groups import groups_of
 from mongo_celery.outbox.relay import Relay
 from mongo_celery.outbox.removals import SETTLE_DOCUMENTS, SETTLE_SECONDS
 
@@ -439,25 +440,45 @@ class OutboxDispatcher:
                 tell_undeliverable(self._name(), document_id, error)
                 self._refuse(document_id)
 
-    def _publish_all(self, documents: Any) -> bool:
+    def _publish_all(self, documents: Iterable[HeldDocument]) -> bool:
         """Publish from documents that are held; False if the broker does not answer."""
-        rest = iter(documents)
-        for held in rest:
+        groups = groups_of(self._relied_on(documents))
+        for group in groups:
+            if len(self._unsettled) + len(group) > SETTLE_DOCUMENTS:
+                self._settle()
+            self._step()
+            parts = self._relay().pending.publish_together(group, judge=False, step=self._step)
+            for number, part in enumerate(parts, 1):
+                self._note(part)
+                if self._takes_nothing(part):
+                    self._note_begun(parts if part.is_outage else ())
+                    others = (each for other in groups for each in other) if isinstance(documents, list) else ()
+                    self._pause_for_broker([*group[number:], *others])
+                    return False
+                if not self._may_settle_later():
+                    self._settle()
+                self._step()  # the next one may have to be read
+        return True
+
+    def _relied_on(self, documents: Iterable[HeldDocument]) -> Iterator[HeldDocument]:
+        """Those of which the claim has time; the others are looked at as if somebody had asked for them."""
+        for held in documents:
             if self._is_old(held):
                 self._look_again(held.document_id, (held.owner,))
-                continue
-            self._step()
-            part = self._relay().pending.publish(held, judge=False)
-            self._note(part)
-            refused = part.verdict is not None and part.verdict.kind is FailureKind.WAIT_FOR_BROKER
-            self._refusals = self._refusals + 1 if refused else 0
-            if part.is_outage or self._refusals >= _REFUSALS_MAX:
-                self._pause_for_broker([*rest] if isinstance(documents, list) else [])
-                return False
-            if not self._may_settle_later():
-                self._settle()
-            self._step()  # the next one may have to be read
-        return True
+            else:
+                yield held
+
+    def _takes_nothing(self, part: PublishedPart) -> bool:
+        """Whether the broker does not answer, or has refused some documents in a row."""
+        refused = part.verdict is not None and part.verdict.kind is FailureKind.WAIT_FOR_BROKER
+        self._refusals = self._refusals + 1 if refused else 0
+        return part.is_outage or self._refusals >= _REFUSALS_MAX
+
+    def _note_begun(self, parts: Iterable[PublishedPart]) -> None:
+        """Of documents that went together: the broker had something of some when it fell silent."""
+        for part in parts:
+            if part.names:
+                self._note(part)
 
     def _step(self) -> None:
         """Something begins that takes long only where the broker or MongoDB does not answer."""

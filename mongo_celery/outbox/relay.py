@@ -36,8 +36,9 @@ from mongo_celery.outbox.commands import (
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.delivery import Counters, Delivery, HeldDocument, PublishedPart, Remainder
 from mongo_celery.outbox.failures import FailurePolicy
+from mongo_celery.outbox.groups import ENTRIES_MAX, groups_of
 from mongo_celery.outbox.publisher import Publisher
-from mongo_celery.outbox.publishing import ENTRIES_MAX, PendingPublisher
+from mongo_celery.outbox.publishing import PendingPublisher
 from mongo_celery.outbox.removals import SETTLE_DOCUMENTS, SETTLE_SECONDS, Removals
 
 logger = logging.getLogger("mongo_celery.outbox")
@@ -140,19 +141,22 @@ class Relay:
         total, left, unsettled = Delivery(), Remainder(), list[PublishedPart]()
         owner, outages, began, missed = ObjectId(), 0, time.monotonic(), list[Failure]()
         try:
-            for held in self.claim(
+            claimed = self.claim(
                 looks.document_ids, older_than=older_than, held=looks.owners, owner=owner, missed=missed
-            ):
-                part = self.pending.publish(held, judge=judge)
-                unsettled.append(part)
-                if part.ran_out:  # it is free then, to be claimed anew
-                    left = left.and_(Remainder([held.document_id]))
-                total = total.and_(part.delivery)
-                outages = outages + 1 if part.is_outage else 0
+            )
+            for group in groups_of(claimed):
+                if len(unsettled) + len(group) > SETTLE_DOCUMENTS:
+                    left, unsettled, began = left.and_(self.removals.settle(unsettled)), [], time.monotonic()
+                for part in self.pending.publish_together(group, judge=judge):
+                    unsettled.append(part)
+                    if part.ran_out:  # it is free then, to be claimed anew
+                        left = left.and_(Remainder([part.held.document_id]))
+                    total = total.and_(part.delivery)
+                    outages = outages + 1 if part.is_outage else 0
+                    if len(unsettled) >= SETTLE_DOCUMENTS or time.monotonic() - began > SETTLE_SECONDS:
+                        left, unsettled, began = left.and_(self.removals.settle(unsettled)), [], time.monotonic()
                 if outages >= _OUTAGES_MAX:
                     break
-                if len(unsettled) >= SETTLE_DOCUMENTS or time.monotonic() - began > SETTLE_SECONDS:
-                    left, unsettled, began = left.and_(self.removals.settle(unsettled)), [], time.monotonic()
             left = left.and_(self.removals.settle(unsettled))
         except BaseException:  # a time limit, or the end of the process
             with suppress(PyMongoError):
