@@ -82,6 +82,7 @@ class _Reading:
         until: moment of the monotonic clock from which on what is left is for whoever claims next.
         judge: whether failures are counted.
         step: is told of each command and message before it begins.
+        refuse: is told of each parcel that this process cannot publish, and does not judge.
         now: the server's clock at the claim.
         claimed: `_id`s of the heads that are this relay's.
         keys: of those heads.
@@ -101,6 +102,7 @@ class _Reading:
     until: float
     judge: bool
     step: Callable[[], object]
+    refuse: Callable[[Any], object]
     now: Any = None
     claimed: list[Any] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
@@ -171,7 +173,8 @@ class ParcelRelay(Relay):
         *,
         older_than: float | None = None,
         judge: bool = True,
-        step: Callable[[], object] | None = None,
+        step: Callable[[], object] = lambda: None,
+        refuse: Callable[[Any], object] = lambda _parcel_id: None,
     ) -> Delivery:
         """
         Deliver what is in some parcels and behind them, until nothing is left or a key has had its share.
@@ -182,6 +185,7 @@ class ParcelRelay(Relay):
             judge: whether an entry that cannot be published counts an attempt; a writer, which need not know all
                 tasks, leaves that to a process that does.
             step: is told of each command and message before it begins.
+            refuse: is told of each parcel (its `_id`) that this process cannot publish, and does not judge.
 
         Returns:
             What was done; nothing for keys that another relay holds or that are held back.
@@ -194,7 +198,7 @@ class ParcelRelay(Relay):
         for start in range(0, len(document_ids), HEADS_MAX):
             waiting, age = list(document_ids[start : start + HEADS_MAX]), older_than
             for _ in range(_ROUNDS_MAX):
-                run = self._deliver(waiting, age, judge=judge, step=step or (lambda: None))
+                run = self._deliver(waiting, age, judge=judge, step=step, refuse=refuse)
                 total = total.and_(run.delivery)
                 if run.broker_down:
                     return total
@@ -205,10 +209,17 @@ class ParcelRelay(Relay):
         return total
 
     def _deliver(
-        self, ids: Sequence[Any], older_than: float | None, *, judge: bool, step: Callable[[], object]
+        self,
+        ids: Sequence[Any],
+        older_than: float | None,
+        *,
+        judge: bool,
+        step: Callable[[], object],
+        refuse: Callable[[Any], object],
     ) -> _Reading:
         is_finalized = bool(self._publisher.app.finalized)  # type: ignore[attr-defined]
-        run = _Reading(ObjectId(), time.monotonic() + self._claim_ttl / 2, judge=judge and is_finalized, step=step)
+        until = time.monotonic() + self._claim_ttl / 2
+        run = _Reading(ObjectId(), until, judge=judge and is_finalized, step=step, refuse=refuse)
         run.step()
         claimable = {"_id": {"$in": list(ids)}, **self._store.claimable(older_than)}
         claim = self._claims.claimed(run.owner, self._claim_ttl)
@@ -324,6 +335,7 @@ class ParcelRelay(Relay):
         if verdict is None or verdict.kind is not FailureKind.DEAD_LETTER:
             run.error = f"{type(error).__name__}: {short(error)}"
             if verdict is None:
+                run.refuse(parcel["_id"])
                 return _StoppedParcel(parcel, names)
             run.broker_down = run.broker_down or verdict.is_outage
             return _StoppedParcel(parcel, names, verdict.pause, entry_id_of(entry) if verdict.counts else None)
