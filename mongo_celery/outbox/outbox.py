@@ -24,7 +24,7 @@ from mongo_celery.outbox.bulk import BulkWrites, Write
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.deletes import Deletes
 from mongo_celery.outbox.delivery import Delivery
-from mongo_celery.outbox.dispatcher import QUEUE_MAX
+from mongo_celery.outbox.document_queue import QUEUE_MAX
 from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id, refuse_replacement
 from mongo_celery.outbox.entries import FIELD, Entry, EntryMaker, Home, asks_for_id, listed, task_entry
 from mongo_celery.outbox.events import Event

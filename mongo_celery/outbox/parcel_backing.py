@@ -25,12 +25,12 @@ class ParcelDispatcher(OutboxDispatcher):
         assert isinstance(relay, ParcelRelay)
         return relay
 
-    def _deliver(self, errands: Sequence[Any]) -> None:
-        for errand in errands:
-            self._waiters += errand.waiting
-        if not errands:
+    def _deliver(self, documents: Sequence[Any]) -> None:
+        for queued in documents:
+            self._waiters += queued.waiting
+        if not documents:
             return
-        parcels = [errand.document_id for errand in errands]
+        parcels = [queued.document_id for queued in documents]
         delivery = self._parcels().deliver_all(parcels, judge=False, step=self._step, refuse=self._refuse)
         self._went_out(delivery.dispatched)
         if delivery.broker_down:

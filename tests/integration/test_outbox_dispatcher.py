@@ -18,7 +18,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Outbox
-from mongo_celery.outbox import backing
+from mongo_celery.outbox import backing, document_queue
 from mongo_celery.outbox import dispatcher as module
 from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.entries import Entry
@@ -147,7 +147,7 @@ def test_what_a_full_queue_does_not_take_is_found_by_the_index(
     rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write claims nothing then, so that its document is free for whoever finds it."""
-    monkeypatch.setattr(module, "QUEUE_MAX", 2)
+    monkeypatch.setattr(document_queue, "QUEUE_MAX", 2)
     outbox = rig.outbox(at_once=True, claim_ttl=600)
     with held_up(outbox) as (_asked, begun):
         outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])

@@ -10,7 +10,7 @@ import pytest
 from pymongo.database import Database
 
 from mongo_celery import Outbox
-from mongo_celery.outbox import commands
+from mongo_celery.outbox import commands, document_queue
 from mongo_celery.outbox import dispatcher as module
 from tests.fixtures.process import wait_for
 from tests.integration.outbox_rig import Rig, opened, pending
@@ -139,7 +139,7 @@ def test_a_claim_that_is_old_is_taken_anew(rig: Rig, monkeypatch: pytest.MonkeyP
 
 def test_a_claim_that_the_queue_does_not_take_is_let_go(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bulk asks once whether there is room, and claims all of its inserts."""
-    monkeypatch.setattr(module, "QUEUE_MAX", 2)
+    monkeypatch.setattr(document_queue, "QUEUE_MAX", 2)
     outbox: Outbox = rig.outbox(at_once=True, claim_ttl=600)
     outbox.insert_many([{"_id": number} for number in range(8)], tasks=[lambda number: rig.add.s(number, 0)])
     wait_for(lambda: settled(outbox))
