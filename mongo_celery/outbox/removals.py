@@ -79,9 +79,9 @@ class Removals:
         whole = [part for part in parts if part.is_whole]
         others = [part for part in parts if part.names and not part.is_whole]
         if whole:
-            updates = [UpdateOne(*self._claims.emptied(part.held.document_id, part.names)) for part in whole]
+            published = [(part.held.document_id, part.names) for part in whole]
             with bounded():
-                emptied = self.quick.bulk_write(updates, ordered=False).matched_count
+                emptied = self.quick.update_many(*self._claims.emptied(published)).matched_count
             if emptied < len(whole):
                 others += whole
         remainder = self._remove(others) if others else Remainder()
