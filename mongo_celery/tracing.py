@@ -254,7 +254,7 @@ def sending_for(context: Headers, name: str, attributes: Attributes, *, is_task:
         is_task: whether Celery publishes it.
     """
     api = _api()
-    if api is None:
+    if api is None or (not context and _is_unheard(api)):
         return _NOTHING
 
     def begin() -> tuple[Any, Any]:

@@ -20,13 +20,14 @@ from mongo_celery.mongo.opening import Source, collection_of, plain_types, stric
 from mongo_celery.outbox import index, swept
 from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.dead_letters import COLLECTION, OutboxDeadLetters
+from mongo_celery.outbox.delivery import Counters, Delivery, HeldDocument
 from mongo_celery.outbox.dispatcher import DispatcherState, OutboxDispatcher
 from mongo_celery.outbox.document_write import Written
 from mongo_celery.outbox.failures import FailurePolicy
 from mongo_celery.outbox.options import OutboxOptions
 from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.publisher import Publisher
-from mongo_celery.outbox.relay import Counters, Delivery, HeldDocument, Relay
+from mongo_celery.outbox.relay import Relay
 from mongo_celery.outbox.swept import SweepRecords, patience
 from mongo_celery.outbox.unswept import SweepWatch
 from mongo_celery.outbox.writes import Writer

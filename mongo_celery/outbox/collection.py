@@ -21,6 +21,7 @@ from mongo_celery.outbox.backing import OutboxStatus
 from mongo_celery.outbox.box import Box, Contents
 from mongo_celery.outbox.capture import captured, install
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
+from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry, EntryMaker, Home, asks_for_id, listed
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
@@ -28,7 +29,6 @@ from mongo_celery.outbox.parcel_backing import ParcelBacking
 from mongo_celery.outbox.parcels import key_text
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.registry import register
-from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.stored_id import mentions_stored_id
 from mongo_celery.outbox.sweep import Backlog, sweep_one
 

@@ -23,7 +23,8 @@ from mongo_celery.outbox.backing import Backing, OutboxStatus
 from mongo_celery.outbox.bulk import BulkWrites, Write
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.deletes import Deletes
-from mongo_celery.outbox.dispatcher import QUEUE_MAX
+from mongo_celery.outbox.delivery import Delivery
+from mongo_celery.outbox.document_queue import QUEUE_MAX
 from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id, refuse_replacement
 from mongo_celery.outbox.entries import FIELD, Entry, EntryMaker, Home, asks_for_id, listed, task_entry
 from mongo_celery.outbox.events import Event
@@ -32,7 +33,6 @@ from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.plain_values import PlainValues
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.registry import OUTBOXES, register
-from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import Backlog, sweep_one
 from mongo_celery.outbox.writes import explained_refusals
 

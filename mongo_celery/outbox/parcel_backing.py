@@ -25,13 +25,13 @@ class ParcelDispatcher(OutboxDispatcher):
         assert isinstance(relay, ParcelRelay)
         return relay
 
-    def _deliver(self, errands: Sequence[Any]) -> None:
-        for errand in errands:
-            self._waiters += errand.waiting
-        if not errands:
+    def _deliver(self, documents: Sequence[Any]) -> None:
+        for queued in documents:
+            self._waiters += queued.waiting
+        if not documents:
             return
-        parcels = [errand.document_id for errand in errands]
-        delivery = self._parcels().deliver_all(parcels, judge=False, step=self._step)
+        parcels = [queued.document_id for queued in documents]
+        delivery = self._parcels().deliver_all(parcels, judge=False, step=self._step, refuse=self._refuse)
         self._went_out(delivery.dispatched)
         if delivery.broker_down:
             self._pause_for_broker([])
@@ -88,11 +88,11 @@ class ParcelBacking(Backing):
         older_than: float,
         limit: int,
         *,
-        passing_over: Sequence[Any] = (),  # noqa: ARG002 - they have their turn one after the other in any case
-        untried_first: bool = False,  # noqa: ARG002
+        passing_over: Sequence[Any] = (),
+        untried_first: bool = False,  # noqa: ARG002 - they have their turn one after the other in any case
     ) -> list[Any]:
         """The `_id`s of heads that have waited so many seconds, and that this process may claim."""
-        return [head.id for head in self.store.due(older_than, limit)]
+        return [head.id for head in self.store.due(older_than, limit, passing_over)]
 
     def is_indexed(self) -> bool | None:
         """Whether the index is there; None where the user may not look."""

@@ -28,12 +28,14 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
+from mongo_celery.outbox.delivery import Counters, Delivery, HeldDocument
 from mongo_celery.outbox.entries import Entry, entries_of
 from mongo_celery.outbox.failures import FailureKind, FailurePolicy, entry_id_of
 from mongo_celery.outbox.parcel_store import ParcelStore
 from mongo_celery.outbox.parcels import FIELD_OF_PARCELS, ORDER, head_of
 from mongo_celery.outbox.publisher import Publisher
-from mongo_celery.outbox.relay import SETTLE_SECONDS, Counters, Delivery, HeldDocument, Relay
+from mongo_celery.outbox.relay import Relay
+from mongo_celery.outbox.removals import SETTLE_SECONDS
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -80,6 +82,7 @@ class _Reading:
         until: moment of the monotonic clock from which on what is left is for whoever claims next.
         judge: whether failures are counted.
         step: is told of each command and message before it begins.
+        refuse: is told of each parcel that this process cannot publish, and does not judge.
         now: the server's clock at the claim.
         claimed: `_id`s of the heads that are this relay's.
         keys: of those heads.
@@ -99,6 +102,7 @@ class _Reading:
     until: float
     judge: bool
     step: Callable[[], object]
+    refuse: Callable[[Any], object]
     now: Any = None
     claimed: list[Any] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
@@ -169,7 +173,8 @@ class ParcelRelay(Relay):
         *,
         older_than: float | None = None,
         judge: bool = True,
-        step: Callable[[], object] | None = None,
+        step: Callable[[], object] = lambda: None,
+        refuse: Callable[[Any], object] = lambda _parcel_id: None,
     ) -> Delivery:
         """
         Deliver what is in some parcels and behind them, until nothing is left or a key has had its share.
@@ -180,6 +185,7 @@ class ParcelRelay(Relay):
             judge: whether an entry that cannot be published counts an attempt; a writer, which need not know all
                 tasks, leaves that to a process that does.
             step: is told of each command and message before it begins.
+            refuse: is told of each parcel (its `_id`) that this process cannot publish, and does not judge.
 
         Returns:
             What was done; nothing for keys that another relay holds or that are held back.
@@ -192,7 +198,7 @@ class ParcelRelay(Relay):
         for start in range(0, len(document_ids), HEADS_MAX):
             waiting, age = list(document_ids[start : start + HEADS_MAX]), older_than
             for _ in range(_ROUNDS_MAX):
-                run = self._deliver(waiting, age, judge=judge, step=step or (lambda: None))
+                run = self._deliver(waiting, age, judge=judge, step=step, refuse=refuse)
                 total = total.and_(run.delivery)
                 if run.broker_down:
                     return total
@@ -203,10 +209,17 @@ class ParcelRelay(Relay):
         return total
 
     def _deliver(
-        self, ids: Sequence[Any], older_than: float | None, *, judge: bool, step: Callable[[], object]
+        self,
+        ids: Sequence[Any],
+        older_than: float | None,
+        *,
+        judge: bool,
+        step: Callable[[], object],
+        refuse: Callable[[Any], object],
     ) -> _Reading:
         is_finalized = bool(self._publisher.app.finalized)  # type: ignore[attr-defined]
-        run = _Reading(ObjectId(), time.monotonic() + self._claim_ttl / 2, judge=judge and is_finalized, step=step)
+        until = time.monotonic() + self._claim_ttl / 2
+        run = _Reading(ObjectId(), until, judge=judge and is_finalized, step=step, refuse=refuse)
         run.step()
         claimable = {"_id": {"$in": list(ids)}, **self._store.claimable(older_than)}
         claim = self._claims.claimed(run.owner, self._claim_ttl)
@@ -282,7 +295,7 @@ class ParcelRelay(Relay):
                 return _StoppedParcel(parcel, names)
             run.step()
             try:
-                self._publish(entry, parcel["_id"])
+                self.pending.publish_entry(entry, parcel["_id"])
             except SoftTimeLimitExceeded:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a serializer, a canvas or a broker raises
@@ -318,10 +331,11 @@ class ParcelRelay(Relay):
             claimed_at=run.until,
             field={"claim": {"since": run.now}},
         )
-        verdict = self._judged(held, entry, error, judge=run.judge)
+        verdict = self.pending.judged(held, entry, error, judge=run.judge)
         if verdict is None or verdict.kind is not FailureKind.DEAD_LETTER:
             run.error = f"{type(error).__name__}: {short(error)}"
             if verdict is None:
+                run.refuse(parcel["_id"])
                 return _StoppedParcel(parcel, names)
             run.broker_down = run.broker_down or verdict.is_outage
             return _StoppedParcel(parcel, names, verdict.pause, entry_id_of(entry) if verdict.counts else None)
@@ -338,7 +352,7 @@ class ParcelRelay(Relay):
     def _settle_done(self, run: _Reading, kept: Sequence[Any]) -> None:
         """Remove what was published, but for some heads."""
         if removals := _removals(run, kept):
-            self._quick.bulk_write(removals, ordered=True)
+            self.removals.quick.bulk_write(removals, ordered=True)
             run.removed += [each["_id"] for each in run.done if each["_id"] not in kept]
             run.done = [each for each in run.done if each["_id"] in kept]
 
@@ -352,7 +366,7 @@ class ParcelRelay(Relay):
             requests.append(UpdateMany(*self._claims.released(unreached, [run.owner])))
         requests += _removals(run)
         if requests:
-            self._quick.bulk_write(requests, ordered=True)
+            self.removals.quick.bulk_write(requests, ordered=True)
 
     def _let_go(self, held: _StoppedParcel, owner: ObjectId) -> list[_Request]:
         id, field = held.parcel["_id"], held.parcel[_FIELD.name]  # noqa: A001

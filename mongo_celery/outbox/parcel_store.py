@@ -111,15 +111,22 @@ class ParcelStore:
 
     # -- what is due -------------------------------------------------------------------------------
 
-    def due(self, older_than: float, limit: int) -> list[ParcelHead]:
+    def due(self, older_than: float, limit: int, passing_over: Sequence[Any] = ()) -> list[ParcelHead]:
         """
         Heads of keys that have waited so many seconds, and parcels without a key. Of both kinds there are half as many
         as asked for, if there are enough, and more where the other kind has fewer.
 
         Keys have their turn one after the other, from where the last call ended, and so have parcels without one: those
         that are held back or cannot be sent keep no others waiting, however many parcels stand behind them.
+
+        Args:
+            older_than: the seconds.
+            limit: how many at most.
+            passing_over: `_id`s of parcels that are not wanted; those behind them in their keys wait for them.
         """
         claimable = self.claimable(older_than)
+        if passing_over:
+            claimable = {"$and": [claimable, {"_id": {"$nin": list(passing_over)}}]}
         single = self._single(claimable, limit)
         room = limit - min(len(single), max(1, limit // 2))
         keyed: list[ParcelHead] = []

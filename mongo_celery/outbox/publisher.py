@@ -1,12 +1,21 @@
-"""Publishing entries: bounded connections of the outbox's own, made anew after a fork."""
+"""
+Publishing entries: bounded connections of the outbox's own, made anew after a fork.
+
+Entries go one by one, or some together: then each is made by Celery as ever, and the broker gets all by one command.
+Nothing is taken before that, so whatever goes wrong earlier costs nothing but that each goes by itself. If the command
+itself fails, what was taken of it is unknown, and all is sent again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from celery import Celery
+from celery import Celery, signals
 from celery.canvas import Signature
 from celery.exceptions import BackendError, SoftTimeLimitExceeded
 from kombu import Exchange
@@ -37,6 +46,12 @@ _FRAME_SYNTAX = 502
 
 _LOST = (OperationalError, OSError, BackendError)
 
+_COMMANDS_MAX = 100_000
+"""More than some messages ever are: what is collected is sent when this says so, and not before."""
+
+_ALONE_SECONDS = 60.0
+"""For so long messages go one by one after one of them was refused, and those beside it were sent twice."""
+
 
 class BrokerUnavailableError(Exception):
     """
@@ -53,6 +68,10 @@ class BrokerUnavailableError(Exception):
 
 class _EntryRefusedError(Exception):
     """The broker took nothing of this entry, and would take others."""
+
+
+class BatchAbandonedError(Exception):
+    """Messages did not go together; each is to be published by itself, though the broker may have some of them."""
 
 
 class UnknownTaskError(Exception):
@@ -82,6 +101,8 @@ class Publisher:
         self._exchange = Exchange(exchange, type="topic", durable=True)
         self._foreign_tasks = foreign_tasks
         self._producers: PerProcess[Any] = PerProcess(self._connect)
+        self._batch = threading.local()
+        self._alone_until = 0.0
 
     @property
     def apps(self) -> tuple[str | None, ...]:
@@ -100,6 +121,7 @@ class Publisher:
             BrokerUnavailableError: the outcome is unknown; publish it again later.
             UnknownTaskError: the task is not registered here.
             OtherAppError: another app has written it.
+            BatchAbandonedError: inside `together`, it cannot go with others.
             SoftTimeLimitExceeded: the task that publishes has run for too long; the outcome is unknown.
             Exception: the entry itself cannot be published.
         """
@@ -115,21 +137,80 @@ class Publisher:
         with sending_for(entry.trace, name, lambda: self._span_attributes(entry), is_task=is_task):
             self._publish(entry, self._decoded(entry, document_id) if is_task else None)
 
+    @contextmanager
+    def together(self) -> Iterator[Callable[[], None]]:
+        """
+        Inside, what this thread publishes is collected; what this gives sends it, in order, by one command each time.
+
+        Sending raises the same, and SoftTimeLimitExceeded: what was taken of what was collected is unknown then.
+
+        Raises:
+            BatchAbandonedError: it cannot, here or now; publish each entry by itself.
+            BrokerUnavailableError: the broker does not answer.
+        """
+        # Who listens to these signals is told of messages that the broker has.
+        is_listened_to = signals.after_task_publish.receivers or signals.task_sent.receivers
+        if is_listened_to or time.monotonic() < self._alone_until:
+            raise BatchAbandonedError
+        with self._producer() as producer:
+            if not self._collects(producer):
+                raise BatchAbandonedError
+            self._batch.producer = producer
+            try:
+                with producer.batch(max_size=_COMMANDS_MAX) as batch:
+                    yield lambda: self._send(batch, producer)
+            finally:
+                self._batch.producer = None
+
+    def _collects(self, producer: Any) -> bool:
+        """Whether kombu (5.7 and later) and the transport can; a connection that cannot be made says nothing of it."""
+        try:
+            producer.channel  # noqa: B018 - connects: what a transport can do depends on its options, too
+        except Exception as error:  # noqa: BLE001 - whatever a transport raises, also for a message that goes by itself
+            limit = _time_limit(error)
+            if limit is not None:
+                raise limit from None
+            return False
+        if getattr(producer, "supports_batch_publish", False):
+            return True
+        self._alone_until = math.inf
+        return False
+
+    def _send(self, batch: Any, producer: Any) -> None:
+        connection = producer.connection
+        try:
+            batch.flush()
+        except Exception as error:
+            limit = _time_limit(error)
+            verdict = None if limit is not None else self._verdict(error, connection, is_canvas=False)
+            _forget(producer, connection)  # it may be in the middle of a command
+            if limit is not None:
+                raise limit from None
+            if not isinstance(verdict, BrokerUnavailableError):
+                self._alone_until = time.monotonic() + _ALONE_SECONDS
+            elif not verdict.answers:
+                raise verdict from error
+            raise BatchAbandonedError from error
+
     def _publish(self, entry: Entry, signature: Any) -> None:
         with self._producer() as producer:
-            connection = producer.connection
+            connection, is_collected = producer.connection, producer is self._collecting
             try:
-                if signature is not None:
+                if signature is None:
+                    self._publish_event(producer, entry, retry=not is_collected)
+                elif is_collected and signature.subtask_type is not None:
+                    raise BatchAbandonedError  # Celery may send parts of it on a connection of its own
+                else:
                     _carry(signature, trace_headers())
                     with captured(self.app, None):  # a transaction's body may be delivering
-                        signature.apply_async(producer=producer, retry=True, retry_policy=_ONCE_AGAIN)
-                else:
-                    self._publish_event(producer, entry)
+                        signature.apply_async(producer=producer, retry=not is_collected, retry_policy=_ONCE_AGAIN)
             except Exception as error:
                 limit = _time_limit(error)
                 if limit is not None:
                     _forget(producer, connection)  # it may be in the middle of a message
                     raise limit from None
+                if is_collected:
+                    raise BatchAbandonedError from error
                 verdict = self._verdict(error, connection, is_canvas=bool(signature and signature.subtask_type))
                 if isinstance(verdict, BrokerUnavailableError):
                     _forget(producer, connection)
@@ -162,7 +243,7 @@ class Publisher:
                     )
         return signature
 
-    def _publish_event(self, producer: Any, entry: Entry) -> None:
+    def _publish_event(self, producer: Any, entry: Entry, *, retry: bool) -> None:
         producer.publish(
             entry.payload,
             exchange=self._exchange,
@@ -173,7 +254,7 @@ class Publisher:
             message_id=entry.id,
             headers=trace_headers(),
             delivery_mode="persistent",
-            retry=True,
+            retry=retry,
             retry_policy=_ONCE_AGAIN,
         )
 
@@ -185,8 +266,16 @@ class Publisher:
             "messaging.message.id": entry.id,
         }
 
+    @property
+    def _collecting(self) -> Any:
+        """The producer that collects what this thread publishes; None outside `together`."""
+        return getattr(self._batch, "producer", None)
+
     @contextmanager
     def _producer(self) -> Iterator[Any]:
+        if self._collecting is not None:
+            yield self._collecting
+            return
         try:
             with self._producers.get().acquire(block=True, timeout=_BROKER_SECONDS) as producer:
                 try:
@@ -233,6 +322,7 @@ class Publisher:
             connection = bounded_connection(self.app, _BROKER_SECONDS, confirm=True)
         except (KeyError, ImportError, ValueError) as error:
             raise BrokerUnavailableError(f"the broker's URL of this app is not usable: {short(error)}") from None
+        connection.transport_options = {**(connection.transport_options or {}), **_ONCE_AGAIN}  # bounds connecting, too
         return ProducerPool(connection.Pool(_PRODUCERS_MAX), limit=_PRODUCERS_MAX, Producer=self.app.amqp.Producer)
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ from mongo_celery.app import Registry, add_task, schedule
 from mongo_celery.arguments import Duration
 from mongo_celery.outbox.backing import Backing, OutboxStatus
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
+from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.publisher import Publisher
-from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import SWEEP_TASK, Backlog, sweep_all
 
 

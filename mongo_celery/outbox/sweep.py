@@ -24,7 +24,9 @@ from pymongo.errors import ConnectionFailure, PyMongoError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import index
 from mongo_celery.outbox.backing import Backing
-from mongo_celery.outbox.relay import Delivery, Relay, tell_undeliverable
+from mongo_celery.outbox.commands import tell_undeliverable
+from mongo_celery.outbox.delivery import Delivery
+from mongo_celery.outbox.relay import Relay
 
 logger = logging.getLogger("mongo_celery.outbox")
 

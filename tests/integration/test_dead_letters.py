@@ -102,7 +102,7 @@ def test_a_relay_that_wakes_up_late_does_not_take_a_replayed_entry_with_it(order
     replay(orders.outbox, id_)
 
     relay = orders.outbox.backing.relay
-    relay._quick.update_one(*relay._claims.removed(1, [id_], ObjectId(), 1.0))
+    relay.removals.quick.update_one(*relay._claims.removed(1, [id_], ObjectId(), 1.0))
 
     assert orders.ids(1) == [f"{id_}~1"]
 

@@ -746,6 +746,22 @@ def test_looks_go_on_until_nothing_waits(rig: ParcelRig, monkeypatch: pytest.Mon
     assert sorted(rig.sent()) == [[number, 0] for number in range(9)]
 
 
+def test_what_this_process_cannot_send_is_not_looked_at_again_for_a_while(rig: ParcelRig) -> None:
+    """With a key and without one; what stands behind it under its key waits for a process that can send it."""
+    outbox, unknown = rig.parcels(at_once=True), rig.app.signature("shop.new", args=(1, 1))
+    outbox.add([unknown])
+    outbox.add([unknown], key="k")
+    outbox.add([rig.add.s(1, 1)], key="k")
+    here = outbox.backing.dispatcher
+    wait_for(lambda: len(here._refused) == 2)
+    refused = [each for _, each in here._refused.values()]
+    assert len(outbox.backing.due(0.0, 100)) == 2
+    assert outbox.backing.due(0.0, 100, passing_over=refused) == []
+    outbox.add([rig.add.s(2, 2)])
+    wait_for(lambda: len(rig.stored) == 3)
+    assert rig.sent() == [[2, 2]]
+
+
 def test_parcels_that_cannot_be_sent_keep_no_others_waiting(rig: ParcelRig) -> None:
     """With a key and without one they have their turn one after the other, and neither kind takes all places."""
     outbox, unknown = rig.parcels(at_once=False), rig.app.signature("shop.new", args=(1, 1))

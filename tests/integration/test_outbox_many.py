@@ -457,7 +457,7 @@ def test_relays_of_the_first_edition_leave_alone_what_is_bound_late(
     held = list(relay.claim(ids))
     assert len(held) == 6
     assert orders.count_documents(FIRST_EDITION_DUE) == 0
-    relay.release(ids, [held[0].owner], pause=600)
+    relay.removals.release(ids, [held[0].owner], pause=600)
     assert orders.count_documents(FIRST_EDITION_DUE) == 0
     due_again(orders)
     assert outbox.sweep(older_than=0).dispatched == 8

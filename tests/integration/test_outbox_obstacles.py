@@ -10,8 +10,8 @@ import pytest
 from pymongo.database import Database
 
 from mongo_celery import Outbox
+from mongo_celery.outbox import commands, document_queue
 from mongo_celery.outbox import dispatcher as module
-from mongo_celery.outbox import relay
 from tests.fixtures.process import wait_for
 from tests.integration.outbox_rig import Rig, opened, pending
 from tests.integration.test_outbox_dispatcher import held_up, settled
@@ -83,7 +83,7 @@ def test_a_sweep_goes_on_beside_an_open_transaction(rig: Rig, database: Database
 def test_no_write_claims_a_document_while_mongodb_does_not_answer_the_dispatcher(
     rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "COMMAND_SECONDS", 120.0)
+    monkeypatch.setattr(commands, "COMMAND_SECONDS", 120.0)
     outbox = rig.outbox(at_once=True)
     outbox.sweep()
     with held_up(outbox) as (_asked, begun):
@@ -139,7 +139,7 @@ def test_a_claim_that_is_old_is_taken_anew(rig: Rig, monkeypatch: pytest.MonkeyP
 
 def test_a_claim_that_the_queue_does_not_take_is_let_go(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bulk asks once whether there is room, and claims all of its inserts."""
-    monkeypatch.setattr(module, "QUEUE_MAX", 2)
+    monkeypatch.setattr(document_queue, "QUEUE_MAX", 2)
     outbox: Outbox = rig.outbox(at_once=True, claim_ttl=600)
     outbox.insert_many([{"_id": number} for number in range(8)], tasks=[lambda number: rig.add.s(number, 0)])
     wait_for(lambda: settled(outbox))

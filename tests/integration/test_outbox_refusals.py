@@ -17,9 +17,9 @@ from pymongo.database import Database
 
 from mongo_celery import Outbox
 from mongo_celery.errors import ConfigurationError, OutboxRefusedError
+from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.publisher import BrokerUnavailableError
-from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.sweep import SWEEP_TASK
 from tests.fixtures.redis import MakeRedis
 from tests.integration.outbox_rig import Rig, due_again, opened, pending, ripen

@@ -29,8 +29,8 @@ from mongo_celery.cli.tools import main
 from mongo_celery.findings import Finding
 from mongo_celery.locking.holders import OpenTransaction
 from mongo_celery.outbox.backing import OutboxStatus
+from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.health import Health
-from mongo_celery.outbox.relay import Delivery
 from mongo_celery.outbox.replay import DeadLetter, Replay
 from tests.unit.test_status import IDLE_REPORT, LOST, MARK, NOON, SECOND, SERVED, facts, image, lease, subscription
 

@@ -1,0 +1,308 @@
+"""Messages that the broker gets by one command: the same as one by one, and what follows when they cannot go so."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery, chain, group, signals
+from kombu import Exchange, Queue
+from pymongo import InsertOne
+from pymongo.database import Database
+
+from mongo_celery import Outbox
+from mongo_celery.embedded import RedisServer
+from mongo_celery.outbox import Write
+from mongo_celery.outbox.entries import Entry, EntryMaker, Home
+from mongo_celery.outbox.events import Event
+from mongo_celery.outbox.publisher import BatchAbandonedError, Publisher
+from tests.fixtures.process import wait_for
+from tests.fixtures.proxy import Proxy
+from tests.integration.outbox_rig import Rig, opened, pending
+from tests.integration.test_outbox_dispatcher import held_up, settled
+
+Document = dict[str, Any]
+
+ROUTES = {"routed": {"queue": "fast", "priority": 3}}
+
+
+@pytest.fixture
+def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
+    with opened(database, redis_url, task_routes=ROUTES, task_send_sent_event=True) as made:
+        yield made
+
+
+@pytest.fixture
+def broker(redis_url: str) -> Iterator[Any]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield client
+
+
+def entries(rig: Rig, tasks: Sequence[Any], events: Sequence[Event] = ()) -> list[Entry]:
+    return EntryMaker(rig.app, lambda: "test").entries(tasks, events, Home(id=1))
+
+
+def taken(broker: Any) -> dict[str, list[Document]]:
+    """All messages of all queues, without random tags and what is left of their time; the queues are empty then."""
+    found: dict[str, list[Document]] = {}
+    for key in broker.scan_iter(_type="list"):
+        found[key.decode()] = [json.loads(each) for each in reversed(broker.lrange(key, 0, -1))]
+        broker.delete(key)
+    for messages in found.values():
+        for message in messages:
+            del message["properties"]["delivery_tag"]
+            message["properties"].pop("expiration", None)
+    return found
+
+
+def _note(text: Any, *_more: Any) -> Any:
+    return text
+
+
+def _are(expected: int, count: Callable[[], int]) -> bool:
+    return count() >= expected
+
+
+def lists(broker: Any) -> int:
+    return sum(1 for _ in broker.scan_iter(_type="list"))
+
+
+def together(rig: Rig, given: Sequence[Entry]) -> None:
+    publisher = Publisher(rig.app, "events")
+    with publisher.together() as send:
+        for entry in given:
+            publisher.publish(entry, 1)
+        send()
+    publisher.close()
+
+
+def one_by_one(rig: Rig, given: Sequence[Entry]) -> None:
+    publisher = Publisher(rig.app, "events")
+    for entry in given:
+        publisher.publish(entry, 1)
+    publisher.close()
+
+
+def test_what_goes_together_is_to_the_byte_what_goes_one_by_one_and_what_celery_sends(rig: Rig, broker: Any) -> None:
+    """Messages of all queues, the arguments of the signal before each, and as many events for monitors."""
+    routed = rig.app.task(name="routed", shared=False, ignore_result=True, time_limit=9)(_note)
+    more: Any = {"shadow": "shown", "time_limit": 5, "argsrepr": "(hidden)"}
+    at = datetime.now(UTC) + timedelta(days=1)
+    stamped = rig.add.s(5, 6)
+    stamped.stamp(tenant="ann")
+    tasks = [
+        rig.add.s(1, b=2).set(task_id="mine", priority=7, headers={"tenant": "é"}, **more),
+        rig.add.s(1, 2),
+        rig.add.s(3, 4).set(queue="slow", eta=at, expires=at, compression="zlib"),
+        rig.pickled.s({1, 2}),
+        routed.s("x"),
+        chain(rig.add.s(1, 2), rig.add.s(3)),
+        stamped,
+    ]
+    with rig.app.connection_for_write() as connection:
+        exchange = Exchange("events", "topic")
+        Queue("bound", exchange, "order.*").bind(connection.default_channel).declare()
+    given, heard = entries(rig, tasks, [Event("order.paid", {"count": 1})]), list[Any]()
+
+    def hear(**arguments: Any) -> None:
+        del arguments["signal"]
+        arguments["declare"] = [queue.name for queue in arguments["declare"]]
+        arguments["properties"] = {name: each for name, each in arguments["properties"].items() if name != "expiration"}
+        heard.append(repr(sorted(arguments.items())))
+
+    signals.before_task_publish.connect(hear)
+    try:
+        found = []
+        for send in (one_by_one, together):
+            heard.clear()
+            with monitor(broker) as count_events:
+                send(rig, given)
+                wait_for(functools.partial(_are, len(tasks), count_events))
+            found.append((taken(broker), list(heard)))
+        tasks[0].apply_async()
+        ((queue, (by_celery,)),) = taken(broker).items()
+    finally:
+        signals.before_task_publish.disconnect(hear)
+    assert found[0] == found[1]
+    messages, _ = found[1]
+    assert {"bound", "celery", "slow"} < messages.keys()
+    assert sum(map(len, messages.values())) == len(given)
+    assert by_celery in messages[queue]
+
+
+@contextmanager
+def monitor(broker: Any) -> Iterator[Callable[[], int]]:
+    """How many events for monitors were published in the block, so far."""
+    with broker.pubsub() as channel:
+        channel.psubscribe("*celeryev*")
+        found = [channel.get_message(timeout=10)]  # that it is subscribed
+
+        def count() -> int:
+            while each := channel.get_message(timeout=0):
+                found.append(each)
+            return len(found) - 1
+
+        yield count
+
+
+def test_nothing_is_taken_before_the_end(rig: Rig, broker: Any) -> None:
+    """A group, of which Celery may send a part on another connection, sends all back to go one by one."""
+    publisher = Publisher(rig.app, "events")
+    first, canvas = entries(rig, [rig.add.s(1, 1), group(rig.add.s(2, 2), rig.add.s(3, 3))])
+    with pytest.raises(BatchAbandonedError):
+        together(rig, [first, canvas])
+    assert taken(broker) == {}
+    with publisher.together() as send:
+        publisher.publish(first, 1)
+        assert lists(broker) == 0
+        send()
+        assert len(taken(broker)["celery"]) == 1
+    publisher.close()
+
+
+def test_who_listens_to_what_was_published_is_told_of_what_the_broker_has(rig: Rig, broker: Any) -> None:
+    """So with a listener messages go one by one, and so they do where the transport cannot send several."""
+
+    def hear(**_: Any) -> None:
+        assert lists(broker)
+
+    publisher = Publisher(rig.app, "events")
+    signals.after_task_publish.connect(hear)
+    try:
+        with pytest.raises(BatchAbandonedError), publisher.together():
+            pass
+    finally:
+        signals.after_task_publish.disconnect(hear)
+    with publisher.together():
+        pass
+    publisher.close()
+    with Celery("other", broker="memory://", set_as_current=False) as app:
+        publisher = Publisher(app, "events")
+        with pytest.raises(BatchAbandonedError), publisher.together():
+            pass
+        publisher.close()
+
+
+def commands(outbox: Outbox) -> list[bool]:
+    """One for each command from now on: whether it was answered."""
+    publisher, sent = outbox.publisher, list[bool]()
+    send = publisher._send
+
+    def noted(batch: Any, producer: Any) -> None:
+        sent.append(False)
+        send(batch, producer)
+        sent[-1] = True
+
+    publisher._send = noted  # type: ignore[method-assign]
+    return sent
+
+
+@contextmanager
+def gathered(outbox: Outbox, first: Any) -> Iterator[list[bool]]:
+    """What the block writes is there when the dispatcher takes its next turn; filled with one for each command."""
+    sent = commands(outbox)
+    with held_up(outbox) as (_, begun):
+        outbox.insert_one({"_id": "first"}, tasks=[first])
+        assert begun.wait(60)
+        yield sent
+
+
+def test_the_dispatcher_sends_together_what_has_gathered(rig: Rig) -> None:
+    """By one command for the first entries of all documents, and one for the second ones."""
+    outbox = rig.outbox(at_once=True)
+    with gathered(outbox, rig.add.s(0, 0)) as sent:
+        for number in range(20):
+            outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, each) for each in (1, 2)[: number % 2 + 1]])
+    wait_for(lambda: settled(outbox))
+    twos = [[number, 2] for number in range(1, 20, 2)]
+    assert rig.sent() == [[0, 0], *([number, 1] for number in range(20)), *twos]
+    assert sent == [True, True]
+    assert outbox.status().dispatched == 31
+
+
+def test_the_sweep_sends_together_what_it_finds(rig: Rig) -> None:
+    """Also a document alone that has several entries: by one connection, and one command for each."""
+    outbox = rig.outbox(at_once=False)
+    for number, count in enumerate((1, 3, 1)):
+        outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, each) for each in range(count)])
+    sent = commands(outbox)
+    assert outbox.sweep(older_than=0).dispatched == 5
+    found = rig.sent()
+    assert (sorted(found[:3]), found[3:]) == ([[0, 0], [1, 0], [2, 0]], [[1, 1], [1, 2]])
+    assert sent == [True] * 3
+
+
+def test_a_message_that_the_broker_refuses_is_charged_alone_and_overtaken_by_none(
+    rig: Rig, database: Database[Document], broker: Any
+) -> None:
+    """Those beside it are sent again, once: from then on messages go one by one for a while."""
+    outbox = rig.outbox(at_once=True)
+    outbox.insert_one({"_id": "before"}, tasks=[rig.add.s(0, 0).set(queue="taken")])
+    wait_for(lambda: settled(outbox))
+    broker.delete("taken")
+    broker.set("taken", "not a list")
+    with gathered(outbox, rig.add.s(0, 1)) as sent:
+        outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+        outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2).set(queue="taken"), rig.add.s(2, 3)])
+        outbox.insert_one({"_id": 3}, tasks=[rig.add.s(3, 3)])
+    wait_for(lambda: outbox.status().pending == 2 and not outbox.status().dispatcher.unsettled)
+    assert pending(database, 2)["count"] == 2
+    assert sent == [False]
+    assert rig.sent() == [[0, 1], [1, 1], [3, 3], [1, 1], [3, 3]]
+    with pytest.raises(BatchAbandonedError), outbox.publisher.together():
+        pass
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_broker_that_freezes_in_the_middle_of_a_command_loses_nothing(
+    database: Database[Document], redis_server: RedisServer, broker: Any, make_proxy: Callable[[int], Proxy], turn: int
+) -> None:
+    """It has taken some; which, nobody knows, so none of them is removed, and none overtakes its predecessor."""
+    proxy, documents = make_proxy(redis_server.port), range(20)
+    large = "x" * 20_000  # several chunks of what a proxy passes on at once
+
+    def ids() -> list[str]:
+        return [message["headers"]["id"] for message in taken(broker).get("celery", ())]
+
+    with opened(database, proxy.redis_url, broker_transport_options={"socket_timeout": 1.0}) as rig:
+        outbox = rig.outbox(at_once=True)
+        same = rig.app.task(name="same", shared=False)(_note)
+        turns = [[f"no {number} in turn {each}" for number in documents] for each in range(2)]
+        try:
+            with gathered(outbox, rig.add.s("first", 0).set(task_id="first")) as sent:
+                for number in documents:
+                    tasks = [same.s(large).set(task_id=each[number]) for each in turns]
+                    outbox.insert_one({"_id": number}, tasks=tasks)
+                proxy.hold(turns[turn][15].encode())
+            proxy.wait_until_held()
+            proxy.black_hole()
+            wait_for(lambda: outbox.status().dispatcher.broker_down and not outbox.status().dispatcher.unsettled)
+            assert sent == [True] * turn + [False]
+            assert outbox.status().pending == len(documents) * (2 - turn)
+            there, known = ids(), ["first", *turns[0][: 20 * turn]]
+            assert there[: len(known)] == known
+            assert there[len(known) :] == turns[turn][: len(there) - len(known)]
+            assert 0 < len(there) - len(known) < len(documents)
+        finally:
+            proxy.pass_through()
+        wait_for(lambda: settled(outbox))
+        there += ids()
+    first = {each: there.index(each) for each in there}
+    assert all(first[turns[0][number]] < first[turns[1][number]] for number in documents)
+
+
+def test_a_connection_that_the_broker_has_closed_costs_no_message(rig: Rig, broker: Any) -> None:
+    """Idle connections are closed by brokers and by what stands between."""
+    outbox = rig.outbox(at_once=True)
+    outbox.insert_one({"_id": "before"}, tasks=[rig.add.s(9, 9)])
+    wait_for(lambda: settled(outbox))
+    broker.client_kill_filter(_type="normal", skipme=True)
+    outbox.bulk_write([Write(InsertOne({"_id": number}), tasks=[rig.add.s(number, 0)]) for number in range(9)])
+    wait_for(lambda: settled(outbox))
+    assert [args for args in rig.sent() if args[1] == 0] == [[number, 0] for number in range(9)]
