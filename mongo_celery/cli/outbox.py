@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ from celery.bin.base import handle_preload_options
 from mongo_celery.cli.apps import all_of, console_of, json_option, one_sentence_errors, sentence_for
 
 if TYPE_CHECKING:
+    from pymongo.errors import PyMongoError
+
+    from mongo_celery.outbox.delivery import Delivery
     from mongo_celery.outbox.registry import AnyOutbox
     from mongo_celery.outbox.replay import DeadLetter
 
@@ -91,8 +95,6 @@ def check(ctx: click.Context, name: str | None, as_json: bool) -> None:
         wrong = any(finding.level == "error" for finding in findings)
         failed = failed or wrong
         if as_json:
-            from dataclasses import asdict
-
             found = [asdict(finding) for finding in findings]
             click.echo(json.dumps({"outbox": each.name, "ok": not wrong, "findings": found}))
         else:
@@ -112,7 +114,13 @@ def check(ctx: click.Context, name: str | None, as_json: bool) -> None:
     metavar="SECONDS",
     help="How long the oldest entry of a document has waited; by default what the outbox says, 0 for everything.",
 )
-@click.option("--limit", type=click.IntRange(min=1), default=_DOCUMENTS, show_default=True, help="Documents at most.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=_DOCUMENTS,
+    show_default=True,
+    help="Documents of each outbox at most; those that stand are not counted.",
+)
 @NAME
 @JSON
 @click.pass_context
@@ -120,26 +128,63 @@ def sweep(ctx: click.Context, older_than: float | None, limit: int, name: str | 
     """
     Deliver now what was left behind.
 
-    As the sweep that beat starts; both may run at once. Ends with status 1 if something could not be
+    As the sweep that beat starts; both may run at once. Outboxes have their turns one after the other, and
+    one that MongoDB does not answer for keeps no other waiting. Ends with status 1 if something could not be
     delivered.
     """
     from mongo_celery.mongo.redaction import without_credentials
     from mongo_celery.quantities import number
 
-    failed = False
-    for each in _outboxes(ctx, name):
-        with _reached(each):
-            delivery = each.sweep(older_than=older_than, limit=limit)
-        failed = failed or delivery.error is not None
+    swept, sentences = _sweep_in_turns(_outboxes(ctx, name), older_than, limit)
+    for each, delivery in swept:
         if as_json:
-            from dataclasses import asdict
-
             click.echo(json.dumps({"outbox": each.name, **asdict(delivery)}))
         else:
             error = "" if delivery.error is None else f", {delivery.left} left: {without_credentials(delivery.error)}"
             dead = number(delivery.dead, "became a dead letter", "became dead letters")
             click.echo(f"{each.name}: {delivery.dispatched} dispatched, {dead}{error}")
-    ctx.exit(1 if failed else 0)
+    for sentence in sentences:
+        click.echo(f"Error: {sentence}", err=True)
+    ctx.exit(1 if sentences or any(delivery.error is not None for _, delivery in swept) else 0)
+
+
+def _sweep_in_turns(
+    outboxes: Sequence[AnyOutbox], older_than: float | None, limit: int
+) -> tuple[list[tuple[AnyOutbox, Delivery]], list[str]]:
+    """What was delivered, and a sentence for each outbox that MongoDB does not answer for, or refuses."""
+    from pymongo.errors import PyMongoError
+
+    from mongo_celery.errors import MongoCeleryError
+    from mongo_celery.outbox.health import concern_of, reach
+    from mongo_celery.outbox.sweep import OutboxSweep, take_turns
+
+    sweeps: dict[OutboxSweep, AnyOutbox] = {}
+    sentences: dict[str, None] = {}
+
+    def fails(each: AnyOutbox, error: Exception) -> None:
+        sentence = sentence_for(error, partial(concern_of, each))
+        if sentence is None:
+            raise error
+        sentences[sentence] = None  # once, where several have the same to say
+
+    def failed(sweep: OutboxSweep, error: PyMongoError) -> None:
+        fails(sweeps.pop(sweep), error)
+
+    for each in outboxes:
+        try:
+            reach(each)
+        except (PyMongoError, MongoCeleryError) as error:
+            fails(each, error)
+        else:
+            sweeps[OutboxSweep(each.backlog, each.sweep_after if older_than is None else older_than, limit)] = each
+    take_turns(list(sweeps), failed)
+    down = next((sweep.total for sweep in sweeps if sweep.total.broker_down), None)
+    unserved = None if down is None else replace(down, dispatched=0, dead=0, left=0)
+    found = []
+    for sweep, each in sweeps.items():
+        total = sweep.total
+        found.append((each, total if unserved is None or total.broker_down else total.and_(unserved)))
+    return found, list(sentences)
 
 
 # -- dead letters ----------------------------------------------------------------------------------
@@ -216,8 +261,6 @@ def replay(ctx: click.Context, /, ids: Sequence[str], everything: bool, **given:
 
 def _replay(chosen: AnyOutbox, entry_id: str, without_document: bool, as_json: bool) -> bool:
     """Replay one dead letter; a refusal is shown, and does not keep the others."""
-    from dataclasses import asdict
-
     from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
     from mongo_celery.outbox import replay as commands
     from mongo_celery.outbox.health import concern_of

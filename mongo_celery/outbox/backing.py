@@ -24,6 +24,7 @@ from mongo_celery.outbox.delivery import Counters, Delivery, HeldDocument
 from mongo_celery.outbox.dispatcher import DispatcherState, OutboxDispatcher
 from mongo_celery.outbox.document_write import Written
 from mongo_celery.outbox.failures import FailurePolicy
+from mongo_celery.outbox.index import OutboxIndexes
 from mongo_celery.outbox.options import OutboxOptions
 from mongo_celery.outbox.pending import PendingField
 from mongo_celery.outbox.publisher import Publisher
@@ -103,7 +104,6 @@ class Backing:
             patience(options.sweep_every),
             lambda: self.dispatcher.state.broker_down,
         )
-        self._indexed = False
         self._dispatcher: PerProcess[OutboxDispatcher] = PerProcess(self._new_dispatcher)
 
     @per_process
@@ -131,14 +131,16 @@ class Backing:
             claim_ttl=self._options.claim_ttl,
         )
 
+    @per_process
+    def indexes(self) -> OutboxIndexes:
+        """The index, which comes with the first delivery."""
+        return OutboxIndexes(index.of_pending(self.plain, self.field))
+
     @property
     def relay(self) -> Relay:
-        """Delivers documents; the index exists afterwards."""
-        relay = self._relay
-        if not self._indexed:
-            index.ensure(self.collection, self.field)
-            self._indexed = True
-        return relay
+        """Delivers documents; the index exists afterwards, if it can be created now."""
+        self.indexes.ensure(patiently=True)
+        return self._relay
 
     @per_process
     def _relay(self) -> Relay:
@@ -273,15 +275,17 @@ class Backing:
 
     def is_indexed(self) -> bool | None:
         """Whether the index is there; None where the user may not look."""
-        return index.exists(self.plain, self.field)
+        return index.of_pending(self.plain, self.field).exists()
 
     def due(
-        self, older_than: float, limit: int, *, passing_over: Sequence[Any] = (), untried_first: bool = False
+        self, older_than: float, limit: int, *, passing_over: Sequence[Any] = (), by_lot: bool = False
     ) -> list[Any]:
         """As `index.due_documents`."""
-        return index.due_documents(
-            self.plain, self.claims, older_than, limit, passing_over=passing_over, untried_first=untried_first
-        )
+        return index.due_documents(self.plain, self.claims, older_than, limit, passing_over=passing_over, by_lot=by_lot)
+
+    def still_due(self, document_ids: Sequence[Any]) -> list[Any]:
+        """As `index.still_due`."""
+        return index.still_due(self.plain, self.claims, document_ids)
 
     def status(self) -> OutboxStatus:
         """Counts and ages of what is pending; reads only documents in the index."""

@@ -83,6 +83,12 @@ class PendingClaims:
         """How often what stands at the head has failed through its own fault."""
         return {"$let": {"vars": {"head": self._head}, "in": {"$ifNull": ["$$head.attempts", 0]}}}
 
+    @property
+    def has_failed(self) -> Document:
+        """It was held back after its last turn: what stands at the head could not be published."""
+        pause = _readable(f"${self.field.claim}.wait", "long", Int64(0))
+        return {"$or": [{"$gt": [pause, 0]}, self._first_edition]}
+
     # -- conditions --------------------------------------------------------------------------------
 
     @property

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Unpack
 from weakref import WeakKeyDictionary
 
 import pymongo
 from celery import Celery
 from pymongo.client_session import ClientSession
-from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
-from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError, TransactionRequiredError
 from mongo_celery.locking import after_commit
-from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
-from mongo_celery.outbox.backing import OutboxStatus
+from mongo_celery.mongo.opening import Source
 from mongo_celery.outbox.box import Box, Contents
 from mongo_celery.outbox.capture import captured, install
-from mongo_celery.outbox.dead_letters import OutboxDeadLetters
-from mongo_celery.outbox.delivery import Delivery
-from mongo_celery.outbox.entries import Entry, EntryMaker, Home, asks_for_id, listed
+from mongo_celery.outbox.entries import Entry, Home, asks_for_id, listed
 from mongo_celery.outbox.events import Event
-from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
+from mongo_celery.outbox.options import SharedOptions, options_of
 from mongo_celery.outbox.parcel_backing import ParcelBacking
 from mongo_celery.outbox.parcels import key_text
-from mongo_celery.outbox.publisher import Publisher
-from mongo_celery.outbox.registry import register
+from mongo_celery.outbox.registry import AnyOutbox
 from mongo_celery.outbox.stored_id import mentions_stored_id
-from mongo_celery.outbox.sweep import Backlog, sweep_one
 
 _NOWHERE = Home()
 """Of what is stored in no document of the user's."""
@@ -39,7 +32,7 @@ _WRITE_SECONDS = 5.0
 """For so long a block that has met an error tries to write what was sent in it."""
 
 
-class OutboxCollection:
+class OutboxCollection(AnyOutbox):
     """
     Saves tasks and events with a transaction, in a collection of their own: both, or neither.
 
@@ -68,90 +61,18 @@ class OutboxCollection:
         app: the Celery app.
         collection: a PyMongo collection for the outbox alone, or a callable that returns one; it is asked once in each
             process, since prefork workers make their clients after the fork.
-        name: what commands and logs call it; by default the collection's full name.
-        sweep_after: seconds after which the sweep takes an entry.
-        sweep_every: seconds between two sweeps by `celery beat`; None for no beat entry.
-        at_once: whether what was committed is dispatched right away, by a thread of this process; "wait" also waits for
-            it, for some seconds at most.
-        claim_ttl: seconds for which a key belongs to one relay.
-        max_attempts: after how many failures of its own an entry is stuck, or may become a dead letter.
-        database: where dead letters are kept.
-        exchange: topic exchange of the events.
-        source: CloudEvents' source; by default `/<database>/<collection>`.
-        foreign_tasks: publish tasks that this app does not know, for another app to run.
-        failure_policy: `halt` tries an entry that cannot be published for ever, and what is behind it under its key
-            waits; `dead_letter` sets it aside.
-        delivers: names of other apps whose entries are published too.
+        options: see `SharedOptions`.
 
     Raises:
-        ConfigurationError: an option cannot work, or the app has an outbox of this name.
+        ConfigurationError: an option is unknown or cannot work, or the app has an outbox of this name.
     """
 
-    def __init__(
-        self,
-        app: Celery,
-        collection: Source,
-        *,
-        name: str | None = None,
-        sweep_after: Duration = 5.0,
-        sweep_every: Duration | None = 5.0,
-        at_once: AtOnce = True,
-        claim_ttl: Duration = 10.0,
-        max_attempts: int = 5,
-        database: str = DEFAULT_DATABASE,
-        exchange: str = "mongo_celery.events",
-        source: str | None = None,
-        foreign_tasks: bool = False,
-        failure_policy: str = "halt",
-        delivers: Sequence[str] = (),
-    ) -> None:
-        options = OutboxOptions(
-            name=name,
-            sweep_after=bounded(sweep_after, "sweep_after"),
-            sweep_every=None if sweep_every is None else bounded(sweep_every, "sweep_every"),
-            at_once=at_once,
-            claim_ttl=bounded(claim_ttl, "claim_ttl"),
-            max_pending=1,
-            max_attempts=max_attempts,
-            database=database,
-            exchange=exchange,
-            source=source,
-            foreign_tasks=foreign_tasks,
-            failure_policy=failure_policy,
-            delivers=delivers,
-        )
-        self.app = app
-        self.sweep_after = options.sweep_after
-        self.publisher = Publisher(app, options.exchange, foreign_tasks=foreign_tasks, delivers=delivers)
-        self.backing = ParcelBacking(app, collection, self.publisher, options)
-        self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
-        self._maker = EntryMaker(app, lambda: options.source or "/" + self.collection.full_name.replace(".", "/", 1))
+    backing: ParcelBacking
+
+    def __init__(self, app: Celery, collection: Source, **options: Unpack[SharedOptions]) -> None:
+        super().__init__(app, collection, options_of(options), ParcelBacking)
         self._contents: WeakKeyDictionary[ClientSession, Contents] = WeakKeyDictionary()
-        register(app, self, self._name, options.sweep_every)
         install(app)
-
-    def __repr__(self) -> str:
-        return f"<OutboxCollection {self._name or '(not opened yet)'}>"
-
-    @property
-    def name(self) -> str:
-        """What commands and logs call it."""
-        return self._name or self.collection.full_name
-
-    @property
-    def collection(self) -> Collection[Any]:
-        """The outbox's collection, with majority writes and reads from the primary."""
-        return self.backing.collection
-
-    @property
-    def dead_letters(self) -> OutboxDeadLetters:
-        """Entries that could not be published."""
-        return self.backing.dead_letters
-
-    @property
-    def backlog(self) -> Backlog:
-        """What a sweep needs of this outbox."""
-        return Backlog(lambda: self.name, self.backing, self.sweep_after)
 
     # -- writes ------------------------------------------------------------------------------------
 
@@ -268,26 +189,6 @@ class OutboxCollection:
 
         with transaction(using) as session, self.collect(session, key=key, serialize=serialize) as box:
             yield box
-
-    # -- delivery ----------------------------------------------------------------------------------
-
-    def sweep(self, *, older_than: Duration | None = None, limit: int = 1000) -> Delivery:
-        """
-        Deliver what was left behind in this collection.
-
-        Args:
-            older_than: seconds that the oldest entry of a key has waited; by default `sweep_after`.
-            limit: how many keys (and transactions without one) at most.
-
-        Returns:
-            The sum of what was done.
-        """
-        age = self.sweep_after if older_than is None else seconds(older_than, "older_than")
-        return sweep_one(self.backlog, age, limit)
-
-    def status(self) -> OutboxStatus:
-        """Counts and ages of what is pending."""
-        return self.backing.status()
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class Health:
         if self.indexed is False and self.status.pending:
             found.append(
                 f"The index {self.index} is missing: each sweep reads the whole collection. The first delivery creates "
-                "it, unless the user may not create indexes; then create it by hand.",
+                "it, unless the user may not create indexes, or a transaction stays open; then create it by hand.",
             )
         return found
 

@@ -1,53 +1,161 @@
-"""The partial index on what is pending, and what can be learnt through it."""
+"""
+The indexes of an outbox, which come with its first use, and what can be learnt through the one on what is pending.
+
+MongoDB creates an index between transactions: it waits for all that have written to the collection, and other writes
+to it wait behind that, for a minute if need be. No write is to hang for an outbox's sake, so the wait is given up
+after `WAIT_SECONDS`, and begun again some time later; until then everything goes on without the index.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import pymongo
 from pymongo.collection import Collection
-from pymongo.errors import OperationFailure
+from pymongo.errors import OperationFailure, PyMongoError
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.pending import PendingField
 
 logger = logging.getLogger("mongo_celery.outbox")
 
+WAIT_SECONDS = 3.0
+"""How long anybody waits for the creation of an index; a relay so much longer as its collection has documents."""
+
+AGAIN_SECONDS = 60.0
+"""After so long the creation of an index is tried again."""
+
+_DOCUMENTS_A_SECOND = 10_000
+"""A slow server reads so many to create an index; it holds up no write meanwhile."""
+
 _NONE = {"documents": 0, "pending": 0, "seconds": None, "failing": 0, "stuck": 0, "other_apps": 0}
 
 
-def ensure(collection: Collection[Any], field: PendingField) -> None:
+@dataclass(frozen=True, slots=True)
+class OutboxIndex:
     """
-    Create the index if it is not there, under this name or another.
+    An index that an outbox needs.
 
-    A user without the right to create indexes gets a warning: then the sweep reads the whole collection until
-    somebody creates it.
+    Attributes:
+        collection: on which.
+        name: that it gets; another is as good.
+        keys: fields and directions.
+        otherwise: what comes of its absence, in words.
+        condition: of the documents that it holds; None for all.
+        options: more, where it is created.
     """
-    if exists(collection, field):
-        return
-    try:
-        collection.create_index([(field.count, 1)], name=field.name, partialFilterExpression=_filter(field))
-    except OperationFailure as error:
-        logger.warning(
-            "outbox: the index %s on %s cannot be created (%s); create it by hand, or each sweep reads the whole "
-            "collection",
-            field.name, collection.full_name, short(error),
-            extra={"event": "index_refused"},
-        )  # fmt: skip
+
+    collection: Collection[Any]
+    name: str
+    keys: Sequence[tuple[str, int]]
+    otherwise: str
+    condition: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def exists(self) -> bool | None:
+        """Whether it is there, whatever its name; None where the user may not look."""
+        try:
+            with pymongo.timeout(ANSWER_SECONDS):
+                found = self.collection.index_information().values()
+        except OperationFailure as error:
+            if is_transient(error):
+                raise
+            return None
+        return any(
+            list(each["key"]) == list(self.keys) and each.get("partialFilterExpression") == self.condition
+            for each in found
+        )
+
+    def create(self, *, patiently: bool) -> bool:
+        """
+        Create it if it is not there; without the right to do so, say it and go on without.
+
+        Args:
+            patiently: wait as long as it may take to read the collection.
+
+        Returns:
+            Whether this is settled; False where it has to be tried again.
+        """
+        partial: dict[str, Any] = {} if self.condition is None else {"partialFilterExpression": self.condition}
+        begun = False
+        try:
+            if self.exists():
+                return True
+            seconds = WAIT_SECONDS + (self._reading_seconds() if patiently else 0.0)
+            begun = True
+            with pymongo.timeout(seconds):
+                self.collection.create_index(self.keys, name=self.name, **partial, **self.options)
+        except PyMongoError as error:
+            if begun and error.timeout:
+                logger.warning(
+                    "outbox: the index %s on %s cannot be created while a transaction that has written there is open, "
+                    "or a member of the replica set is away; it is tried again after %.0f s, and until then %s",
+                    self.name, self.collection.full_name, AGAIN_SECONDS, self.otherwise,
+                    extra={"event": "index_delayed"},
+                )  # fmt: skip
+            if is_transient(error) or not isinstance(error, OperationFailure):
+                return False  # an outage has louder witnesses
+            logger.warning(
+                "outbox: the index %s on %s cannot be created (%s); create it by hand, or %s",
+                self.name, self.collection.full_name, short(error), self.otherwise,
+                extra={"event": "index_refused"},
+            )  # fmt: skip
+        return True
+
+    def _reading_seconds(self) -> float:
+        with pymongo.timeout(ANSWER_SECONDS):
+            return self.collection.estimated_document_count() / _DOCUMENTS_A_SECOND
 
 
-def exists(collection: Collection[Any], field: PendingField) -> bool | None:
-    """Whether the index is there, whatever its name; None where the user may not look."""
-    try:
-        found = collection.index_information().values()
-    except OperationFailure:
-        return None
-    return any(
-        list(each["key"]) == [(field.count, 1)] and each.get("partialFilterExpression") == _filter(field)
-        for each in found
+class OutboxIndexes:
+    """
+    The indexes of one outbox, created by the process that first needs them.
+
+    Args:
+        indexes: the first is that on what is pending.
+    """
+
+    def __init__(self, *indexes: OutboxIndex) -> None:
+        self._missing = list(indexes)
+        self._again_at = 0.0
+        self._lock = threading.Lock()
+
+    def ensure(self, *, patiently: bool) -> None:
+        """
+        Create what is missing, unless it was tried in vain a moment ago; within a bound, and whatever comes of it.
+
+        Args:
+            patiently: as of `OutboxIndex.create`; whoever has something else to do is not patient.
+        """
+        if not self._missing or time.monotonic() < self._again_at:
+            return
+        if not self._lock.acquire(timeout=WAIT_SECONDS):  # another thread is at it
+            return
+        try:
+            if time.monotonic() >= self._again_at:
+                self._missing = [each for each in self._missing if not each.create(patiently=patiently)]
+                self._again_at = time.monotonic() + AGAIN_SECONDS if self._missing else 0.0
+        finally:
+            self._lock.release()
+
+
+def of_pending(collection: Collection[Any], pending: PendingField) -> OutboxIndex:
+    """The index on documents in which something is pending."""
+    return OutboxIndex(
+        collection,
+        pending.name,
+        [(pending.count, 1)],
+        "each sweep reads the whole collection",
+        {pending.count: {"$gt": 0}},
     )
 
 
@@ -58,7 +166,7 @@ def due_documents(
     limit: int,
     *,
     passing_over: Sequence[Any] = (),
-    untried_first: bool = False,
+    by_lot: bool = False,
 ) -> list[Any]:
     """
     The `_id`s of documents whose oldest entry has waited so many seconds, and that this process may claim.
@@ -69,22 +177,30 @@ def due_documents(
         older_than: the seconds.
         limit: how many at most.
         passing_over: `_id`s of documents that are not wanted.
-        untried_first: those that nobody has claimed, then those whose last claim is the longest ago; it costs a look at
-            all that are due. Else the first that the index has, which may be the same ones each time.
+        by_lot: drawn from all that are due; those that have failed before come last, the one whose last claim is the
+            longest ago first. It costs a look at all of them. Else the first that the index has, which may be the same
+            ones each time.
     """
     condition = claims.claimable(older_than)
     if passing_over:
         condition["_id"] = {"$nin": list(passing_over)}
-    if not untried_first:
+    if not by_lot:
         found = _local(collection).find(condition, {"_id": 1}, limit=limit)
         return [document["_id"] for document in found]
+    place = {"$cond": [claims.has_failed, f"${claims.field.claim}.since", {"$rand": {}}]}
     stages: list[dict[str, Any]] = [
         {"$match": condition},
-        {"$project": {"since": f"${claims.field.claim}.since"}},  # before they are sorted: documents may be large
-        {"$sort": {"since": 1}},
+        {"$project": {"failed": claims.has_failed, "place": place}},  # before they are sorted: documents may be large
+        {"$sort": {"failed": 1, "place": 1}},
         {"$limit": limit},
     ]
     return [document["_id"] for document in _local(collection).aggregate(stages)]
+
+
+def still_due(collection: Collection[Any], claims: PendingClaims, document_ids: Sequence[Any]) -> list[Any]:
+    """Those of some documents that this process may claim at once."""
+    these = {"_id": {"$in": list(document_ids)}, **claims.claimable()}
+    return [document["_id"] for document in _local(collection).find(these, {"_id": 1})]
 
 
 def waiting_for_others(collection: Collection[Any], claims: PendingClaims, older_than: float) -> Any:
@@ -130,10 +246,6 @@ def _is_stuck(failed: dict[str, Any], claims: PendingClaims, stuck_after: int | 
 
 def _how_many(condition: Any) -> dict[str, Any]:
     return {"$sum": {"$cond": [condition, 1, 0]}}
-
-
-def _filter(field: PendingField) -> dict[str, Any]:
-    return {field.count: {"$gt": 0}}
 
 
 def _local(collection: Collection[Any]) -> Collection[Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypedDict
 
-from mongo_celery.arguments import Duration, seconds
+from mongo_celery.arguments import Duration, check_known, seconds
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.outbox.entries import FIELD
 from mongo_celery.outbox.failures import FAILURE_POLICIES
 
@@ -15,34 +16,74 @@ _SECONDS_MAX = 3600.0
 _CLAIM_SECONDS_MIN = 1.0
 """A relay relies on half of it; a claim that a majority has to acknowledge may take as long as less."""
 
+_DURATIONS = ("sweep_after", "sweep_every", "claim_ttl")
+
 AtOnce = bool | Literal["wait"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutboxOptions:
+class SharedOptions(TypedDict, total=False):
     """
-    What an outbox was told, durations in seconds; `Outbox` says what each option means.
+    What may be given to an outbox of either kind; each has a default.
 
-    Raises:
-        ConfigurationError: a value cannot work; the message names the option.
+    Attributes:
+        name: what commands and logs call it; by default the collection's full name.
+        sweep_after: seconds after which the sweep takes an entry.
+        sweep_every: seconds between two sweeps by `celery beat`; None for no beat entry.
+        at_once: whether this process dispatches what it has written, or committed, by a thread of its own; `"wait"` to
+            have a write wait for that, half of `claim_ttl` and 5 s at most.
+        claim_ttl: seconds for which a document, or a key, belongs to one relay.
+        max_attempts: how often an entry may fail through its own fault before it is stuck, or may be set aside.
+        database: where dead letters are kept.
+        exchange: topic exchange of the events.
+        source: CloudEvents' source; by default `/<database>/<collection>`.
+        foreign_tasks: publish tasks that this app does not know, for another app to run.
+        failure_policy: `"halt"` tries an entry with a fault of its own for ever, in front of what stands behind it;
+            `"dead_letter"` sets it aside after `max_attempts` and ten minutes.
+        delivers: names of other apps that write to this collection, whose entries this app publishes too.
     """
 
     name: str | None
-    sweep_after: float
-    sweep_every: float | None
+    sweep_after: Duration
+    sweep_every: Duration | None
     at_once: AtOnce
-    claim_ttl: float
-    max_pending: int
+    claim_ttl: Duration
     max_attempts: int
     database: str
     exchange: str
     source: str | None
     foreign_tasks: bool
+    failure_policy: str
+    delivers: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxOptions:
+    """
+    What an outbox was told, durations in seconds; `SharedOptions` and `Outbox` say what each option means.
+
+    Raises:
+        ConfigurationError: a value cannot work; the message names the option.
+    """
+
+    name: str | None = None
+    sweep_after: float = 5.0
+    sweep_every: float | None = 5.0
+    at_once: AtOnce = True
+    claim_ttl: float = 10.0
+    max_pending: int = 1000
+    max_attempts: int = 5
+    database: str = DEFAULT_DATABASE
+    exchange: str = "mongo_celery.events"
+    source: str | None = None
+    foreign_tasks: bool = False
     field: str = FIELD
     failure_policy: str = "halt"
     delivers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for name in _DURATIONS:
+            if getattr(self, name) is not None or name != "sweep_every":
+                object.__setattr__(self, name, _bounded(getattr(self, name), name))
         for name in ("max_pending", "max_attempts"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -68,19 +109,29 @@ class OutboxOptions:
             )
 
 
+def options_of(shared: Mapping[str, Any], **own: Any) -> OutboxOptions:
+    """
+    The options of one outbox from its keyword arguments.
+
+    Args:
+        shared: those of either kind.
+        own: those of its kind.
+
+    Raises:
+        ConfigurationError: there is no such option, or a value cannot work.
+    """
+    check_known(list(shared), [*SharedOptions.__annotations__, *own], "option")
+    return OutboxOptions(**own, **shared)
+
+
 def _is_name(field: object) -> bool:
     if not isinstance(field, str) or not field or field == "_id":
         return False
     return not field.startswith("$") and "." not in field and "\0" not in field
 
 
-def bounded(value: Duration, name: str) -> float:
-    """
-    A duration in seconds.
-
-    Raises:
-        ConfigurationError: not more than 0, or more than an hour.
-    """
+def _bounded(value: Duration, name: str) -> float:
+    """A duration in seconds: more than none, and at most an hour."""
     found = seconds(value, name)
     if not 0 < found <= _SECONDS_MAX:
         raise ConfigurationError(f"{name}={value!r} must be more than 0 seconds and at most an hour.")

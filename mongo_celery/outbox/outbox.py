@@ -4,42 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from bson import ObjectId
 from celery import Celery
 from celery.result import AsyncResult
 from pymongo import InsertOne, ReturnDocument
 from pymongo.client_session import ClientSession
-from pymongo.collection import Collection
 from pymongo.results import BulkWriteResult, DeleteResult, InsertManyResult, InsertOneResult, UpdateResult
 
-from mongo_celery.arguments import Duration, seconds
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, demanded_id
-from mongo_celery.mongo.opening import DEFAULT_DATABASE, Source
+from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.writes import Modifications
-from mongo_celery.outbox.backing import Backing, OutboxStatus
 from mongo_celery.outbox.bulk import BulkWrites, Write
-from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.deletes import Deletes
-from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.document_queue import QUEUE_MAX
 from mongo_celery.outbox.document_write import DocumentWrite, Written, names_id, refuse_replacement
-from mongo_celery.outbox.entries import FIELD, Entry, EntryMaker, Home, asks_for_id, listed, task_entry
+from mongo_celery.outbox.entries import FIELD, Entry, Home, asks_for_id, listed, task_entry
 from mongo_celery.outbox.events import Event
-from mongo_celery.outbox.options import AtOnce, OutboxOptions, bounded
-from mongo_celery.outbox.pending import PendingField
+from mongo_celery.outbox.options import SharedOptions, options_of
 from mongo_celery.outbox.plain_values import PlainValues
-from mongo_celery.outbox.publisher import Publisher
-from mongo_celery.outbox.registry import OUTBOXES, register
-from mongo_celery.outbox.sweep import Backlog, sweep_one
+from mongo_celery.outbox.registry import OUTBOXES, AnyOutbox
 from mongo_celery.outbox.writes import explained_refusals
 
 __all__ = ["OUTBOXES", "Outbox"]
 
 
-class Outbox:
+class Outbox(AnyOutbox):
     """
     Saves documents together with the tasks and events that are to follow: both, or neither.
 
@@ -54,25 +46,12 @@ class Outbox:
         app: the Celery app.
         collection: a PyMongo collection, or a callable that returns one; it is asked once in each process, since
             prefork workers make their clients after the fork.
-        name: what commands and logs call it; by default the collection's full name.
-        sweep_after: seconds after which the sweep takes an entry.
-        sweep_every: seconds between two sweeps by `celery beat`; None for no beat entry.
-        at_once: whether this process dispatches what it has written, by a thread of its own; `"wait"` to have a write
-            wait for that, half of `claim_ttl` and 5 s at most.
-        claim_ttl: seconds for which a document belongs to one relay.
         max_pending: how many entries a document may hold.
-        max_attempts: how often an entry may fail through its own fault before it is stuck, or may be set aside.
-        database: where dead letters are kept.
-        exchange: topic exchange of the events.
-        source: CloudEvents' source; by default `/<database>/<collection>`.
-        foreign_tasks: publish tasks that this app does not know, for another app to run.
         field: name of the field in which a document's entries wait.
-        failure_policy: `"halt"` tries an entry with a fault of its own for ever, in front of what stands behind it;
-            `"dead_letter"` sets it aside after `max_attempts` and ten minutes.
-        delivers: names of other apps that write to this collection, whose entries this app publishes too.
+        options: see `SharedOptions`.
 
     Raises:
-        ConfigurationError: an option cannot work, or the app has an outbox of this name.
+        ConfigurationError: an option is unknown or cannot work, or the app has an outbox of this name.
     """
 
     def __init__(
@@ -80,71 +59,13 @@ class Outbox:
         app: Celery,
         collection: Source,
         *,
-        name: str | None = None,
-        sweep_after: Duration = 5.0,
-        sweep_every: Duration | None = 5.0,
-        at_once: AtOnce = True,
-        claim_ttl: Duration = 10.0,
         max_pending: int = 1000,
-        max_attempts: int = 5,
-        database: str = DEFAULT_DATABASE,
-        exchange: str = "mongo_celery.events",
-        source: str | None = None,
-        foreign_tasks: bool = False,
         field: str = FIELD,
-        failure_policy: str = "halt",
-        delivers: Sequence[str] = (),
+        **options: Unpack[SharedOptions],
     ) -> None:
-        options = OutboxOptions(
-            name=name,
-            sweep_after=bounded(sweep_after, "sweep_after"),
-            sweep_every=None if sweep_every is None else bounded(sweep_every, "sweep_every"),
-            at_once=at_once,
-            claim_ttl=bounded(claim_ttl, "claim_ttl"),
-            max_pending=max_pending,
-            max_attempts=max_attempts,
-            database=database,
-            exchange=exchange,
-            source=source,
-            foreign_tasks=foreign_tasks,
-            field=field,
-            failure_policy=failure_policy,
-            delivers=delivers,
-        )
-        self.app = app
-        self.sweep_after = options.sweep_after
-        self.publisher = Publisher(
-            app, options.exchange, foreign_tasks=options.foreign_tasks, delivers=options.delivers
-        )
-        self.backing = Backing(app, collection, self.publisher, options)
-        self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
-        self.field = PendingField(options.field)
-        self._maker = EntryMaker(app, lambda: options.source or "/" + self.collection.full_name.replace(".", "/", 1))
+        super().__init__(app, collection, options_of(options, max_pending=max_pending, field=field))
+        self.field = self.backing.field
         self._values = PlainValues(self.field, self._maker)
-        register(app, self, self._name, options.sweep_every)
-
-    def __repr__(self) -> str:
-        return f"<Outbox {self._name or '(not opened yet)'}>"
-
-    @property
-    def name(self) -> str:
-        """What commands and logs call it."""
-        return self._name or self.collection.full_name
-
-    @property
-    def collection(self) -> Collection[Any]:
-        """The user's collection, with majority writes and reads from the primary."""
-        return self.backing.collection
-
-    @property
-    def dead_letters(self) -> OutboxDeadLetters:
-        """Entries that could not be published."""
-        return self.backing.dead_letters
-
-    @property
-    def backlog(self) -> Backlog:
-        """What a sweep needs of this outbox."""
-        return Backlog(lambda: self.name, self.backing, self.sweep_after)
 
     # -- plain values ------------------------------------------------------------------------------
 
@@ -577,24 +498,6 @@ class Outbox:
             document_ids: their `_id`s; without any, the index is looked at.
         """
         self.backing.dispatcher.hint(*document_ids)
-
-    def sweep(self, *, older_than: Duration | None = None, limit: int = 1000) -> Delivery:
-        """
-        Deliver what was left behind in this collection.
-
-        Args:
-            older_than: seconds that the oldest entry of a document has waited; by default `sweep_after`.
-            limit: how many documents at most.
-
-        Returns:
-            The sum of what was done.
-        """
-        age = self.sweep_after if older_than is None else seconds(older_than, "older_than")
-        return sweep_one(self.backlog, age, limit)
-
-    def status(self) -> OutboxStatus:
-        """Counts and ages of what is pending; reads only documents in the index."""
-        return self.backing.status()
 
     # -- inside ------------------------------------------------------------------------------------
 

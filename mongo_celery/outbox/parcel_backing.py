@@ -13,6 +13,7 @@ from mongo_celery.outbox.box import Contents
 from mongo_celery.outbox.dispatcher import OutboxDispatcher
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.failures import FailurePolicy
+from mongo_celery.outbox.index import OutboxIndexes
 from mongo_celery.outbox.parcel_relay import ParcelRelay
 from mongo_celery.outbox.parcel_store import INDEX, ParcelStore
 
@@ -57,17 +58,20 @@ class ParcelBacking(Backing):
         """The parcels."""
         return ParcelStore(self.plain, self.claims)
 
+    @per_process
+    def indexes(self) -> OutboxIndexes:
+        """The indexes, which come with the first use."""
+        return OutboxIndexes(self.store.index, self.store.key_index)
+
     @property
     def relay(self) -> ParcelRelay:
-        """Delivers parcels; the indexes exist afterwards."""
-        self.prepare()
+        """Delivers parcels; the indexes exist afterwards, if they can be created now."""
+        self.indexes.ensure(patiently=True)
         return self._parcel_relay
 
     def prepare(self) -> None:
-        """Have the indexes, before a transaction writes."""
-        if not self._indexed:
-            self.store.ensure()
-            self._indexed = True
+        """Have the indexes before a transaction writes: one that is created later waits for it, and others behind."""
+        self.indexes.ensure(patiently=False)
 
     @per_process
     def _parcel_relay(self) -> ParcelRelay:
@@ -89,14 +93,18 @@ class ParcelBacking(Backing):
         limit: int,
         *,
         passing_over: Sequence[Any] = (),
-        untried_first: bool = False,  # noqa: ARG002 - they have their turn one after the other in any case
+        by_lot: bool = False,  # noqa: ARG002 - they have their turn one after the other in any case
     ) -> list[Any]:
         """The `_id`s of heads that have waited so many seconds, and that this process may claim."""
         return [head.id for head in self.store.due(older_than, limit, passing_over)]
 
+    def still_due(self, document_ids: Sequence[Any]) -> list[Any]:
+        """Those of some parcels that this process may claim at once."""
+        return self.store.still_due(document_ids)
+
     def is_indexed(self) -> bool | None:
         """Whether the index is there; None where the user may not look."""
-        return self.store.is_indexed()
+        return self.store.index.exists()
 
     def insert(self, contents: Contents, session: ClientSession | None) -> list[Any]:
         """Insert what a transaction is to send; the `_id`s of the new parcels."""

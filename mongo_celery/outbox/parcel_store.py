@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection as Some
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -15,13 +14,11 @@ from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import OutboxRefusedError
-from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_too_large
 from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.index import OutboxIndex
 from mongo_celery.outbox.parcels import FIELD_OF_PARCELS, ORDER, ParcelHead, head_of, new_parcels
-
-logger = logging.getLogger("mongo_celery.outbox")
 
 Document = dict[str, Any]
 
@@ -51,21 +48,18 @@ class ParcelStore:
         self.claims = claims
         self._after = ""
         self._single_after: Timestamp | None = None
+        self._is_singles_turn = False
 
-    def ensure(self) -> None:
-        """
-        Create the indexes if they are not there; without the right to do so, say it and go on.
+    @property
+    def index(self) -> OutboxIndex:
+        """The index by which heads are found."""
+        return OutboxIndex(self.collection, INDEX, _KEYS, "each sweep reads the whole collection")
 
-        Before the first transaction that writes here: an index waits for every open one, and others wait behind it.
-        """
-        if not self.is_indexed():
-            _create(self.collection, INDEX, _KEYS, "each sweep reads the whole collection")
-        if not _has_index(self.keys, _AT):
-            _create(self.keys, "at", _AT, "keys of serialize=True stay for ever", expireAfterSeconds=_KEY_SECONDS)
-
-    def is_indexed(self) -> bool | None:
-        """Whether the index is there, whatever its name; None where the user may not look."""
-        return _has_index(self.collection, _KEYS)
+    @property
+    def key_index(self) -> OutboxIndex:
+        """The index by which keys expire."""
+        expiry = {"expireAfterSeconds": _KEY_SECONDS}
+        return OutboxIndex(self.keys, "at", _AT, "keys of serialize=True stay for ever", options=expiry)
 
     # -- write -------------------------------------------------------------------------------------
 
@@ -128,17 +122,25 @@ class ParcelStore:
         if passing_over:
             claimable = {"$and": [claimable, {"_id": {"$nin": list(passing_over)}}]}
         single = self._single(claimable, limit)
-        room = limit - min(len(single), max(1, limit // 2))
+        self._is_singles_turn = not self._is_singles_turn
+        share = limit // 2 or int(self._is_singles_turn)
+        room = limit - min(len(single), share)
         keyed: list[ParcelHead] = []
         for begin in dict.fromkeys((self._after, "")):
             seen = {head.key for head in keyed}
             behind = (head for head in self._behind(begin, claimable) if head.key not in seen)
             keyed += islice(behind, room - len(keyed))
-        self._after = next((head.key for head in reversed(keyed) if head.key is not None), "")
+        if room:
+            self._after = next((head.key for head in reversed(keyed) if head.key is not None), "")
         taken = list(islice(single, limit - len(keyed)))
         last = taken[-1][1] if taken else None
         self._single_after = last if isinstance(last, Timestamp) else None  # whatever a field can contain
         return [*(ParcelHead(id, None) for id, _ in taken), *keyed]  # noqa: A001
+
+    def still_due(self, ids: Sequence[Any]) -> list[Any]:
+        """Those of some parcels that a relay may claim at once."""
+        these = {"_id": {"$in": list(ids)}, **self.claimable(None)}
+        return [parcel["_id"] for parcel in self._local.find(these, {"_id": 1})]
 
     def _single(self, claimable: Document, limit: int) -> list[tuple[Any, Any]]:
         """Due parcels without a key, with their `seq`: from behind the last one that was taken, then from the first."""
@@ -179,25 +181,3 @@ class ParcelStore:
             if len(parcels) < _PAGE:
                 return
             key = parcels[-1]["key"]  # the rest of this key stands behind its head
-
-
-def _has_index(collection: Collection[Document], keys: Sequence[tuple[str, int]]) -> bool | None:
-    """Whether an index on these fields holds all documents; None where the user may not look."""
-    try:
-        found = collection.index_information().values()
-    except OperationFailure:
-        return None
-    return any(list(each["key"]) == list(keys) and "partialFilterExpression" not in each for each in found)
-
-
-def _create(
-    collection: Collection[Document], name: str, keys: Sequence[tuple[str, int]], otherwise: str, **options: Any
-) -> None:
-    try:
-        collection.create_index(keys, name=name, **options)
-    except OperationFailure as error:
-        logger.warning(
-            "outbox: the index %s on %s cannot be created (%s); create it by hand, or %s",
-            name, collection.full_name, short(error), otherwise,
-            extra={"event": "index_refused"},
-        )  # fmt: skip

@@ -1,54 +1,92 @@
-"""All outboxes of an app, whatever they store their entries in, and the task that sweeps them."""
+"""All outboxes of an app: what they share, whatever they store their entries in, and the task that sweeps them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from celery import Celery
 from pymongo.collection import Collection
 
 from mongo_celery.app import Registry, add_task, schedule
-from mongo_celery.arguments import Duration
+from mongo_celery.arguments import Duration, not_negative
+from mongo_celery.mongo.opening import Source
 from mongo_celery.outbox.backing import Backing, OutboxStatus
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.delivery import Delivery
+from mongo_celery.outbox.entries import EntryMaker
+from mongo_celery.outbox.options import OutboxOptions
 from mongo_celery.outbox.publisher import Publisher
-from mongo_celery.outbox.sweep import SWEEP_TASK, Backlog, sweep_all
+from mongo_celery.outbox.sweep import SWEEP_TASK, Backlog, sweep_all, sweep_one
 
 
-class AnyOutbox(Protocol):
-    """What commands, metrics and the sweep need of an outbox."""
+class AnyOutbox:
+    """
+    What every outbox of an app has: a name, a sweep, a status, dead letters; how entries get in is its kind's own.
 
-    app: Celery
-    publisher: Publisher
-    sweep_after: float
+    Args:
+        app: the Celery app; it knows the outbox afterwards, by its name.
+        collection: where entries are stored, or a callable that returns it.
+        options: of the outbox.
+        kind: what stands behind it.
 
-    @property
-    def backing(self) -> Backing:
-        """What stands behind it."""
+    Raises:
+        ConfigurationError: the collection is none, or the app has an outbox of this name.
+    """
+
+    def __init__(
+        self, app: Celery, collection: Source, options: OutboxOptions, kind: Callable[..., Backing] = Backing
+    ) -> None:
+        self.app = app
+        self.sweep_after = options.sweep_after
+        self.publisher = Publisher(
+            app, options.exchange, foreign_tasks=options.foreign_tasks, delivers=options.delivers
+        )
+        self.backing = kind(app, collection, self.publisher, options)
+        self._name = options.name or (collection.full_name if isinstance(collection, Collection) else None)
+        self._maker = EntryMaker(app, lambda: options.source or "/" + self.collection.full_name.replace(".", "/", 1))
+        _register(app, self, self._name, options.sweep_every)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name or '(not opened yet)'}>"
 
     @property
     def name(self) -> str:
         """What commands and logs call it."""
+        return self._name or self.collection.full_name
 
     @property
     def collection(self) -> Collection[Any]:
-        """Where entries are stored."""
+        """Where entries are stored, with majority writes and reads from the primary."""
+        return self.backing.collection
 
     @property
     def dead_letters(self) -> OutboxDeadLetters:
         """Entries that could not be published."""
+        return self.backing.dead_letters
 
     @property
     def backlog(self) -> Backlog:
-        """What a sweep needs."""
+        """What a sweep needs of this outbox."""
+        return Backlog(lambda: self.name, self.backing, self.sweep_after)
 
     def sweep(self, *, older_than: Duration | None = None, limit: int = 1000) -> Delivery:
-        """Deliver what was left behind."""
+        """
+        Deliver what was left behind in this collection.
+
+        Args:
+            older_than: seconds that the oldest entry of a document (of a key) has waited; by default `sweep_after`.
+            limit: how many documents (keys, and transactions without one) at most.
+
+        Returns:
+            The sum of what was done.
+        """
+        age = self.sweep_after if older_than is None else not_negative(older_than, "older_than")
+        return sweep_one(self.backlog, age, limit)
 
     def status(self) -> OutboxStatus:
-        """Counts and ages of what is pending."""
+        """Counts and ages of what is pending; reads only what is."""
+        return self.backing.status()
 
 
 OUTBOXES: Registry[AnyOutbox] = Registry(
@@ -59,13 +97,8 @@ OUTBOXES: Registry[AnyOutbox] = Registry(
 """Of all apps."""
 
 
-def register(app: Celery, outbox: AnyOutbox, name: str | None, sweep_every: float | None) -> None:
-    """
-    Note an outbox of an app, with its sweep.
-
-    Raises:
-        ConfigurationError: the app has another one of this name.
-    """
+def _register(app: Celery, outbox: AnyOutbox, name: str | None, sweep_every: float | None) -> None:
+    """Note an outbox of an app, with its sweep."""
     OUTBOXES.add(app, outbox, name)
     add_task(app, SWEEP_TASK, _sweep_of(app), acks_late=False)
     if sweep_every is not None:

@@ -1,18 +1,21 @@
 """
 The sweep: delivers what a crash, a lost connection or a broker outage has left behind.
 
-Outboxes take turns, a handful of documents each, so that a large backlog in one collection does not keep the
-others waiting. After a turn in which nothing could be delivered those come first that nobody has tried, then those
-whose last try is the longest ago: documents that cannot be delivered keep no others waiting, however many there are. A
-broker that takes nothing ends the sweep: everything waits for the next. So does the soft time limit of its task, which
-is about no entry: every claim is let go before it passes through.
+Outboxes take turns, a handful of documents each, so that a large backlog in one collection does not keep the others
+waiting. Nor does a document that stands: one that is still due when it has had its turn is passed over until all others
+have had theirs. After a turn in vain the next documents are drawn from all that are due, by lot, and those that have
+failed before come last, the one whose last try is the longest ago first: so however many cannot be delivered, every
+other has its turn, in whatever order the index has them.
+
+A broker that takes nothing ends the sweep: everything waits for the next. So does the soft time limit of its task,
+which is about no entry: every claim is let go before it passes through.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,10 +25,10 @@ from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.errors import ConnectionFailure, PyMongoError
 
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox import index
 from mongo_celery.outbox.backing import Backing
 from mongo_celery.outbox.commands import tell_undeliverable
 from mongo_celery.outbox.delivery import Delivery
+from mongo_celery.outbox.index import waiting_for_others
 from mongo_celery.outbox.relay import Relay
 
 logger = logging.getLogger("mongo_celery.outbox")
@@ -41,11 +44,11 @@ _SWEEP_SECONDS = 60.0
 _NOTE_SECONDS = 5.0
 """How often a process notes that it sweeps."""
 
-_UNTRIED_TURN = 100
-"""The same where the untried come first, for which all that is due must be looked at."""
+_IN_VAIN_MAX = 250
+"""After so many documents, in turns in which nothing could be delivered, an outbox waits for the next sweep."""
 
-_IDLE_TURNS_MAX = 3
-"""After so many turns in a row in which nothing could be delivered an outbox waits for the next sweep."""
+_PASSED_OVER_MAX = 1000
+"""Documents that stand; with more of them the first ones may have a second turn before others have their first."""
 
 _OTHERS_SECONDS = 60.0
 """What has waited for another app for so long is told, and looked for no more often than this."""
@@ -67,17 +70,97 @@ class Backlog:
     age: float
 
 
-def sweep_one(backlog: Backlog, older_than: float, limit: int, *, untried_first: bool = False) -> Delivery:
+class OutboxSweep:
+    """
+    One outbox in one sweep.
+
+    Args:
+        backlog: what waits in it.
+        older_than: seconds that the oldest entry of a document must have waited.
+        limit: how many documents at most, each in one turn, not counting those that are still due afterwards; None
+            for no limit, and as many turns as it takes.
+    """
+
+    def __init__(self, backlog: Backlog, older_than: float, limit: int | None = None) -> None:
+        self.backlog = backlog
+        self.total = Delivery()
+        self._older_than = older_than
+        self._room = limit
+        self._in_vain = 0
+        self._passed_over: list[Any] = []
+        self._has_moved = False
+
+    def turn(self) -> bool:
+        """
+        Deliver some documents; whether it is to have another turn.
+
+        Raises:
+            PyMongoError: MongoDB did not answer, or refused the query.
+        """
+        relay, backing = self.backlog.backing.relay, self.backlog.backing
+        backing.sweeps.note(_NOTE_SECONDS)
+        found = self._due()
+        if not found:
+            return False
+        delivery = _deliver(self.backlog, relay, found, self._older_than)
+        self.total = self.total.and_(delivery)
+        done = delivery.dispatched + delivery.dead
+        self._in_vain = 0 if done else self._in_vain + len(found)
+        self._has_moved = self._has_moved or done > 0
+        if delivery.broker_down:
+            return False
+        stands = backing.still_due(found) if delivery.left or delivery.error or done < len(found) else []
+        self._passed_over = [*self._passed_over, *stands][-_PASSED_OVER_MAX:]
+        if self._room is not None:
+            self._room -= len(found) - len(stands)
+        return self._in_vain < _IN_VAIN_MAX and self._room != 0
+
+    def _due(self) -> list[Any]:
+        found = self._look()
+        if not found and self._has_moved and self._passed_over and self._room is None:  # all others have had theirs
+            self._passed_over, self._has_moved = [], False
+            found = self._look()
+        return found
+
+    def _look(self) -> list[Any]:
+        limit = _TURN if self._room is None else min(_TURN, self._room)
+        return self.backlog.backing.due(
+            self._older_than, limit, passing_over=self._passed_over, by_lot=self._in_vain > 0
+        )
+
+
+def take_turns(
+    sweeps: Iterable[OutboxSweep], failed: Callable[[OutboxSweep, PyMongoError], object], seconds: float = math.inf
+) -> None:
+    """
+    Deliver what is due in some outboxes, until nothing is, or nothing can be; what was done stands in each.
+
+    Args:
+        sweeps: of the outboxes.
+        failed: is told of those that MongoDB does not answer for, or refuses; the others go on.
+        seconds: after which the rest is left to the next sweep.
+    """
+    deadline = time.monotonic() + seconds
+    waiting = list(sweeps)
+    while waiting and time.monotonic() < deadline:
+        for sweep in list(waiting):
+            try:
+                goes_on = sweep.turn()
+            except PyMongoError as error:
+                goes_on = False
+                failed(sweep, error)
+            if sweep.total.broker_down:
+                return
+            if not goes_on:
+                waiting.remove(sweep)
+
+
+def sweep_one(backlog: Backlog, older_than: float, limit: int) -> Delivery:
     """Deliver documents of one outbox, the given number at most; the sum of what was done."""
-    relay, backing = backlog.backing.relay, backlog.backing
-    backing.sweeps.note(_NOTE_SECONDS)
-    found = backing.due(older_than, limit, untried_first=untried_first)
-    total = Delivery()
-    for start in range(0, len(found), _TURN):
-        total = total.and_(_deliver(backlog, relay, found[start : start + _TURN], older_than))
-        if total.broker_down:
-            break
-    return total
+    sweep = OutboxSweep(backlog, older_than, limit)
+    while sweep.turn():
+        pass
+    return sweep.total
 
 
 def _deliver(backlog: Backlog, relay: Relay, document_ids: list[Any], older_than: float) -> Delivery:
@@ -102,7 +185,7 @@ def _tell_of_others(backlog: Backlog) -> None:
     if time.monotonic() < backing.others_told_at + _OTHERS_SECONDS:
         return
     backing.others_told_at = time.monotonic()
-    found = index.waiting_for_others(backing.plain, backing.claims, _OTHERS_SECONDS)
+    found = waiting_for_others(backing.plain, backing.claims, _OTHERS_SECONDS)
     if found is not None:
         logger.warning(
             "outbox %s: document %r waits for another app, and this app (%s) does not deliver its entries; run that "
@@ -119,38 +202,23 @@ def sweep_all(backlogs: Iterable[Backlog]) -> dict[str, Any]:
     Returns:
         Per outbox `{"dispatched", "dead", "error"}`, as plain values for a task's result.
     """
-    deadline = time.monotonic() + _SWEEP_SECONDS
-    totals: dict[str, Delivery] = {}
-    waiting = list(backlogs)
-    for backlog in waiting:  # also those whose turn does not come, since the broker is down
+    sweeps = [OutboxSweep(backlog, backlog.age) for backlog in backlogs]
+    for sweep in sweeps:  # also those whose turn does not come, since the broker is down
         with suppress(PyMongoError):
-            backlog.backing.sweeps.note(_NOTE_SECONDS)
-    idle: Counter[str] = Counter()
-    untried_first: set[str] = set()
-    while waiting and time.monotonic() < deadline:
-        for backlog in list(waiting):
-            name = backlog.name()
-            try:
-                turn = _UNTRIED_TURN if name in untried_first else _TURN
-                delivery = sweep_one(backlog, backlog.age, turn, untried_first=name in untried_first)
-                _tell_of_others(backlog)
-            except PyMongoError as error:  # MongoDB does not answer, or refuses the query
-                logger.warning(
-                    "outbox %s was not swept: %s", backlog.name(), short(error), extra={"event": "sweep_failed"}
-                )
-                delivery = Delivery(error=short(error))
-            totals[name] = totals.get(name, Delivery()).and_(delivery)
-            if delivery.dispatched + delivery.dead:
-                idle[name] = 0
-            else:
-                idle[name] += 1
-                untried_first.add(name)
-            if (not delivery.left and not delivery.dispatched + delivery.dead) or idle[name] >= _IDLE_TURNS_MAX:
-                waiting.remove(backlog)
-            if delivery.broker_down:
-                waiting.clear()
-                break
+            sweep.backlog.backing.sweeps.note(_NOTE_SECONDS)
+            _tell_of_others(sweep.backlog)
+    take_turns(sweeps, _tell_failed, _SWEEP_SECONDS)
     return {
-        name: {"dispatched": total.dispatched, "dead": total.dead, "error": total.error}
-        for name, total in totals.items()
+        sweep.backlog.name(): {
+            "dispatched": sweep.total.dispatched,
+            "dead": sweep.total.dead,
+            "error": sweep.total.error,
+        }
+        for sweep in sweeps
     }
+
+
+def _tell_failed(sweep: OutboxSweep, error: PyMongoError) -> None:
+    """MongoDB does not answer, or refuses the query."""
+    logger.warning("outbox %s was not swept: %s", sweep.backlog.name(), short(error), extra={"event": "sweep_failed"})
+    sweep.total = sweep.total.and_(Delivery(error=short(error)))

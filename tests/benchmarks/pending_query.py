@@ -59,7 +59,7 @@ def measure_pending_query(stage: Stage, documents: int, announce: Callable[[str]
             foreign_tasks=True,
             database=scene.setting.state_database,
         )
-        index.ensure(collection, outbox.backing.field)
+        index.of_pending(collection, outbox.backing.field).create(patiently=True)
         _fill(scene, documents, announce)
         for number in range(0, documents, max(documents // PENDING, 1))[:PENDING]:
             outbox.update_one({"_id": number}, {"$inc": {"n": 1}}, tasks=[outbox.app.signature("bench.none")])

@@ -196,25 +196,6 @@ def test_a_task_that_no_process_knows_yet_waits_and_counts_nothing(rig: Rig, dat
     assert rig.sent() == [[1, 1], [1, 2]]
 
 
-def test_documents_that_cannot_be_delivered_keep_no_other_waiting(rig: Rig, database: Database[Document]) -> None:
-    """However many the index has in front: the untried come first after a turn in vain, then those tried long ago."""
-    outbox, orders = rig.outbox(at_once=False), database["orders"]
-    documents = [{"_id": each} for each in range(160)]
-    unknown = rig.app.signature("shop.new", args=(1, 1))
-    orders.insert_many([outbox.with_tasks(each, [unknown]) for each in documents])
-    outbox.insert_one({"_id": 160}, tasks=[rig.add.s(160, 1)])
-    sweep_all([replace(outbox.backlog, age=0.0)])
-    assert rig.sent() == [[160, 1]]
-
-    orders.update_many({"_id": {"$gt": 2}}, {"$set": {"pendingEvents.claim.wait": 0}})  # as if its pause were over
-    orders.update_one({"_id": 9}, {"$set": {"pendingEvents.claim.since": datetime(2020, 1, 1, tzinfo=UTC)}})
-    assert outbox.backing.due(0.0, 3) == [3, 4, 5]
-    assert outbox.backing.due(0.0, 3, passing_over=[3, 5]) == [4, 6, 7]
-    assert outbox.backing.due(0.0, 3, untried_first=True)[0] == 9
-    orders.update_many({}, {"$set": {"pendingEvents.claim.since": "nonsense"}})
-    assert len(outbox.backing.due(0.0, 200, untried_first=True)) == 160
-
-
 def test_another_apps_entry_is_stopped_at_and_never_passed_over(
     rig: Rig, database: Database[Document], caplog: pytest.LogCaptureFixture
 ) -> None:

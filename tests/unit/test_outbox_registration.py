@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 from celery import Celery
 from pymongo import MongoClient
 
-from mongo_celery import Outbox, TwoPhaseCommit
+from mongo_celery import Outbox, OutboxCollection, TwoPhaseCommit
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.outbox import OUTBOXES
 from mongo_celery.outbox.sweep import SWEEP_TASK
@@ -73,3 +76,20 @@ def test_options_of_an_outbox_that_cannot_work_are_refused(
         Outbox(Celery("shop", broker="memory://"), client["shop"]["orders"], **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="collection"):
         Outbox(Celery("shop", broker="memory://"), "shop.orders")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (Outbox, {"sweep_afer": 1}, "option 'sweep_afer' is unknown (did you mean 'sweep_after'?)."),
+        (OutboxCollection, {"field": "pending"}, "option 'field' is unknown."),
+    ],
+)
+def test_an_option_that_an_outbox_does_not_have_is_refused(
+    client: MongoClient[dict[str, object]], kind: Any, options: dict[str, object], words: str
+) -> None:
+    """By one sentence, and the app has no such outbox."""
+    app = Celery("shop", broker="memory://")
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        kind(app, client["shop"]["orders"], **options)
+    assert OUTBOXES.of(app) == []

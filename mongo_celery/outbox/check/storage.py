@@ -129,8 +129,8 @@ def judge_indexes(name: str, wanted: WantedIndex, indexes: Iterable[Document]) -
     else:
         yield warning(
             "index",
-            "It is missing: each sweep reads the whole collection. The first delivery creates it and waits for it, "
-            "unless the user may not; with many documents create it in advance:",
+            "It is missing: each sweep reads the whole collection. The first delivery creates it, unless the user may "
+            "not or a transaction stays open; with many documents create it in advance:",
             wanted.command(name),
         )
     for each in indexes:

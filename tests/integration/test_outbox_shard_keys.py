@@ -1,0 +1,140 @@
+"""
+Collections that are sharded by another key than `_id`: no command of an outbox needs what a mongos has not.
+
+There is no sharded cluster here. What is looked at is every write that reaches the server, against the rules by which a
+mongos refuses one: a change of one document names its `_id` or the shard key, an upsert and a findAndModify name the
+shard key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+from pymongo import DeleteOne, InsertOne, UpdateOne
+from pymongo.database import Database
+from pymongo.monitoring import CommandListener
+
+from mongo_celery import OutboxCollection, transactional
+from mongo_celery.outbox.replay import dead_letters, replay
+from tests.fixtures.mongo import MakeClient
+from tests.integration.outbox_rig import Rig, due_again, opened, ripen
+
+Document = dict[str, Any]
+
+KEY = "region"
+
+
+class Writes(CommandListener):
+    """The commands that change documents, by collection."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Document]] = []
+
+    def started(self, event: Any) -> None:
+        if event.command_name in {"update", "delete", "findAndModify"}:
+            self.seen.append((str(event.command[event.command_name]), dict(event.command)))
+
+    def succeeded(self, event: Any) -> None:
+        """Nothing to learn."""
+
+    def failed(self, event: Any) -> None:
+        """Nothing to learn."""
+
+    def refused(self, collection: str, key: str) -> list[Document]:
+        """Those that a mongos would refuse where the collection is sharded by that key."""
+        return [found for name, command in self.seen if name == collection for found in refused(command, key)]
+
+
+def refused(command: Mapping[str, Any], key: str) -> list[Document]:
+    """What of a command a mongos could not send to a shard, or to all of them."""
+    if "findAndModify" in command:
+        return [] if names(command["query"], key) else [dict(command["query"])]
+    statements: Sequence[Document] = command.get("updates") or command.get("deletes") or ()
+    found = []
+    for each in statements:
+        many = each.get("multi") or each.get("limit") == 0
+        enough = [key] if each.get("upsert") else [key, "_id"]
+        if not (many and not each.get("upsert")) and not any(names(each["q"], name) for name in enough):
+            found.append(each["q"])
+    return found
+
+
+def names(condition: Mapping[str, Any], path: str) -> bool:
+    """Whether a filter has one value for a field, at its top."""
+    value = condition.get(path, {"$in": []})
+    if isinstance(value, Mapping):
+        return set(value) == {"$eq"} or not any(each.startswith("$") for each in value)
+    return True
+
+
+@pytest.fixture
+def writes() -> Writes:
+    return Writes()
+
+
+@pytest.fixture
+def rig(database: Database[Document], redis_url: str, make_client: MakeClient, writes: Writes) -> Iterator[Rig]:
+    client = make_client(event_listeners=[writes])
+    with opened(client[database.name], redis_url) as made:
+        yield made
+    client["mongo_celery"]["outbox_dead_letters"].delete_many({"outbox": {"$regex": f"^{database.name}"}})
+
+
+def test_what_a_mongos_refuses_is_found(rig: Rig, writes: Writes) -> None:
+    """A checker that has never failed has not been tested."""
+    orders = rig.database["orders"]
+    orders.update_one({"n": 1}, {"$set": {"n": 2}})
+    orders.update_one({"_id": {"$in": [1]}}, {"$set": {"n": 2}})
+    orders.update_one({"_id": 1}, {"$set": {"n": 2}}, upsert=True)
+    orders.find_one_and_update({"_id": 1}, {"$set": {"n": 2}})
+    orders.delete_one({"n": 1})
+    orders.update_many({"n": 1}, {"$set": {"n": 2}})
+    orders.update_one({KEY: "eu"}, {"$set": {"n": 2}}, upsert=True)
+    assert len(writes.refused("orders", KEY)) == 5
+
+
+def test_an_outbox_writes_and_delivers_whatever_the_shard_key_is(rig: Rig, writes: Writes) -> None:
+    """The user names the shard key where a mongos wants it, as without an outbox; relays know the `_id` alone."""
+    outbox, task = rig.outbox(failure_policy="dead_letter", max_attempts=1), rig.add.s(1, 1)
+    eu: Document = {KEY: "eu"}
+    for number in range(4):
+        outbox.insert_one({"_id": number, **eu}, tasks=[task])
+    for _ in range(2):
+        outbox.update_one({"_id": 1}, {"$inc": {"n": 1}}, tasks=[task])
+        outbox.update_one({**eu, "n": 1}, {"$inc": {"n": 1}}, tasks=[task])
+        outbox.update_one({**eu, "new": 1}, {"$inc": {"n": 1}}, upsert=True, tasks=[task])
+        outbox.find_one_and_update({**eu, "_id": 1}, {"$inc": {"n": 1}}, tasks=[task])
+        outbox.replace_one({**eu, "_id": 2}, {**eu, "n": 3}, tasks=[task])
+    outbox.update_many({"n": {"$gt": 0}}, {"$inc": {"n": 1}}, tasks=[task])
+    outbox.bulk_write([InsertOne({"_id": 9, **eu}), UpdateOne({"_id": 3}, {"$set": {"n": 9}}), DeleteOne({"_id": 9})])
+
+    later = rig.outbox(name="later", at_once=False)
+    later.insert_one({"_id": "many", **eu}, tasks=[rig.add.s(2, each) for each in range(60)])
+    later.insert_one({"_id": "unknown", **eu}, tasks=[rig.app.signature("unknown")])
+    rig.app.finalize()
+    outbox.sweep(older_than=0)
+    assert outbox.status().documents == 1
+    ripen(rig.database["orders"], "unknown")
+    due_again(rig.database["orders"])
+    assert outbox.sweep(older_than=0).dead == 1
+    (letter,) = dead_letters(outbox, 10)
+    replay(outbox, letter.id)
+    outbox.delete_one({"_id": 0})
+    assert outbox.status().documents == 1
+    assert writes.refused("orders", KEY) == []
+
+
+def test_parcels_may_be_sharded_by_their_key(rig: Rig, writes: Writes) -> None:
+    outbox = OutboxCollection(rig.app, rig.database["parcels"], sweep_every=None, at_once=False)
+    with transactional(rig.database.client) as session, outbox.collect(session, key="k") as box:
+        box.add([rig.add.s(1, 1)])
+    for number in range(3):
+        outbox.add([rig.add.s(2, number)], key="k")
+        outbox.add([rig.add.s(3, number)])
+    assert outbox.sweep(older_than=0).dispatched == 7
+    outbox.add([rig.app.signature("unknown")], key="k")
+    assert outbox.sweep(older_than=0).left == 1
+    assert writes.refused("parcels", "key") == []
+    outbox.backing.close()

@@ -1,0 +1,105 @@
+"""The sweep's turns: what stands keeps nothing else waiting, in one outbox and between several."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from pymongo.database import Database
+from pymongo.errors import OperationFailure, PyMongoError
+
+from mongo_celery.outbox.sweep import OutboxSweep, sweep_all, take_turns
+from tests.integration.outbox_rig import Rig, opened, pending
+
+Document = dict[str, Any]
+
+
+@pytest.fixture
+def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
+    with opened(database, redis_url) as made:
+        yield made
+
+
+def leave(rig: Rig, collection: str, count: int, task: Any = None, **fields: Any) -> None:
+    """Leave some documents to the sweep, in front of what comes later."""
+    first = rig.database[collection].count_documents({})
+    outbox = rig.outbox(collection, name=f"writer of {collection} from {first}", at_once=False)
+    documents = [{"_id": number, **fields} for number in range(first, first + count)]
+    tasks = [task or rig.add.s(0, number) for number in range(count)]
+    whole = [outbox.with_tasks(document, [each]) for document, each in zip(documents, tasks, strict=True)]
+    rig.database[collection].insert_many(whole)
+
+
+def test_documents_that_mongodb_refuses_keep_no_other_waiting(
+    rig: Rig, database: Database[Document], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of them is due as soon as it has had its turn, and stands in front; one that can be delivered is found."""
+    leave(rig, "orders", 120, stands=True)
+    leave(rig, "orders", 1)
+    outbox = rig.outbox(at_once=False)
+    database.command("collMod", "orders", validator={"stands": {"$exists": False}})
+    with caplog.at_level(logging.CRITICAL, "mongo_celery.outbox"):
+        done = outbox.sweep(older_than=0, limit=1)
+    assert (done.dispatched, rig.sent()) == (1, [[0, 0]])
+    assert pending(database, 0)["count"] == 1
+
+
+def test_documents_that_have_failed_come_last_and_those_that_were_tried_long_ago_first(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """More of them than a sweep gives a turn in vain, with their pauses over."""
+    outbox, orders = rig.outbox(at_once=False), database["orders"]
+    leave(rig, "orders", 160, rig.app.signature("shop.new", args=(1, 1)))
+    leave(rig, "orders", 1)
+    sweep_all([replace(outbox.backlog, age=0.0)])
+    assert rig.sent() == [[0, 0]]
+
+    long_ago = datetime(2020, 1, 1, tzinfo=UTC)
+    failed = {"pendingEvents.claim.since": long_ago, "pendingEvents.claim.wait": 1}
+    orders.update_many({"_id": {"$lt": 160}}, {"$set": failed})
+    orders.update_one({"_id": 9}, {"$set": {"pendingEvents.claim.since": datetime(2019, 1, 1, tzinfo=UTC)}})
+    leave(rig, "orders", 1)
+    assert outbox.backing.due(0.0, 3) == [0, 1, 2]
+    assert outbox.backing.due(0.0, 3, passing_over=[0, 2]) == [1, 3, 4]
+    assert outbox.backing.due(0.0, 2, by_lot=True) == [161, 9]
+    orders.update_many({}, {"$set": {"pendingEvents.claim.since": "nonsense"}})
+    assert len(outbox.backing.due(0.0, 200, by_lot=True)) == 161
+
+
+def test_outboxes_have_their_turns_one_after_the_other(rig: Rig) -> None:
+    """A long backlog in one, and a single document in the next."""
+    leave(rig, "orders", 120)
+    leave(rig, "parcels", 1, rig.add.s(1, 0))
+    sweeps = [
+        OutboxSweep(rig.outbox(name, name=name, at_once=False).backlog, 0.0, 100) for name in ("orders", "parcels")
+    ]
+    take_turns(sweeps, lambda _sweep, error: pytest.fail(str(error)))
+    assert [sweep.total.dispatched for sweep in sweeps] == [100, 1]
+    assert rig.sent().index([1, 0]) == 50
+
+
+def test_an_outbox_that_mongodb_refuses_keeps_no_other_waiting(rig: Rig, database: Database[Document]) -> None:
+    database.create_collection("view", viewOn="orders", pipeline=[{"$match": {"$expr": {"$divide": [1, "$_id"]}}}])
+    leave(rig, "orders", 3)
+    sweeps = [OutboxSweep(rig.outbox(name, name=name, at_once=False).backlog, 0.0) for name in ("view", "orders")]
+    failures: list[tuple[OutboxSweep, PyMongoError]] = []
+    take_turns(sweeps, lambda *failure: failures.append(failure))
+    assert [sweep.total.dispatched for sweep in sweeps] == [0, 3]
+    ((failed, error),) = failures
+    assert failed is sweeps[0]
+    assert isinstance(error, OperationFailure)
+
+
+def test_a_document_with_more_than_its_share_goes_on_when_the_others_have_had_theirs(rig: Rig) -> None:
+    """It is still due after its turn, and yet the sweep of beat ends only when it is empty."""
+    outbox = rig.outbox(at_once=False, max_pending=5000)
+    outbox.insert_one({"_id": "much"}, tasks=[rig.add.s(9, number) for number in range(1100)])
+    leave(rig, "orders", 60)
+    assert sweep_all([replace(outbox.backlog, age=0.0)])[outbox.name]["dispatched"] == 1160
+    sent = rig.sent()
+    assert [number for a, number in sent if a == 9] == list(range(1100))
+    assert sent.index([9, 1099]) > max(sent.index([0, number]) for number in range(60))
