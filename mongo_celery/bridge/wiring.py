@@ -308,23 +308,24 @@ class Wiring:
 
 
 def _bookkeeping_of(app: Celery) -> Bookkeeping:
-    """What the outboxes of an app keep in documents; one whose collection cannot be had is said, and left out."""
+    """What the outboxes of an app keep; one whose collection cannot be had is said, and left out."""
     fields: dict[str, set[str]] = {}
+    collections: set[str] = set()
     for outbox in OUTBOXES.of(app):
-        if not isinstance(outbox, Outbox):  # its entries lie in a collection of their own
-            continue
         try:
-            namespace = outbox.collection.full_name
+            names = outbox.backing.full_names
         except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
             logger.warning(
-                "the collection of %r cannot be had (%s): handlers on it run for the updates that only touch its "
-                "entries, too",
+                "the collection of %r cannot be had (%s): handlers run for what it keeps there, too",
                 outbox, short(error),
                 extra={"event": "outbox_unknown"},
             )  # fmt: skip
             continue
-        fields.setdefault(namespace, set()).add(outbox.field.name)
-    return Bookkeeping({name: frozenset(found) for name, found in fields.items()})
+        if isinstance(outbox, Outbox):
+            fields.setdefault(names[0], set()).add(outbox.field.name)
+        else:  # its entries lie in collections of their own
+            collections.update(names)
+    return Bookkeeping({name: frozenset(found) for name, found in fields.items()}, frozenset(collections))
 
 
 def _settings(app: Celery) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pymongo.database import Database
 
 from mongo_celery import (
     STORED_ID,
+    OutboxCollection,
     Participant,
     TransactionCanceledError,
     TwoPhaseCommit,
@@ -182,6 +183,29 @@ def test_the_server_leaves_out_what_an_outbox_keeps_and_every_token_remains_good
     for place, event in enumerate(found, 1):
         rest = read(database, scope.pipeline, start, after=event["_id"])
         assert [each["_id"] for each in rest] == [each["_id"] for each in found[place:]]
+
+
+def test_who_watches_the_database_gets_no_parcels(rig: Rig, database: Database[Document]) -> None:
+    """Neither entries of an `OutboxCollection` nor what its relays write; other changes of the transaction come."""
+    leaving = OutboxCollection(rig.app, database["leaving"], sweep_every=None, at_once=False)
+    collections = frozenset(leaving.backing.full_names)
+    start = now(database.client).time
+
+    @transactional(database.client)
+    def leave(*, session: Any) -> None:
+        database["orders"].insert_one({"_id": 1}, session=session)
+        leaving.add([rig.add.s(1, 1)], session=session, key="Ann", serialize=True)
+
+    leave()
+    assert leaving.sweep(older_than=0).dispatched == 1
+    database["orders"].insert_one({"_id": LAST})
+    asked = selector_of(f"{database.name}.*")
+    [asked] = placed([asked], scope_of([asked], state_database="none"), Bookkeeping({}, collections))
+
+    whole = read(database, [], start)
+
+    assert {event["ns"]["coll"] for event in whole} == {"orders", "leaving", "leaving_keys"}
+    assert [event["documentKey"] for event in whole if asked.selects(event)] == [{"_id": 1}]
 
 
 def test_a_stream_passes_bookkeeping_that_it_does_not_give(

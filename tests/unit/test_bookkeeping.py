@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import bson
@@ -20,9 +21,10 @@ from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.bookkeeping import Bookkeeping, is_judged_behind
+from mongo_celery.bridge.stream.bookkeeping import Bookkeeping, is_judged_behind, is_receipt
 from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
-from mongo_celery.bridge.stream.source import Selector, Source, filter_of, placed, scope_of
+from mongo_celery.bridge.stream.source import Selector, Source, filter_of, placed, scope_of, source_of
+from mongo_celery.twophase import receipts
 from tests.fixtures.samples import event, mark
 
 ORDERS = Source("shop", "orders")
@@ -240,7 +242,7 @@ def test_a_bridge_knows_the_outboxes_of_its_app(caplog: pytest.LogCaptureFixture
 
         [one], scope = bridge.wiring.stream()
 
-        assert one.bookkeeping == KNOWN
+        assert one.bookkeeping == Bookkeeping(KNOWN.outboxes, frozenset({"shop.visits", "shop.visits_keys"}))
         assert "shop.visits" not in repr(scope.pipeline[1])
     [record] = [each for each in caplog.records if getattr(each, "event", None) == "outbox_unknown"]
     assert "gone" in record.getMessage()
@@ -265,6 +267,55 @@ def test_who_asks_for_it_has_other_definitions_and_nobody_else_has() -> None:
             bridge.on_change("shop.orders", **options)(summarise)
             digests.append(definitions_of(bridge.wiring, bridge.wiring.stream()[0]).digest)
     assert digests[0] == digests[1] != digests[2]
+
+
+RECEIPT = {"t": ObjectId(), "b": "shop"}
+COLLECTIONS: dict[str, tuple[dict[str, Any], bool]] = {
+    "an outbox's own": (event("insert", "shop.visits"), True),
+    "its keys": (event("update", "shop.visits_keys"), True),
+    "one of that name in another database": (event("insert", "store.visits"), False),
+    "a receipt": (event("insert", "shop.transactionReceipts", documentKey={"_id": RECEIPT}), True),
+    "a receipt that has expired": (event("delete", "shop.transactionReceipts", documentKey={"_id": RECEIPT}), True),
+    "a user's own receipts": (event("insert", "shop.transactionReceipts", documentKey={"_id": ObjectId()}), False),
+    "those with an _id of parts": (
+        event("insert", "shop.transactionReceipts", documentKey={"_id": {"t": 1, "b": 2}}),
+        False,
+    ),
+    "a document with an _id like a receipt's": (event("insert", "shop.orders", documentKey={"_id": RECEIPT}), False),
+    "an _id that is missing": (event("drop", "shop.transactionReceipts"), False),
+}
+
+
+@pytest.mark.parametrize(("change", "is_ours"), COLLECTIONS.values(), ids=COLLECTIONS.keys())
+def test_who_watches_a_whole_database_gets_no_collection_of_ours(change: dict[str, Any], is_ours: bool) -> None:
+    """Unless it is named, or bookkeeping is asked for; `fields` decide about updates alone."""
+    known = Bookkeeping({}, frozenset({"shop.visits", "shop.visits_keys"}))
+    name = f"{change['ns']['db']}.{change['ns']['coll']}"
+
+    def is_given(*sources: str, **conditions: Any) -> bool:
+        filter_ = filter_of(**{"operations": "*", "fields": None, "match": None, **conditions})
+        one = Selector("all", tuple(source_of(each, None) for each in sources), filter_)
+        scope = scope_of([one], state_database="state", bookkeeping=known)
+        [one] = placed([one], scope, known)
+        assert one.selects(raw(change)) is one.selects(change) is one.may_select(change)
+        return one.selects(change)
+
+    for wide in ("shop.*", "store.*"):
+        if name.startswith(wide[:-1]):
+            assert is_given(wide) is not is_ours
+            assert is_given(wide, "other.orders") is not is_ours
+            assert is_given(wide, bookkeeping=True)
+    assert is_given("*") is not is_ours
+    assert is_given(name)
+    assert is_given("*", name)
+    if change["operationType"] != "update":
+        assert is_given("*", fields={"total"}) is not is_ours
+
+
+def test_receipts_have_the_form_by_which_they_are_told() -> None:
+    """Two-phase commit makes it."""
+    made: Any = receipts._identity(SimpleNamespace(key=ObjectId()), SimpleNamespace(cluster="east"))  # type: ignore[arg-type]
+    assert is_receipt(event("insert", f"shop.{receipts.COLLECTION}", documentKey={"_id": made}))
 
 
 def test_what_cannot_be_meant_is_refused() -> None:

@@ -1,8 +1,8 @@
 """
-Bookkeeping: updates that touch nothing but the fields which this package keeps in users' documents.
+Bookkeeping: what this package keeps for itself, in fields of users' documents and in collections of its own.
 
-No handler runs for them unless it asks: nothing that anybody else has written is in them, and a program without an
-outbox, a lock or a transaction would not have made them.
+No handler runs for it unless it asks: nothing that anybody else has written is in it, and a program without an outbox,
+a lock or a transaction would not have made these changes. In users' documents it is updates that touch nothing else:
 
 | who keeps it | updates | known by |
 |---|---|---|
@@ -13,6 +13,9 @@ outbox, a lock or a transaction would not have made them.
 
 What an outbox keeps is known from the outbox, since a field named so may be a user's elsewhere. The others work on
 whatever collection; so the value counts too, and who has a field of such a name for something else misses nothing.
+
+Who watches a whole database or cluster has asked for no collection of ours: those of the app's `OutboxCollection`s are
+left out, and receipts of two-phase commit, by the collection's name and the form of their `_id`.
 
 All this is fixed by the oplog, so that the server may leave it out and every token remains one to go on from. It is
 asked to where that is cheap and leaves out much: in collections with an outbox, unless a handler wants to know. The
@@ -31,6 +34,7 @@ from bson import ObjectId, json_util
 from mongo_celery.bridge.fenced.fence import FIELD as FENCE
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
+from mongo_celery.twophase.receipts import COLLECTION
 
 LOCK = "_lock"
 """Where `select_for_update` writes unless it is told another field."""
@@ -38,9 +42,17 @@ LOCK = "_lock"
 Changes = Mapping[str, Any]
 """The values that an update has given, by their paths."""
 
+RECEIPTS = COLLECTION
+"""Where two-phase commit keeps its receipts, in each database with participants."""
+
+_RECEIPT_PARTS = {"t", "b"}
+_OF_RECEIPTS = RECEIPTS.encode() + b"\0\0"
+"""How the bytes of their namespace end."""
+
 _GONE = object()
 """In the place of a value: it was removed, or cut from an array."""
 
+_DESCRIPTION = b"\x03updateDescription\0"
 _LOCK_PARTS = frozenset({"application", "at", "id"})
 _VERSION_PARTS = frozenset({"of", "at"})
 _STAMP_PARTS = frozenset({"g", "p"})
@@ -50,13 +62,15 @@ _ALTERING = frozenset({"$redact"})
 @dataclass(frozen=True, slots=True)
 class Bookkeeping:
     """
-    What is bookkeeping in an update.
+    What is bookkeeping, as far as that depends on an app.
 
     Args:
         outboxes: the fields of outboxes, by the full names of their collections.
+        collections: full names of those that hold nothing but what outboxes keep.
     """
 
     outboxes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    collections: frozenset[str] = frozenset()
     _traces: tuple[bytes, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
@@ -79,9 +93,13 @@ class Bookkeeping:
             return False
 
     def _may_be_in(self, raw: bytes) -> bool:
-        """Whether one of the names stands anywhere in these bytes: most changes need not be looked at any further."""
-        for name in self._traces:  # noqa: SIM110 - it is asked of every change, and a generator takes longer
-            if name in raw:
+        """Whether one of the names stands in the description of an update: most need not be looked at any further."""
+        # Where a value looks like a description, what is behind it may be too little; then the update is given.
+        begin = raw.rfind(_DESCRIPTION)
+        if begin < 0:
+            return False
+        for name in self._traces:  # noqa: SIM110 - it is asked of every update, and a generator takes longer
+            if raw.find(name, begin) > 0:
                 return True
         return False
 
@@ -93,6 +111,17 @@ class Bookkeeping:
             namespace = f"{event['ns']['db']}.{event['ns']['coll']}"
         outboxes = self.outboxes.get(namespace, frozenset())
         return bool(touched) and all(name in outboxes or _is_kept(name, touched) for name in touched)
+
+
+def is_receipt(event: Mapping[str, Any]) -> bool:
+    """Whether an event is about a receipt of two-phase commit; False where that cannot be told. Never raises."""
+    if isinstance(event, RawEvent) and not (event.origin or b"").endswith(_OF_RECEIPTS):
+        return False
+    try:
+        key = event["documentKey"]["_id"]
+        return event["ns"]["coll"] == RECEIPTS and set(key) == _RECEIPT_PARTS and isinstance(key["t"], ObjectId)
+    except Exception:  # noqa: BLE001 - whatever a pipeline has made of the event
+        return False
 
 
 def _touched(description: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -26,7 +26,13 @@ from bson import json_util
 
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.fenced import TOMBSTONES
-from mongo_celery.bridge.stream.bookkeeping import Bookkeeping, is_judged_behind, left_out
+from mongo_celery.bridge.stream.bookkeeping import (
+    RECEIPTS,
+    Bookkeeping,
+    is_judged_behind,
+    is_receipt,
+    left_out,
+)
 from mongo_celery.bridge.stream.operation_types import (
     ALL,
     DOCUMENT_OPERATIONS,
@@ -135,8 +141,8 @@ class Filter:
         operations: operation types; `{"*"}` for all.
         fields: an update counts only when it touches one of these; None for all.
         match: an aggregation expression over the event, judged by the server; None for all.
-        bookkeeping: whether updates count that touch nothing but what this package keeps in documents. Where there
-            are `fields`, these alone decide.
+        bookkeeping: whether it counts what this package keeps in documents, and in collections of a database that is
+            watched whole. Where there are `fields`, these alone decide about updates.
     """
 
     operations: frozenset[str] = DOCUMENT_OPERATIONS
@@ -154,11 +160,6 @@ class Filter:
         """Whether it is given every change of a document, whatever it is and whatever of a user's has changed."""
         is_open = self.operations >= DOCUMENT_OPERATIONS or ALL in self.operations
         return is_open and self.fields is None and self.match is None
-
-    @property
-    def passes_over_bookkeeping(self) -> bool:
-        """Whether an update that touches nothing but bookkeeping is left out by itself."""
-        return not self.bookkeeping and self.fields is None and self.wants("update")
 
     def asks_of(self, field: str) -> bool:
         """Whether updates are asked for that touch nothing but a field at the top of a document, which we keep."""
@@ -211,7 +212,8 @@ class Selector:
     Attributes:
         alone: the stream is open on the one collection that is the source, so that every event of it belongs
             here, whatever the bridge's pipeline has made of the namespace.
-        bookkeeping: by which it is told; None where it is asked for, or cannot be told.
+        bookkeeping: by which it is told; None where it is asked for.
+        tells_updates: whether an update can be told by what it touches, and nothing else says which are wanted.
     """
 
     name: str
@@ -219,6 +221,7 @@ class Selector:
     filter: Filter
     alone: bool = False
     bookkeeping: Bookkeeping | None = None
+    tells_updates: bool = True
 
     def selects(self, event: Mapping[str, Any]) -> bool:
         """
@@ -243,10 +246,12 @@ class Selector:
         return self.filter.match is None or bool(event[FLAGS].get(self.name, False))
 
     def is_bookkeeping(self, event: Mapping[str, Any]) -> bool:
-        """Whether an event is an update that touches nothing but bookkeeping, which is not asked for. Never raises."""
+        """Whether an event is about nothing but bookkeeping, which is not asked for. Never raises."""
         if self.bookkeeping is None:
             return False
-        return self.bookkeeping.is_all_of(event, str(self.sources[0]) if self.alone else None)
+        if self.tells_updates and self.bookkeeping.is_all_of(event, str(self.sources[0]) if self.alone else None):
+            return True
+        return is_receipt(event) and not any(source.collection == RECEIPTS for source in self.sources)
 
     @property
     def is_simple(self) -> bool:
@@ -269,7 +274,16 @@ class Selector:
     def _covers(self, event: Mapping[str, Any]) -> bool:
         """A rename concerns the collection that it takes away, and the one that it puts in its place."""
         places = [at for at in (event.get("ns"), event.get("to")) if isinstance(at, Mapping)] or [{}]
-        return any(source.covers(at.get("db"), at.get("coll")) for at in places for source in self.sources)
+        return any(self._covers_place(at, source) for at in places for source in self.sources)
+
+    def _covers_place(self, at: Mapping[str, Any], source: Source) -> bool:
+        """Of the collections that hold nothing but bookkeeping those alone that are named."""
+        database, collection = at.get("db"), at.get("coll")
+        if source.collection is None and self.bookkeeping is not None and collection is not None:
+            return f"{database}.{collection}" not in self.bookkeeping.collections and source.covers(
+                database, collection
+            )
+        return source.covers(database, collection)
 
     def _check_is_whole(self, event: Mapping[str, Any]) -> None:
         operation = event.get("operationType")
@@ -423,12 +437,13 @@ def scope_of(
 
 def placed(selectors: Iterable[Selector], scope: Scope, bookkeeping: Bookkeeping | None = None) -> list[Selector]:
     """The selectors of a bridge, once it is known what its stream is open on, and what is bookkeeping there."""
-    told = bookkeeping if is_judged_behind(scope.given_stages) else None
+    is_judged = is_judged_behind(scope.given_stages)
     return [
         replace(
             selector,
             alone=scope.collection is not None,
-            bookkeeping=told if selector.filter.passes_over_bookkeeping else None,
+            bookkeeping=None if selector.filter.bookkeeping else bookkeeping,
+            tells_updates=is_judged and selector.filter.fields is None,
         )
         for selector in selectors
     ]
