@@ -31,6 +31,7 @@ _ARGUMENTS: dict[str, Any] = {
     ),
     "transactional": False,
     "coalesce": False,
+    "bookkeeping": False,
 }
 """What `on_change` takes for itself, and what it takes by default; all else is for Celery's task."""
 
@@ -148,6 +149,7 @@ class Bridge:
         start_from: StartFrom | None = None,
         commit: str | None = None,
         coalesce: bool = False,
+        bookkeeping: bool = False,
         **task_options: Any,
     ) -> Callable[[Function], Any]:
         """
@@ -178,6 +180,9 @@ class Bridge:
                 writes it itself: half the messages; by default the bridge's.
             coalesce: of several changes of one document in a run, give the last one only: for a handler that needs no
                 more than the latest state.
+            bookkeeping: whether updates count that touch nothing but what this package keeps in documents (the field
+                of an outbox of the app, a lock, markers of a transaction, stamps of fenced writes), and changes of
+                collections of its own in a database that is watched whole.
             task_options: Celery's `bind`, `autoretry_for`, `retry_backoff`, `max_retries`, `rate_limit`,
                 `time_limit`, `soft_time_limit` and the like.
 
@@ -197,6 +202,7 @@ class Bridge:
             "start_from": start_from,
             "commit": commit,
             "coalesce": coalesce,
+            "bookkeeping": bookkeeping,
         }
 
         def decorate(function: Function) -> Any:

@@ -62,6 +62,7 @@ def _defined(handler: Handler, selector: Selector, options: BridgeOptions) -> li
         handler.group,
         # Only where they are used: the digest of every other handler stays what earlier versions have made of it.
         *([["given", handler.batch_size, handler.coalesce]] if handler.is_parted else []),
+        *(["bookkeeping"] if filter_.bookkeeping else []),
     ]
 
 

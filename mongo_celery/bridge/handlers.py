@@ -60,6 +60,7 @@ _OWN_OPTIONS = (
     "group",
     "start_from",
     "coalesce",
+    "bookkeeping",
 )
 _OF_BRIDGE = frozenset(each.name for each in fields(BridgeOptions)) - TASK_OPTIONS - {*_OWN_OPTIONS}
 _REFUSED = {
@@ -198,7 +199,7 @@ def make_handler(
         options: the bridge's options.
         task_name: name of the Celery task.
         arguments: `name`, `operations`, `fields`, `match`, `partition_by`, `failure_policy`, `transactional`,
-            `group`, `start_from`, `commit`, `batch_size`, `coalesce`.
+            `group`, `start_from`, `commit`, `batch_size`, `coalesce`, `bookkeeping`.
         task_options: everything else, for Celery's task.
 
     Raises:
@@ -228,7 +229,12 @@ def make_handler(
         task_name=task_name,
         function=function,
         targets=targets,
-        filter=filter_of(arguments["operations"], arguments["fields"], arguments["match"]),
+        filter=filter_of(
+            arguments["operations"],
+            arguments["fields"],
+            arguments["match"],
+            bookkeeping=arguments.get("bookkeeping", False),
+        ),
         partition_by=arguments["partition_by"],
         failure_policy=arguments["failure_policy"],
         transactional=bool(arguments["transactional"]),

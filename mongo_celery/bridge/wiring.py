@@ -6,6 +6,7 @@ Parts take the wiring, never the `Bridge`: that is what users see of it, and it 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -24,12 +25,17 @@ from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import SETTING_PREFIX, BridgeOptions, early, merged
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
 from mongo_celery.bridge.stream.source import Scope, Selector, placed, scope_of
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.mongo.opening import ping, translated
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
 from mongo_celery.mongo.verdicts import Concern
+from mongo_celery.outbox import Outbox
+from mongo_celery.outbox.outbox import OUTBOXES
+
+logger = logging.getLogger("mongo_celery.listener")
 
 T = TypeVar("T")
 
@@ -216,6 +222,7 @@ class Wiring:
         """
         options = self.options
         selectors = [handler.selector(self.default_database) for handler in self.handlers]
+        bookkeeping = _bookkeeping_of(self.app)
         scope = scope_of(
             selectors,
             state_database=options.database,
@@ -223,8 +230,9 @@ class Wiring:
             full_document=options.full_document,
             before_change=options.full_document_before_change,
             expanded=options.show_expanded_events,
+            bookkeeping=bookkeeping,
         )
-        return placed(selectors, scope), scope
+        return placed(selectors, scope, bookkeeping), scope
 
     # -- what this process has ---------------------------------------------------------------------
 
@@ -297,6 +305,27 @@ class Wiring:
 
     def _bad_url(self, error: Exception) -> ConfigurationError:
         return ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {short(error)}")
+
+
+def _bookkeeping_of(app: Celery) -> Bookkeeping:
+    """What the outboxes of an app keep; one whose collection cannot be had is said, and left out."""
+    fields: dict[str, set[str]] = {}
+    collections: set[str] = set()
+    for outbox in OUTBOXES.of(app):
+        try:
+            names = outbox.backing.full_names
+        except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
+            logger.warning(
+                "the collection of %r cannot be had (%s): handlers run for what it keeps there, too",
+                outbox, short(error),
+                extra={"event": "outbox_unknown"},
+            )  # fmt: skip
+            continue
+        if isinstance(outbox, Outbox):
+            fields.setdefault(names[0], set()).add(outbox.field.name)
+        else:  # its entries lie in collections of their own
+            collections.update(names)
+    return Bookkeeping({name: frozenset(found) for name, found in fields.items()}, frozenset(collections))
 
 
 def _settings(app: Celery) -> dict[str, Any]:

@@ -49,15 +49,31 @@ def run_example(name: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def shown(name: str) -> list[str]:
+    """What the README of an example shows of its output."""
+    text = (ROOT / "examples" / name / "README.md").read_text()
+    return text.split("run.py\n", 1)[1].split("```", 1)[0].splitlines()
+
+
 def test_the_outbox_loses_nothing_where_insert_and_delay_do() -> None:
     """The writer is killed between write and dispatch; the README shows these lines."""
-    shown = (ROOT / "examples/orders_outbox/README.md").read_text().split("run.py\n", 1)[1].split("```", 1)[0]
-    assert run_example("orders_outbox") == shown.splitlines()
+    assert run_example("orders_outbox") == shown("orders_outbox")
 
 
 def test_a_flask_app_saves_mongoengine_documents_with_their_tasks() -> None:
-    shown = (ROOT / "examples/flask_mongoengine/README.md").read_text().split("run.py\n", 1)[1].split("```", 1)[0]
-    assert run_example("flask_mongoengine") == shown.splitlines()
+    assert run_example("flask_mongoengine") == shown("flask_mongoengine")
+
+
+def test_what_a_transaction_sends_is_sent_if_it_is_committed() -> None:
+    """Deletes of several documents, one of them aborted, and a kill behind the last commit."""
+    assert run_example("outbox_collection") == shown("outbox_collection")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fenced_outbox", "fastapi_outbox", "django_outbox"])
+def test_other_programs_save_their_tasks_with_what_they_write(name: str) -> None:
+    """In short: `docs/outbox.md` is executed, and so are these ways in `tests/integration`."""
+    assert run_example(name) == shown(name)
 
 
 def test_the_bank_keeps_every_sum_both_ways() -> None:

@@ -41,6 +41,10 @@ class Watched:
         """Which steps of an order have run, in the order in which they ran."""
         return [note["step"] for note in self.data["notes"].find({"order": order}).sort("_id", 1)]
 
+    def seen(self, kind: str, order: int) -> list[list[str]]:
+        """The fields in the changes of an order that a handler got, in the order of the stream."""
+        return [each["names"] for each in self.data[kind].find({"order": order}).sort("_id", 1)]
+
     def pending(self, order: int) -> int:
         document = self.data["orders"].find_one({"_id": order})
         assert document is not None
@@ -78,6 +82,15 @@ def test_the_listener_delivers_what_the_writer_leaves_pending_in_order_per_docum
         wait_for(lambda order=order: watched.notes(order)[2:] == [2])  # type: ignore[misc]
         assert watched.notes(order) == [0, 1, 2]
         wait_for(lambda order=order: watched.pending(order) == 0)  # type: ignore[misc]
+
+    # Handlers beside it get what was written to the orders; one that asks gets the removals too, and claims.
+    watched.data["orders"].update_many({}, {"$set": {"shipped": True}})
+    for order in range(5):
+        for kind in ("seen", "seen_all"):
+            wait_for(lambda order=order, kind=kind: watched.seen(kind, order)[-1:] == [["shipped"]])  # type: ignore[misc]
+        seen = watched.seen("seen", order)
+        assert [[name for name in names if "." not in name] for names in seen] == [[], ["paid"], ["shipped"]]
+        assert len(watched.seen("seen_all", order)) > len(seen)
 
 
 def test_the_listener_waits_for_the_claim_of_a_writer_that_has_died(watched: Watched) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from celery import Celery
 from pymongo import MongoClient
 
-from mongo_celery import Bridge
+from mongo_celery import Bridge, Change
 
 NAME = os.environ.get("WATCHED_NAME", "watched")
 URL = os.environ.get("WATCHED_MONGO", "mongodb://localhost/")
@@ -19,6 +19,26 @@ bridge = Bridge(
     app, URL, name=NAME, database=f"{NAME}_state", partitions=4, lease_ttl=2, claim_ttl=3, autodiscover=False
 )
 orders = bridge.outbox(f"{NAME}_data.orders", at_once=False, claim_ttl=7, sweep_every=None)
+
+
+def record(collection: str, change: Change) -> None:
+    """Keep each change once, however often it is handled."""
+    names = sorted((change.update_description or {}).get("updatedFields", ()))
+    seen = {"order": change.document_key["_id"], "operation": change.operation_type, "names": names}
+    database = bridge.client[f"{NAME}_data"]
+    database[collection].update_one({"_id": change.resume_token["_data"]}, {"$set": seen}, upsert=True)
+
+
+@bridge.on_change(f"{NAME}_data.orders")
+def see(change: Change) -> None:
+    """What a handler gets beside an outbox."""
+    record("seen", change)
+
+
+@bridge.on_change(f"{NAME}_data.orders", bookkeeping=True)
+def see_all(change: Change) -> None:
+    """What there is."""
+    record("seen_all", change)
 
 
 @app.task

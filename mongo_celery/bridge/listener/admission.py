@@ -167,8 +167,8 @@ class Admission:
         if known is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            known = self._known[origin] = self._selector.selects(document)
-        return known
+            known = self._known[origin] = self._selector.asks_for(document)
+        return known and not self._selector.is_bookkeeping(document)
 
     def _is_judged(self, event: ChangeEvent) -> bool:
         """Whether the `match` of this handler, if it has one, did not fail: the event has the flags of those alone."""

@@ -3,7 +3,8 @@ What a handler listens to, and the one change stream that serves all handlers of
 
 Server-side filters use only what the oplog fixes: namespace and operation. A condition on anything else
 (`match`) is computed by the server into a flag, and applied by the listener: a filter on a looked-up
-field would make a token unresumable as soon as the document changes.
+field would make a token unresumable as soon as the document changes. What is bookkeeping is left out there or
+here (`bookkeeping`).
 
 The server's filter decides how fast the stream passes the writes of others, and the oplog is left behind by a
 stream that is slower than they are. So it is cheap before it is exact: one look-up of the namespace in a list,
@@ -25,6 +26,13 @@ from bson import json_util
 
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.fenced import TOMBSTONES
+from mongo_celery.bridge.stream.bookkeeping import (
+    RECEIPTS,
+    Bookkeeping,
+    is_judged_behind,
+    is_receipt,
+    left_out,
+)
 from mongo_celery.bridge.stream.operation_types import (
     ALL,
     DOCUMENT_OPERATIONS,
@@ -133,11 +141,14 @@ class Filter:
         operations: operation types; `{"*"}` for all.
         fields: an update counts only when it touches one of these; None for all.
         match: an aggregation expression over the event, judged by the server; None for all.
+        bookkeeping: whether it counts what this package keeps in documents, and in collections of a database that is
+            watched whole. Where there are `fields`, these alone decide about updates.
     """
 
     operations: frozenset[str] = DOCUMENT_OPERATIONS
     fields: frozenset[str] | None = None
     match: Any = None
+    bookkeeping: bool = False
 
     @property
     def takes_documents(self) -> bool:
@@ -146,16 +157,24 @@ class Filter:
 
     @property
     def takes_every_change(self) -> bool:
-        """Whether it is given every change of a document, whatever the document is and whatever has changed."""
+        """Whether it is given every change of a document, whatever it is and whatever of a user's has changed."""
         is_open = self.operations >= DOCUMENT_OPERATIONS or ALL in self.operations
         return is_open and self.fields is None and self.match is None
+
+    def asks_of(self, field: str) -> bool:
+        """Whether updates are asked for that touch nothing but a field at the top of a document, which we keep."""
+        if self.fields is None:
+            return self.bookkeeping
+        return any(path.partition(".")[0] == field for path in self.fields)
 
     def wants(self, operation: str) -> bool:
         """Whether an operation type is asked for."""
         return operation in self.operations or ALL in self.operations
 
 
-def filter_of(operations: Iterable[str] | None, fields: Iterable[str] | None, match: Any) -> Filter:
+def filter_of(
+    operations: Iterable[str] | None, fields: Iterable[str] | None, match: Any, *, bookkeeping: bool = False
+) -> Filter:
     """A filter from a decorator's arguments, or a ConfigurationError."""
     if operations == ALL:
         operations = {ALL}
@@ -165,7 +184,14 @@ def filter_of(operations: Iterable[str] | None, fields: Iterable[str] | None, ma
     asked = operations_of(list(operations)) if operations is not None else DOCUMENT_OPERATIONS
     if match is not None and not isinstance(match, Mapping):
         raise ConfigurationError(f"match={match!r} must be an aggregation expression, such as {{'$gt': [...]}}.")
-    return Filter(asked, frozenset(fields) if fields is not None else None, match)
+    if not isinstance(bookkeeping, bool):
+        raise ConfigurationError(f"bookkeeping={bookkeeping!r} must be True or False.")
+    if bookkeeping and fields is not None:
+        raise ConfigurationError(
+            "bookkeeping=True does nothing beside fields=, which alone say what an update has to touch; add the field "
+            "to them, or leave one of the two out.",
+        )
+    return Filter(asked, frozenset(fields) if fields is not None else None, match, bookkeeping)
 
 
 def _are_names(value: object) -> bool:
@@ -186,12 +212,16 @@ class Selector:
     Attributes:
         alone: the stream is open on the one collection that is the source, so that every event of it belongs
             here, whatever the bridge's pipeline has made of the namespace.
+        bookkeeping: by which it is told; None where it is asked for.
+        tells_updates: whether an update can be told by what it touches, and nothing else says which are wanted.
     """
 
     name: str
     sources: tuple[Source, ...]
     filter: Filter
     alone: bool = False
+    bookkeeping: Bookkeeping | None = None
+    tells_updates: bool = True
 
     def selects(self, event: Mapping[str, Any]) -> bool:
         """
@@ -201,18 +231,38 @@ class Selector:
             ConfigurationError: the bridge's pipeline has removed what this is judged by. To pass over the
                 event would be a silent loss.
         """
-        if not self.may_select(event):
+        return self.asks_for(event) and not self.is_bookkeeping(event)
+
+    def asks_for(self, event: Mapping[str, Any]) -> bool:
+        """
+        As `selects`, of an event that is no bookkeeping.
+
+        Raises:
+            ConfigurationError: as there.
+        """
+        if not self._may_ask_for(event):
             return False
         self._check_is_whole(event)
         return self.filter.match is None or bool(event[FLAGS].get(self.name, False))
 
+    def is_bookkeeping(self, event: Mapping[str, Any]) -> bool:
+        """Whether an event is about nothing but bookkeeping, which is not asked for. Never raises."""
+        if self.bookkeeping is None:
+            return False
+        if self.tells_updates and self.bookkeeping.is_all_of(event, str(self.sources[0]) if self.alone else None):
+            return True
+        return is_receipt(event) and not any(source.collection == RECEIPTS for source in self.sources)
+
     @property
     def is_simple(self) -> bool:
-        """Whether nothing but operation and namespace decides about a change of a document."""
+        """Whether nothing but operation, namespace and bookkeeping decides about a change of a document."""
         return self.filter.match is None and self.filter.fields is None
 
     def may_select(self, event: Mapping[str, Any]) -> bool:
         """Whether nothing that the event has, whole or not, rules out that it belongs to this subscription."""
+        return self._may_ask_for(event) and not self.is_bookkeeping(event)
+
+    def _may_ask_for(self, event: Mapping[str, Any]) -> bool:
         operation = event.get("operationType")
         if isinstance(operation, str) and not self.filter.wants(operation):
             return False
@@ -224,7 +274,16 @@ class Selector:
     def _covers(self, event: Mapping[str, Any]) -> bool:
         """A rename concerns the collection that it takes away, and the one that it puts in its place."""
         places = [at for at in (event.get("ns"), event.get("to")) if isinstance(at, Mapping)] or [{}]
-        return any(source.covers(at.get("db"), at.get("coll")) for at in places for source in self.sources)
+        return any(self._covers_place(at, source) for at in places for source in self.sources)
+
+    def _covers_place(self, at: Mapping[str, Any], source: Source) -> bool:
+        """Of the collections that hold nothing but bookkeeping those alone that are named."""
+        database, collection = at.get("db"), at.get("coll")
+        if source.collection is None and self.bookkeeping is not None and collection is not None:
+            return f"{database}.{collection}" not in self.bookkeeping.collections and source.covers(
+                database, collection
+            )
+        return source.covers(database, collection)
 
     def _check_is_whole(self, event: Mapping[str, Any]) -> None:
         operation = event.get("operationType")
@@ -331,9 +390,19 @@ def scope_of(
     full_document: str | None = None,
     before_change: str | None = None,
     expanded: bool = False,
+    bookkeeping: Bookkeeping | None = None,
 ) -> Scope:
     """
     The narrowest stream that serves all subscriptions; the same one in whatever order they come.
+
+    Args:
+        selectors: of all subscriptions.
+        state_database: of the bridge.
+        pipeline: the user's stages.
+        full_document: as the option of that name.
+        before_change: as the option `full_document_before_change`.
+        expanded: as the option `show_expanded_events`.
+        bookkeeping: what of it is known; None to have all of it.
 
     Raises:
         ConfigurationError: when a source lies in the bridge's own state database.
@@ -349,7 +418,12 @@ def scope_of(
     database = databases.pop() if len(databases) == 1 else None
     collection = sources[0].collection if len(sources) == 1 else None
     opened = Source(database, collection)
-    stages = [_match(selectors, opened, state_database), *_flags(selectors, opened), *pipeline]
+    stages = [
+        _match(selectors, opened, state_database),
+        *left_out(_unasked(selectors, bookkeeping), is_alone=collection is not None),
+        *_flags(selectors, opened),
+        *pipeline,
+    ]
     options: dict[str, str | bool] = {}
     if full_document not in (None, "default"):
         options["full_document"] = str(full_document)
@@ -361,9 +435,34 @@ def scope_of(
     return Scope(database, collection, tuple(stage for stage in stages if stage), options, given)
 
 
-def placed(selectors: Iterable[Selector], scope: Scope) -> list[Selector]:
-    """The selectors of a bridge, once it is known what its stream is open on."""
-    return [replace(selector, alone=scope.collection is not None) for selector in selectors]
+def placed(selectors: Iterable[Selector], scope: Scope, bookkeeping: Bookkeeping | None = None) -> list[Selector]:
+    """The selectors of a bridge, once it is known what its stream is open on, and what is bookkeeping there."""
+    is_judged = is_judged_behind(scope.given_stages)
+    return [
+        replace(
+            selector,
+            alone=scope.collection is not None,
+            bookkeeping=None if selector.filter.bookkeeping else bookkeeping,
+            tells_updates=is_judged and selector.filter.fields is None,
+        )
+        for selector in selectors
+    ]
+
+
+def _unasked(selectors: Sequence[Selector], bookkeeping: Bookkeeping | None) -> dict[str, list[str]]:
+    """Collections with an outbox whose bookkeeping no handler asks for, by its field."""
+    found: dict[str, list[str]] = {}
+    for name, fields in sorted(bookkeeping.outboxes.items()) if bookkeeping is not None else ():
+        database, _, collection = name.partition(".")
+        takers = [
+            each.filter
+            for each in selectors
+            if each.filter.wants("update") and any(source.covers(database, collection) for source in each.sources)
+        ]
+        for field in sorted(fields):
+            if takers and not any(filter_.asks_of(field) for filter_ in takers):
+                found.setdefault(field, []).append(name)
+    return found
 
 
 def _match(selectors: Sequence[Selector], opened: Source, state_database: str) -> Mapping[str, Any]:

@@ -1,0 +1,16 @@
+"""The shop's app: `celery -A shop worker`, `celery -A shop beat`."""
+
+import os
+from typing import Any
+
+from celery import Celery
+from pymongo import MongoClient
+
+from mongo_celery import OutboxCollection
+
+app = Celery("shop", broker=os.environ.get("REDIS_URL", "redis://localhost:6379/0"), include=["shop.tasks"])
+client: MongoClient[dict[str, Any]] = MongoClient(
+    os.environ.get("MONGO_URL", "mongodb://localhost:27017/?replicaSet=rs0"), connect=False
+)
+database = client["shop"]
+leaving = OutboxCollection(app, database["leaving"], sweep_after=1, sweep_every=1, claim_ttl=2)

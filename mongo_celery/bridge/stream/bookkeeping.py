@@ -1,0 +1,244 @@
+"""
+Bookkeeping: what this package keeps for itself, in fields of users' documents and in collections of its own.
+
+No handler runs for it unless it asks: nothing that anybody else has written is in it, and a program without an outbox,
+a lock or a transaction would not have made these changes. In users' documents it is updates that touch nothing else:
+
+| who keeps it | updates | known by |
+|---|---|---|
+| an outbox | claims, removals, entries without a change beside them | collection and field, of the app's outboxes |
+| `select_for_update` | the lock | its field `_lock`, and the value of a lock in it |
+| two-phase commit by markers | a version given, a transaction settled | `transactionFence`, and a version in it |
+| fenced writes | a stamp without a change beside it | `_fence`, and stamps in it |
+
+What an outbox keeps is known from the outbox, since a field named so may be a user's elsewhere. The others work on
+whatever collection; so the value counts too, and who has a field of such a name for something else misses nothing.
+
+Who watches a whole database or cluster has asked for no collection of ours: those of the app's `OutboxCollection`s are
+left out, and receipts of two-phase commit, by the collection's name and the form of their `_id`.
+
+All this is fixed by the oplog, so that the server may leave it out and every token remains one to go on from. It is
+asked to where that is cheap and leaves out much: in collections with an outbox, unless a handler wants to know. The
+listener leaves out the rest. What it cannot judge, since a pipeline has removed or changed the description of the
+update, is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bson import ObjectId, json_util
+
+from mongo_celery.bridge.fenced.fence import FIELD as FENCE
+from mongo_celery.bridge.raw_event import RawEvent
+from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
+from mongo_celery.twophase.receipts import COLLECTION
+
+LOCK = "_lock"
+"""Where `select_for_update` writes unless it is told another field."""
+
+Changes = Mapping[str, Any]
+"""The values that an update has given, by their paths."""
+
+RECEIPTS = COLLECTION
+"""Where two-phase commit keeps its receipts, in each database with participants."""
+
+_RECEIPT_PARTS = {"t", "b"}
+_OF_RECEIPTS = RECEIPTS.encode() + b"\0\0"
+"""How the bytes of their namespace end."""
+
+_GONE = object()
+"""In the place of a value: it was removed, or cut from an array."""
+
+_DESCRIPTION = b"\x03updateDescription\0"
+_LOCK_PARTS = frozenset({"application", "at", "id"})
+_VERSION_PARTS = frozenset({"of", "at"})
+_STAMP_PARTS = frozenset({"g", "p"})
+_ALTERING = frozenset({"$redact"})
+
+
+@dataclass(frozen=True, slots=True)
+class Bookkeeping:
+    """
+    What is bookkeeping, as far as that depends on an app.
+
+    Args:
+        outboxes: the fields of outboxes, by the full names of their collections.
+        collections: full names of those that hold nothing but what outboxes keep.
+    """
+
+    outboxes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    collections: frozenset[str] = frozenset()
+    _traces: tuple[bytes, ...] = field(init=False, repr=False, compare=False, default=())
+
+    def __post_init__(self) -> None:
+        names = {LOCK, PARTICIPANT_VERSION, FENCE}.union(*self.outboxes.values())
+        object.__setattr__(self, "_traces", tuple(sorted(name.encode() for name in names)))
+
+    def is_all_of(self, event: Mapping[str, Any], namespace: str | None = None) -> bool:
+        """
+        Whether an event is an update that touches nothing else; False where that cannot be told. Never raises.
+
+        Args:
+            event: of whatever operation.
+            namespace: of its collection, where that is known without it.
+        """
+        if isinstance(event, RawEvent) and not self._may_be_in(event.raw):
+            return False
+        try:
+            return event.get("operationType") == "update" and self._is_all_of(event, namespace)
+        except Exception:  # noqa: BLE001 - whatever a pipeline has made of the event
+            return False
+
+    def _may_be_in(self, raw: bytes) -> bool:
+        """Whether one of the names stands in the description of an update: most need not be looked at any further."""
+        # Where a value looks like a description, what is behind it may be too little; then the update is given.
+        begin = raw.rfind(_DESCRIPTION)
+        if begin < 0:
+            return False
+        for name in self._traces:  # noqa: SIM110 - it is asked of every update, and a generator takes longer
+            if raw.find(name, begin) > 0:
+                return True
+        return False
+
+    def _is_all_of(self, event: Mapping[str, Any], namespace: str | None) -> bool:
+        touched: dict[str, dict[str, Any]] = {}
+        for path, value in _touched(event["updateDescription"]):
+            touched.setdefault(path.partition(".")[0], {})[path] = value
+        if namespace is None:
+            namespace = f"{event['ns']['db']}.{event['ns']['coll']}"
+        outboxes = self.outboxes.get(namespace, frozenset())
+        return bool(touched) and all(name in outboxes or _is_kept(name, touched) for name in touched)
+
+
+def is_receipt(event: Mapping[str, Any]) -> bool:
+    """Whether an event is about a receipt of two-phase commit; False where that cannot be told. Never raises."""
+    if isinstance(event, RawEvent) and not (event.origin or b"").endswith(_OF_RECEIPTS):
+        return False
+    try:
+        key = event["documentKey"]["_id"]
+        return event["ns"]["coll"] == RECEIPTS and set(key) == _RECEIPT_PARTS and isinstance(key["t"], ObjectId)
+    except Exception:  # noqa: BLE001 - whatever a pipeline has made of the event
+        return False
+
+
+def _touched(description: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    yield from description["updatedFields"].items()
+    for path in description["removedFields"]:
+        yield path, _GONE
+    for array in description.get("truncatedArrays") or ():
+        yield array["field"], _GONE
+
+
+def _is_kept(name: str, touched: Mapping[str, Changes]) -> bool:
+    if name == LOCK:
+        return _is_lock(touched[name])
+    if name == MARKERS:
+        return PARTICIPANT_VERSION in touched
+    if name == PARTICIPANT_VERSION:
+        return _is_version(touched[name])
+    return name == FENCE and _are_stamps(touched[name])
+
+
+def _is_lock(changes: Changes) -> bool:
+    """The whole lock, or what differs from the one before; its id always does."""
+    parts = _parts(LOCK, changes)
+    return parts is not None and parts.keys() <= _LOCK_PARTS and isinstance(parts.get("id"), ObjectId)
+
+
+def _is_version(changes: Changes) -> bool:
+    """A version, or the part of it that is made anew; the first edition's have no parts."""
+    if isinstance(changes.get(PARTICIPANT_VERSION), ObjectId):
+        return True
+    parts = _parts(PARTICIPANT_VERSION, changes)
+    return parts is not None and parts.keys() <= _VERSION_PARTS and isinstance(parts.get("at"), ObjectId)
+
+
+def _are_stamps(changes: Changes) -> bool:
+    """Stamps, each under a key of bridge and subscription, or parts of them."""
+    whole = changes.get(FENCE)
+    if whole is not None:
+        return isinstance(whole, Mapping) and all("/" in key and _is_stamp(whole[key]) for key in whole)
+    for path, value in changes.items():
+        _, key, *parts = path.split(".")
+        if "/" not in key or value is _GONE or not (_is_stamp(value) if not parts else parts[0] in _STAMP_PARTS):
+            return False
+    return True
+
+
+def _is_stamp(value: Any) -> bool:
+    return isinstance(value, Mapping) and frozenset(value) == _STAMP_PARTS
+
+
+def _parts(name: str, changes: Changes) -> Changes | None:
+    """By their names, the values of the parts that were written, together or one by one; None where it has none."""
+    whole = changes.get(name)
+    if whole is not None:
+        return whole if isinstance(whole, Mapping) and len(changes) == 1 else None
+    return {path.removeprefix(f"{name}."): value for path, value in changes.items()}
+
+
+def is_judged_behind(pipeline: Sequence[Mapping[str, Any]]) -> bool:
+    """
+    Whether updates can be told by their description when they have passed a user's pipeline.
+
+    Not by what is left of one: a description that lacks the user's own fields would look like bookkeeping.
+    """
+    return not any(_may_alter(stage) for stage in pipeline)
+
+
+def _may_alter(stage: Mapping[str, Any]) -> bool:
+    ((operator, body),) = stage.items()
+    if operator == "$match":
+        return False
+    return operator in _ALTERING or "updateDescription" in json_util.dumps(body, default=repr)
+
+
+# -- on the server ---------------------------------------------------------------------------------
+
+
+def left_out(fields: Mapping[str, Sequence[str]], *, is_alone: bool) -> list[Mapping[str, Any]]:
+    """
+    A stage that leaves out the updates which touch nothing but an outbox's field; none where there is no outbox.
+
+    Args:
+        fields: full names of collections, by the field of their outboxes.
+        is_alone: whether the stream is open on the one collection that can be among them.
+    """
+    if not fields:
+        return []
+    kept = [
+        {"$and": [*([_is_in(names)] if len(fields) > 1 else []), {"$allElementsTrue": [_are_of(name)]}]}
+        for name, names in sorted(fields.items())
+    ]
+    # In this order, so that nobody else's updates cost more than a look-up. One that touches nothing passes.
+    conditions = [
+        {"$eq": ["$operationType", "update"]},
+        *([] if is_alone else [_is_in({each for names in fields.values() for each in names})]),
+        {"$let": {"vars": {"paths": _paths()}, "in": {"$and": [{"$ne": ["$$paths", []]}, {"$or": kept}]}}},
+    ]
+    return [{"$match": {"$expr": {"$not": [{"$and": conditions}]}}}]
+
+
+def _is_in(names: Iterable[str]) -> Mapping[str, Any]:
+    return {"$in": [{"$concat": ["$ns.db", ".", "$ns.coll"]}, sorted(names)]}
+
+
+def _are_of(name: str) -> Mapping[str, Any]:
+    """For each path whether it lies in a field; told by bytes, since a path need not be valid text."""
+    begins = {"$eq": [{"$indexOfBytes": ["$$path", f"{name}."]}, 0]}
+    is_of = {"$or": [{"$eq": ["$$path", name]}, begins]}
+    return {"$map": {"input": "$$paths", "as": "path", "in": is_of}}
+
+
+def _paths() -> Mapping[str, Any]:
+    updated = {"$objectToArray": {"$ifNull": ["$updateDescription.updatedFields", {}]}}
+    return {
+        "$concatArrays": [
+            {"$map": {"input": updated, "as": "each", "in": "$$each.k"}},
+            {"$ifNull": ["$updateDescription.removedFields", []]},
+            {"$ifNull": ["$updateDescription.truncatedArrays.field", []]},
+        ]
+    }

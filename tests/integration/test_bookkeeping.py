@@ -1,0 +1,225 @@
+"""
+Bookkeeping as a change stream shows it: what outboxes, locks, transactions and fences really write.
+
+The server leaves it out, or the selector does; the same events remain, and each can be gone on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import bson
+import pytest
+from bson.raw_bson import RawBSONDocument
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import (
+    STORED_ID,
+    OutboxCollection,
+    Participant,
+    TransactionCanceledError,
+    TwoPhaseCommit,
+    select_for_update,
+    select_many_for_update,
+    transactional,
+)
+from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
+from mongo_celery.bridge.stream.source import Scope, Selector, placed, scope_of
+from tests.integration.fenced_rig import view
+from tests.integration.outbox_rig import Rig, opened
+from tests.integration.stream_rig import Reading, now, selector_of
+
+Document = dict[str, Any]
+Events = list[Mapping[str, Any]]
+LAST = "the last one"
+
+
+@pytest.fixture
+def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
+    with opened(database, redis_url) as made:
+        yield made
+
+
+def known(database: Database[Document], field: str = "pendingEvents") -> Bookkeeping:
+    return Bookkeeping({f"{database.name}.orders": frozenset({field})})
+
+
+def stream(database: Database[Document], bookkeeping: Bookkeeping, *names: str) -> tuple[Selector, Scope]:
+    """What a bridge with one handler on these collections opens."""
+    asked = selector_of(*(f"{database.name}.{name}" for name in names))
+    scope = scope_of([asked], state_database="none", full_document="updateLookup", bookkeeping=bookkeeping)
+    [asked] = placed([asked], scope, bookkeeping)
+    return asked, scope
+
+
+def read(opened_on: Any, pipeline: Any, start: Any, after: Any = None) -> Events:
+    """All events from a time, or from behind a token, up to the document that is called the last one."""
+    place = {"start_after": after} if after else {"start_at_operation_time": start}
+    found: Events = []
+    with opened_on.watch(list(pipeline), full_document="updateLookup", max_await_time_ms=100, **place) as events:
+        for event in events:
+            if event["documentKey"]["_id"] == LAST:
+                return found
+            found.append(event)
+    raise AssertionError("the stream has ended")
+
+
+def names_of(event: Mapping[str, Any]) -> set[str]:
+    """The fields at the top of the document that an event has touched; none unless it is an update."""
+    description = event.get("updateDescription") or {"updatedFields": {}, "removedFields": []}
+    cut = [array["field"] for array in description.get("truncatedArrays") or ()]
+    paths = [*description["updatedFields"], *description["removedFields"], *cut]
+    return {path.partition(".")[0] for path in paths}
+
+
+def with_an_outbox(rig: Rig, database: Database[Document]) -> None:
+    """By the writer's dispatcher, by the sweep, as plain values, and entries without a change beside them."""
+    outbox, left = rig.outbox(), rig.outbox("orders", name="left", at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    outbox.update_one({"_id": 1}, {"$set": {"paid": 1}}, tasks=[rig.add.s(1, 2), rig.add.s(1, 3)])
+    left.insert_one({"_id": 2}, tasks=[rig.add.s(2, number) for number in range(3)])
+    assert left.sweep(older_than=0).dispatched == 3
+    left.update_one({"_id": 2}, {"$inc": {"paid": 1}}, tasks=[rig.add.s(2, 4)])
+    database["orders"].update_one({"_id": 2}, left.with_tasks({"$inc": {"paid": 1}}, [rig.add.s(STORED_ID, 5)]))
+    assert left.sweep(older_than=0).dispatched == 2
+
+
+def with_an_outbox_in_a_large_document(rig: Rig, database: Database[Document]) -> None:
+    left = rig.outbox(at_once=False)
+    database["orders"].insert_one({"_id": 1, "paid": ["x" * 100] * 100})
+    for number in range(3):
+        update = {"$push": {"paid": number}}
+        database["orders"].update_one({"_id": 1}, left.with_tasks(update, [rig.add.s(STORED_ID, number)]))
+    database["orders"].update_one({"_id": 1}, left.with_tasks([{"$set": {"paid": 7}}], [rig.add.s(STORED_ID, 3)]))
+    database["orders"].update_many({}, left.with_tasks({"$set": {"paid": 8}}, [rig.add.s(STORED_ID, 4)], many=True))
+    assert left.sweep(older_than=0).dispatched == 5
+
+
+def with_locks(_rig: Rig, database: Database[Document]) -> None:
+    database["orders"].insert_many([{"_id": number} for number in range(3)])
+
+    @transactional(database.client)
+    def pay(number: int, *, session: Any) -> None:
+        locked = select_for_update(database["orders"], {"_id": number}, session=session)
+        assert locked is not None
+        select_many_for_update(database["orders"], {}, session=session)
+        database["orders"].update_one({"_id": number}, {"$inc": {"paid": 1}}, session=session)
+
+    for number in (1, 1, 2):
+        pay(number)
+
+
+def with_markers(_rig: Rig, database: Database[Document]) -> None:
+    """Two that are done, and one that is refused and taken back."""
+    database["orders"].insert_many([{"_id": name, "paid": 10} for name in "AB"])
+    bank = TwoPhaseCommit(None, database["transactions"], protocol="documents")
+
+    def parts(value: int) -> list[Participant]:
+        sides = (("A", -value), ("B", value))
+        enough = {"paid": {"$lte": 15}}
+        return [Participant(database["orders"], name, {"$inc": {"paid": by}}, require=enough) for name, by in sides]
+
+    for value in (3, 3):
+        assert bank.run(bank.begin(parts(value))).state == "done"
+    with pytest.raises(TransactionCanceledError):
+        bank.run(bank.begin(parts(1)))
+
+
+def with_fences(_rig: Rig, database: Database[Document]) -> None:
+    database["orders"].insert_one({"_id": 1})
+    for token in range(3):
+        view(database["orders"], token).update_one({"_id": 1}, {"$set": {"paid": min(token, 1)}})
+    view(database["orders"], 1, generation=2).update_one({"_id": 1}, {"$set": {"paid": 1}})
+
+
+FEATURES: list[Callable[[Rig, Database[Document]], None]] = [
+    with_an_outbox,
+    with_an_outbox_in_a_large_document,
+    with_locks,
+    with_markers,
+    with_fences,
+]
+
+
+@pytest.mark.parametrize("act", FEATURES, ids=lambda act: act.__name__)
+def test_handlers_get_what_users_change_and_no_bookkeeping(
+    rig: Rig, database: Database[Document], act: Callable[[Rig, Database[Document]], None]
+) -> None:
+    """Each event that is left out touches a field of ours alone, and each that is given something else."""
+    start = now(database.client).time
+    act(rig, database)
+    database["orders"].insert_one({"_id": LAST})
+    asked, scope = stream(database, known(database), "orders")
+
+    whole = read(database["orders"], [], start)
+    given = [event for event in whole if asked.selects(event)]
+    filtered = [event for event in read(database["orders"], scope.pipeline, start) if asked.selects(event)]
+
+    assert [event["_id"] for event in filtered] == [event["_id"] for event in given]
+    updates = [event for event in whole if event["operationType"] == "update"]
+    wanted = [event for event in updates if "paid" in names_of(event)]
+    assert [event for event in given if event["operationType"] == "update"] == wanted
+    assert 0 < len(wanted) < len(updates)
+
+
+def test_the_server_leaves_out_what_an_outbox_keeps_and_every_token_remains_good(
+    rig: Rig, database: Database[Document]
+) -> None:
+    """P1: no removal comes over the network; the server goes on behind each event that does."""
+    start = now(database.client).time
+    with_an_outbox(rig, database)
+    database["others"].insert_one({"_id": 7, "pendingEvents": {"count": 1}})
+    database["others"].update_one({"_id": 7}, {"$unset": {"pendingEvents": 1}})
+    database["orders"].insert_one({"_id": LAST})
+    _, scope = stream(database, known(database), "orders", "others")
+
+    found = read(database, scope.pipeline, start)
+
+    of_orders = [event for event in found if event["ns"]["coll"] == "orders"]
+    assert [names_of(event) - {"pendingEvents"} for event in of_orders if names_of(event)] == [{"paid"}] * 3
+    assert [event["operationType"] for event in found if event["ns"]["coll"] == "others"] == ["insert", "update"]
+    for place, event in enumerate(found, 1):
+        rest = read(database, scope.pipeline, start, after=event["_id"])
+        assert [each["_id"] for each in rest] == [each["_id"] for each in found[place:]]
+
+
+def test_who_watches_the_database_gets_no_parcels(rig: Rig, database: Database[Document]) -> None:
+    """Neither entries of an `OutboxCollection` nor what its relays write; other changes of the transaction come."""
+    leaving = OutboxCollection(rig.app, database["leaving"], sweep_every=None, at_once=False)
+    collections = frozenset(leaving.backing.full_names)
+    start = now(database.client).time
+
+    @transactional(database.client)
+    def leave(*, session: Any) -> None:
+        database["orders"].insert_one({"_id": 1}, session=session)
+        leaving.add([rig.add.s(1, 1)], session=session, key="Ann", serialize=True)
+
+    leave()
+    assert leaving.sweep(older_than=0).dispatched == 1
+    database["orders"].insert_one({"_id": LAST})
+    asked = selector_of(f"{database.name}.*")
+    [asked] = placed([asked], scope_of([asked], state_database="none"), Bookkeeping({}, collections))
+
+    whole = read(database, [], start)
+
+    assert {event["ns"]["coll"] for event in whole} == {"orders", "leaving", "leaving_keys"}
+    assert [event["documentKey"] for event in whole if asked.selects(event)] == [{"_id": 1}]
+
+
+def test_a_stream_passes_bookkeeping_that_it_does_not_give(
+    mongo_url: str, mongo_client: MongoClient[Document], database: Database[Document]
+) -> None:
+    """P1, P12: its marks move on, and a name that is no valid text stops nothing, whichever field it stands in."""
+    orders = database["orders"]
+    _, scope = stream(database, known(database), "orders")
+    orders.insert_one({"_id": 1})
+    with Reading(mongo_url, scope, now(mongo_client)) as reading:
+        for before in ("pendingEvents.", ""):
+            update = bson.encode({"$set": {f"{before}##": 1}}).replace(b"##", b"\xff\xfe")
+            database.command("update", "orders", updates=[{"q": {"_id": 1}, "u": RawBSONDocument(update)}])
+        orders.update_one({"_id": 1}, {"$unset": {"pendingEvents": 1}})
+        orders.insert_one({"_id": 2})
+        reading.wait_for_keys(1, 2)
+    assert reading.flaws == {}

@@ -1,0 +1,328 @@
+"""Which updates touch nothing but what this package keeps in documents, and who is given them all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+import bson
+import pytest
+from bson import ObjectId
+from bson.raw_bson import RawBSONDocument
+from celery import Celery
+from pymongo import MongoClient
+
+from mongo_celery import Bridge, ConfigurationError, Outbox, OutboxCollection
+from mongo_celery.bridge.change import FLAGS, event_of
+from mongo_celery.bridge.definitions import definitions_of
+from mongo_celery.bridge.listener.admission import Admission
+from mongo_celery.bridge.partitioning import partitioner
+from mongo_celery.bridge.raw_event import RawEvent
+from mongo_celery.bridge.state.subscriptions import Layout
+from mongo_celery.bridge.stream.bookkeeping import Bookkeeping, is_judged_behind, is_receipt
+from mongo_celery.bridge.stream.items import ChangeEvent, Flaw
+from mongo_celery.bridge.stream.source import Selector, Source, filter_of, placed, scope_of, source_of
+from mongo_celery.twophase import receipts
+from tests.fixtures.samples import event, mark
+
+ORDERS = Source("shop", "orders")
+KNOWN = Bookkeeping({"shop.orders": frozenset({"pendingEvents"}), "shop.bills": frozenset({"waiting"})})
+LOCKED = {"application": "web:7", "at": datetime(2026, 1, 1, tzinfo=UTC), "id": ObjectId()}
+VERSION = {"of": ObjectId(), "at": ObjectId()}
+STAMPS = {"shop/summarise": {"g": 3, "p": {"0": 812}}}
+
+OURS: dict[str, dict[str, Any]] = {
+    "an outbox claims": {"updatedFields": {"pendingEvents.claim.owner": ObjectId(), "pendingEvents.claim.ttl": 7}},
+    "an outbox removes": {"updatedFields": {"pendingEvents.count": 1, "pendingEvents.events": [{}]}},
+    "an outbox removes from the end": {"truncatedArrays": [{"field": "pendingEvents.events", "newSize": 1}]},
+    "an outbox's field goes": {"removedFields": ["pendingEvents"]},
+    "an outbox gets entries alone": {"updatedFields": {"pendingEvents": {"count": 1, "events": [{}]}}},
+    "the first lock": {"updatedFields": {"_lock": LOCKED}},
+    "another lock of the same process": {"updatedFields": {"_lock.at": LOCKED["at"], "_lock.id": ObjectId()}},
+    "another process's lock": {"updatedFields": {f"_lock.{name}": value for name, value in LOCKED.items()}},
+    "a version is given": {"updatedFields": {"transactionFence": VERSION}},
+    "a transaction is settled": {
+        "updatedFields": {"transactionFence.at": ObjectId(), "pendingTransactions": []},
+    },
+    "a transaction of several is settled": {
+        "updatedFields": {"transactionFence.at": ObjectId(), "pendingTransactions.0": 7},
+        "truncatedArrays": [{"field": "pendingTransactions", "newSize": 1}],
+    },
+    "one of the first edition is settled": {
+        "updatedFields": {"transactionFence": ObjectId(), "pendingTransactions": []}
+    },
+    "the first stamp": {"updatedFields": {"_fence": STAMPS}},
+    "another handler's stamp": {"updatedFields": {"_fence.shop/bill": STAMPS["shop/summarise"]}},
+    "a newer stamp": {"updatedFields": {"_fence.shop/summarise.p.0": 813}},
+    "stamps of a new generation": {"updatedFields": {"_fence.shop/bill.g": 4, "_fence.shop/bill.p": {"1": 2}}},
+    "a lock and a removal": {"updatedFields": {"_lock.id": ObjectId()}, "removedFields": ["pendingEvents"]},
+}
+THEIRS: dict[str, dict[str, Any]] = {
+    "a field beside an outbox's": {"updatedFields": {"paid": True, "pendingEvents.count": 1}},
+    "a field is removed beside it": {"updatedFields": {"pendingEvents.count": 1}, "removedFields": ["paid"]},
+    "an array is cut beside it": {
+        "updatedFields": {"pendingEvents.count": 1},
+        "truncatedArrays": [{"field": "lines", "newSize": 1}],
+    },
+    "a field with a longer name": {"updatedFields": {"pendingEventsOf": 1}},
+    "a field of that name elsewhere": {"updatedFields": {"order.pendingEvents": 1}},
+    "the field of another collection's outbox": {"updatedFields": {"waiting": 1}},
+    "a change beside a lock": {"updatedFields": {"_lock": LOCKED, "seat": 7}},
+    "a user's own lock": {"updatedFields": {"_lock": "Ann"}},
+    "a user's own lock with an id": {"updatedFields": {"_lock": {"id": ObjectId(), "by": "Ann"}}},
+    "a part of a user's own lock": {"updatedFields": {"_lock.by": "Ann", "_lock.at": LOCKED["at"]}},
+    "a part of it that is called so": {"updatedFields": {"_lock.id": 7}},
+    "a lock is removed": {"removedFields": ["_lock"]},
+    "a lock's id is removed": {"removedFields": ["_lock.id"]},
+    "a transaction is applied": {"updatedFields": {"balance": 7, "pendingTransactions": [1]}},
+    "markers of the tutorial": {"updatedFields": {"pendingTransactions": []}},
+    "a user's own fence": {"updatedFields": {"transactionFence": 7}},
+    "a user's own fence of parts": {"updatedFields": {"transactionFence": {"of": 1, "at": 2}}},
+    "a fence is removed": {"removedFields": ["transactionFence"], "updatedFields": {"pendingTransactions": []}},
+    "a fenced write": {"updatedFields": {"total": 7, "_fence.shop/summarise.p.0": 813}},
+    "a user's own _fence": {"updatedFields": {"_fence": {"height": 2}}},
+    "a part of it": {"updatedFields": {"_fence.height": 2}},
+    "stamps are removed": {"removedFields": ["_fence.shop/summarise"]},
+    "null in the place of stamps": {"updatedFields": {"_fence": None}},
+    "nothing": {},
+}
+
+
+def updated(description: Mapping[str, Any], ns: str = "shop.orders", **fields: Any) -> dict[str, Any]:
+    whole = {"updatedFields": {}, "removedFields": [], "truncatedArrays": [], **description}
+    return event("update", ns, updateDescription=whole, **fields)
+
+
+def raw(document: Mapping[str, Any]) -> RawEvent:
+    return RawEvent(bson.encode(document))
+
+
+def selector(*, bookkeeping: Bookkeeping | None = KNOWN, alone: bool = False, **conditions: Any) -> Selector:
+    wanted = {"operations": None, "fields": None, "match": None, **conditions}
+    return Selector("summarise", (ORDERS,), filter_of(**wanted), alone, bookkeeping)
+
+
+@pytest.mark.parametrize("description", OURS.values(), ids=OURS.keys())
+def test_what_nobody_else_has_written_is_bookkeeping(description: dict[str, Any]) -> None:
+    for form in (updated(description), raw(updated(description))):
+        assert KNOWN.is_all_of(form)
+        assert not selector().selects(form)
+        assert not selector().may_select(form)
+        assert selector(bookkeeping=None).selects(form)
+
+
+@pytest.mark.parametrize("description", THEIRS.values(), ids=THEIRS.keys())
+def test_what_may_be_a_users_is_given(description: dict[str, Any]) -> None:
+    """A name alone says nothing but in a collection with an outbox; to leave a change out would be a silent loss."""
+    for form in (updated(description), raw(updated(description))):
+        assert not KNOWN.is_all_of(form)
+        assert selector().selects(form)
+
+
+def test_an_outboxs_field_is_bookkeeping_in_its_own_collection_only() -> None:
+    """Elsewhere the name is a user's; a stream on one collection knows which it is, whatever became of `ns`."""
+    removal = {"removedFields": ["waiting"]}
+    assert KNOWN.is_all_of(updated(removal, "shop.bills"))
+    assert not KNOWN.is_all_of(updated(removal))
+    entries = updated({"removedFields": ["pendingEvents"]})
+    del entries["ns"]
+    assert not KNOWN.is_all_of(entries)
+    assert not selector(alone=True).selects(entries)
+
+
+@pytest.mark.parametrize("operation", ["insert", "replace", "delete", "drop"])
+def test_no_other_operation_is_bookkeeping(operation: str) -> None:
+    description = updated({"removedFields": ["pendingEvents"]})["updateDescription"]
+    assert not KNOWN.is_all_of(raw(event(operation, updateDescription=description)))
+
+
+@pytest.mark.parametrize(
+    "description",
+    [None, 7, "text", [], {}, {"updatedFields": 7, "removedFields": []}, {"removedFields": [7]}],
+    ids=repr,
+)
+def test_what_a_pipeline_has_made_of_a_description_is_given(description: Any) -> None:
+    """Nothing is raised, and nothing is taken for bookkeeping that cannot be judged (P12)."""
+    odd = event("update", updateDescription=description, fullDocument={"pendingEvents": 1})
+    assert selector().selects(odd)
+    assert selector().selects(raw(odd))
+    odd["updateDescription"] = RawBSONDocument(bson.encode({"updatedFields": {"pendingEvents": 1}}))
+    assert selector().selects(odd)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "is_given"),
+    [
+        ({"bookkeeping": True}, True),
+        ({"fields": {"pendingEvents.count"}}, True),
+        ({"fields": {"customer"}}, False),
+        ({"operations": {"update"}}, False),
+    ],
+)
+def test_who_asks_for_it_is_given_it(conditions: dict[str, Any], is_given: bool) -> None:
+    """By name, or as a whole: nothing else decides."""
+    one = Selector(
+        "summarise", (ORDERS,), filter_of(**{"operations": None, "fields": None, "match": None, **conditions})
+    )
+    scope = scope_of([one], state_database="state", bookkeeping=KNOWN)
+    [one] = placed([one], scope, KNOWN)
+    assert one.selects(updated({"updatedFields": {"pendingEvents.count": 1}})) is is_given
+    is_left_to_the_server = any("updateDescription" in repr(stage) for stage in scope.pipeline)
+    assert is_left_to_the_server is not is_given
+
+
+def test_the_server_leaves_out_only_what_no_handler_asks_for() -> None:
+    """One handler of a collection that wants to know keeps it in the stream for all; others' collections count not."""
+    plain = Selector("plain", (ORDERS,), filter_of(None, None, None))
+    curious = Selector("curious", (ORDERS,), filter_of(None, None, None, bookkeeping=True))
+    inserts = Selector("inserts", (ORDERS,), filter_of({"insert"}, None, None))
+    bills = Selector("bills", (Source("shop", "bills"),), filter_of(None, None, None, bookkeeping=True))
+
+    def stages(*selectors: Selector) -> int:
+        return len(scope_of(selectors, state_database="state", bookkeeping=KNOWN).pipeline)
+
+    assert stages(plain) == stages(plain, bills) == stages(plain, inserts) == 2
+    assert stages(plain, curious) == stages(inserts) == stages(bills) == stages(curious, bills) == 1
+    assert len(scope_of([plain], state_database="state", bookkeeping=Bookkeeping()).pipeline) == 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_judged"),
+    [
+        ({"$match": {"updateDescription.updatedFields.total": {"$exists": True}}}, True),
+        ({"$unset": "fullDocument.secret"}, True),
+        ({"$addFields": {"size": {"$size": "$fullDocument.lines"}}}, True),
+        ({"$unset": ["updateDescription.updatedFields.secret"]}, False),
+        ({"$project": {"updateDescription.updatedFields.secret": 0}}, False),
+        ({"$project": {"ns": 1, "updateDescription": 1}}, False),
+        ({"$redact": "$$DESCEND"}, False),
+    ],
+)
+def test_behind_a_pipeline_that_may_change_descriptions_all_is_given(stage: dict[str, Any], is_judged: bool) -> None:
+    """What is left of a description when a user's own fields are taken out would look like bookkeeping."""
+    assert is_judged_behind([stage]) is is_judged
+    one = Selector("summarise", (ORDERS,), filter_of(None, None, None))
+    scope = scope_of([one], state_database="state", pipeline=[stage], bookkeeping=KNOWN)
+    [one] = placed([one], scope, KNOWN)
+    assert one.selects(updated({"removedFields": ["pendingEvents"]})) is not is_judged
+    assert "updateDescription" in repr(scope.pipeline[1])  # the server judges in front of it
+
+
+@pytest.mark.parametrize("match", [None, {"$eq": [1, 1]}])
+def test_the_gate_of_a_subscription_asks_each_update_anew(match: Any) -> None:
+    """Whether a namespace and operation are its own is remembered; what an update touches is not."""
+    gate = Admission(selector(match=match), partitioner(None, None, None), Layout(1, 4, "blake2b-64:_id"), None)
+    flags: dict[str, Any] = {FLAGS: {"summarise": True}} if match else {}
+
+    def is_owed(description: Mapping[str, Any], flaw: Flaw | None = None) -> bool:
+        document = bson.encode(updated(description, **flags))
+        return gate.admit(ChangeEvent(mark(1), event_of(document), document, flaw)) is not None
+
+    claim = {"updatedFields": {"pendingEvents.claim.ttl": 7}}
+    for _ in range(2):
+        assert not is_owed(claim)
+        assert is_owed({"updatedFields": {"paid": True}})
+    assert not is_owed(claim, Flaw("read with less"))
+
+
+def test_a_bridge_knows_the_outboxes_of_its_app(caplog: pytest.LogCaptureFixture) -> None:
+    """One that cannot be opened keeps no listener from leading; its entries are given, and that is said."""
+    with (
+        Celery("shop", broker="memory://", set_as_current=False) as app,
+        MongoClient[Any]("mongodb://127.0.0.1:1", connect=False) as client,
+    ):
+        bridge = Bridge(app, "mongodb://127.0.0.1:1/shop", autodiscover=False)
+        bridge.on_change("orders", "bills", "visits")(summarise)
+        Outbox(app, client.shop.orders)
+        Outbox(app, lambda: client.shop.bills, field="waiting")
+        OutboxCollection(app, client.shop.visits)
+        Outbox(app, not_there, name="gone")
+
+        [one], scope = bridge.wiring.stream()
+
+        assert one.bookkeeping == Bookkeeping(KNOWN.outboxes, frozenset({"shop.visits", "shop.visits_keys"}))
+        assert "shop.visits" not in repr(scope.pipeline[1])
+    [record] = [each for each in caplog.records if getattr(each, "event", None) == "outbox_unknown"]
+    assert "gone" in record.getMessage()
+    assert "no connection" in record.getMessage()
+
+
+def not_there() -> Any:
+    raise LookupError("no connection")
+
+
+def summarise(change: Any) -> None:
+    """A handler."""
+
+
+def test_who_asks_for_it_has_other_definitions_and_nobody_else_has() -> None:
+    """A listener with it is a newer one; those of earlier versions have the digests that they had."""
+    digests = []
+    choices: list[dict[str, Any]] = [{}, {"bookkeeping": False}, {"bookkeeping": True}]
+    for options in choices:
+        with Celery("shop", broker="memory://", set_as_current=False) as app:
+            bridge = Bridge(app, "mongodb://127.0.0.1:1/shop", autodiscover=False)
+            bridge.on_change("shop.orders", **options)(summarise)
+            digests.append(definitions_of(bridge.wiring, bridge.wiring.stream()[0]).digest)
+    assert digests[0] == digests[1] != digests[2]
+
+
+RECEIPT = {"t": ObjectId(), "b": "shop"}
+COLLECTIONS: dict[str, tuple[dict[str, Any], bool]] = {
+    "an outbox's own": (event("insert", "shop.visits"), True),
+    "its keys": (event("update", "shop.visits_keys"), True),
+    "one of that name in another database": (event("insert", "store.visits"), False),
+    "a receipt": (event("insert", "shop.transactionReceipts", documentKey={"_id": RECEIPT}), True),
+    "a receipt that has expired": (event("delete", "shop.transactionReceipts", documentKey={"_id": RECEIPT}), True),
+    "a user's own receipts": (event("insert", "shop.transactionReceipts", documentKey={"_id": ObjectId()}), False),
+    "those with an _id of parts": (
+        event("insert", "shop.transactionReceipts", documentKey={"_id": {"t": 1, "b": 2}}),
+        False,
+    ),
+    "a document with an _id like a receipt's": (event("insert", "shop.orders", documentKey={"_id": RECEIPT}), False),
+    "an _id that is missing": (event("drop", "shop.transactionReceipts"), False),
+}
+
+
+@pytest.mark.parametrize(("change", "is_ours"), COLLECTIONS.values(), ids=COLLECTIONS.keys())
+def test_who_watches_a_whole_database_gets_no_collection_of_ours(change: dict[str, Any], is_ours: bool) -> None:
+    """Unless it is named, or bookkeeping is asked for; `fields` decide about updates alone."""
+    known = Bookkeeping({}, frozenset({"shop.visits", "shop.visits_keys"}))
+    name = f"{change['ns']['db']}.{change['ns']['coll']}"
+
+    def is_given(*sources: str, **conditions: Any) -> bool:
+        filter_ = filter_of(**{"operations": "*", "fields": None, "match": None, **conditions})
+        one = Selector("all", tuple(source_of(each, None) for each in sources), filter_)
+        scope = scope_of([one], state_database="state", bookkeeping=known)
+        [one] = placed([one], scope, known)
+        assert one.selects(raw(change)) is one.selects(change) is one.may_select(change)
+        return one.selects(change)
+
+    for wide in ("shop.*", "store.*"):
+        if name.startswith(wide[:-1]):
+            assert is_given(wide) is not is_ours
+            assert is_given(wide, "other.orders") is not is_ours
+            assert is_given(wide, bookkeeping=True)
+    assert is_given("*") is not is_ours
+    assert is_given(name)
+    assert is_given("*", name)
+    if change["operationType"] != "update":
+        assert is_given("*", fields={"total"}) is not is_ours
+
+
+def test_receipts_have_the_form_by_which_they_are_told() -> None:
+    """Two-phase commit makes it."""
+    made: Any = receipts._identity(SimpleNamespace(key=ObjectId()), SimpleNamespace(cluster="east"))  # type: ignore[arg-type]
+    assert is_receipt(event("insert", f"shop.{receipts.COLLECTION}", documentKey={"_id": made}))
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    """P9: one sentence, and nothing is registered."""
+    bridge = Bridge(url="mongodb://127.0.0.1:1/shop", name="shop")
+    with pytest.raises(ConfigurationError, match="bookkeeping='no' must be True or False"):
+        bridge.on_change("shop.orders", bookkeeping="no")(summarise)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="bookkeeping=True does nothing beside fields="):
+        bridge.on_changes("shop.orders", bookkeeping=True, fields={"_lock"})(summarise)
+    assert bridge.handlers == []
