@@ -134,7 +134,7 @@ def test_what_cannot_be_finished_is_said_and_stops_nothing(caplog: pytest.LogCap
 def test_the_end_of_a_process_finishes_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once at the most, and without a thread from then on."""
     closing: list[exits.Closing] = []
-    monkeypatch.setattr(exits, "close_at_exit", closing.append)
+    monkeypatch.setattr(follower, "close_at_exit", closing.append)
     log = Log()
     handed = LogFollower(log.finish)
     handed.take(decided(1), in_time())
