@@ -62,7 +62,7 @@ class Completion:
         self._timeout = timeout
         self._protocol = protocol
         self.within = WithinCluster(log, clusters.open)
-        self._across = AcrossClusters(log, clusters.open)
+        self._across = AcrossClusters(log, clusters.open, clusters.is_standalone)
         self._follower = LogFollower(self._followed)
 
     @contextmanager
@@ -90,10 +90,13 @@ class Completion:
         """How a transaction is carried out that nobody has begun."""
         clusters = {part.cluster for part in parts}
         # One whose cluster is not known here fails when it is opened, and says why.
-        known = [each for each in (None, *clusters) if self._clusters.knows(each)]
-        if self._protocol == "documents" or any(map(self._clusters.is_standalone, known)):
+        known = {each for each in clusters if self._clusters.knows(each)}
+        if self._protocol == "documents" or self._clusters.is_standalone(None):
             return Way.DOCUMENTS
-        return Way.WITHIN if clusters <= {None} else Way.ACROSS
+        if clusters <= {None}:
+            return Way.WITHIN
+        by_markers = known == clusters and all(map(self._clusters.is_standalone, clusters))
+        return Way.DOCUMENTS if by_markers else Way.ACROSS
 
     def way_of(self, transaction: Transaction) -> Way:
         """How it is carried out: as it was begun."""

@@ -151,7 +151,7 @@ class Coordinator:
                     break
                 reached += 1
             if reached == len(parts):
-                return self._mine(self._log.advance(transaction, State.APPLIED))
+                return self._advance(transaction, State.APPLIED)
             views = None
             time.sleep(_PAUSES.nth())
         raise BusyError
@@ -198,6 +198,9 @@ class Coordinator:
             return False, None
         return False, f"participant {part} does not meet {dict(part.require)!r}"
 
+    def _advance(self, transaction: Transaction, state: State) -> Transaction:
+        return self._mine(self._log.advance(transaction, state))
+
     def _cancel(self, transaction: Transaction, reason: str) -> Transaction:
         return self._mine(self._log.cancel(transaction, self.identity, _noted(transaction, reason)))
 
@@ -207,7 +210,7 @@ class Coordinator:
             together.setdefault((part.cluster, part.namespace), []).append(part)
         for parts in together.values():
             documents.settle(self._open(parts[0]), parts, transaction.id)
-        return self._mine(self._log.advance(transaction, State.DONE))
+        return self._advance(transaction, State.DONE)
 
     def _undo(self, transaction: Transaction) -> Transaction:
         """Each of them, also after one that cannot be undone: the others get back what they can."""
@@ -220,7 +223,7 @@ class Coordinator:
         if stuck is not None:
             self._prove(transaction)
             raise stuck
-        return self._mine(self._log.advance(transaction, State.CANCELED))
+        return self._advance(transaction, State.CANCELED)
 
     def _undo_one(self, transaction: Transaction, index: int) -> None:
         part, recorded = transaction.parts[index], _recorded(transaction, index)
@@ -243,8 +246,11 @@ class Coordinator:
             )
 
     def _look(self, transaction: Transaction, part: Part, *, give: bool) -> View:
+        return self._look_of(transaction.id, part, give=give)
+
+    def _look_of(self, identity: Any, part: Part, *, give: bool = True) -> View:
         try:
-            return documents.look(self._open(part), part, transaction.id, give=give)
+            return documents.look(self._open(part), part, identity, give=give)
         except WriteError as error:
             if is_transient(error):
                 raise

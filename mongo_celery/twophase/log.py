@@ -363,6 +363,11 @@ class TransactionLog:
         """Prove by a majority write that a transaction is still in this state and mine."""
         return bool(self.collection.update_one(mine.guard, _NOW).matched_count)
 
+    def prove(self, seen: Transaction) -> bool:
+        """Prove by a majority write that a transaction with receipts is still in this state, whoever has it."""
+        guard = {"_id": {"$eq": seen.id}, "state": str(seen.state), "key": seen.key}
+        return bool(self.collection.update_one(guard, _NOW).matched_count)
+
     def advance(
         self, mine: Transaction, state: State, *, session: ClientSession | None = None, **fields: Any
     ) -> Transaction | None:

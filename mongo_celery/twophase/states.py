@@ -72,6 +72,7 @@ class Transaction:
         key: by which receipts name it; None if it has none.
         incarnations: of the participants, as they were when it was begun; None if that was not recorded.
         refusal: why it cannot be applied whatever the participants say; None if it can.
+        marked: with receipts, the clusters whose documents have markers instead.
     """
 
     id: Any
@@ -87,6 +88,7 @@ class Transaction:
     key: ObjectId | None = None
     incarnations: tuple[Any, ...] | None = None
     refusal: str | None = None
+    marked: frozenset[str] = frozenset()
 
     @property
     def is_late(self) -> bool:
@@ -127,6 +129,7 @@ def read_transaction(document: Mapping[str, Any], accounts: str, known: tuple[Pa
         version = _version(document.get("version"))
         key = _key(document, State(state), parts)
         incarnations = _incarnations(document.get("incarnations"), len(parts))
+        marked = frozenset() if key is None else _marked(document.get("marked", []))
     except Exception as error:
         # Whatever other code has written there: one document must not stop those who look at many.
         raise TransactionStateError(
@@ -150,7 +153,14 @@ def read_transaction(document: Mapping[str, Any], accounts: str, known: tuple[Pa
         key=key,
         incarnations=incarnations,
         refusal=refusal,
+        marked=marked,
     )
+
+
+def _marked(stored: object) -> frozenset[str]:
+    if not isinstance(stored, list) or not all(isinstance(each, str) for each in stored):
+        raise TypeError(f"marked {stored!r} are no clusters")
+    return frozenset(stored)
 
 
 def _version(stored: object) -> int | None:

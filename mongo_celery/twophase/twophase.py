@@ -71,7 +71,7 @@ class TwoPhaseCommit:
         recover_every: seconds between two recoveries, by `celery beat` and by whoever leads a bridge of the app; None
             where something else sees to them. A process says so whose transactions nobody recovers.
         protocol: `"auto"`: one MongoDB transaction where all participants are in the transactions' cluster, receipts
-            where they are in several, markers where one is a standalone server; or `"documents"`: markers always.
+            where they are in several, markers in the documents of standalone servers; or `"documents"`: markers always.
         deadline: seconds after which a transaction that was begun and is not applied cancels itself.
         retention: seconds for which a transaction is kept that is done or canceled, not less than `deadline`; None for
             ever. Afterwards its id is free: who asks for it again has it done again. Compensations are kept.

@@ -91,8 +91,8 @@ def apply(world: World, state: State, actor: Actor) -> Steps:
         yield Step(f"finds the receipt {found.mark}", actor, branch), then
         return
     if branch in world.marked:
-        then = At.CHANGE if world.broken is Broken.MARKED_UNPROVED else At.PROVE
-        yield Step("finds no marker", actor, branch), to(state, actor, then, branch, state.versions[branch])
+        next_ = At.CHANGE if world.broken is Broken.MARKED_UNPROVED else At.PROVE
+        yield Step("finds no marker", actor, branch), to(state, actor, next_, branch, state.versions[branch])
         return
     if world.broken is Broken.RECEIPT_OUTSIDE:
         yield Step("finds no receipt", actor, branch), to(state, actor, At.CHANGE, branch)
