@@ -62,14 +62,17 @@ class AcrossClusters:
         log: of the transactions.
         open_part: gives a participant's collection, with majority writes and reads.
         is_standalone: whether a cluster has no MongoDB transactions.
+        share: seconds for which one participant with markers may keep the others from having back what is theirs.
     """
 
-    def __init__(self, log: TransactionLog, open_part: Open, is_standalone: Callable[[str], bool]) -> None:
+    def __init__(
+        self, log: TransactionLog, open_part: Open, is_standalone: Callable[[str], bool], share: float
+    ) -> None:
         self._log = log
         self._open = open_part
         self._is_standalone = is_standalone
         self._receipts = Receipts(open_part)
-        self._marked = MarkedBranches(log, open_part, ObjectId())
+        self._marked = MarkedBranches(log, open_part, ObjectId(), share)
 
     def step(self, transaction: Transaction, until: float, *, any_application: bool = False) -> Transaction:
         """
