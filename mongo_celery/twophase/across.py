@@ -201,14 +201,16 @@ class AcrossClusters:
         """
         plan = plan_for(transaction)
         if transaction.is_late:
-            if self.is_decided(transaction):
-                return transaction
-            return self._cancel(transaction, "it was not applied before its deadline")
+            return self._late(transaction)
         for branch in plan.remote:
             try:
                 receipt = self._applied_branch(transaction, branch, until)
             except RefusedError as error:
                 return self._cancel(transaction, str(error))
+            except StuckError:
+                if self.is_decided(transaction):  # whatever has become of this one since
+                    return transaction
+                raise
             except OverdueError:
                 return self._cancel(
                     transaction, f"its branch {branch} was not applied before the deadline, by the clock there"
@@ -223,6 +225,11 @@ class AcrossClusters:
             if receipt is not Receipt.APPLIED:
                 raise OvertakenError
         return self._applied(transaction, plan, until)
+
+    def _late(self, transaction: Transaction) -> Transaction:
+        if self.is_decided(transaction):
+            return transaction
+        return self._cancel(transaction, "it was not applied before its deadline")
 
     def _applied_branch(self, transaction: Transaction, branch: Branch, until: float) -> Receipt | None:
         if not branch.marked:

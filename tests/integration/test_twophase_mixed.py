@@ -129,6 +129,23 @@ def test_a_document_that_is_written_back_as_a_whole_stops_it_before_anything_is_
     assert clusters.balances()["west"] == START
 
 
+def test_one_that_is_decided_goes_on_whatever_becomes_of_its_documents(clusters: Clusters) -> None:
+    """Its process dies before the log says so, and somebody writes the document with the marker back as a whole."""
+    way = ("west", "east")
+    gate = StepGate(hold_before=steps_of(clusters, way) - 3)  # applied, settled in two clusters, done
+    identity = clusters.begin(*way, value=1)
+    with clusters.held(identity, gate) as errors:
+        assert gate.held.wait(60)
+        assert clusters.log.find_one({"_id": identity})["state"] == "pending"
+        assert clusters.balances() == expected(way, 1)
+        found = clusters.accounts("west").find_one()
+        clusters.accounts("west").replace_one({}, {"balance": found["balance"]})
+        assert [each.error for each in clusters.bank.recover(0)] == [None]
+    assert errors == []
+    assert clusters.bank.run(identity).state == "done"
+    assert clusters.balances() == expected(way, 1)
+
+
 def test_several_are_recovered_and_what_is_late_is_canceled(clusters: Clusters) -> None:
     """One by one: markers cannot be shared."""
     begun = [clusters.begin("own", "west", value=1) for _ in range(4)]
