@@ -19,9 +19,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+import pymongo
 from bson import ObjectId
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -30,7 +32,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.mongo.verdicts import brief
 from mongo_celery.twophase.branches import Branch, BranchPlan, Own, plan_of
-from mongo_celery.twophase.coordinator import OvertakenError, StuckError
+from mongo_celery.twophase.coordinator import BusyError, OvertakenError, StuckError
 from mongo_celery.twophase.local import (
     RefusedError,
     UnmetError,
@@ -41,6 +43,7 @@ from mongo_celery.twophase.local import (
     why_unmet,
 )
 from mongo_celery.twophase.log import TransactionLog
+from mongo_celery.twophase.marked import MarkedBranches
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.receipts import OverdueError, Receipt, Receipts, Share, UndoRefusedError, absent
 from mongo_celery.twophase.states import RECEIPTS, State, Transaction
@@ -58,12 +61,18 @@ class AcrossClusters:
     Args:
         log: of the transactions.
         open_part: gives a participant's collection, with majority writes and reads.
+        is_standalone: whether a cluster has no MongoDB transactions.
+        share: seconds for which one participant with markers may keep the others from having back what is theirs.
     """
 
-    def __init__(self, log: TransactionLog, open_part: Open) -> None:
+    def __init__(
+        self, log: TransactionLog, open_part: Open, is_standalone: Callable[[str], bool], share: float
+    ) -> None:
         self._log = log
         self._open = open_part
+        self._is_standalone = is_standalone
         self._receipts = Receipts(open_part)
+        self._marked = MarkedBranches(log, open_part, ObjectId(), share)
 
     def step(self, transaction: Transaction, until: float, *, any_application: bool = False) -> Transaction:
         """
@@ -97,7 +106,7 @@ class AcrossClusters:
 
     def _begin(self, transaction: Transaction, until: float, *, any_application: bool) -> Transaction:
         """Initial to pending. One whose own branch refuses at once is canceled, and nothing was done."""
-        fields = begun_fields(transaction.parts)
+        fields = self._with_marked(begun_fields(transaction.parts), transaction.parts, transaction.id)
 
         def claimed(session: ClientSession | None) -> tuple[Transaction, bool]:
             claim = self._log.claim(
@@ -125,14 +134,27 @@ class AcrossClusters:
             RefusedError: a participant in the log's own cluster cannot be changed; nothing is stored.
             UnmetError, PyMongoError, TransactionTimeoutError: as for `step`.
         """
-        return self._with_home(parts, lambda session: self._log.insert_begun(fields, parts, identity, session), until)
+        whole = self._with_marked(fields, parts, identity)
+        return self._with_home(parts, lambda session: self._log.insert_begun(whole, parts, identity, session), until)
+
+    def _with_marked(self, fields: Document, parts: tuple[Part, ...], identity: Any) -> Document:
+        """With the clusters that get markers, and the incarnations there, which are recorded before it is pending."""
+        for part in parts:
+            self._open(part)  # whoever does not know a cluster must not begin what it cannot finish
+        remote = {part.cluster for part in parts if part.cluster is not None}
+        marked = frozenset(filter(self._is_standalone, remote))
+        if not marked:
+            return fields
+        return {
+            **fields,
+            "marked": sorted(marked),
+            "incarnations": self._marked.incarnations(parts, marked, identity),
+        }
 
     def _with_home(
         self, parts: tuple[Part, ...], begin: Callable[[ClientSession | None], tuple[Transaction, bool]], until: float
     ) -> Transaction:
         """Begin a transaction, together with the own branch where that is the first, and where it was not begun yet."""
-        for part in parts:
-            self._open(part)  # whoever does not know a cluster must not begin what it cannot finish
         plan = plan_of(parts)
         if plan.home is None or plan.own is not Own.FIRST:
             return begin(None)[0]
@@ -157,7 +179,7 @@ class AcrossClusters:
 
     def is_decided(self, transaction: Transaction) -> bool:
         """Whether one that is pending or applied is committed in all clusters."""
-        decider = plan_of(transaction.parts).decider
+        decider = plan_for(transaction).decider
         if transaction.state is State.APPLIED or decider is None:
             return transaction.state is State.APPLIED
         return self._receipts.said(transaction, decider) is Receipt.APPLIED
@@ -177,16 +199,18 @@ class AcrossClusters:
         Raises:
             Exception: as of `step`.
         """
-        plan = plan_of(transaction.parts)
+        plan = plan_for(transaction)
         if transaction.is_late:
-            if self.is_decided(transaction):
-                return transaction
-            return self._cancel(transaction, "it was not applied before its deadline")
+            return self._late(transaction)
         for branch in plan.remote:
             try:
-                receipt = self._receipts.apply(transaction, branch, until)
+                receipt = self._applied_branch(transaction, branch, until)
             except RefusedError as error:
                 return self._cancel(transaction, str(error))
+            except StuckError:
+                if self.is_decided(transaction):  # whatever has become of this one since
+                    return transaction
+                raise
             except OverdueError:
                 return self._cancel(
                     transaction, f"its branch {branch} was not applied before the deadline, by the clock there"
@@ -202,9 +226,22 @@ class AcrossClusters:
                 raise OvertakenError
         return self._applied(transaction, plan, until)
 
-    def _applied(self, transaction: Transaction, plan: BranchPlan, until: float) -> Transaction:
-        if plan.own is not Own.LAST or plan.home is None:
+    def _late(self, transaction: Transaction) -> Transaction:
+        if self.is_decided(transaction):
             return transaction
+        return self._cancel(transaction, "it was not applied before its deadline")
+
+    def _applied_branch(self, transaction: Transaction, branch: Branch, until: float) -> Receipt | None:
+        if not branch.marked:
+            return self._receipts.apply(transaction, branch, until)
+        self._marked.perform(transaction, branch)
+        return Receipt.APPLIED
+
+    def _applied(self, transaction: Transaction, plan: BranchPlan, until: float) -> Transaction:
+        if plan.decider is not None:
+            return transaction
+        if plan.own is not Own.LAST or plan.home is None:
+            return _mine(self._log.move(transaction, State.APPLIED))
         home = plan.home
 
         def body(session: ClientSession) -> Transaction:
@@ -219,8 +256,11 @@ class AcrossClusters:
 
     def _settle(self, transaction: Transaction) -> Transaction:
         # In their order, so the decider comes last: whoever finds it gone must find the others settled.
-        for branch in plan_of(transaction.parts).remote:
-            self._receipts.settle(transaction, branch)
+        for branch in plan_for(transaction).remote:
+            if branch.marked:
+                self._marked.perform(transaction, branch)
+            else:
+                self._receipts.settle(transaction, branch)
         return _mine(self._log.move(transaction, State.DONE))
 
     def together(self, transactions: Sequence[Transaction], until: float) -> list[Transaction]:
@@ -236,15 +276,13 @@ class AcrossClusters:
         """
         decided = [each for each in transactions if each.state is State.APPLIED]
         # The log decides for those whose last branch is its own: that is one MongoDB transaction for each.
-        pending = [
-            each for each in transactions if each.state is State.PENDING and plan_of(each.parts).own is not Own.LAST
-        ]
+        pending = [each for each in transactions if each.state is State.PENDING and plan_for(each).decider is not None]
         late = [each for each in pending if each.is_late]
         if late:
             decided += self._receipts.applied_among(_shares(late, -1))
         in_time = [each for each in pending if not each.is_late]
         if in_time:
-            for index in range(len(plan_of(in_time[0].parts).remote)):
+            for index in range(len(plan_for(in_time[0]).remote)):
                 self._receipts.apply_together(_shares(in_time, index), until)
         return self.follow([*decided, *in_time])
 
@@ -265,10 +303,13 @@ class AcrossClusters:
             applied += self._log.move_together(pending, State.APPLIED, before=State.PENDING)
         alike: dict[Hashable, list[Transaction]] = {}
         for each in applied:
-            alike.setdefault(likeness_of(each), []).append(each)
+            alike.setdefault(likeness_of(each) or each.key, []).append(each)
         for those in alike.values():
-            for index in range(len(plan_of(those[0].parts).remote)):  # the decider's at the end
-                self._receipts.settle_together(_shares(those, index))
+            for index, branch in enumerate(plan_for(those[0]).remote):  # the decider's at the end
+                if branch.marked:  # then it is the only one
+                    self._marked.perform(replace(those[0], state=State.APPLIED), branch)
+                else:
+                    self._receipts.settle_together(_shares(those, index))
         return self._log.move_together(applied, State.DONE, before=State.APPLIED) if applied else []
 
     # -- backward ----------------------------------------------------------------------------------
@@ -278,7 +319,7 @@ class AcrossClusters:
 
     def _undo(self, transaction: Transaction, until: float) -> Transaction:
         """The decider is asked; if it was applied, the transaction goes on. Else everything else is undone."""
-        plan = plan_of(transaction.parts)
+        plan = plan_for(transaction)
         if plan.decider is not None and self._void(transaction, plan.decider) is Receipt.APPLIED:
             return _mine(self._log.move(transaction, State.APPLIED))
         self._undo_others(transaction, plan.others, until)
@@ -293,10 +334,14 @@ class AcrossClusters:
         for left, branch in reversed(list(enumerate(branches, 1))):
             share = time.monotonic() + max(until - time.monotonic(), 0) / left
             try:
-                self._note_gone(transaction, self._receipts.undo(transaction, branch, share))
-            except (UndoRefusedError, RefusedError) as error:
+                if branch.marked:
+                    with pymongo.timeout(max(share - time.monotonic(), 0)):
+                        self._marked.perform(transaction, branch)
+                else:
+                    self._note_gone(transaction, self._receipts.undo(transaction, branch, share))
+            except (UndoRefusedError, RefusedError, StuckError) as error:
                 stuck = stuck or error
-            except (PyMongoError, TransactionTimeoutError, UnmetError) as error:
+            except (PyMongoError, TransactionTimeoutError, BusyError) as error:
                 if is_unwritable(error):
                     stuck = stuck or StuckError(f"its branch {branch} cannot be undone: {brief(error)}")
                 else:
@@ -361,14 +406,19 @@ class AcrossClusters:
 
 def _shares(transactions: Sequence[Transaction], index: int) -> list[Share]:
     """The same branch of each."""
-    return [(each, plan_of(each.parts).remote[index]) for each in transactions]
+    return [(each, plan_for(each).remote[index]) for each in transactions]
+
+
+def plan_for(transaction: Transaction) -> BranchPlan:
+    """How a transaction that was begun is carried out."""
+    return plan_of(transaction.parts, transaction.marked)
 
 
 def likeness_of(transaction: Transaction) -> Hashable:
     """What those have in common that may be finished together; None for one that has to be taken by itself."""
-    if transaction.key is None or transaction.state not in {State.PENDING, State.APPLIED}:
+    if transaction.key is None or transaction.marked or transaction.state not in {State.PENDING, State.APPLIED}:
         return None
-    plan = plan_of(transaction.parts)
+    plan = plan_for(transaction)
     return (plan.own, *((branch.cluster, branch.database) for branch in plan.remote))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,10 +24,12 @@ class Branch:
     Attributes:
         cluster: its alias; None for the log's own.
         parts: in their order.
+        marked: whether it is changed with markers in the documents, and leaves no receipt: a standalone server.
     """
 
     cluster: str | None
     parts: tuple[Part, ...]
+    marked: bool = False
 
     @property
     def database(self) -> str:
@@ -46,7 +48,7 @@ class BranchPlan:
     Attributes:
         own: which branch the log's cluster is; None if it takes no part.
         home: that branch.
-        remote: the others, in their order; each leaves a receipt.
+        remote: the others, in their order; each leaves a receipt, or markers until it is settled.
     """
 
     own: Own | None
@@ -55,25 +57,33 @@ class BranchPlan:
 
     @property
     def decider(self) -> Branch | None:
-        """The branch whose receipt says whether all is committed; None where the log does, with its own branch."""
-        return None if self.own is Own.LAST else self.remote[-1]
+        """
+        The branch whose receipt says whether all is committed; None where the log does.
+
+        It does with its own branch, or where the last one has markers: they are gone once it is settled.
+        """
+        return None if self.own is Own.LAST or self.remote[-1].marked else self.remote[-1]
 
     @property
     def others(self) -> tuple[Branch, ...]:
         """The remote branches that a cancel undoes."""
-        return self.remote if self.own is Own.LAST else self.remote[:-1]
+        return self.remote if self.decider is None else self.remote[:-1]
 
 
-def plan_of(parts: Sequence[Part]) -> BranchPlan:
+def plan_of(parts: Sequence[Part], marked: Collection[str] = ()) -> BranchPlan:
     """
     How participants of several clusters are changed: in the order of the first of each cluster.
 
     The log's own cluster comes first if it has the first participant, else last.
+
+    Args:
+        parts: the participants.
+        marked: clusters that are standalone servers.
     """
     grouped: dict[str | None, list[Part]] = {}
     for part in parts:
         grouped.setdefault(part.cluster, []).append(part)
-    branches = [Branch(cluster, tuple(each)) for cluster, each in grouped.items()]
+    branches = [Branch(cluster, tuple(each), cluster in marked) for cluster, each in grouped.items()]
     home = next((branch for branch in branches if branch.cluster is None), None)
     own = None if home is None else Own.FIRST if branches[0] is home else Own.LAST
     return BranchPlan(own, home, tuple(branch for branch in branches if branch.cluster is not None))

@@ -23,6 +23,7 @@ from mongo_celery.mongo.expressions import after, created, literal, millis
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.twophase.indexes import Indexes
 from mongo_celery.twophase.participants import Part
+from mongo_celery.twophase.sessions import named_sessions
 from mongo_celery.twophase.states import RECEIPTS, State, Transaction, read_transaction
 
 Document = dict[str, Any]
@@ -152,7 +153,8 @@ class TransactionLog:
         name = self.collection.full_name
         return Concern(
             f"the transactions' collection {name} or one of their participants",
-            f"find, insert and update on {name}, and find and update on the participants' collections",
+            f"find, insert and update on {name}, find and update on the participants' collections, and, in other "
+            "clusters, find, insert and update on transactionReceipts beside them",
         )
 
     @property
@@ -169,7 +171,8 @@ class TransactionLog:
         state: State = State.INITIAL,
         again: bool = False,
         session: ClientSession | None = None,
-    ) -> None:
+        mark: ObjectId | None = None,
+    ) -> bool:
         """
         Store a new transaction, with the server's time.
 
@@ -180,27 +183,39 @@ class TransactionLog:
             again: whether an answer to the same was lost; then one with the same fields is taken for what was stored.
                 It may be a twin's who asked for the same under the same id: it is carried out once in either case.
             session: of a MongoDB transaction, if it is stored in one.
+            mark: who stores it, by which it is known again: an earlier MongoDB transaction may have been committed
+                though it was told otherwise.
+
+        Returns:
+            Whether it is new; False for one that bears the mark.
 
         Raises:
             TransactionStateError: there is one of this id.
         """
         self.prepare()
-        whole = {**fields, **({} if state is State.INITIAL else {"application": self._application})}
+        whole = {
+            **fields,
+            **({} if state is State.INITIAL else {"application": self._application}),
+            **({} if mark is None else {"driver": mark}),
+        }
         begun: Document = {"state": str(state), "lastModified": "$$NOW", **self._times(state)}
         try:
             # An upsert, since only an update can set the server's time.
             found = self.collection.find_one_and_update(
                 {"_id": {"$eq": transaction_id}},
                 created({"$mergeObjects": [{"_id": "$_id"}, literal(whole), begun]}),
-                projection={"_id": 1},
+                projection={"driver": 1},
                 upsert=True,
                 return_document=ReturnDocument.BEFORE,
                 session=session,
             )
         except DuplicateKeyError:
             found = {}
-        if found is not None and not (again and self._has(transaction_id, whole)):
-            raise _is_used(transaction_id)
+        if found is None:
+            return True
+        if (mark is not None and found.get("driver") == mark) or (again and self._has(transaction_id, whole)):
+            return False
+        raise _is_used(transaction_id)
 
     def insert_begun(
         self, fields: Mapping[str, Any], parts: tuple[Part, ...], transaction_id: Any, session: ClientSession | None
@@ -215,8 +230,9 @@ class TransactionLog:
             TransactionStateError: there is one of this id.
         """
         self.prepare()
+        named = named_sessions({None, *(each["cluster"] for each in fields["changes"])})
         marks = self._marks(ObjectId())  # made for this call alone
-        whole = {**fields, **marks, "version": Int64(1)}
+        whole = {**fields, **marks, "version": Int64(1), "sessions": named}
         begun: Document = {"state": str(State.PENDING), "lastModified": "$$NOW", **self._times(State.PENDING)}
         found = self.collection.find_one_and_update(
             {"_id": {"$eq": transaction_id}},
@@ -267,6 +283,16 @@ class TransactionLog:
         """Understand a document; errors as of `states.read_transaction`."""
         return read_transaction(document, self._accounts)
 
+    def age_of(self, ids: Sequence[Any]) -> float:
+        """Seconds since the last step of the latest of some; 0 where that cannot be known."""
+        age = {"$divide": [{"$subtract": ["$$NOW", _MODIFIED]}, 1000]}
+        stages: list[Document] = [
+            {"$match": {"_id": {"$in": list(ids)}}},
+            {"$group": {"_id": None, "age": {"$min": age}}},
+        ]
+        found = next(iter(self.collection.aggregate(stages)), None)
+        return 0.0 if found is None else float(found["age"] or 0)
+
     def claim(
         self,
         seen: Transaction,
@@ -286,7 +312,9 @@ class TransactionLog:
             session: of a MongoDB transaction that does more.
             fields: what it has from now on; with receipts, they have the participants under another name.
         """
-        given = fields or {}
+        given = dict(fields or {})
+        if given.get("protocol") == RECEIPTS:
+            given["sessions"] = named_sessions(seen.clusters)
         return self._update(
             self._unbegun(seen, any_application=any_application),
             State.PENDING,
@@ -332,12 +360,19 @@ class TransactionLog:
             guard.update(self._ours())
         if older_than is not None:
             guard["$expr"] = self._is_abandoned(older_than)
-        return self._update(guard, None, self._marks(coordinator), version=True)
+        sessions = {} if seen.key is None else {"sessions": named_sessions(seen.clusters)}
+        return self._update(guard, None, {**self._marks(coordinator), **sessions}, version=True)
 
     def take_over_together(
-        self, ids: Sequence[Any], coordinator: ObjectId, *, older_than: float, any_application: bool
+        self,
+        ids: Sequence[Any],
+        coordinator: ObjectId,
+        clusters: Iterable[str | None],
+        *,
+        older_than: float,
+        any_application: bool,
     ) -> list[Transaction]:
-        """As `take_over`, of several with receipts that are pending or applied; those that were taken."""
+        """As `take_over`, of several with receipts that are pending or applied, in these; those that were taken."""
         guard: Document = {
             "_id": {"$in": list(ids)},
             "protocol": RECEIPTS,
@@ -345,7 +380,8 @@ class TransactionLog:
             "$expr": self._is_abandoned(older_than),
             **({} if any_application else self._ours()),
         }
-        change = {name: literal(value) for name, value in self._marks(coordinator).items()}
+        marks = {**self._marks(coordinator), "sessions": named_sessions({None, *clusters})}
+        change = {name: literal(value) for name, value in marks.items()}
         version = {"$add": [{"$ifNull": ["$version", Int64(0)]}, Int64(1)]}
         self.collection.update_many(guard, [{"$set": {**change, "lastModified": "$$NOW", "version": version}}])
         return [self.read(each) for each in self.collection.find({"_id": {"$in": list(ids)}, "driver": coordinator})]
@@ -362,6 +398,11 @@ class TransactionLog:
     def touch(self, mine: Transaction) -> bool:
         """Prove by a majority write that a transaction is still in this state and mine."""
         return bool(self.collection.update_one(mine.guard, _NOW).matched_count)
+
+    def prove(self, seen: Transaction) -> bool:
+        """Prove by a majority write that a transaction with receipts is still in this state, whoever has it."""
+        guard = {"_id": {"$eq": seen.id}, "state": str(seen.state), "key": seen.key}
+        return bool(self.collection.update_one(guard, _NOW).matched_count)
 
     def advance(
         self, mine: Transaction, state: State, *, session: ClientSession | None = None, **fields: Any
@@ -394,6 +435,8 @@ class TransactionLog:
     def cancel(self, seen: Transaction, coordinator: ObjectId, reason: str) -> Transaction | None:
         """From pending to canceling, by a new coordinator; None if it is no longer as it was seen."""
         fields = {"reason": reason, **self._marks(coordinator)}
+        if seen.key is not None:
+            fields["sessions"] = named_sessions(seen.clusters)
         return self._update(seen.guard, State.CANCELING, fields, version=True)
 
     def drop(self, seen: Transaction, reason: str) -> Transaction | None:

@@ -3,7 +3,8 @@ Recovery: finishing what a coordinator that died has left.
 
 What is in the same clusters has a lane of its own, so that one cluster holds up nobody but those that need it. Each
 cluster is asked for a sign of life when the first of its transactions is found; where that does not come, the lanes
-of that cluster are left for the next recovery, and the others do not wait for it.
+of that cluster are left for the next recovery, and the others do not wait for it. Of what has to be undone there, a few
+are taken at the very end all the same: whoever answers has back what is theirs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any, Self
 
 import pymongo
@@ -25,6 +27,7 @@ from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_unanswered
 from mongo_celery.twophase.across import likeness_of
+from mongo_celery.twophase.branches import Own, plan_of
 from mongo_celery.twophase.completion import Completion, Way
 from mongo_celery.twophase.coordinator import OvertakenError
 from mongo_celery.twophase.log import ReadUpTo, TransactionLog
@@ -43,6 +46,10 @@ _TOGETHER = 50
 _SIDE_BY_SIDE = 4
 """How many of a lane are finished at once: most of the time is waiting for a majority."""
 
+_OWED = 4
+_OWED_PART = 1 / 3
+"""How many of a lane that is given up are taken all the same, and for what part of a call's time."""
+
 _ASKED_AT_ONCE = 16
 """How many clusters are asked at once whether they answer."""
 
@@ -58,13 +65,23 @@ class RecoveryLane:
         clusters: these.
         waiting: documents, the oldest step first, with what they have in common.
         silence: why none of them is tried any more.
+        owed: a few of them that others may have paid for, who answer.
     """
 
     def __init__(self, clusters: frozenset[str | None]) -> None:
         self.clusters = clusters
         self.waiting: deque[tuple[Mapping[str, Any], Hashable]] = deque()
         self.silence: str | None = None
+        self.owed: list[Mapping[str, Any]] = []
         self._lock = threading.Lock()
+
+    def keep(self, document: Mapping[str, Any]) -> bool:
+        """Keep one as owed, if there are not enough."""
+        with self._lock:
+            if len(self.owed) >= _OWED:
+                return False
+            self.owed.append(document)
+            return True
 
     def next(self) -> list[Mapping[str, Any]]:
         """The next one, or several that are alike; none if nothing is left."""
@@ -174,6 +191,7 @@ class Recoverer:
                         report.append(became)
                 if is_last:
                     break
+            report.extend(self._give_back())
             silent = signs.silent | self._fallen_silent()
         self._records.note(report, sorted(silent))
         return report
@@ -244,9 +262,29 @@ class Recoverer:
                     ended.append((True, _recovered(identity, before, str(mine.state))))
                 elif lane.silence is None:
                     ended.append(self._one(document, lane, mine))
-                else:
+                elif not (self._may_be_owed(document) and lane.keep(document)):
                     ended.append((False, Recovery(identity, before, before, lane.silence)))
         return ended
+
+    def _may_be_owed(self, document: Mapping[str, Any]) -> bool:
+        """Whether others may have something back though a cluster does not answer: not where that one decides."""
+        with suppress(TransactionStateError):
+            read = self._log.read(document)
+            if read.key is not None and plan_of(read.parts).own is not Own.LAST:
+                return False
+            # By the clock here it is only chosen; whether it is late is judged by the server's.
+            is_late = read.deadline is not None and read.deadline <= datetime.now(UTC)
+            return read.state is State.CANCELING or (read.state is State.PENDING and is_late)
+        return False
+
+    def _give_back(self) -> list[Recovery]:
+        """Take what is owed, when all others have had their turn: each costs some time, and gets no further."""
+        owed = [(document, lane) for lane in self._lanes.values() for document in lane.owed]
+        if not owed:
+            return []
+        with ThreadPoolExecutor(len(owed), thread_name_prefix="mongo-celery-recovery") as threads:
+            runs = [threads.submit(self._one, document, lane, part=_OWED_PART) for document, lane in owed]
+            return [became for _, became in (run.result() for run in runs) if became is not None]
 
     def _together(self, documents: Sequence[Mapping[str, Any]], lane: RecoveryLane) -> dict[str, Transaction]:
         """Take several over and finish them at once, as far as that goes; what is left is taken one by one."""
@@ -254,9 +292,10 @@ class Recoverer:
         ids, coordinator = [each["_id"] for each in documents], ObjectId()
         try:
             with self._completion.bounded() as deadline:
+                self._completion.end_others([self._log.read(each) for each in documents])
                 mine = self._completion.until_answered(  # an answer that is lost: they are known by their coordinator
                     lambda: self._log.take_over_together(
-                        ids, coordinator, older_than=self._age, any_application=self._any_application
+                        ids, coordinator, lane.clusters, older_than=self._age, any_application=self._any_application
                     ),
                     deadline,
                 )
@@ -268,12 +307,12 @@ class Recoverer:
         return taken
 
     def _one(
-        self, document: Mapping[str, Any], lane: RecoveryLane, taken: Transaction | None = None
+        self, document: Mapping[str, Any], lane: RecoveryLane, taken: Transaction | None = None, *, part: float = 1.0
     ) -> tuple[bool, Recovery | None]:
         """Whether it was taken over, and what to report; nothing if another was faster."""
         identity, before = document["_id"], str(document["state"])
         try:
-            with self._completion.bounded() as deadline:
+            with self._completion.bounded(part) as deadline:
                 taken = taken or self._taken(document)
                 if taken is None:
                     return False, None
@@ -297,6 +336,7 @@ class Recoverer:
         """What was left, in our hands; None if another was faster."""
         read, coordinator = self._log.read(document), self._completion.new_coordinator()
         if read.state is not State.INITIAL:
+            self._completion.end_others([read])
             return self._log.take_over(
                 read, coordinator.identity, older_than=self._age, any_application=self._any_application
             )

@@ -71,7 +71,7 @@ class TwoPhaseCommit:
         recover_every: seconds between two recoveries, by `celery beat` and by whoever leads a bridge of the app; None
             where something else sees to them. A process says so whose transactions nobody recovers.
         protocol: `"auto"`: one MongoDB transaction where all participants are in the transactions' cluster, receipts
-            where they are in several, markers where one is a standalone server; or `"documents"`: markers always.
+            where they are in several, markers in the documents of standalone servers; or `"documents"`: markers always.
         deadline: seconds after which a transaction that was begun and is not applied cancels itself.
         retention: seconds for which a transaction is kept that is done or canceled, not less than `deadline`; None for
             ever. Afterwards its id is free: who asks for it again has it done again. Compensations are kept.
@@ -201,7 +201,8 @@ class TwoPhaseCommit:
         """
         Move an amount from one document's `balance` to another's.
 
-        The stored transaction has exactly the tutorial's fields: source, destination, value, state, lastModified.
+        The stored transaction has the tutorial's fields: source, destination, value, state, lastModified; and once
+        somebody has begun it, who has.
 
         Args:
             source: `_id` of the document that pays.
@@ -282,7 +283,7 @@ class TwoPhaseCommit:
         One step, for the Celery task: None when there is nothing to do for a coordinator of this version.
 
         Raises:
-            PyMongoError: repeat it.
+            PyMongoError, BusyError: repeat it.
         """
         with self._completion.bounded() as deadline:
             transaction = self.log.get(id)
@@ -291,6 +292,9 @@ class TwoPhaseCommit:
             try:
                 return self._stepped(transaction, version, deadline)
             except OvertakenError:
+                now = self.log.get(id)
+                if (now.state, now.version) == (transaction.state, transaction.version):
+                    raise BusyError("it is as it was, though somebody has done more") from None
                 return None
 
     def _stepped(self, transaction: Transaction, version: int | None, deadline: float) -> Transaction | None:
@@ -303,6 +307,15 @@ class TwoPhaseCommit:
         if way is not Way.DOCUMENTS:
             return self._completion.advanced(transaction, way, deadline)
         return coordinator.begin(transaction) if version is None else coordinator.step(transaction)
+
+    def read(self, id: Any) -> Transaction:  # noqa: A002
+        """
+        A transaction as it is stored now.
+
+        Raises:
+            TransactionStateError: there is none, or its state or shape is unknown.
+        """
+        return self._completion.once_bounded(lambda: self.log.get(id))
 
     def cancel(self, id: Any, reason: str = "canceled on request", *, all: bool = False) -> Transaction:  # noqa: A002
         """
@@ -325,6 +338,8 @@ class TwoPhaseCommit:
             self._refuse_foreign(seen, allowed=all)
             if seen.state is State.INITIAL:
                 return still_mine(self.log.drop(seen, reason))
+            if seen.state in {State.PENDING, State.CANCELING}:
+                self._completion.end_others([seen])
             if seen.state is State.PENDING:
                 return still_mine(self.log.cancel(seen, self._completion.new_coordinator().identity, reason))
             if seen.state in {State.APPLIED, State.DONE}:
@@ -568,6 +583,7 @@ class TwoPhaseCommit:
             self._refuse_foreign(seen, allowed=seen.state.is_final)
             if seen.state is State.INITIAL or seen.state.is_final:
                 return seen
+            self._completion.end_others([seen])
             return still_mine(self.log.take_over(seen, self._completion.new_coordinator().identity))
 
         return self._completion.until_answered(attempt, deadline, hint=NOT_BEGUN, id=id)
@@ -616,7 +632,7 @@ def _step(app: Celery, name: str, id: Any, version: int | None) -> Transaction |
     try:
         return named.step(id, version)
     except StuckError as error:
-        raise stuck(named.log.get(id), error) from error
+        raise stuck(named.read(id), error) from error
 
 
 def _recover(app: Celery, name: str) -> list[Recovery]:

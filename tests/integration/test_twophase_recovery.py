@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -84,6 +86,33 @@ def test_those_of_a_cluster_that_is_away_keep_nobody_from_the_turn(
     assert last is not None
     assert (last.silent, last.outcomes["done"], last.stopped) == (("east",), 3, 0)
     assert clusters.balances() == {"own": START - 3, "east": START, "west": START + 3}
+
+
+@pytest.mark.slow
+def test_a_thousand_beside_a_dead_cluster_do_not_wait_for_it(
+    clusters: Clusters, other_cluster: MongoReplicaSet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are done sooner than one call to it would end; what the figure is here is printed."""
+    dead = [clusters.begin("own", "east", value=1) for _ in range(300)]
+    near = [clusters.begin("own", "west", value=1) for _ in range(1000)]
+    for identity in dead + near:
+        clusters.bank.step(identity, None)
+    clusters.log.update_many({"_id": {"$in": near}}, {"$set": {"lastModified": LONG_AGO + timedelta(days=1)}})
+    clusters.log.update_many({"_id": {"$in": dead}}, {"$set": {"lastModified": LONG_AGO}})
+    clients = {**clusters.clients, "east": MongoClient[Document](other_cluster.url)}
+    other_cluster.pause()
+    try:
+        began = time.monotonic()
+        report = clusters.coordinator(clients, timeout=60).recover(3600)
+        seconds = time.monotonic() - began
+    finally:
+        other_cluster.resume()
+        clients["east"].close()
+
+    with capsys.disabled():
+        sys.stderr.write(f"\na thousand beside a dead cluster: {seconds:.1f} s\n")
+    assert {each.id for each in report if each.after == "done"} == set(near)
+    assert seconds < 60
 
 
 def test_what_has_passed_its_deadline_need_not_be_old(clusters: Clusters) -> None:

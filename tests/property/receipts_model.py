@@ -15,7 +15,7 @@ receipt: it changes with the log, as the first or as the last.
   another.
 
 Left out: several transactions at once (a branch is one local transaction, so they meet in MongoDB), clocks that run
-back, standalone servers.
+back, and of standalone servers what befalls documents with markers when they are replaced or made anew.
 
 Fields marked "ghost" are never read by a rule: they are the memory of the oracles.
 """
@@ -48,6 +48,10 @@ class Broken(StrEnum):
     OWN_LAST_UNGUARDED = "the own branch is changed whatever the log says"
     RELEASED_EARLY = "a caller is released by the first branch, and not by the decider"
     SETTLED_UNASKED = "what is finished in batches is settled also where the log did not become applied"
+    MARKED_UNPROVED = "a branch with markers is changed without a proof that the transaction is still pending"
+    MARKED_UNSEEN = "a branch with markers is changed whatever version it has"
+    MARKED_KEPT = "an undo that finds no marker leaves the version as it is"
+    MARKED_DECIDES = "a marker decides, as the receipt of the last branch does"
     LATE_ASKS_FIRST = "whoever finds the deadline passed asks the first branch, and not the decider"
 
 
@@ -83,6 +87,7 @@ class At(StrEnum):
     READ = "read the log"
     LOOK = "look at the decider's receipt"
     APPLY = "apply"
+    PROVE = "prove that it is pending"
     CHANGE = "change what was looked for"
     APPLIED = "say applied"
     SETTLE = "settle"
@@ -100,7 +105,7 @@ class World(NamedTuple):
 
     Args:
         name: A sentence for reports.
-        remote: How many branches have a receipt; they come in this order.
+        remote: How many branches are in other clusters; they come in this order.
         own: Whether the log's cluster takes part.
         drivers: How many drive: the caller and those who recover.
         cancelers: How many cancel.
@@ -108,6 +113,7 @@ class World(NamedTuple):
         late: Whether clocks may pass the deadline; receipts that are settled may then be purged.
         kills: How many actors may die.
         replaced: Whether somebody may replace participants as wholes, once.
+        marked: Those of them on standalone servers: with markers and versions in the documents, and no receipt.
         broken: The rule left out.
     """
 
@@ -120,6 +126,7 @@ class World(NamedTuple):
     late: bool = True
     kills: int = 0
     replaced: bool = False
+    marked: frozenset[int] = frozenset()
     broken: Broken = Broken.NOTHING
 
     def __str__(self) -> str:
@@ -128,8 +135,10 @@ class World(NamedTuple):
 
     @property
     def decider(self) -> int | None:
-        """The branch whose receipt decides; None where the log does."""
-        return None if self.own is Own.LAST else self.remote - 1
+        """The branch whose receipt decides; None where the log does: a marker is gone once it is settled."""
+        last = self.remote - 1
+        by_log = self.own is Own.LAST or (last in self.marked and self.broken is not Broken.MARKED_DECIDES)
+        return None if by_log else last
 
     @property
     def undone(self) -> tuple[int, ...]:
@@ -152,11 +161,12 @@ class Receipt(NamedTuple):
 
 
 class Actor(NamedTuple):
-    """Somebody who drives or cancels; ``place``: the branch in the order of what it does."""
+    """Somebody who drives or cancels; ``place``: the branch in the order of what it does; ``seen``: a version there."""
 
     cancels: bool
     at: At
     place: int = 0
+    seen: int = 0
 
 
 class State(NamedTuple):
@@ -166,7 +176,8 @@ class State(NamedTuple):
         log: What the log says.
         own: How often the own branch is changed (ghost, as ``effects``).
         effects: How often each other branch is changed.
-        receipts: Of each other branch.
+        receipts: Of each other branch; where it has markers, the marker.
+        versions: Of the documents of each other branch, if it has markers.
         past: Whether the clock of each other cluster has passed the deadline.
         log_past: The same of the log's cluster.
         actors: Who is under way, in any order.
@@ -185,6 +196,7 @@ class State(NamedTuple):
     kills: int = 0
     replaced: bool = False
     told: frozenset[Log] = frozenset()
+    versions: tuple[int, ...] = ()
 
 
 class Step(NamedTuple):
@@ -215,6 +227,7 @@ def initial(world: World) -> State:
         past=(False,) * world.remote,
         log_past=False,
         actors=tuple(actors),
+        versions=(0,) * world.remote,
     )
 
 
@@ -231,3 +244,10 @@ def changed(state: State, branch: int, receipt: Receipt | None, effect: int = 0)
     effects[branch] += effect
     receipts[branch] = receipt
     return state._replace(effects=tuple(effects), receipts=tuple(receipts))
+
+
+def renewed(state: State, branch: int) -> State:
+    """Return the state with another version of a branch with markers, one that was never there."""
+    versions = list(state.versions)
+    versions[branch] += 1
+    return state._replace(versions=tuple(versions))

@@ -16,6 +16,7 @@ from tests.property.receipts_model import (
     World,
     acted,
     changed,
+    renewed,
 )
 
 
@@ -25,6 +26,7 @@ def act(world: World, state: State, actor: Actor) -> Steps:
         At.READ: read,
         At.LOOK: look,
         At.APPLY: apply,
+        At.PROVE: prove,
         At.CHANGE: change,
         At.APPLIED: applied,
         At.SETTLE: settle,
@@ -39,9 +41,9 @@ def act(world: World, state: State, actor: Actor) -> Steps:
     yield from rules[actor.at](world, state, actor)
 
 
-def to(state: State, actor: Actor, at: At | None, place: int = 0) -> State:
+def to(state: State, actor: Actor, at: At | None, place: int = 0, seen: int = 0) -> State:
     """Return the state with an actor about to send another command; None: it has ended."""
-    return acted(state, actor, None if at is None else actor._replace(at=at, place=place))
+    return acted(state, actor, None if at is None else actor._replace(at=at, place=place, seen=seen))
 
 
 def told(state: State, *what: Log) -> State:
@@ -88,15 +90,43 @@ def apply(world: World, state: State, actor: Actor) -> Steps:
         then = went_on(world, state, actor) if found.mark is Mark.APPLIED else to(state, actor, At.READ)
         yield Step(f"finds the receipt {found.mark}", actor, branch), then
         return
+    if branch in world.marked:
+        next_ = At.CHANGE if world.broken is Broken.MARKED_UNPROVED else At.PROVE
+        yield Step("finds no marker", actor, branch), to(state, actor, next_, branch, state.versions[branch])
+        return
     if world.broken is Broken.RECEIPT_OUTSIDE:
         yield Step("finds no receipt", actor, branch), to(state, actor, At.CHANGE, branch)
         return
     yield from change(world, state, actor)
 
 
+def prove(world: World, state: State, actor: Actor) -> Steps:
+    """Rule 8: what was seen counts only if the transaction was still pending after that."""
+    del world
+    if state.log is Log.PENDING:
+        yield Step("proves it pending", actor), to(state, actor, At.CHANGE, actor.place, actor.seen)
+    else:
+        yield Step(f"cannot prove it pending: {state.log}", actor), to(state, actor, At.READ)
+
+
+def change_marked(world: World, state: State, actor: Actor) -> Steps:
+    """Rule 8: the change and the marker, where the version is the one that was seen, and there is no marker."""
+    branch = actor.place
+    as_seen = state.versions[branch] == actor.seen or world.broken is Broken.MARKED_UNSEEN
+    if state.receipts[branch] is not None or not as_seen:
+        yield Step("finds it changed meanwhile", actor, branch), to(state, actor, At.APPLY, branch)
+        return
+    yield Step("applies", actor, branch), went_on(world, changed(state, branch, Receipt(Mark.APPLIED), 1), actor)
+    if branch in world.refusing:
+        yield Step("is refused", actor, branch, fair=False), to(state, actor, At.CANCEL)
+
+
 def change(world: World, state: State, actor: Actor) -> Steps:
     """The local transaction of an apply."""
     branch = actor.place
+    if branch in world.marked:
+        yield from change_marked(world, state, actor)
+        return
     if state.past[branch] and world.broken is not Broken.NO_DEADLINE:
         yield Step("is too late", actor, branch), to(state, actor, At.CANCEL)
         return
@@ -112,9 +142,9 @@ def went_on(world: World, state: State, actor: Actor) -> State:
         state = told(state, Log.DONE)
     if actor.place + 1 < world.remote:
         return to(state, actor, At.APPLY, actor.place + 1)
-    if world.own is not Own.LAST:
+    if world.decider is not None:
         state = told(state, Log.DONE)  # its receipt decides: the caller is released
-    early = world.broken is Broken.SETTLED_BEFORE_APPLIED and world.own is not Own.LAST
+    early = world.broken is Broken.SETTLED_BEFORE_APPLIED and world.decider is not None
     return to(state, actor, At.SETTLE if early else At.APPLIED)
 
 
@@ -136,7 +166,9 @@ def settle(world: World, state: State, actor: Actor) -> Steps:
     """Rules 3 and 5: expiry only after applied is durable; the decider's receipt at last."""
     branch = world.settled[actor.place]
     found = state.receipts[branch]
-    if found is not None:
+    if found is not None and branch in world.marked:
+        state = renewed(changed(state, branch, None), branch)
+    elif found is not None:
         state = changed(state, branch, found._replace(expires=True))
     more = actor.place + 1 < world.remote
     yield Step("settles", actor, branch), to(state, actor, At.SETTLE if more else At.DONE, (actor.place + 1) * more)
@@ -167,7 +199,7 @@ def decide(world: World, state: State, actor: Actor) -> Steps:
         stands = world.broken is Broken.CANCEL_STANDS
         yield Step("is refused by the decider", actor, branch), to(state, actor, None if stands else At.FORWARD)
         return
-    if found is None:
+    if found is None and branch not in world.marked:
         state = changed(state, branch, void(world))
     yield Step("has the decider void", actor, branch), to(state, actor, At.UNDO if world.undone else At.CANCELED)
 
@@ -196,6 +228,10 @@ def undo(world: World, state: State, actor: Actor) -> Steps:
 
 def undone(world: World, state: State, branch: int, found: Receipt | None) -> State:
     """Return the state after an undo."""
+    if branch in world.marked:
+        if found is None:
+            return state if world.broken is Broken.MARKED_KEPT else renewed(state, branch)
+        return renewed(changed(state, branch, None, -1), branch)
     if found is None:
         return state if world.broken is Broken.UNDO_LEAVES_NOTHING else changed(state, branch, void(world))
     reverts = not found.expires or world.broken is Broken.UNDO_REVERTS_SETTLED

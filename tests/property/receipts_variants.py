@@ -12,6 +12,21 @@ OWN_FIRST = World("the own branch and one", 1, Own.FIRST, drivers=2, cancelers=1
 OWN_LAST = World("one branch and the own", 1, Own.LAST, drivers=2, cancelers=1, refusing=ANY)
 TWO = World("two branches", 2, drivers=2, cancelers=1, refusing=ANY)
 TWO_AND_OWN = World("two branches and the own", 2, Own.LAST, drivers=2, cancelers=1, refusing=ANY)
+MARKED_FIRST = World(
+    "one branch with markers, one with a receipt", 2, marked=frozenset({0}), drivers=2, cancelers=1, refusing=ANY
+)
+MARKED_LAST = World(
+    "the own branch, one with a receipt, one with markers",
+    2,
+    Own.FIRST,
+    marked=frozenset({1}),
+    drivers=2,
+    cancelers=1,
+    refusing=ANY,
+)
+MARKED_OWN = World(
+    "one branch with markers and the own", 1, Own.LAST, marked=frozenset({0}), drivers=2, cancelers=1, refusing=ANY
+)
 REPLACED = World("two branches, one replaced", 2, drivers=2, replaced=True)
 
 SOUND = (
@@ -21,6 +36,9 @@ SOUND = (
     Sound(TWO, 15_000),
     Sound(TWO_AND_OWN, 11_000),
     Sound(REPLACED, 500),
+    Sound(MARKED_FIRST, 14_000),
+    Sound(MARKED_LAST, 8_000),
+    Sound(MARKED_OWN, 1_500),
 )
 SLOW = (
     Sound(World("the own branch and two, two recover, one dies", 2, Own.FIRST, 3, 1, ANY, kills=1), 120_000),
@@ -58,6 +76,10 @@ CAUGHT = (
     caught(Broken.CANCEL_STANDS, OWN_FIRST, "ends"),
     caught(Broken.OWN_APART, OWN_FIRST, "all-or-none"),
     caught(Broken.OWN_LAST_UNGUARDED, OWN_LAST, "once"),
+    caught(Broken.MARKED_UNPROVED, MARKED_FIRST, "all-or-none"),
+    caught(Broken.MARKED_UNSEEN, MARKED_FIRST, "all-or-none"),
+    caught(Broken.MARKED_KEPT, MARKED_FIRST, "all-or-none"),
+    caught(Broken.MARKED_DECIDES, MARKED_LAST, "all-or-none told"),
     caught(Broken.RELEASED_EARLY, TWO, "told"),
     caught(Broken.SETTLED_UNASKED, OWN_FIRST, "all-or-none told"),
     caught(Broken.LATE_ASKS_FIRST, TWO, "all-or-none"),
