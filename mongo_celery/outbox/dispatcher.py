@@ -13,6 +13,7 @@ Callers never wait for the broker. They hand over a document that their write ha
 - The queue holds a document once and is bounded. Where it is full, a write claims nothing, and the index is looked at
   later: nothing is lost, since everything is in the documents.
 - A document has some entries published in its turn, and goes back to the end: nobody's documents wait for a hot one.
+- Turns begin some milliseconds apart, unless somebody waits: what gathers meanwhile goes to the broker together.
 - A claim whose time is half over is not relied on; the document is looked at as if somebody had asked for it.
 - A broker that does not answer ends all turns: claims are let go, the queue is emptied, and this thread alone asks
   whether the broker is back. Then the index says what waits.
