@@ -44,6 +44,20 @@ def bounded_singly() -> AbstractContextManager[None]:
     return pymongo.timeout(max(COMMAND_SECONDS, _SINGLE_SECONDS))
 
 
+def once_more(call: Callable[[], _Thing]) -> _Thing:
+    """
+    Call again if an election or a lost connection came between.
+
+    Drivers do so by themselves for updates of single documents. What is called must bear that it was done already.
+    """
+    try:
+        return call()
+    except PyMongoError as error:
+        if error.timeout or not is_transient(error):
+            raise
+    return call()
+
+
 def is_about_some(error: PyMongoError) -> bool:
     """Whether a command for many documents may have failed for a few of them, so that the others can be done."""
     return error.timeout or (isinstance(error, OperationFailure) and not is_transient(error))

@@ -13,6 +13,7 @@ Callers never wait for the broker. They hand over a document that their write ha
 - The queue holds a document once and is bounded. Where it is full, a write claims nothing, and the index is looked at
   later: nothing is lost, since everything is in the documents.
 - A document has some entries published in its turn, and goes back to the end: nobody's documents wait for a hot one.
+- Turns begin some milliseconds apart, unless somebody waits: what gathers meanwhile goes to the broker together.
 - A claim whose time is half over is not relied on; the document is looked at as if somebody had asked for it.
 - A broker that does not answer ends all turns: claims are let go, the queue is emptied, and this thread alone asks
   whether the broker is back. Then the index says what waits.
@@ -401,21 +402,26 @@ class OutboxDispatcher:
         """Publish from documents that are held; False if the broker does not answer."""
         groups = groups_of(self._relied_on(documents))
         for group in groups:
-            if len(self._unsettled) + len(group) > SETTLE_DOCUMENTS:
-                self._settle()
-            self._step()
-            parts = self._relay().pending.publish_together(group, judge=False, step=self._step)
-            for number, part in enumerate(parts, 1):
+            self._make_room(len(group))
+            rest = {id(held): held for held in group}
+            parts = self._relay().pending.publish_together(group, judge=False, step=self._make_room)
+            for part in parts:
                 self._note(part)
+                del rest[id(part.held)]
                 if self._broker.takes_nothing(part):
-                    rest = self._not_begun(parts) if part.is_outage else group[number:]
                     others = (each for other in groups for each in other) if isinstance(documents, list) else ()
-                    self._pause_for_broker([*rest, *others])
+                    held = self._not_begun(parts) if part.is_outage else rest.values()
+                    self._pause_for_broker([*held, *others])
                     return False
-                if not self._may_settle_later():
-                    self._settle()
-                self._step()  # the next one may have to be read
+            self._step()  # the next ones may have to be read
+        self._make_room(0)
         return True
+
+    def _make_room(self, documents: int = 1) -> None:
+        """Something is to be published; what was published before is removed, if it is time."""
+        if len(self._unsettled) + documents > SETTLE_DOCUMENTS or not self._may_settle_later():
+            self._settle()
+        self._step()
 
     def _relied_on(self, documents: Iterable[HeldDocument]) -> Iterator[HeldDocument]:
         """Those of which the claim has time; the others are looked at as if somebody had asked for them."""

@@ -97,11 +97,16 @@ class PendingPublisher:
         Args:
             documents: as `groups_of` gives them.
             judge: as of `publish`.
-            step: is told of each command before it begins.
+            step: is told of each command, and of each document that goes alone, before it begins.
+
+        Returns:
+            The parts, those of which everything has gone together first. Whoever does not ask for all of them has let
+            the others go; what was published of them is removed.
         """
         begun = [_Begun(held, entries_of(held.events[:ENTRIES_MAX])) for held in documents]
         try:
             outage = self._publish_by_turns(begun, step, judge=judge) if _may_gain(begun) else None
+            begun.sort(key=lambda each: not each.is_done)  # whoever asks has them all before anything else can fail
             while begun:
                 first = begun[0]
                 if first.is_done:
@@ -109,13 +114,14 @@ class PendingPublisher:
                 elif outage is not None:
                     part = first.part(verdict=outage.verdict, error=outage.error, lets_go=True)
                 else:
+                    step()
                     part = self.publish(first.held, judge=judge, names=first.names)
                     outage = part if part.is_outage else None
                 del begun[0]
                 yield part
-        except SoftTimeLimitExceeded:
+        except (SoftTimeLimitExceeded, GeneratorExit):
             with suppress(PyMongoError):
-                self._removals.settle([each.part(lets_go=True) for each in begun])
+                self._removals.settle([each.part(lets_go=True) for each in begun if each.names])
             raise
 
     def _publish_by_turns(

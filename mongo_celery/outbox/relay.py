@@ -50,6 +50,30 @@ _OUTAGES_MAX = 3
 """So many documents in a row for which the broker did not answer end a delivery."""
 
 
+class _Published:
+    """What a turn has published and not yet removed, and what its removals have left."""
+
+    def __init__(self, removals: Removals) -> None:
+        self._removals = removals
+        self._parts: list[PublishedPart] = []
+        self._began = time.monotonic()
+        self.left = Remainder()
+
+    def add(self, part: PublishedPart) -> None:
+        self._parts.append(part)
+        if part.ran_out:  # it is free then, to be claimed anew
+            self.left = self.left.and_(Remainder([part.held.document_id]))
+
+    def make_room(self, documents: int = 1) -> None:
+        """Remove what is there, if it is time or with so many documents more there would be too many."""
+        if len(self._parts) + documents > SETTLE_DOCUMENTS or time.monotonic() - self._began > SETTLE_SECONDS:
+            self.settle()
+
+    def settle(self) -> None:
+        self.left = self.left.and_(self._removals.settle(self._parts))
+        self._parts, self._began = [], time.monotonic()
+
+
 class Relay:
     """
     Delivers the entries of one collection.
@@ -138,31 +162,27 @@ class Relay:
 
     def _turn(self, looks: Remainder, *, older_than: float | None, judge: bool) -> tuple[Delivery, Remainder]:
         """Claim some documents and publish the first entries of each; what was done, and where something is left."""
-        total, left, unsettled = Delivery(), Remainder(), list[PublishedPart]()
-        owner, outages, began, missed = ObjectId(), 0, time.monotonic(), list[Failure]()
+        total, published = Delivery(), _Published(self.removals)
+        owner, outages, missed = ObjectId(), 0, list[Failure]()
         try:
             claimed = self.claim(
                 looks.document_ids, older_than=older_than, held=looks.owners, owner=owner, missed=missed
             )
             for group in groups_of(claimed):
-                if len(unsettled) + len(group) > SETTLE_DOCUMENTS:
-                    left, unsettled, began = left.and_(self.removals.settle(unsettled)), [], time.monotonic()
-                for part in self.pending.publish_together(group, judge=judge):
-                    unsettled.append(part)
-                    if part.ran_out:  # it is free then, to be claimed anew
-                        left = left.and_(Remainder([part.held.document_id]))
+                published.make_room(len(group))
+                for part in self.pending.publish_together(group, judge=judge, step=published.make_room):
+                    published.add(part)
                     total = total.and_(part.delivery)
                     outages = outages + 1 if part.is_outage else 0
-                    if len(unsettled) >= SETTLE_DOCUMENTS or time.monotonic() - began > SETTLE_SECONDS:
-                        left, unsettled, began = left.and_(self.removals.settle(unsettled)), [], time.monotonic()
                 if outages >= _OUTAGES_MAX:
                     break
-            left = left.and_(self.removals.settle(unsettled))
+            published.settle()
         except BaseException:  # a time limit, or the end of the process
             with suppress(PyMongoError):
-                self.removals.settle(unsettled)
+                published.settle()
                 self.removals.release(looks.document_ids, [owner, *looks.owners])
             raise
+        left = published.left
         if outages >= _OUTAGES_MAX:
             self.removals.release(looks.document_ids, [owner, *looks.owners])
             left = Remainder(failed=left.failed)

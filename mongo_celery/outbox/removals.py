@@ -19,7 +19,7 @@ from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.outbox.claims import PendingClaims
-from mongo_celery.outbox.commands import bounded, is_about_some, singly
+from mongo_celery.outbox.commands import bounded, is_about_some, once_more, singly
 from mongo_celery.outbox.delivery import PublishedPart, Remainder
 
 logger = logging.getLogger("mongo_celery.outbox")
@@ -81,7 +81,7 @@ class Removals:
         if whole:
             published = [(part.held.document_id, part.names) for part in whole]
             with bounded():
-                emptied = self.quick.update_many(*self._claims.emptied(published)).matched_count
+                emptied = once_more(lambda: self.quick.update_many(*self._claims.emptied(published))).matched_count
             if emptied < len(whole):
                 others += whole
         remainder = self._remove(others) if others else Remainder()

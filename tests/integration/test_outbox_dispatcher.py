@@ -204,9 +204,13 @@ def test_a_document_can_be_deleted_right_after_it_was_written(rig: Rig, database
 
 
 def test_a_removal_that_mongodb_does_not_answer_is_made_again(
-    rig: Rig, database: Database[Document], failpoint: Failpoint, make_client: MakeClient
+    rig: Rig,
+    database: Database[Document],
+    failpoint: Failpoint,
+    make_client: MakeClient,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What was published is remembered until it is removed, and is sent once."""
+    """What was published is remembered until it is removed, and is sent once; a connection lost once is nothing."""
     client = make_client(appName="dispatcher", retryWrites=False)
     outbox = Outbox(rig.app, client[database.name]["orders"], name="cut", sweep_every=None)
     outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
@@ -218,6 +222,12 @@ def test_a_removal_that_mongodb_does_not_answer_is_made_again(
         assert outbox.status().pending == 1
     wait_for(lambda: settled(outbox))
     assert rig.sent() == []
+    caplog.clear()
+    with failpoint(mode={"times": 1}, failCommands=["update"], closeConnection=True, appName="dispatcher"):
+        outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
+        wait_for(lambda: settled(outbox))
+    assert rig.sent() == [[2, 0]]
+    assert caplog.messages == []
     outbox.backing.close()
 
 
