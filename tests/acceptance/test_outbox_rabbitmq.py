@@ -67,7 +67,7 @@ def test_a_server_that_is_killed_loses_nothing_and_changes_no_order(shop: Shop, 
 def test_a_refusal_stops_its_own_document_and_events_reach_their_queues(shop: Shop, node: RabbitNode) -> None:
     """A queue that is there with other arguments (406) is the entry's own fault; it is tried again when it is gone."""
     with Connection(node.url) as connection:
-        channel = connection.default_channel  # type: ignore[attr-defined]
+        channel = connection.default_channel
         events = Queue("readers", Exchange("mongo_celery.events", type="topic"), routing_key="order.*")(channel)
         events.declare()
         Queue("odd", max_length=5)(channel).declare()
@@ -81,7 +81,7 @@ def test_a_refusal_stops_its_own_document_and_events_reach_their_queues(shop: Sh
         assert (shop.outbox.status().failing, shop.outbox.status().pending) == (1, 1)
 
         message = wait_for(lambda: events.get(no_ack=True))
-        event = json.loads(message.body)
+        event = json.loads(message.body or "")
         assert (event["type"], event["data"], message.content_type) == ("order.placed", {"n": 1}, "application/json")
         assert events.get(no_ack=True) is None
         Queue("odd")(channel).delete()
