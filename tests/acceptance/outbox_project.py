@@ -61,7 +61,7 @@ def configured(broker: str, **conf: Any) -> Celery:
     return made
 
 
-app = configured(BROKER, broker_transport_options={"visibility_timeout": 2})
+app = configured(BROKER, broker_transport_options={"visibility_timeout": 2} if BROKER.startswith("redis") else {})
 
 
 @cache

@@ -88,9 +88,9 @@ class Shop:
         short = name.rpartition(".")[2]
         return self._processes.python(short, "-m", name, *map(str, arguments), environment=self._environment)
 
-    def worker(self, *queues: str, alone: bool = False, **environment: str) -> ProjectProcess:
-        """Start a worker with one child, and beat as another; or one that works itself, without beat."""
-        arguments = ("-P", "solo") if alone else ("-c", "1", "-B", *_BEAT)
+    def worker(self, *queues: str, alone: bool = False, pool: str = "", **environment: str) -> ProjectProcess:
+        """Start a worker with one child, and beat as another; or without beat one that works itself, or a pool."""
+        arguments = ("-P", "solo") if alone else ("-P", pool, "-c", "10") if pool else ("-c", "1", "-B", *_BEAT)
         return self._processes.celery(
             PROJECT, "worker", *QUIET, *arguments, "-l", "INFO", "-n", f"{uuid4().hex[:6]}@here",
             "-Q", ",".join(queues or (SWEEPS, EFFECTS)), environment={**self._environment, **environment},
