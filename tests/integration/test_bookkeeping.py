@@ -11,6 +11,7 @@ from typing import Any
 
 import bson
 import pytest
+from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.database import Database
@@ -27,6 +28,8 @@ from mongo_celery import (
 )
 from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
 from mongo_celery.bridge.stream.source import Scope, Selector, placed, scope_of
+from mongo_celery.mongo.oplog import operation_time
+from tests.fixtures.process import wait_for
 from tests.integration.fenced_rig import view
 from tests.integration.outbox_rig import Rig, opened
 from tests.integration.stream_rig import Reading, now, selector_of
@@ -64,6 +67,12 @@ def read(opened_on: Any, pipeline: Any, start: Any, after: Any = None) -> Events
                 return found
             found.append(event)
     raise AssertionError("the stream has ended")
+
+
+def passed(reading: Reading) -> Timestamp:
+    """Up to when the stream was read, whether anything came or not."""
+    times = [mark.cluster_time for mark in reading.marks if mark.cluster_time is not None]
+    return times[-1] if times else Timestamp(0, 0)
 
 
 def names_of(event: Mapping[str, Any]) -> set[str]:
@@ -222,4 +231,8 @@ def test_a_stream_passes_bookkeeping_that_it_does_not_give(
         orders.update_one({"_id": 1}, {"$unset": {"pendingEvents": 1}})
         orders.insert_one({"_id": 2})
         reading.wait_for_keys(1, 2)
+        orders.update_one({"_id": 1}, {"$set": {"pendingEvents.count": 2}})
+        behind = operation_time(mongo_client)
+        wait_for(lambda: passed(reading) >= behind, message="a mark behind what was left out")
+        assert reading.keys == [1, 2]
     assert reading.flaws == {}

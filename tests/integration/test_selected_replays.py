@@ -207,12 +207,12 @@ def test_what_is_too_much_or_unknown_is_refused(stage: Stage, monkeypatch: pytes
 
 def test_what_the_handler_would_not_get_is_no_part_of_it(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its filter decides, as in the listener; what it cannot decide is counted and left out."""
-    monkeypatch.setattr(Selector, "selects", lambda *_: False)
+    monkeypatch.setattr(Selector, "asks_for", lambda *_: False)
     assert not plan(stage).letters
 
     def fails(*_: Any) -> bool:
         raise ValueError("no")
 
-    monkeypatch.setattr(Selector, "selects", fails)
+    monkeypatch.setattr(Selector, "asks_for", fails)
     found = plan(stage)
     assert (len(found.letters), found.refused) == (0, len(stage.events))
