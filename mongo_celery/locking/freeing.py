@@ -2,20 +2,21 @@
 The end of open transactions whose client is gone, and what is promised of it.
 
 A client that was killed leaves its transaction open until the server ends it after `transactionLifetimeLimitSeconds`.
-Who waits for a document looks before that: from two seconds of conflicts on, every five seconds. A transaction that is
-*dead* (`holders`) at two looks, the second of which comes right before the end, is ended with its session.
+Who waits for a document looks before that: from two seconds of conflicts on, every five seconds. A transaction that was
+silent between looks for ten seconds, and is *dead* (`holders`) at the last, right before the end, is ended with its
+session.
 
 **Promised**: nothing that a transaction has written is kept in part; and none is ended that was heard of within ten
 seconds, or whose client has a connection that can be seen.
 
 **Not promised**: that what is ended would not have gone on. A client is known by its address and appName, and seen
-only as far as the server shows it. One that lives but has lost all its connections, or that closes them while a body
-computes (`maxIdleTimeMS`) and whose heartbeats are not shown, since they are nobody's and the waiter's user lacks
-`inprog`, is taken for a dead one. It is then told NoSuchTransaction, labelled as transient: `transactional` repeats its
-body, as a function; a `with` block, Django's `atomic` and other programs of the same user fail. A body that computes
-for so long at each attempt is ended at each as long as somebody waits, until its time is used up. And one that begins
-its next operation in the moment of the end is told Interrupted, which has no label, and fails. Whoever cannot have
-that turns it off: `set_automatic_freeing(False)`.
+only as far as the server shows it. One that lives while a body computes for longer than ten seconds is taken for a dead
+one, if it has lost all its connections at the last look; or its pool has closed its own (`maxIdleTimeMS`, a failed
+heartbeat), and its heartbeats are not shown, since they are nobody's and the waiter's user lacks `inprog`. It is told
+NoSuchTransaction then, labelled as transient: `transactional` repeats its body, as a function; a `with` block, Django's
+`atomic` and other programs of the same user fail. A body that computes for so long at each attempt is ended at each as
+long as somebody waits, until its time is used up. And one that begins its next operation in the moment of the end is
+told Interrupted, which has no label, and fails. Whoever cannot have that turns it off: `set_automatic_freeing(False)`.
 
 Nor is it promised that all that is dead is ended: another process at the same address with the same appName keeps it.
 So give each process an appName of its own.
