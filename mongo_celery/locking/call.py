@@ -17,7 +17,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from bson import ObjectId
 from pymongo.client_session import ClientSession
@@ -27,7 +27,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery.arguments import Duration, not_negative
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
 from mongo_celery.locking import holders
-from mongo_celery.mongo.attempts import Place, note_locked, waits_of
+from mongo_celery.mongo.transaction.frames import Place, Session, note_locked, waits_of
 from mongo_celery.mongo.verdicts import Code, said, standalone_refused
 
 Document = dict[str, Any]
@@ -112,7 +112,7 @@ def lock_call(
     skip_locked: bool = False,
 ) -> LockCall:
     """Check what a call was given; errors as of `select_for_update`."""
-    if not isinstance(session, ClientSession) or not session.in_transaction:
+    if not isinstance(session, Session) or not session.in_transaction:
         raise TransactionRequiredError
     if (
         not isinstance(field, str)
@@ -124,7 +124,7 @@ def lock_call(
         raise ConfigurationError(f"field={field!r} cannot be written; choose a plain name such as '_lock'.")
     return LockCall(
         collection=collection,
-        session=session,
+        session=cast("ClientSession", session),  # asyncio's has the same name and state
         field=field,
         name=f"{collection.full_name} {_cut(repr(dict(filter_)))}",
         place=(collection.full_name, waits_of(session).next_call(), b""),

@@ -50,7 +50,7 @@ def in_one(client: MongoClient[Any], body: Callable[[ClientSession], Result], de
         TransactionTimeoutError: the time is used up; `outcome` says what is known.
         TopologyError: it is a standalone server.
     """
-    return transactional(client, timeout=max(deadline - time.monotonic(), _LEAST_SECONDS)).run(body)
+    return transactional(client, timeout=max(deadline - time.monotonic(), _LEAST_SECONDS), own=True).run(body)
 
 
 def change(open_part: Open, parts: Sequence[Part], session: ClientSession, before: datetime | None = None) -> None:
