@@ -139,6 +139,11 @@ class Frame:
         self.waits.calls = 0
         self.callbacks.clear()
 
+    def close(self) -> None:
+        """It is left; a context that cannot be reached from here may hold it for long, but nothing else by it."""
+        self.is_open = False
+        self.owner, self.transient, self.doom = (0, None), None, None
+
     def failed(self, error: BaseException) -> None:
         """A part of it has failed; of several errors the first is the reason."""
         if self.doom is None:
@@ -212,7 +217,7 @@ def entered(session: Session, seconds: float) -> Iterator[Frame]:
     try:
         yield frame
     finally:
-        frame.is_open = False
+        frame.close()
         if before is None:
             _of_session.pop(session, None)
         else:

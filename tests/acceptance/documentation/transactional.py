@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import redis
 from celery import Celery
 from fastapi.testclient import TestClient
 from pymongo import MongoClient
+
+from tests.fixtures.process import wait_for
 
 SEATS = ("A1", "A2", "A3")
 
@@ -17,14 +20,15 @@ SEATS = ("A1", "A2", "A3")
 def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
     """An app, a client, an order, a till, three seats, and the collections that bodies write to."""
     app = Celery("shop", broker=redis_url)
-    with MongoClient[dict[str, Any]](mongo_url) as client:
+    with MongoClient[dict[str, Any]](mongo_url) as client, redis.Redis.from_url(redis_url) as broker:
         shop = client.shop
         shop.orders.insert_one({"_id": 7})
         shop.accounts.insert_one({"_id": "till", "balance": 0})
         shop.places.insert_many([{"_id": seat, "customer": None} for seat in SEATS])
         for name in ("journal", "attempts"):
             shop.create_collection(name)
-        namespace: dict[str, Any] = {"app": app, "client": client}
+        ship = app.task(name="shop.ship")(_ship)
+        namespace: dict[str, Any] = {"app": app, "client": client, "ship": ship}
         yield namespace
 
         namespace["pay"](7, 100)
@@ -34,6 +38,7 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         _use_fastapi(namespace)
         with namespace["web"].test_client() as browser:
             assert browser.post("/orders/7/pay").get_json() == {"paid": True}
+        wait_for(lambda: broker.llen("celery"), message="a message of the parcel's task")
         noted = [each["text"] for each in shop.journal.find()]
         assert noted == ["order 7 is closed", "by FastAPI", "order 7 is paid"], noted
 
@@ -47,5 +52,11 @@ def _use_fastapi(namespace: dict[str, Any]) -> None:
         assert taken == [200, 409]
         assert browser.portal is not None
         assert browser.portal.call(namespace["reserve_two"], "Eve") == ["Eve", "Eve"]
+        browser.portal.call(namespace["send"], "A1", "Main Street 1")
         browser.portal.call(namespace["mongo"].close)
     assert [each["customer"] for each in places.find()] == ["Eve", "Eve", "Ann"]
+    assert places.find_one({"sent": True}, {"_id": 1}) == {"_id": "A1"}
+
+
+def _ship(parcel: str) -> str:
+    return parcel
