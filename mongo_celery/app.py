@@ -133,15 +133,20 @@ def add_task(app: Celery, name: str, function: Callable[..., Any], **options: An
         register(name=name, shared=False, ignore_result=True, **options)(function)
 
 
+def expiry(every: float) -> float:
+    """Seconds after which a message expires that is sent ever again: not at once, or busy workers never run one."""
+    return max(every, _EXPIRES_SECONDS)
+
+
 def schedule(app: Celery, task: str, every: float, *args: str) -> None:
     """
     Have beat send a task with these arguments: one entry, as often as the most impatient asks.
 
-    Messages expire; not at once, or busy workers would never run one.
+    Messages expire; see `expiry`.
     """
     entry = " ".join((task, *args))
     periods = _held_by(app).periods
     if every < periods.get(entry, math.inf):
         periods[entry] = every
         signature = app.signature(task, args=args)
-        app.add_periodic_task(every, signature, name=entry, expires=max(every, _EXPIRES_SECONDS))
+        app.add_periodic_task(every, signature, name=entry, expires=expiry(every))

@@ -1,9 +1,10 @@
-"""`celery -A app transactions`: look at two-phase transactions, finish, cancel or take them back."""
+"""`celery -A app transactions`: look at two-phase transactions, finish, cancel, take back or remove them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,10 @@ from mongo_celery.cli.apps import console_of, json_option, one_of, one_sentence_
 from mongo_celery.quantities import moment
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from mongo_celery.twophase import TwoPhaseCommit
+    from mongo_celery.twophase.purge import Purge
 
 _LIMIT = 50
 _RECOVER_LIMIT = 1000
@@ -52,6 +54,11 @@ def list_transactions(
     chosen = _chosen(ctx, name)
     with one_sentence_errors(lambda: chosen.log.concern):
         found = list(chosen.log.find(wanted, older_than, limit))
+    _list(ctx, found, f"No transaction is {' or '.join(wanted)}.", as_json=as_json)
+
+
+def _list(ctx: click.Context, found: Sequence[Mapping[str, Any]], nothing: str, *, as_json: bool) -> None:
+    """Transactions as lines, or what to say where there are none."""
     if as_json:
         for document in found:
             click.echo(_json(document))
@@ -65,7 +72,7 @@ def list_transactions(
         console.print(Text(f"{id_}  {state}  {modified}  {application}"), soft_wrap=True)  # an id is there to be copied
         console.print(Padding(Text(what), (0, 0, 0, 2), expand=False))
     if not found:
-        console.print(f"No transaction is {' or '.join(wanted)}.")
+        console.print(nothing)
 
 
 @transactions.command()
@@ -83,11 +90,18 @@ def show(ctx: click.Context, id: str, name: str | None) -> None:  # noqa: A002
 @AGE
 @click.option("--all", "any_application", is_flag=True, help="Also those of other applications.")
 @click.option("--limit", type=click.IntRange(min=1), default=_RECOVER_LIMIT, show_default=True, help="At most so many.")
+@click.option("--dry-run", is_flag=True, help="List what would be taken over, and change nothing.")
 @NAME
 @JSON
 @click.pass_context
 def recover(
-    ctx: click.Context, older_than: float | None, any_application: bool, limit: int, name: str | None, as_json: bool
+    ctx: click.Context,
+    older_than: float | None,
+    any_application: bool,
+    limit: int,
+    dry_run: bool,
+    name: str | None,
+    as_json: bool,
 ) -> None:
     """
     Finish what was left pending, applied or canceling.
@@ -96,6 +110,10 @@ def recover(
     """
     chosen = _chosen(ctx, name)
     with one_sentence_errors(lambda: chosen.log.concern):
+        if dry_run:
+            found = chosen.abandoned(older_than, all=any_application, limit=limit)
+            _list(ctx, found, "Nothing to recover.", as_json=as_json)
+            return
         report = chosen.recover(older_than, all=any_application, limit=limit)
     for each in report:
         if as_json:
@@ -169,6 +187,58 @@ def compensate(ctx: click.Context, id: str, yes: bool, name: str | None, as_json
     with one_sentence_errors(lambda: chosen.log.concern):
         after = chosen.run(chosen.compensate(document["_id"]))
     _tell({"id": after.id, "state": str(after.state), "compensates": document["_id"]}, as_json=as_json)
+
+
+@transactions.command()
+@click.option(
+    "--older-than",
+    type=click.FloatRange(min=0),
+    required=True,
+    metavar="SECONDS",
+    help="Since the last step, by the server's clock; not less than the deadline.",
+)
+@click.option("--all", "any_application", is_flag=True, help="Also those of other applications.")
+@click.option("--dry-run", is_flag=True, help="Say how many would be removed, and remove none.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@NAME
+@json_option("TwoPhaseCommit")
+@click.pass_context
+def purge(
+    ctx: click.Context,
+    older_than: float,
+    any_application: bool,
+    dry_run: bool,
+    yes: bool,
+    name: str | None,
+    as_json: bool,
+) -> None:
+    """
+    Remove transactions that are done or canceled.
+
+    Nobody can show or take them back then, and their ids may be used again. A compensation stays as long as what it
+    takes back. All that is not final stays.
+    """
+    chosen = _chosen(ctx, name)
+    with one_sentence_errors(lambda: chosen.log.removal_concern):
+        found = chosen.purge(older_than, all=any_application, dry_run=True) if dry_run or not yes else None
+        if found is not None and not dry_run and found.done + found.canceled:
+            click.echo(_purged(found, "Would remove"), err=True)
+            click.confirm("Remove them for good?", abort=True, err=True)
+        if not dry_run:
+            found = chosen.purge(older_than, all=any_application)
+    assert found is not None
+    if as_json:
+        click.echo(json.dumps({**asdict(found), "dry_run": dry_run}))
+    else:
+        click.echo(_purged(found, "Would remove" if dry_run else "Removed"))
+
+
+def _purged(found: Purge, verb: str) -> str:
+    from mongo_celery.quantities import number
+
+    what = f"{number(found.done, 'transaction', 'transactions')} done, {found.canceled} canceled"
+    kept = number(found.kept, "compensation stays", "compensations stay")
+    return f"{verb} {what}.{f' {kept}, since what is taken back is there.' if found.kept else ''}"
 
 
 def _shown(ctx: click.Context, name: str | None, text: str) -> tuple[TwoPhaseCommit, Mapping[str, Any]]:

@@ -18,7 +18,7 @@ from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import Duration
-from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
+from mongo_celery.errors import ConfigurationError, DocumentLockedError
 from mongo_celery.locking.call import LockCall, lock_call
 from mongo_celery.mongo.identity import id_key
 from mongo_celery.mongo.transaction.frames import note_locked, waits_of
@@ -128,9 +128,7 @@ class _AsyncLockCall(LockCall):
 def _lock_call(
     collection: AsyncCollection[Any], filter_: Mapping[str, Any], session: object, **options: Any
 ) -> LockCall:
-    if not isinstance(session, AsyncClientSession):
-        raise TransactionRequiredError
-    call = lock_call(cast("Any", collection), filter_, session, **options)
+    call = lock_call(cast("Any", collection), filter_, session, kind=AsyncClientSession, **options)
     return _AsyncLockCall(**{each.name: getattr(call, each.name) for each in fields(call)})
 
 

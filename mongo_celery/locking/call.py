@@ -110,9 +110,10 @@ def lock_call(
     nowait: bool,
     wait: Duration | None,
     skip_locked: bool = False,
+    kind: type[Session] = ClientSession,
 ) -> LockCall:
-    """Check what a call was given; errors as of `select_for_update`."""
-    if not isinstance(session, Session) or not session.in_transaction:
+    """Check what a call was given, with a session of this kind; errors as of `select_for_update`."""
+    if not isinstance(session, kind) or not session.in_transaction:
         raise TransactionRequiredError
     if (
         not isinstance(field, str)

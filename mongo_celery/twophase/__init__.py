@@ -1,7 +1,7 @@
 """Two-phase commit over documents; knows nothing of bridges."""
 
 from mongo_celery.twophase.participants import Participant
-from mongo_celery.twophase.recovery import Recovery
+from mongo_celery.twophase.recoveries import Recovery
 from mongo_celery.twophase.states import State, Transaction
 from mongo_celery.twophase.twophase import TwoPhaseCommit
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from bson.codec_options import DatetimeConversion
-from pymongo import MongoClient
+from pymongo import MongoClient, ReadPreference
 from pymongo.collection import Collection
 
 from mongo_celery.errors import ConfigurationError
@@ -43,18 +43,24 @@ class Clusters:
                 f"participant {part} is in the cluster {part.cluster!r}, which this process does not know: "
                 f"TwoPhaseCommit(..., clients={{{part.cluster!r}: client}}).",
             )
-        own = self._own()
-        client = own.database.client if part.cluster is None else self._others[part.cluster].get()
+        own, client = self._own(), self.client(part.cluster)
         database, _, name = part.namespace.partition(".")
         # Ids are sent as they were read: both with the codec of the transactions.
         return opened(client[database].get_collection(name, codec_options=own.codec_options))
+
+    def client(self, cluster: str | None) -> MongoClient[Any]:
+        """The client of a cluster that is known here."""
+        return self._own().database.client if cluster is None else self._others[cluster].get()
+
+    def ping(self, cluster: str | None) -> None:
+        """Have the primary of a cluster answer once; raises PyMongoError if it does not."""
+        self.client(cluster).get_database("admin", read_preference=ReadPreference.PRIMARY).command("ping")
 
     def is_standalone(self, cluster: str | None) -> bool:
         """Whether a cluster has no MongoDB transactions; it is asked once a process."""
         place = (os.getpid(), cluster)
         if place not in self._standalone:
-            client = self._own().database.client if cluster is None else self._others[cluster].get()
-            answer = client.admin.command("hello")
+            answer = self.client(cluster).admin.command("hello")
             self._standalone[place] = "setName" not in answer and answer.get("msg") != "isdbgrid"
         return self._standalone[place]
 

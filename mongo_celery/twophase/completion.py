@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,19 +11,24 @@ from typing import Any, TypeVar
 
 import pymongo
 from bson import ObjectId
+from bson.binary import Binary
 from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.verdicts import explained, is_transient
+from mongo_celery.quantities import number
 from mongo_celery.twophase.across import AcrossClusters, begun_fields
 from mongo_celery.twophase.clusters import Clusters
 from mongo_celery.twophase.coordinator import BusyError, Coordinator, OvertakenError, StuckError
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import Part
+from mongo_celery.twophase.sessions import end_transactions, sessions_of
 from mongo_celery.twophase.states import State, Transaction
 from mongo_celery.twophase.within import WithinCluster
+
+logger = logging.getLogger("mongo_celery.twophase")
 
 Result = TypeVar("Result")
 
@@ -32,6 +38,11 @@ NOT_BEGUN = (
 )
 _PAUSES = Pauses(first=0.01, longest=0.5, jitter=1.0)
 _LOOKS = Pauses(first=0.01, longest=0.5)
+_SHARES = 8
+"""A participant that does not answer may use up such a part of a call's time while others are to be undone."""
+
+_SIGN_SECONDS = 3.0
+"""How long recovery waits for a cluster's sign of life; what is in it is left for the next recovery then."""
 
 
 class Way(Enum):
@@ -62,14 +73,46 @@ class Completion:
         self._across = AcrossClusters(log, clusters.open)
 
     @contextmanager
-    def bounded(self) -> Iterator[float]:
-        """No call to a server inside lasts beyond the timeout; gives its end on the monotonic clock."""
-        with pymongo.timeout(self._timeout):
-            yield time.monotonic() + self._timeout
+    def bounded(self, part: float = 1.0) -> Iterator[float]:
+        """No call to a server inside lasts beyond a part of the timeout; gives its end on the monotonic clock."""
+        seconds = self._timeout * part
+        with sessions_of(self._clusters.client), pymongo.timeout(seconds):
+            yield time.monotonic() + seconds
+
+    def end_others(self, transactions: Sequence[Transaction]) -> None:
+        """End what other coordinators keep open for these, which is to be taken from them. It never fails."""
+        wanted: dict[str | None, list[Binary]] = {}
+        for each in transactions:
+            for cluster, identity in each.sessions:
+                if self._clusters.knows(cluster):
+                    wanted.setdefault(cluster, []).append(identity)
+        if not wanted:
+            return
+        age = self._log.age_of([each.id for each in transactions])
+        for cluster, ids in wanted.items():
+            count = end_transactions(self._clusters.client(cluster), ids, age, self._timeout)
+            if count:
+                logger.warning(
+                    "ended what another coordinator has kept open in %s: %s",
+                    "the log's cluster" if cluster is None else f"cluster {cluster!r}",
+                    number(count, "transaction", "transactions"),
+                    extra={"event": "coordinator_ended"},
+                )
+
+    def once_bounded(self, attempt: Callable[[], Result]) -> Result:
+        """One call to the log's server, repeated while that makes sense, within the timeout."""
+        with self.bounded() as deadline:
+            return self.until_answered(attempt, deadline, hint="call it again")
+
+    def ask(self, cluster: str) -> None:
+        """Have a cluster answer once, within some seconds; one that is not known here is said where it is needed."""
+        if self._clusters.knows(cluster):
+            with pymongo.timeout(min(self._timeout, _SIGN_SECONDS)):
+                self._clusters.ping(cluster)
 
     def new_coordinator(self, identity: ObjectId | None = None) -> Coordinator:
         """A coordinator with an identity of its own, or the given one."""
-        return Coordinator(self._log, self._clusters.open, identity or ObjectId())
+        return Coordinator(self._log, self._clusters.open, identity or ObjectId(), self._timeout / _SHARES)
 
     def way_for(self, parts: Sequence[Part]) -> Way:
         """How a transaction is carried out that nobody has begun."""
@@ -141,12 +184,13 @@ class Completion:
         self, fields: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, deadline: float
     ) -> str | None:
         """Store a transaction and carry it out in one MongoDB transaction; see `WithinCluster.store`."""
+        mark = ObjectId()
         hint = (
             f"whether transaction {identity!r} was done is not known: it was if it is in the log, and else not at all"
         )
         with _named(identity, "nothing was stored", hint):
             return self.until_answered(
-                lambda: self.within.store(fields, parts, identity, deadline), deadline, hint=hint, id=identity
+                lambda: self.within.store(fields, parts, identity, mark, deadline), deadline, hint=hint, id=identity
             )
 
     def stored_and_begun(self, parts: tuple[Part, ...], identity: Any, deadline: float) -> Transaction:
@@ -239,8 +283,10 @@ def _wait_or_give_up(transaction: Transaction, count: int, deadline: float) -> N
     pause = _LOOKS.nth(count)
     if time.monotonic() + 2 * pause >= deadline:  # the next try would meet the end of its time, and say only that
         raise TransactionTimeoutError(
-            f"transaction {transaction.id!r} stays {transaction.state} though a receipt of it says otherwise: was the "
-            "log, or a cluster, put back to an earlier time?",
+            f"transaction {transaction.id!r} stays {transaction.state}: it belongs to another application by now."
+            if transaction.state is State.INITIAL
+            else f"transaction {transaction.id!r} stays {transaction.state} though a receipt of it says otherwise: was "
+            "the log, or a cluster, put back to an earlier time?",
             id=transaction.id,
             outcome="unknown",
         )

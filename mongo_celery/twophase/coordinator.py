@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pymongo
 from bson import ObjectId
 from pymongo.collection import Collection
-from pymongo.errors import OperationFailure, WriteError
+from pymongo.errors import OperationFailure, PyMongoError, WriteError
 
 from mongo_celery.mongo.identity import same_bson
 from mongo_celery.mongo.redaction import short
@@ -57,12 +58,14 @@ class Coordinator:
         log: of the transactions.
         open_part: gives a participant's collection, with majority writes and reads.
         identity: of this coordinator.
+        share: seconds for which one participant may keep the others from having back what is theirs.
     """
 
-    def __init__(self, log: TransactionLog, open_part: Open, identity: ObjectId) -> None:
+    def __init__(self, log: TransactionLog, open_part: Open, identity: ObjectId, share: float) -> None:
         self._log = log
         self._open = open_part
         self.identity = identity
+        self._share = share
 
     def step(self, transaction: Transaction) -> Transaction:
         """
@@ -120,6 +123,8 @@ class Coordinator:
         if transaction.refusal is not None:
             return self._cancel(transaction, transaction.refusal)
         try:
+            if transaction.is_late:
+                return self._apply_late(transaction)
             return self._applied(transaction, views)
         except StuckError:
             self._prove(transaction)
@@ -129,9 +134,26 @@ class Coordinator:
                 raise
             # A right that is missing, or a collection that takes no writes: it has until the deadline to be put right.
             reason = f"a participant cannot be read or written ({brief(error)})"
-            if transaction.is_late:
-                return self._cancel(transaction, reason)
+            if transaction.deadline is None:  # of the tutorial's code, or of the first edition
+                raise StuckError(reason) from error
             raise StuckError(f"{reason}; it is canceled by the first recovery after its deadline") from error
+
+    def _apply_late(self, transaction: Transaction) -> Transaction:
+        """After the deadline: `applied` where everything is there already; else `canceling`, whoever is silent."""
+        try:
+            with pymongo.timeout(self._share):
+                views = self._views(transaction)
+                twice = self._twice(transaction, views)
+        except PyMongoError as error:
+            return self._cancel(
+                transaction, f"its deadline has passed, and a participant cannot be read or written ({brief(error)})"
+            )
+        if twice is not None:
+            return self._cancel(transaction, twice)
+        known = [_known(transaction, index, view) for index, view in enumerate(views)]
+        if all(each == (True, None) for each in known):
+            return self._mine(self._log.advance(transaction, State.APPLIED))
+        return self._cancel(transaction, "it was not applied before its deadline")
 
     def _applied(self, transaction: Transaction, views: list[View] | None) -> Transaction:
         parts = transaction.parts
@@ -210,16 +232,22 @@ class Coordinator:
         return self._mine(self._log.advance(transaction, State.DONE))
 
     def _undo(self, transaction: Transaction) -> Transaction:
-        """Each of them, also after one that cannot be undone: the others get back what they can."""
+        """Each of them, also after one that cannot be undone or does not answer: the others get back what they can."""
         stuck: StuckError | None = None
+        unanswered: PyMongoError | None = None
         for index in reversed(range(len(transaction.parts))):
             try:
-                self._undo_one(transaction, index)
+                with pymongo.timeout(self._share):
+                    self._undo_one(transaction, index)
             except StuckError as error:
                 stuck = stuck or error
+            except PyMongoError as error:
+                unanswered = unanswered or error
         if stuck is not None:
             self._prove(transaction)
             raise stuck
+        if unanswered is not None:
+            raise unanswered
         return self._mine(self._log.advance(transaction, State.CANCELED))
 
     def _undo_one(self, transaction: Transaction, index: int) -> None:
@@ -282,7 +310,7 @@ def _known(transaction: Transaction, index: int, view: View) -> tuple[bool, str 
         return False, view.refusal
     if recorded is None:  # it has never had a version, so nothing was ever applied there
         return False, f"participant {part} did not exist, or took no version, when the transaction was begun"
-    if recorded is not UNRECORDED and view.incarnation != recorded:
+    if recorded is not UNRECORDED and view.incarnation != recorded and not view.is_older:
         raise _replaced(transaction, part, recorded)
     return None
 

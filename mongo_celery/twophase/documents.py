@@ -34,7 +34,8 @@ marker and version with them: whether the change is in what it wrote cannot be k
 begun. From then on, until it is applied, a participant without its marker whose `of` is missing or another was
 replaced, or deleted and made anew: nothing is applied or undone there, a person decides. Nobody gives a version there
 but another transaction, and that one gives another `of`. Transactions of the first edition have recorded none, and are
-finished as before; a version of theirs is an ObjectId alone, until somebody looks.
+finished as before; a version of theirs is an ObjectId alone, until somebody looks. A process of the first edition that
+still runs beside leaves such a one also where an `of` was recorded: there its rule counts, which knows no replacement.
 
 Another transaction that is settled in the same document renews the version as well. Then the three acts are
 repeated, which is harmless.
@@ -78,6 +79,7 @@ class View:
         marked: whether it has the transaction's marker.
         participant_version: what `apply` is conditional on; None if it was replaced while it was looked at.
         incarnation: what lasts of its version until it is replaced or made anew; None if it has none.
+        is_older: whether its version is one of the first edition, an ObjectId alone.
         id: the `_id` that the server found, which may be written otherwise than the one that was asked for; None if
             none was found, or read.
         refusal: why it can have no version; None if it can.
@@ -89,6 +91,7 @@ class View:
     incarnation: Any = None
     id: Any = None
     refusal: str | None = None
+    is_older: bool = False
 
 
 class Undone(Enum):
@@ -165,7 +168,7 @@ def undo(collection: Collection[Document], part: Part, transaction_id: Any, inca
     """
     unmarked: Document = {"_id": {"$eq": part.id}, MARKERS: {"$ne": transaction_id}}
     if incarnation is not UNRECORDED and incarnation is not None:
-        unmarked[_OF] = {"$eq": incarnation}
+        unmarked["$or"] = [{_OF: {"$eq": incarnation}}, {PARTICIPANT_VERSION: {"$type": "objectId"}}]
     for _ in range(_UNDO_ROUNDS):
         for whole in (True, False):
             guard = {**_marked(part, transaction_id, whole), "$and": [part.revert_require or {}]}
@@ -176,7 +179,7 @@ def undo(collection: Collection[Document], part: Part, transaction_id: Any, inca
         view = _seen(collection, part, transaction_id)
         if not view.exists:
             return Undone.GONE
-        if not view.marked and _OF in unmarked and view.incarnation != incarnation:
+        if not view.marked and "$or" in unmarked and view.incarnation != incarnation and not view.is_older:
             return Undone.REPLACED
     return Undone.REFUSED
 
@@ -195,6 +198,7 @@ def _seen(collection: Collection[Document], part: Part, transaction_id: Any) -> 
         participant_version=version,
         incarnation=incarnation,
         id=found["_id"],
+        is_older=isinstance(version, ObjectId),
     )
 
 

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+import pymongo
 from pymongo import IndexModel
 from pymongo.collection import Collection
-from pymongo.errors import OperationFailure
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.mongo.verdicts import brief, is_transient
 
 logger = logging.getLogger("mongo_celery.twophase")
 
 
+_AT_ONCE_SECONDS = 1.0
+"""How long a call waits for its indexes: enough where the collection is new, or they are there."""
+
+_AGAIN_SECONDS = 600.0
+
+
 class Indexes:
     """
     The indexes of one collection, made once in a process.
 
-    What the server refuses (a right, an index of the same name) is said once: reads are slower without them, and what
-    should expire stays.
+    A call waits for them for a moment only. Where that does not suffice, since the collection is large or an open
+    transaction keeps it, a thread of its own makes them, however long it takes. What the server refuses (a right, an
+    index of the same name) is said once: reads are slower without them, and what should expire stays.
     """
 
     def __init__(self, collection: Collection[Any], wanted: Sequence[IndexModel]) -> None:
@@ -29,28 +40,50 @@ class Indexes:
         self._wanted = wanted
         self._lock = threading.Lock()
         self._is_made = False
+        self._due = -math.inf
 
     def make(self) -> None:
-        """
-        Make what is missing, and the collection with it.
-
-        Raises:
-            PyMongoError: no server has answered; the next call tries again.
-        """
-        if self._is_made:
+        """Make what is missing, and the collection with it; or see to it that it is made later. It never fails."""
+        if self._is_made or not self._is_my_turn():
             return
         try:
-            self._collection.create_indexes(list(self._wanted))
+            with pymongo.timeout(_AT_ONCE_SECONDS):
+                self._collection.create_indexes(list(self._wanted))
         except OperationFailure as error:
-            if is_transient(error):
-                raise
-            with self._lock:
-                if not self._is_made:
-                    logger.warning(
-                        "the indexes of %s could not be made (%s): reads of what is unfinished take longer, and what "
-                        "should expire is kept. Grant createIndex there, or make them by hand.",
-                        self._collection.full_name,
-                        brief(error),
-                        extra={"event": "transaction_indexes_missing"},
-                    )
-        self._is_made = True
+            if not is_transient(error):
+                self._refused(error)
+                return
+        except PyMongoError:
+            pass
+        else:
+            self._is_made = True
+            return
+        with suppress(RuntimeError):  # the interpreter is ending
+            threading.Thread(target=self._make_at_leisure, name="mongo-celery-indexes", daemon=True).start()
+
+    def _is_my_turn(self) -> bool:
+        """One thread tries, and others go on; if it does not succeed, another one after some minutes."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._due:
+                return False
+            self._due = now + _AGAIN_SECONDS
+            return True
+
+    def _make_at_leisure(self) -> None:
+        try:
+            self._collection.create_indexes(list(self._wanted))
+        except Exception as error:  # noqa: BLE001 - the client may be closed by now, too
+            self._refused(error)
+        else:
+            self._is_made = True
+
+    def _refused(self, error: Exception) -> None:
+        logger.warning(
+            "the indexes of %s could not be made (%s): reads of what is unfinished take longer, and what should expire "
+            "is kept. Grant createIndex there, or make them by hand.",
+            self._collection.full_name,
+            brief(error),
+            extra={"event": "transaction_indexes_missing"},
+        )
+        self._is_made = isinstance(error, OperationFailure) and not is_transient(error)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection as Container
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from typing import Any
@@ -20,11 +22,15 @@ from mongo_celery.errors import TransactionStateError
 from mongo_celery.mongo.expressions import after, created, literal, millis
 from mongo_celery.mongo.verdicts import Concern
 from mongo_celery.twophase.indexes import Indexes
+from mongo_celery.twophase.sessions import named_sessions
 from mongo_celery.twophase.states import RECEIPTS, State, Transaction, read_transaction
 
 Document = dict[str, Any]
 
 UNFINISHED = (State.PENDING, State.APPLIED, State.CANCELING)
+_OVERDUE_SECONDS = 30.0
+"""Since the last step of what has passed its deadline: then it is abandoned, however long others may take."""
+
 _MODIFIED = {"$convert": {"input": "$lastModified", "to": "date", "onError": None, "onNull": None}}
 _NOW = {"$currentDate": {"lastModified": True}}
 
@@ -52,6 +58,59 @@ LOG_INDEXES = (
 )
 
 
+FINAL = {"done": State.DONE, "canceled": State.CANCELED, "cancelled": State.CANCELED}
+"""The states that are final, as they may be spelled in what is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadUpTo:
+    """
+    Up to where transactions of one state were read, the oldest step first.
+
+    Attributes:
+        modified: when the last one of them had its last step.
+        ids: of those that had it then; of all, before the first whose time is one.
+    """
+
+    modified: Any
+    ids: tuple[Any, ...]
+
+    @property
+    def condition(self) -> Document:
+        """What those meet that come behind."""
+        since = {"lastModified": {"$gte": self.modified}} if isinstance(self.modified, datetime) else {}
+        return {**since, "_id": {"$nin": list(self.ids)}}
+
+    @staticmethod
+    def beyond(passed: Mapping[State, ReadUpTo], found: Iterable[Mapping[str, Any]]) -> dict[State, ReadUpTo]:
+        """Up to where it is, when these were read as well, in their order."""
+        after = dict(passed)
+        for each in found:
+            modified = each.get("lastModified")
+            for state in _states_of(each):
+                before = after.get(state)
+                is_later = isinstance(modified, datetime) and (before is None or before.modified != modified)
+                ids = () if before is None or is_later else before.ids
+                after[state] = ReadUpTo(modified, (*ids, each["_id"]))
+        return after
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """
+    How transactions of one state stand.
+
+    Attributes:
+        count: how many there are.
+        oldest_seconds: since the last step of the oldest.
+        abandoned: how many of them have stood for so long that recovery should have taken them.
+    """
+
+    count: int
+    oldest_seconds: float
+    abandoned: int
+
+
 class TransactionLog:
     """
     Reads and writes of transaction documents.
@@ -60,6 +119,7 @@ class TransactionLog:
         collection: with majority writes, majority reads, primary.
         application: this application's marker.
         accounts: namespace of the documents that transfers name.
+        older_than: seconds after which an unfinished transaction counts as abandoned.
         deadline: seconds after which a transaction that is not applied cancels itself.
         retention: seconds for which one that is final is kept; None for ever.
     """
@@ -70,10 +130,12 @@ class TransactionLog:
         application: str,
         accounts: str,
         *,
+        older_than: float,
         deadline: float,
         retention: float | None,
     ) -> None:
         self.collection = collection
+        self._older_than = older_than
         self._application = application
         self._accounts = accounts
         self._deadline = deadline
@@ -90,8 +152,15 @@ class TransactionLog:
         name = self.collection.full_name
         return Concern(
             f"the transactions' collection {name} or one of their participants",
-            f"find, insert and update on {name}, and find and update on the participants' collections",
+            f"find, insert and update on {name}, find and update on the participants' collections, and, in other "
+            "clusters, find, insert and update on transactionReceipts beside them",
         )
+
+    @property
+    def removal_concern(self) -> Concern:
+        """The same of whoever removes transactions."""
+        name = self.collection.full_name
+        return Concern(f"the transactions' collection {name}", f"find and remove on {name}")
 
     def insert(
         self,
@@ -101,7 +170,8 @@ class TransactionLog:
         state: State = State.INITIAL,
         again: bool = False,
         session: ClientSession | None = None,
-    ) -> None:
+        mark: ObjectId | None = None,
+    ) -> bool:
         """
         Store a new transaction, with the server's time.
 
@@ -112,27 +182,39 @@ class TransactionLog:
             again: whether an answer to the same was lost; then one with the same fields is taken for what was stored.
                 It may be a twin's who asked for the same under the same id: it is carried out once in either case.
             session: of a MongoDB transaction, if it is stored in one.
+            mark: who stores it, by which it is known again: an earlier MongoDB transaction may have been committed
+                though it was told otherwise.
+
+        Returns:
+            Whether it is new; False for one that bears the mark.
 
         Raises:
             TransactionStateError: there is one of this id.
         """
         self.prepare()
-        whole = {**fields, **({} if state is State.INITIAL else {"application": self._application})}
+        whole = {
+            **fields,
+            **({} if state is State.INITIAL else {"application": self._application}),
+            **({} if mark is None else {"driver": mark}),
+        }
         begun: Document = {"state": str(state), "lastModified": "$$NOW", **self._times(state)}
         try:
             # An upsert, since only an update can set the server's time.
             found = self.collection.find_one_and_update(
                 {"_id": {"$eq": transaction_id}},
                 created({"$mergeObjects": [{"_id": "$_id"}, literal(whole), begun]}),
-                projection={"_id": 1},
+                projection={"driver": 1},
                 upsert=True,
                 return_document=ReturnDocument.BEFORE,
                 session=session,
             )
         except DuplicateKeyError:
             found = {}
-        if found is not None and not (again and self._has(transaction_id, whole)):
-            raise _is_used(transaction_id)
+        if found is None:
+            return True
+        if (mark is not None and found.get("driver") == mark) or (again and self._has(transaction_id, whole)):
+            return False
+        raise _is_used(transaction_id)
 
     def insert_begun(
         self, fields: Mapping[str, Any], transaction_id: Any, session: ClientSession | None
@@ -144,7 +226,8 @@ class TransactionLog:
             TransactionStateError: there is one of this id.
         """
         self.prepare()
-        whole = {**fields, **self._marks(ObjectId()), "version": Int64(1)}
+        named = named_sessions({None, *(each["cluster"] for each in fields["changes"])})
+        whole = {**fields, **self._marks(ObjectId()), "version": Int64(1), "sessions": named}
         begun: Document = {"state": str(State.PENDING), "lastModified": "$$NOW", **self._times(State.PENDING)}
         found = self.collection.find_one_and_update(
             {"_id": {"$eq": transaction_id}},
@@ -169,7 +252,9 @@ class TransactionLog:
         if state is State.PENDING:
             return {"deadline": after(self._deadline)}
         if state.is_final and self._retention is not None:
-            return {"expiresAt": after(self._retention)}
+            # What compensates another is kept: once it is gone, nobody could tell that it was there.
+            is_compensation = {"$ne": [{"$type": "$_id.compensates"}, "missing"]}
+            return {"expiresAt": {"$cond": [is_compensation, "$$REMOVE", after(self._retention)]}}
         return {}
 
     def get(self, transaction_id: Any) -> Transaction:
@@ -193,6 +278,16 @@ class TransactionLog:
         """Understand a document; errors as of `states.read_transaction`."""
         return read_transaction(document, self._accounts)
 
+    def age_of(self, ids: Sequence[Any]) -> float:
+        """Seconds since the last step of the latest of some; 0 where that cannot be known."""
+        age = {"$divide": [{"$subtract": ["$$NOW", _MODIFIED]}, 1000]}
+        stages: list[Document] = [
+            {"$match": {"_id": {"$in": list(ids)}}},
+            {"$group": {"_id": None, "age": {"$min": age}}},
+        ]
+        found = next(iter(self.collection.aggregate(stages)), None)
+        return 0.0 if found is None else float(found["age"] or 0)
+
     def claim(
         self,
         seen: Transaction,
@@ -212,7 +307,9 @@ class TransactionLog:
             session: of a MongoDB transaction that does more.
             fields: what it has from now on; with receipts, they have the participants under another name.
         """
-        given = fields or {}
+        given = dict(fields or {})
+        if given.get("protocol") == RECEIPTS:
+            given["sessions"] = named_sessions(seen.clusters)
         return self._update(
             self._unbegun(seen, any_application=any_application),
             State.PENDING,
@@ -250,28 +347,36 @@ class TransactionLog:
         Args:
             seen: as it was read.
             coordinator: who takes it.
-            older_than: only if its last step was so many seconds ago, by the server's clock.
+            older_than: only if its last step was so many seconds ago, by the server's clock; see `abandoned`.
             any_application: whether it may belong to another application.
         """
         guard: Document = dict(seen.guard)
         if not any_application:
             guard.update(self._ours())
         if older_than is not None:
-            guard["$expr"] = _older_than(older_than)
-        return self._update(guard, None, self._marks(coordinator), version=True)
+            guard["$expr"] = self._is_abandoned(older_than)
+        sessions = {} if seen.key is None else {"sessions": named_sessions(seen.clusters)}
+        return self._update(guard, None, {**self._marks(coordinator), **sessions}, version=True)
 
     def take_over_together(
-        self, ids: Sequence[Any], coordinator: ObjectId, *, older_than: float, any_application: bool
+        self,
+        ids: Sequence[Any],
+        coordinator: ObjectId,
+        clusters: Iterable[str | None],
+        *,
+        older_than: float,
+        any_application: bool,
     ) -> list[Transaction]:
-        """As `take_over`, of several with receipts that are pending or applied; those that were taken."""
+        """As `take_over`, of several with receipts that are pending or applied, in these; those that were taken."""
         guard: Document = {
             "_id": {"$in": list(ids)},
             "protocol": RECEIPTS,
             "state": {"$in": [str(State.PENDING), str(State.APPLIED)]},
-            "$expr": _older_than(older_than),
+            "$expr": self._is_abandoned(older_than),
             **({} if any_application else self._ours()),
         }
-        change = {name: literal(value) for name, value in self._marks(coordinator).items()}
+        marks = {**self._marks(coordinator), "sessions": named_sessions({None, *clusters})}
+        change = {name: literal(value) for name, value in marks.items()}
         version = {"$add": [{"$ifNull": ["$version", Int64(0)]}, Int64(1)]}
         self.collection.update_many(guard, [{"$set": {**change, "lastModified": "$$NOW", "version": version}}])
         return [self.read(each) for each in self.collection.find({"_id": {"$in": list(ids)}, "driver": coordinator})]
@@ -313,6 +418,8 @@ class TransactionLog:
     def cancel(self, seen: Transaction, coordinator: ObjectId, reason: str) -> Transaction | None:
         """From pending to canceling, by a new coordinator; None if it is no longer as it was seen."""
         fields = {"reason": reason, **self._marks(coordinator)}
+        if seen.key is not None:
+            fields["sessions"] = named_sessions(seen.clusters)
         return self._update(seen.guard, State.CANCELING, fields, version=True)
 
     def drop(self, seen: Transaction, reason: str) -> Transaction | None:
@@ -352,49 +459,98 @@ class TransactionLog:
         return bool(self.collection.update_one(guard, change).matched_count)
 
     def abandoned(
-        self, older_than: float, *, any_application: bool, limit: int, without: Sequence[Any] = ()
+        self,
+        older_than: float,
+        *,
+        any_application: bool,
+        limit: int,
+        passed: Mapping[State, ReadUpTo] | None = None,
+        silent: Container[str] = (),
     ) -> list[Document]:
         """
         Documents that were left unfinished, the oldest step first: what recovery takes over.
 
         Args:
-            older_than: seconds since the last step, by the server's clock.
+            older_than: seconds since the last step, by the server's clock. From the deadline on fewer count.
             any_application: also those of other applications.
             limit: how many at most.
-            without: ids that were looked at already.
+            passed: behind which ones, by state.
+            silent: clusters, none of whose transactions are wanted.
         """
-        whose: Document = {} if any_application else self._ours()
-        queued = {"queuedAt": {"$exists": True}}
-        late = {"$expr": _older_than(older_than), "_id": {"$nin": list(without)}}
+        condition: Document = {} if any_application else self._ours()
+        condition["$expr"] = self._is_abandoned(older_than)
+        if silent:
+            # By negation, so that whatever has no such fields is found.
+            named = {"$nin": list(silent)}
+            condition.update({"changes.cluster": named, "participants.cluster": named})
         # Each state is asked for apart: see LOG_INDEXES.
-        found = [self._of_state(state, {**whose, **late}, limit) for state in UNFINISHED]
-        found.append(self._of_state(State.INITIAL, {**whose, **queued, **late}, limit))
+        found = []
+        for state in (*UNFINISHED, State.INITIAL):
+            more: Document = {"queuedAt": {"$exists": True}} if state is State.INITIAL else {}
+            if passed and state in passed:
+                more.update(passed[state].condition)
+            found.append(self._of_state(state, {**condition, **more}, limit))
         return list(islice(heapq.merge(*found, key=_age_key), limit))
+
+    def _is_abandoned(self, older_than: float) -> Document:
+        overdue = [
+            {"$eq": [{"$type": "$deadline"}, "date"]},
+            {"$lte": ["$deadline", "$$NOW"]},
+            _is_older(min(older_than, _OVERDUE_SECONDS)),
+        ]
+        return {"$or": [_is_older(older_than), {"$and": overdue}]}
 
     def _of_state(self, state: State, condition: Mapping[str, Any], limit: int) -> Iterable[Document]:
         """Documents of a state, the oldest step first."""
-        return self.collection.find({"state": str(state), **condition}).sort("lastModified", 1).limit(limit)
+        return self.collection.find({**_stored(state), **condition}).sort("lastModified", 1).limit(limit)
 
     def find(self, states: Sequence[str], older_than: float | None, limit: int) -> Iterable[Document]:
         """Documents for people to look at, the oldest step first."""
-        condition: Document = {} if older_than is None else {"$expr": _older_than(older_than)}
+        condition: Document = {} if older_than is None else {"$expr": _is_older(older_than)}
         if not states:
             return self.collection.find(condition).sort("lastModified", 1).limit(limit)
         found = [self._of_state(State(state), condition, limit) for state in dict.fromkeys(states)]
         return islice(heapq.merge(*found, key=_age_key), limit)
 
-    def standing(self) -> dict[State, tuple[int, float]]:
-        """How many transactions are not final, by state, and for how many seconds the oldest has stood there."""
+    def standing(self) -> dict[State, Standing]:
+        """How the transactions stand that are not final, by state."""
         age = {"$subtract": ["$$NOW", _MODIFIED]}
-        found: dict[State, tuple[int, float]] = {}
+        abandoned = {"$sum": {"$cond": [self._is_abandoned(self._older_than), 1, 0]}}
+        found: dict[State, Standing] = {}
         for state in (State.INITIAL, *UNFINISHED):
             stages: list[Document] = [
                 {"$match": {"state": str(state)}},
-                {"$group": {"_id": None, "count": {"$sum": 1}, "oldest": {"$max": age}}},
+                {"$sort": {"lastModified": 1}},  # else the index is not used, whose condition the first stage is
+                {"$group": {"_id": None, "count": {"$sum": 1}, "oldest": {"$max": age}, "abandoned": abandoned}},
             ]
             for row in self.collection.aggregate(stages):
-                found[state] = (row["count"], max(row["oldest"] or 0, 0) / 1000)
+                found[state] = Standing(row["count"], max(row["oldest"] or 0, 0) / 1000, row["abandoned"])
         return found
+
+    # -- what is final -----------------------------------------------------------------------------
+
+    def final_since(self, older_than: float, *, any_application: bool) -> Document:
+        """The condition of those that are final for so many seconds, by the server's clock, however they spell it."""
+        whose: Document = {} if any_application else self._ours()
+        return {"state": {"$in": list(FINAL)}, "$expr": _is_older(older_than), **whose}
+
+    def batch(self, condition: Mapping[str, Any], last: Mapping[str, Any] | None, count: int) -> list[Document]:
+        """
+        Ids and states of some that meet a condition, in the order of their ids.
+
+        Args:
+            condition: of which ones.
+            last: the one before these, as it was found; None for the first ones.
+            count: how many at most.
+        """
+        # As an expression: a plain $gt would end at the last id of the same type.
+        behind: Document = {} if last is None else {"$expr": {"$gt": ["$_id", literal(last["_id"])]}}
+        which = {"$and": [dict(condition), behind]}
+        return list(self.collection.find(which, {"state": 1}).sort("_id", 1).limit(count))
+
+    def remove(self, condition: Mapping[str, Any]) -> None:
+        """Remove those that meet a condition, for good."""
+        self.collection.delete_many(condition)
 
     def _ours(self) -> Document:
         return {"application": {"$in": [None, self._application]}}
@@ -439,6 +595,18 @@ def _age_key(document: Mapping[str, Any]) -> float:
     return modified.timestamp() if isinstance(modified, datetime) else float("-inf")
 
 
-def _older_than(seconds: float) -> Document:
+def _states_of(document: Mapping[str, Any]) -> list[State]:
+    """By which states the server finds a document: what damaged code has left may be a list of them."""
+    stored = document.get("state")
+    return [state for state in State if state == stored or (isinstance(stored, list) and state in stored)]
+
+
+def _stored(state: State) -> Document:
+    """The condition of a state, however it is spelled."""
+    spelled = [text for text, final in FINAL.items() if final is state]
+    return {"state": {"$in": spelled} if len(spelled) > 1 else str(state)}
+
+
+def _is_older(seconds: float) -> Document:
     """By the server's clock; a time that is missing or is no time counts as long ago."""
     return {"$lte": [_MODIFIED, {"$subtract": ["$$NOW", millis(seconds)]}]}

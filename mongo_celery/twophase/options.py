@@ -32,3 +32,8 @@ class TwoPhaseOptions:
             raise ConfigurationError(f"application={self.application!r} must be a name, such as 'App1'.")
         if self.protocol not in PROTOCOLS:
             raise ConfigurationError(f"protocol={self.protocol!r} must be one of {', '.join(map(repr, PROTOCOLS))}.")
+        if self.retention is not None and self.retention < self.deadline:
+            raise ConfigurationError(
+                f"retention={self.retention:g} is less than the deadline of {self.deadline:g} s: whoever got no answer "
+                "may ask for the same transaction again, and it would be done twice. Give more."
+            )

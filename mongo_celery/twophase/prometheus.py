@@ -12,14 +12,15 @@ Two-phase transactions as Prometheus metrics; needs the extra `metrics`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import pymongo
-from pymongo.errors import PyMongoError
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.mongo.redaction import short
-from mongo_celery.twophase.log import UNFINISHED
+from mongo_celery.twophase.log import UNFINISHED, Standing
+from mongo_celery.twophase.recoveries import LastRecovery
 from mongo_celery.twophase.states import State
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS, TwoPhaseCommit
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 try:
-    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ImportError("metrics need prometheus-client: pip install 'mongo-celery[metrics]'") from error
@@ -43,9 +44,13 @@ class TransactionCollector(Collector):
     """
     Asks MongoDB at each scrape, once for each `TwoPhaseCommit` of an app; nothing is connected before.
 
-    Gauges of the collection, whichever process is scraped: `unfinished`, by state, and `oldest_age_seconds` since the
-    last step of the oldest. All names begin with `mongo_celery_transactions_`; the label `transactions` is the name.
-    Where MongoDB does not answer within a few seconds, there is `up` 0, and nothing else in that scrape.
+    Of the collection, whichever process is scraped: the gauges `unfinished`, by state, `abandoned`, those of them that
+    recovery should have taken by now, and `oldest_age_seconds` since the last step of the oldest. Of recoveries, as
+    they have noted themselves: `recovery_age_seconds` since the last one, `stopped`, how many it found that wait for a
+    person, `silent_clusters`, 1 for each cluster that did not answer it, and the counter `recovered_total`, by outcome
+    (`done`, `canceled`, or `overdue`: canceled since the deadline had passed). All names begin with
+    `mongo_celery_transactions_`; the label `transactions` is the name. Where MongoDB does not answer within a few
+    seconds, there is `up` 0, and nothing else in that scrape; before the first recovery, nothing of recoveries.
 
     Args:
         app: the Celery app.
@@ -64,20 +69,19 @@ class TransactionCollector(Collector):
         """The metrics of this moment."""
         families = _families()
         for each in TWO_PHASE_COMMITS.of(self._app):
-            standing = self._standing(each)
-            families["up"].add_metric([each.name], 0 if standing is None else 1)
-            if standing is None:
-                continue
-            for state in (State.INITIAL, *UNFINISHED):
-                count, oldest = standing.get(state, (0, 0.0))
-                families["unfinished"].add_metric([each.name, str(state)], count)
-                families["oldest_age_seconds"].add_metric([each.name, str(state)], oldest)
+            found = self._asked(each)
+            families["up"].add_metric([each.name], 0 if found is None else 1)
+            if found is not None:
+                standing, last = found
+                _add_standing(families, each.name, standing)
+                if last is not None:
+                    _add_recoveries(families, each.name, last)
         yield from families.values()
 
-    def _standing(self, chosen: TwoPhaseCommit) -> dict[State, tuple[int, float]] | None:
+    def _asked(self, chosen: TwoPhaseCommit) -> tuple[dict[State, Standing], LastRecovery | None] | None:
         try:
             with pymongo.timeout(self._answer_seconds):
-                return chosen.log.standing()
+                return chosen.log.standing(), _last_recovery(chosen)
         except (PyMongoError, ValueError) as error:  # a URL that is none is a ValueError
             logger.warning(
                 "transactions %s have no metrics now: %s", chosen.name, short(error), extra={"event": "metrics_missing"}
@@ -85,12 +89,46 @@ class TransactionCollector(Collector):
             return None
 
 
-def _families() -> dict[str, GaugeMetricFamily]:
+def _last_recovery(chosen: TwoPhaseCommit) -> LastRecovery | None:
+    try:
+        return chosen.recoveries.last()
+    except OperationFailure:  # whoever may not read the notes sees the rest
+        return None
+
+
+def _add_standing(families: Mapping[str, Any], name: str, standing: Mapping[State, Standing]) -> None:
+    for state in (State.INITIAL, *UNFINISHED):
+        each = standing.get(state, Standing(0, 0.0, 0))
+        families["unfinished"].add_metric([name, str(state)], each.count)
+        families["oldest_age_seconds"].add_metric([name, str(state)], each.oldest_seconds)
+        if state is not State.INITIAL:  # what nobody has begun is taken only where it was queued
+            families["abandoned"].add_metric([name, str(state)], each.abandoned)
+
+
+def _add_recoveries(families: Mapping[str, Any], name: str, last: LastRecovery) -> None:
+    families["recovery_age_seconds"].add_metric([name], last.seconds)
+    families["stopped"].add_metric([name], last.stopped)
+    for cluster in last.silent:
+        families["silent_clusters"].add_metric([name, cluster], 1)
+    for outcome, count in last.outcomes.items():
+        families["recovered"].add_metric([name, outcome], count)
+
+
+def _families() -> dict[str, Any]:
     by_state = ("transactions", "state")
-    return {
-        "up": GaugeMetricFamily(_PREFIX + "up", "Whether MongoDB answered for these.", labels=("transactions",)),
-        "unfinished": GaugeMetricFamily(_PREFIX + "unfinished", "Transactions that are not final.", labels=by_state),
-        "oldest_age_seconds": GaugeMetricFamily(
-            _PREFIX + "oldest_age_seconds", "Since the last step of the oldest of them; 0 without one.", labels=by_state
-        ),
+    gauges = {
+        "up": ("Whether MongoDB answered for these.", ("transactions",)),
+        "unfinished": ("Transactions that are not final.", by_state),
+        "abandoned": ("Transactions that recovery should have taken by now.", by_state),
+        "oldest_age_seconds": ("Since the last step of the oldest of them; 0 without one.", by_state),
+        "recovery_age_seconds": ("Since the last recovery.", ("transactions",)),
+        "stopped": ("Transactions that the last recovery could not get any further.", ("transactions",)),
+        "silent_clusters": ("Clusters that did not answer the last recovery.", ("transactions", "cluster")),
     }
+    families: dict[str, Any] = {
+        name: GaugeMetricFamily(_PREFIX + name, words, labels=labels) for name, (words, labels) in gauges.items()
+    }
+    families["recovered"] = CounterMetricFamily(
+        _PREFIX + "recovered", "Transactions that recoveries have finished.", labels=("transactions", "outcome")
+    )
+    return families

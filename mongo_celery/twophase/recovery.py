@@ -1,26 +1,37 @@
-"""Recovery: finishing what a coordinator that died has left."""
+"""
+Recovery: finishing what a coordinator that died has left.
+
+What is in the same clusters has a lane of its own, so that one cluster holds up nobody but those that need it. Each
+cluster is asked for a sign of life when the first of its transactions is found; where that does not come, the lanes
+of that cluster are left for the next recovery, and the others do not wait for it. Of what has to be undone there, a few
+are taken at the very end all the same: whoever answers has back what is theirs.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Self
 
+import pymongo
 from bson import ObjectId
 from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import TransactionStateError
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_unanswered
 from mongo_celery.twophase.across import likeness_of
+from mongo_celery.twophase.branches import Own, plan_of
 from mongo_celery.twophase.completion import Completion, Way
 from mongo_celery.twophase.coordinator import OvertakenError
-from mongo_celery.twophase.log import TransactionLog
+from mongo_celery.twophase.log import ReadUpTo, TransactionLog
+from mongo_celery.twophase.recoveries import Recovery, RecoveryRecords
 from mongo_celery.twophase.states import State, Transaction
 from mongo_celery.twophase.values import to_text
 
@@ -35,38 +46,42 @@ _TOGETHER = 50
 _SIDE_BY_SIDE = 4
 """How many of a lane are finished at once: most of the time is waiting for a majority."""
 
+_OWED = 4
+_OWED_PART = 1 / 3
+"""How many of a lane that is given up are taken all the same, and for what part of a call's time."""
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """
-    What became of one abandoned transaction.
-
-    Attributes:
-        id: its `_id`.
-        before: its state when it was found.
-        after: its state now; the same if it got no further.
-        error: why not, in words; None if it is done, or canceled as it should be.
-    """
-
-    id: Any
-    before: str
-    after: str
-    error: str | None = None
+_ASKED_AT_ONCE = 16
+"""How many clusters are asked at once whether they answer."""
 
 
 class RecoveryLane:
     """
     What was left in the same clusters: finished side by side, and given up together once a cluster does not answer.
 
+    Args:
+        clusters: their aliases; None for the log's own.
+
     Attributes:
+        clusters: these.
         waiting: documents, the oldest step first, with what they have in common.
         silence: why none of them is tried any more.
+        owed: a few of them that others may have paid for, who answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clusters: frozenset[str | None]) -> None:
+        self.clusters = clusters
         self.waiting: deque[tuple[Mapping[str, Any], Hashable]] = deque()
         self.silence: str | None = None
+        self.owed: list[Mapping[str, Any]] = []
         self._lock = threading.Lock()
+
+    def keep(self, document: Mapping[str, Any]) -> bool:
+        """Keep one as owed, if there are not enough."""
+        with self._lock:
+            if len(self.owed) >= _OWED:
+                return False
+            self.owed.append(document)
+            return True
 
     def next(self) -> list[Mapping[str, Any]]:
         """The next one, or several that are alike; none if nothing is left."""
@@ -80,6 +95,49 @@ class RecoveryLane:
             return taken
 
 
+class SignsOfClusters:
+    """
+    Which clusters answer, each asked once, by threads of their own; its `with` block ends when all have had their time.
+
+    Args:
+        ask: has a cluster answer once, within a bound.
+    """
+
+    def __init__(self, ask: Callable[[str], None]) -> None:
+        self._ask = ask
+        self._asked: dict[str, Future[None]] = {}
+        self._threads = ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="mongo-celery-recovery-asks")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def want(self, clusters: Iterable[str | None]) -> None:
+        """Ask those that were not asked yet. The log's own has answered already."""
+        for each in clusters:
+            if each is not None and each not in self._asked:
+                self._asked[each] = self._threads.submit(self._ask, each)
+
+    def are_known(self, clusters: Iterable[str | None]) -> bool:
+        """Whether all of these have answered, or have had their time."""
+        return all(self._asked[each].done() for each in clusters if each is not None)
+
+    def silence_of(self, clusters: Iterable[str | None]) -> str | None:
+        """Why what is in these is not tried; None if all answer. Waits for them."""
+        for each in sorted(filter(None, clusters)):
+            error = self._asked[each].exception()
+            if error is not None and _is_of_silence(error):  # whatever else it says, the transactions will be told
+                return f"not tried, since cluster {each!r} does not answer: {short(error)}"
+        return None
+
+    @property
+    def silent(self) -> set[str]:
+        """Those that are known not to have answered in time."""
+        return {each for each, asked in self._asked.items() if asked.done() and self.silence_of([each]) is not None}
+
+
 class Recoverer:
     """
     Finishes what was left in one log.
@@ -87,17 +145,28 @@ class Recoverer:
     Args:
         log: of the transactions.
         completion: of transactions of this log.
+        records: notes that this was done.
         age: seconds since the last step, by the server's clock.
         any_application: also those of other applications.
     """
 
-    def __init__(self, log: TransactionLog, completion: Completion, age: float, *, any_application: bool) -> None:
+    def __init__(
+        self,
+        log: TransactionLog,
+        completion: Completion,
+        records: RecoveryRecords,
+        age: float,
+        *,
+        any_application: bool,
+    ) -> None:
         self._log = log
         self._completion = completion
+        self._records = records
         self._age = age
         self._any_application = any_application
         self._lanes: dict[frozenset[str | None], RecoveryLane] = {}
-        self._seen: list[Any] = []
+        self._passed: dict[State, ReadUpTo] = {}
+        self._seen: set[str] = set()
 
     def recover(self, limit: int) -> list[Recovery]:
         """
@@ -108,49 +177,82 @@ class Recoverer:
                 does not answer: it stays the oldest, and would keep all others from their turn.
         """
         report: list[Recovery] = []
-        left = limit
-        while left > 0:
-            wanted = min(left, _BATCH)
-            found = self._found(wanted)
-            for document in found:
-                self._seen.append(document["_id"])
-                self._line_up(document)
-            for taken, became in self._in_lanes():
-                left -= taken
-                if became is not None:
-                    report.append(became)
-            if len(found) < wanted:
-                break
+        with SignsOfClusters(self._completion.ask) as signs:
+            left = limit
+            while left > 0:
+                wanted = min(left - self._waiting(), _BATCH)
+                found = self._found(wanted, signs)
+                for document in found:
+                    self._line_up(document, signs)
+                is_last = len(found) < wanted
+                for taken, became in self._in_lanes(signs, all_=is_last or self._waiting() >= left):
+                    left -= taken
+                    if became is not None:
+                        report.append(became)
+                if is_last:
+                    break
+            report.extend(self._give_back())
+            silent = signs.silent | self._fallen_silent()
+        self._records.note(report, sorted(silent))
         return report
 
-    def _found(self, wanted: int) -> list[dict[str, Any]]:
+    def _waiting(self) -> int:
+        """How many were found whose clusters have not answered yet."""
+        return sum(len(lane.waiting) for lane in self._lanes.values())
+
+    def _fallen_silent(self) -> set[str]:
+        """Clusters that have answered at first, and not later: those of a lane that are in no other that goes on."""
+        alive = {each for lane in self._lanes.values() if lane.silence is None for each in lane.clusters}
+        mute = {each for lane in self._lanes.values() if lane.silence is not None for each in lane.clusters}
+        return {each for each in mute - alive if each is not None}
+
+    def _found(self, wanted: int, signs: SignsOfClusters) -> list[dict[str, Any]]:
+        """The next ones; what is in clusters that are known not to answer is not even read."""
         with self._completion.bounded() as deadline:
-            return self._completion.until_answered(
+            found = self._completion.until_answered(
                 lambda: self._log.abandoned(
-                    self._age, any_application=self._any_application, limit=wanted, without=self._seen
+                    self._age,
+                    any_application=self._any_application,
+                    limit=wanted,
+                    passed=self._passed,
+                    silent=signs.silent,
                 ),
                 deadline,
                 hint="recover again",
             )
+        self._passed = ReadUpTo.beyond(self._passed, found)
+        return found
 
-    def _line_up(self, document: Mapping[str, Any]) -> None:
+    def _line_up(self, document: Mapping[str, Any], signs: SignsOfClusters) -> None:
+        identity = to_text(document["_id"])
+        if identity in self._seen:  # somebody has done a step of it since it was found
+            return
+        self._seen.add(identity)
         clusters: frozenset[str | None] = frozenset()
         likeness: Hashable = None
         with suppress(TransactionStateError):  # said where it is its turn
             read = self._log.read(document)
             clusters, likeness = frozenset(part.cluster for part in read.parts), likeness_of(read)
-        self._lanes.setdefault(clusters, RecoveryLane()).waiting.append((document, likeness))
+        signs.want(clusters)
+        self._lanes.setdefault(clusters, RecoveryLane(clusters)).waiting.append((document, likeness))
 
-    def _in_lanes(self) -> list[tuple[bool, Recovery | None]]:
-        busy = [lane for lane in self._lanes.values() if lane.waiting]
+    def _in_lanes(self, signs: SignsOfClusters, *, all_: bool) -> list[tuple[bool, Recovery | None]]:
+        """Empty the lanes whose clusters are known to answer or not to; or all, and wait for the others' answers."""
+        busy = [lane for lane in self._lanes.values() if lane.waiting and (all_ or signs.are_known(lane.clusters))]
         if not busy:
             return []
         with ThreadPoolExecutor(_SIDE_BY_SIDE * len(busy), thread_name_prefix="mongo-celery-recovery") as threads:
-            runs = [threads.submit(self._run, lane) for lane in busy for _ in range(_SIDE_BY_SIDE)]
-            return [each for run in runs for each in run.result()]
+            runs = [threads.submit(self._run, lane, signs) for lane in busy for _ in range(_SIDE_BY_SIDE)]
+            try:
+                return [each for run in runs for each in run.result()]
+            except BaseException:  # a soft time limit, or Ctrl-C: what is in hand is finished, and no more is begun
+                for lane in busy:
+                    lane.waiting.clear()
+                raise
 
-    def _run(self, lane: RecoveryLane) -> list[tuple[bool, Recovery | None]]:
+    def _run(self, lane: RecoveryLane, signs: SignsOfClusters) -> list[tuple[bool, Recovery | None]]:
         ended: list[tuple[bool, Recovery | None]] = []
+        lane.silence = lane.silence or signs.silence_of(lane.clusters)
         while some := lane.next():
             taken = self._together(some, lane) if len(some) > 1 and lane.silence is None else {}
             for document in some:
@@ -160,20 +262,42 @@ class Recoverer:
                     ended.append((True, _recovered(identity, before, str(mine.state))))
                 elif lane.silence is None:
                     ended.append(self._one(document, lane, mine))
-                else:
+                elif not (self._may_be_owed(document) and lane.keep(document)):
                     ended.append((False, Recovery(identity, before, before, lane.silence)))
         return ended
+
+    def _may_be_owed(self, document: Mapping[str, Any]) -> bool:
+        """Whether others may have something back though a cluster does not answer: not where that one decides."""
+        with suppress(TransactionStateError):
+            read = self._log.read(document)
+            if read.key is not None and plan_of(read.parts).own is not Own.LAST:
+                return False
+            # By the clock here it is only chosen; whether it is late is judged by the server's.
+            is_late = read.deadline is not None and read.deadline <= datetime.now(UTC)
+            return read.state is State.CANCELING or (read.state is State.PENDING and is_late)
+        return False
+
+    def _give_back(self) -> list[Recovery]:
+        """Take what is owed, when all others have had their turn: each costs some time, and gets no further."""
+        owed = [(document, lane) for lane in self._lanes.values() for document in lane.owed]
+        if not owed:
+            return []
+        with ThreadPoolExecutor(len(owed), thread_name_prefix="mongo-celery-recovery") as threads:
+            runs = [threads.submit(self._one, document, lane, part=_OWED_PART) for document, lane in owed]
+            return [became for _, became in (run.result() for run in runs) if became is not None]
 
     def _together(self, documents: Sequence[Mapping[str, Any]], lane: RecoveryLane) -> dict[str, Transaction]:
         """Take several over and finish them at once, as far as that goes; what is left is taken one by one."""
         taken: dict[str, Transaction] = {}
+        ids, coordinator = [each["_id"] for each in documents], ObjectId()
         try:
             with self._completion.bounded() as deadline:
-                mine = self._log.take_over_together(
-                    [each["_id"] for each in documents],
-                    ObjectId(),
-                    older_than=self._age,
-                    any_application=self._any_application,
+                self._completion.end_others([self._log.read(each) for each in documents])
+                mine = self._completion.until_answered(  # an answer that is lost: they are known by their coordinator
+                    lambda: self._log.take_over_together(
+                        ids, coordinator, lane.clusters, older_than=self._age, any_application=self._any_application
+                    ),
+                    deadline,
                 )
                 taken = {to_text(each.id): each for each in mine}
                 if mine:
@@ -183,24 +307,25 @@ class Recoverer:
         return taken
 
     def _one(
-        self, document: Mapping[str, Any], lane: RecoveryLane, taken: Transaction | None = None
+        self, document: Mapping[str, Any], lane: RecoveryLane, taken: Transaction | None = None, *, part: float = 1.0
     ) -> tuple[bool, Recovery | None]:
         """Whether it was taken over, and what to report; nothing if another was faster."""
         identity, before = document["_id"], str(document["state"])
         try:
-            with self._completion.bounded() as deadline:
+            with self._completion.bounded(part) as deadline:
                 taken = taken or self._taken(document)
                 if taken is None:
                     return False, None
                 ended = self._completion.to_the_end(taken, deadline, any_application=self._any_application)
-                after = str(ended.state)
         except Exception as error:  # noqa: BLE001 - whatever one transaction does, the others have their turn
             logger.error(
                 "transaction %r could not be recovered: %s", identity, short(error), extra={"event": "recovery_failed"}
             )
             self._note_silence(error, lane)
-            return taken is not None, Recovery(identity, before, _state_of(self._log, identity, before), short(error))
-        return True, _recovered(identity, before, after)
+            after = _state_of(self._log, identity, before)
+            stopped = isinstance(error, TransactionStateError)
+            return taken is not None, Recovery(identity, before, after, short(error), stopped=stopped)
+        return True, _recovered(identity, before, str(ended.state), overdue=taken.is_late)
 
     @staticmethod
     def _note_silence(error: BaseException, lane: RecoveryLane) -> None:
@@ -211,6 +336,7 @@ class Recoverer:
         """What was left, in our hands; None if another was faster."""
         read, coordinator = self._log.read(document), self._completion.new_coordinator()
         if read.state is not State.INITIAL:
+            self._completion.end_others([read])
             return self._log.take_over(
                 read, coordinator.identity, older_than=self._age, any_application=self._any_application
             )
@@ -222,11 +348,11 @@ class Recoverer:
             return None
 
 
-def _recovered(identity: Any, before: str, after: str) -> Recovery:
+def _recovered(identity: Any, before: str, after: str, *, overdue: bool = False) -> Recovery:
     logger.warning(
         "transaction %r was recovered: %s, now %s", identity, before, after, extra={"event": "transaction_recovered"}
     )
-    return Recovery(identity, before, after)
+    return Recovery(identity, before, after, overdue=overdue and after == State.CANCELED)
 
 
 def _is_of_silence(error: BaseException | None) -> bool:
@@ -240,7 +366,8 @@ def _is_of_silence(error: BaseException | None) -> bool:
 
 def _state_of(log: TransactionLog, identity: Any, before: str) -> str:
     try:
-        found = log.collection.find_one({"_id": {"$eq": identity}}, {"state": 1})
+        with pymongo.timeout(ANSWER_SECONDS):
+            found = log.collection.find_one({"_id": {"$eq": identity}}, {"state": 1})
     except PyMongoError:
         return before
     return str((found or {}).get("state", before))

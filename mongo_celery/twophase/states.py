@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
@@ -11,11 +11,13 @@ from enum import StrEnum
 from typing import Any
 
 from bson import Decimal128, ObjectId
+from bson.binary import Binary
 from bson.int64 import Int64
 
 from mongo_celery.errors import ConfigurationError, TransactionStateError
 from mongo_celery.mongo.identity import same_bson
 from mongo_celery.twophase.participants import Part, increase, stored_part
+from mongo_celery.twophase.sessions import as_binary
 
 RECEIPTS = "receipts"
 """What `protocol` says of a transaction over several clusters, from pending on; others have no such field."""
@@ -71,6 +73,7 @@ class Transaction:
         key: by which receipts name it; None if it has none.
         incarnations: of the participants, as they were when it was begun; None if that was not recorded.
         refusal: why it cannot be applied whatever the participants say; None if it can.
+        sessions: of its coordinator, with their clusters; none if it has named none.
     """
 
     id: Any
@@ -86,6 +89,12 @@ class Transaction:
     key: ObjectId | None = None
     incarnations: tuple[Any, ...] | None = None
     refusal: str | None = None
+    sessions: tuple[tuple[str | None, Binary], ...] = ()
+
+    @property
+    def clusters(self) -> set[str | None]:
+        """Where something of it is: those of its participants, and the log's own."""
+        return {None, *(part.cluster for part in self.parts)}
 
     @property
     def is_late(self) -> bool:
@@ -148,7 +157,17 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
         key=key,
         incarnations=incarnations,
         refusal=refusal,
+        sessions=tuple(_sessions(document.get("sessions"))),
     )
+
+
+def _sessions(stored: object) -> Iterator[tuple[str | None, Binary]]:
+    """Nothing rests on them: what is no session is passed by."""
+    for each in stored if isinstance(stored, list) else ():
+        if isinstance(each, dict):
+            cluster, identity = each.get("cluster"), as_binary(each.get("id"))
+            if identity is not None and (cluster is None or isinstance(cluster, str)):
+                yield cluster, identity
 
 
 def _version(stored: object) -> int | None:

@@ -25,9 +25,12 @@ from mongo_celery.twophase.local import RefusedError, in_one
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.options import TwoPhaseOptions
 from mongo_celery.twophase.participants import Part, is_same, part_of
-from mongo_celery.twophase.recovery import Recoverer, Recovery
+from mongo_celery.twophase.purge import Purge, Purger
+from mongo_celery.twophase.recoveries import Recovery, RecoveryRecords, patience
+from mongo_celery.twophase.recovery import Recoverer
 from mongo_celery.twophase.states import State, Transaction, amount, transfer_parts
 from mongo_celery.twophase.steps import RECOVER_TASK, publish_step, register_tasks
+from mongo_celery.twophase.unrecovered import RecoveryWatch
 from mongo_celery.twophase.values import plain, plain_id
 
 _RECOVER_LIMIT = 1000
@@ -64,11 +67,13 @@ class TwoPhaseCommit:
         older_than: seconds after which an unfinished transaction counts as abandoned.
         timeout: seconds that a call may last, whatever a server does: transient errors are repeated for so long. A
             MongoDB transaction that has to be aborted may take 2 s more.
-        recover_every: seconds between two recoveries by `celery beat`; None for no beat entry.
+        recover_every: seconds between two recoveries, by `celery beat` and by whoever leads a bridge of the app; None
+            where something else sees to them. A process says so whose transactions nobody recovers.
         protocol: `"auto"`: one MongoDB transaction where all participants are in the transactions' cluster, receipts
             where they are in several, markers where one is a standalone server; or `"documents"`: markers always.
         deadline: seconds after which a transaction that was begun and is not applied cancels itself.
-        retention: seconds for which a transaction is kept that is done or canceled; None for ever.
+        retention: seconds for which a transaction is kept that is done or canceled, not less than `deadline`; None for
+            ever. Afterwards its id is free: who asks for it again has it done again. Compensations are kept.
 
     Raises:
         ConfigurationError: an option cannot work, or the app has another of this name.
@@ -85,7 +90,7 @@ class TwoPhaseCommit:
         clients: Mapping[str, Client] | None = None,
         older_than: Duration = 1800.0,
         timeout: Duration = 30.0,
-        recover_every: Duration | None = None,
+        recover_every: Duration | None = 60.0,
         protocol: str = "auto",
         deadline: Duration = 600.0,
         retention: Duration | None = None,
@@ -107,9 +112,11 @@ class TwoPhaseCommit:
         self.name = options.name
         self.application = options.application
         self.older_than = options.older_than
+        self.recover_every = None if app is None else options.recover_every
         self._options = options
         self._given = (transactions, accounts)
         self._clusters = Clusters(lambda: self.transactions, clients or {})
+        self._watch = RecoveryWatch(name, lambda: self.recoveries, patience(self.recover_every))
         if app is not None:
             TWO_PHASE_COMMITS.add(app, self, name)
             register_tasks(app, partial(_step, app), partial(_recover, app))
@@ -137,9 +144,15 @@ class TwoPhaseCommit:
             self.transactions,
             self.application,
             self.accounts.full_name,
+            older_than=self.older_than,
             deadline=self._options.deadline,
             retention=self._options.retention,
         )
+
+    @per_process
+    def recoveries(self) -> RecoveryRecords:
+        """The notes of who has recovered."""
+        return RecoveryRecords(self.transactions, self.application)
 
     @per_process
     def _completion(self) -> Completion:
@@ -187,7 +200,8 @@ class TwoPhaseCommit:
         """
         Move an amount from one document's `balance` to another's.
 
-        The stored transaction has exactly the tutorial's fields: source, destination, value, state, lastModified.
+        The stored transaction has the tutorial's fields: source, destination, value, state, lastModified; and once
+        somebody has begun it, who has.
 
         Args:
             source: `_id` of the document that pays.
@@ -253,6 +267,7 @@ class TwoPhaseCommit:
             raise ConfigurationError("delay needs the Celery app: TwoPhaseCommit(app, transactions).")
         with self._completion.bounded():
             self._note_queued(id)
+        self._watch.begun()
         return publish_step(self.app, self.name, plain_id("id", id, self.transactions.codec_options), None)
 
     def _note_queued(self, id: Any) -> None:  # noqa: A002
@@ -267,7 +282,7 @@ class TwoPhaseCommit:
         One step, for the Celery task: None when there is nothing to do for a coordinator of this version.
 
         Raises:
-            PyMongoError: repeat it.
+            PyMongoError, BusyError: repeat it.
         """
         with self._completion.bounded() as deadline:
             transaction = self.log.get(id)
@@ -276,6 +291,9 @@ class TwoPhaseCommit:
             try:
                 return self._stepped(transaction, version, deadline)
             except OvertakenError:
+                now = self.log.get(id)
+                if (now.state, now.version) == (transaction.state, transaction.version):
+                    raise BusyError("it is as it was, though somebody has done more") from None
                 return None
 
     def _stepped(self, transaction: Transaction, version: int | None, deadline: float) -> Transaction | None:
@@ -288,6 +306,15 @@ class TwoPhaseCommit:
         if way is not Way.DOCUMENTS:
             return self._completion.advanced(transaction, way, deadline)
         return coordinator.begin(transaction) if version is None else coordinator.step(transaction)
+
+    def read(self, id: Any) -> Transaction:  # noqa: A002
+        """
+        A transaction as it is stored now.
+
+        Raises:
+            TransactionStateError: there is none, or its state or shape is unknown.
+        """
+        return self._completion.once_bounded(lambda: self.log.get(id))
 
     def cancel(self, id: Any, reason: str = "canceled on request", *, all: bool = False) -> Transaction:  # noqa: A002
         """
@@ -310,6 +337,8 @@ class TwoPhaseCommit:
             self._refuse_foreign(seen, allowed=all)
             if seen.state is State.INITIAL:
                 return still_mine(self.log.drop(seen, reason))
+            if seen.state in {State.PENDING, State.CANCELING}:
+                self._completion.end_others([seen])
             if seen.state is State.PENDING:
                 return still_mine(self.log.cancel(seen, self._completion.new_coordinator().identity, reason))
             if seen.state in {State.APPLIED, State.DONE}:
@@ -417,7 +446,54 @@ class TwoPhaseCommit:
             What became of each; one that fails does not stop the others.
         """
         age = self.older_than if older_than is None else not_negative(older_than, "older_than")
-        return Recoverer(self.log, self._completion, age, any_application=all).recover(limit)
+        return Recoverer(self.log, self._completion, self.recoveries, age, any_application=all).recover(limit)
+
+    def abandoned(
+        self,
+        older_than: Duration | None = None,
+        *,
+        all: bool = False,  # noqa: A002
+        limit: int = _RECOVER_LIMIT,
+    ) -> list[dict[str, Any]]:
+        """
+        What `recover` would take over, the oldest step first, as it is stored; nothing is changed.
+
+        Args:
+            older_than: as of `recover`.
+            all: as of `recover`.
+            limit: how many at most.
+        """
+        age = self.older_than if older_than is None else not_negative(older_than, "older_than")
+        return self._completion.once_bounded(lambda: self.log.abandoned(age, any_application=all, limit=limit))
+
+    def purge(self, older_than: Duration, *, all: bool = False, dry_run: bool = False) -> Purge:  # noqa: A002
+        """
+        Remove transactions that are done or canceled; all others stay.
+
+        Afterwards nobody can show or compensate them, and their ids may be used again: what was removed and is begun
+        once more under the same id is done once more. A compensation stays as long as what it takes back. The option
+        `retention` lets new ones expire by themselves. It lasts as long as there is something to remove; the timeout
+        is one of each call to the server.
+
+        Args:
+            older_than: seconds since the last step, by the server's clock; not less than the deadline.
+            all: also those of other applications.
+            dry_run: whether nothing is removed.
+
+        Returns:
+            What was removed, or would be.
+
+        Raises:
+            ConfigurationError: it is too short a time.
+        """
+        age = not_negative(older_than, "older_than")
+        if age < self._options.deadline:
+            raise ConfigurationError(
+                f"older_than={age:g} is less than the deadline of {self._options.deadline:g} s: whoever got no answer "
+                "may ask for the same transaction again, and it would be done twice. Give more."
+            )
+        purger = Purger(self.log, self._completion.once_bounded, age, any_application=all, is_trial=dry_run)
+        return purger.purge()
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -427,6 +503,8 @@ class TwoPhaseCommit:
         plain_id("id", identity, self.transactions.codec_options)
         with self._completion.bounded() as deadline:
             way = self._way_for(parts, deadline) if run else None
+            if way in {Way.ACROSS, Way.DOCUMENTS}:
+                self._watch.begun()
             if way is Way.WITHIN:
                 self._store_done(fields, parts, identity, deadline)
             elif way is Way.ACROSS:
@@ -485,6 +563,7 @@ class TwoPhaseCommit:
             self._refuse_foreign(seen, allowed=seen.state.is_final)
             if seen.state is State.INITIAL or seen.state.is_final:
                 return seen
+            self._completion.end_others([seen])
             return still_mine(self.log.take_over(seen, self._completion.new_coordinator().identity))
 
         return self._completion.until_answered(attempt, deadline, hint=NOT_BEGUN, id=id)
@@ -533,7 +612,7 @@ def _step(app: Celery, name: str, id: Any, version: int | None) -> Transaction |
     try:
         return named.step(id, version)
     except StuckError as error:
-        raise stuck(named.log.get(id), error) from error
+        raise stuck(named.read(id), error) from error
 
 
 def _recover(app: Celery, name: str) -> list[Recovery]:

@@ -69,7 +69,9 @@ class WithinCluster:
         except (RefusedError, UnmetError) as error:
             return self._dropped(transaction, self._reason(transaction.parts, error))
 
-    def store(self, fields: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, until: float) -> str | None:
+    def store(
+        self, fields: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, mark: ObjectId, until: float
+    ) -> str | None:
         """
         Store a transaction as done, and do it, in one.
 
@@ -77,6 +79,7 @@ class WithinCluster:
             fields: what it has beside id and state.
             parts: its participants.
             identity: its id.
+            mark: who stores it: the same one where an answer was lost, so that it is not done twice.
             until: as for `run`.
 
         Returns:
@@ -88,8 +91,8 @@ class WithinCluster:
         """
 
         def body(session: ClientSession) -> None:
-            self._log.insert(fields, identity, state=State.DONE, session=session)
-            change(self._open, parts, session)
+            if self._log.insert(fields, identity, state=State.DONE, session=session, mark=mark):
+                change(self._open, parts, session)
 
         self._log.prepare()
         try:

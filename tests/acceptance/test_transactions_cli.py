@@ -1,10 +1,14 @@
-"""What `celery -A app transactions` says where MongoDB refuses it."""
+"""`celery -A app transactions`: what it removes, and what it says where MongoDB refuses it."""
 
 from __future__ import annotations
 
+import json
+from datetime import UTC, datetime
+from typing import Any
 from uuid import uuid4
 
 import pytest
+from pymongo.database import Database
 
 from tests.acceptance.test_cli import NOWHERE, Done, one_sentence, run
 from tests.fixtures.rights import UrlOf, with_a_wrong_password
@@ -13,8 +17,9 @@ APP = "tests.acceptance.transactions_cli_project"
 NAMES = f"transactions_cli_{uuid4().hex[:10]}"
 
 
-def transactions(mongo_url: str, *arguments: str) -> Done:
-    return run("-A", APP, "transactions", *arguments, environment={"PROJECT_MONGO": mongo_url, "PROJECT_NAMES": NAMES})
+def transactions(mongo_url: str, *arguments: str, names: str = NAMES, text: str = "") -> Done:
+    environment = {"PROJECT_MONGO": mongo_url, "PROJECT_NAMES": names}
+    return run("-A", APP, "transactions", *arguments, environment=environment, text=text)
 
 
 @pytest.mark.parametrize("command", [["list"], ["show", "1"], ["recover"], ["cancel", "1", "--yes"]], ids=" ".join)
@@ -35,3 +40,27 @@ def test_a_server_that_is_away_is_told_with_its_address() -> None:
     done = transactions(f"mongodb://hush:secret@{NOWHERE}/?serverSelectionTimeoutMS=500", "list")
     one_sentence(done, "no answer", NOWHERE)
     assert "secret" not in done.stderr
+
+
+def test_what_is_final_is_removed_once_somebody_says_yes(database: Database[dict[str, Any]], mongo_url: str) -> None:
+    """And not by a trial; what recovery would take is listed by one, too."""
+    stored = {"source": "A", "destination": "B", "value": 1, "lastModified": datetime(2020, 1, 1, tzinfo=UTC)}
+    collection = database["transfers"]
+    collection.insert_many([{"_id": state, "state": state, **stored} for state in ("done", "canceled", "pending")])
+
+    def typed(*arguments: str, text: str = "") -> Done:
+        return transactions(mongo_url, *arguments, names=database.name, text=text)
+
+    tried = typed("purge", "--older-than", "3600", "--dry-run", "--json")
+    assert json.loads(tried.stdout) == {"done": 1, "canceled": 1, "kept": 0, "dry_run": True}
+    refused = typed("purge", "--older-than", "3600", text="n\n")
+    assert refused.returncode == 1
+    assert "Would remove 1 transaction done, 1 canceled.\nRemove them for good? [y/N]" in refused.stderr
+    one_sentence(typed("purge", "--older-than", "5", "--yes"), "less than the deadline of 600 s")
+    [listed] = typed("recover", "--dry-run", "--json").stdout.splitlines()
+    assert json.loads(listed)["_id"] == "pending"
+    assert collection.count_documents({}) == 3
+
+    removed = typed("purge", "--older-than", "3600", "--yes")
+    assert removed.stdout == "Removed 1 transaction done, 1 canceled.\n"
+    assert [each["_id"] for each in collection.find()] == ["pending"]

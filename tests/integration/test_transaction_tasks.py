@@ -28,7 +28,7 @@ from mongo_celery.errors import (
     TransactionRequiredError,
     TransactionTimeoutError,
 )
-from mongo_celery.locking import after_commit, asynchronous, current, transactional
+from mongo_celery.locking import after_commit, asynchronous, current, select_for_update, transactional
 from tests.fixtures.proxy import Direction, Proxy
 from tests.integration.locking_rig import Document, Sent, held
 
@@ -499,6 +499,9 @@ def test_documents_are_locked_in_async_bodies(on_loop: OnLoop, database: Databas
         await transactional(notes.database.client).arun(body)
         with pytest.raises(TransactionRequiredError):
             await asynchronous.select_for_update(notes, {"_id": 1}, session=None)  # type: ignore[arg-type]
+        async with transactional(notes.database.client) as session:
+            with pytest.raises(TransactionRequiredError):  # that of threads would not judge what it is refused
+                select_for_update(notes, {"_id": 1}, session=session)  # type: ignore[arg-type]
 
     on_loop(work)
     locked = [note["text"] for note in database["notes"].find({"_lock": {"$exists": True}}).sort("text", 1)]

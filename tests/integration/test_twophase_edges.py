@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from bson import ObjectId
 from bson.datetime_ms import DatetimeMS
 from celery import Celery
 from pymongo import MongoClient
@@ -15,9 +16,11 @@ from pymongo.database import Database
 
 from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError, TransactionTimeoutError
+from mongo_celery.twophase.coordinator import BusyError, OvertakenError
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
 from mongo_celery.twophase.steps import STEP_TASK
 from mongo_celery.twophase.values import to_text
+from tests.fixtures.process import wait_for
 from tests.integration.twophase_rig import Gate, Tutorial, balances, coordinator, make_accounts, markers
 
 Document = dict[str, Any]
@@ -343,3 +346,89 @@ def test_with_markers_what_cannot_be_written_gives_the_others_back_after_the_dea
 
     assert [each.after for each in bank.recover(0)] == ["canceled"]
     assert (database["stock"].find_one() or {})["left"] == 3
+
+
+def test_a_transfer_whose_commit_was_done_and_told_otherwise_is_known_again(
+    database: Database[Document], failpoint: Any
+) -> None:
+    """Who ends a session while its commit waits for its majority does not keep it from being done, once."""
+    make_accounts(database, A=1000, B=1000)
+    bank = TwoPhaseCommit(None, database["transactions"])
+    bank.transfer("A", "B", 1)
+    told = {"writeConcernError": {"code": 11601, "errmsg": "operation was interrupted"}}
+    with failpoint(mode={"times": 1}, failCommands=["commitTransaction"], **told):
+        identity = bank.transfer("A", "B", 100)
+
+    assert bank.read(identity).state == "done"
+    assert balances(database) == {"A": 899, "B": 1101}
+    with pytest.raises(TransactionStateError, match="already"):
+        bank.transfer("A", "B", 100, id=identity)
+
+
+@pytest.mark.parametrize("state", ["pending", "canceling"])
+def test_a_version_that_a_process_of_the_first_edition_leaves_stops_nothing(
+    database: Database[Document], mongo_client: MongoClient[Document], state: str
+) -> None:
+    """It has settled something there while a newer one was half done; nothing was replaced."""
+    make_accounts(database, A=1000, B=1000)
+    bank = coordinator(mongo_client, database.name)
+    identity = bank.transfer("A", "B", 100, run=False)
+    bank.step(identity, None)
+    database["accounts"].update_many({}, {"$set": {"transactionFence": ObjectId()}})
+    database["transactions"].update_one({"_id": identity}, {"$set": {"state": state}})
+    (became,) = bank.recover(0)
+
+    assert (became.after, became.error) == ("done" if state == "pending" else "canceled", None)
+    assert balances(database) == ({"A": 900, "B": 1100} if state == "pending" else {"A": 1000, "B": 1000})
+
+
+def test_indexes_that_take_too_long_keep_nobody_waiting(
+    database: Database[Document], failpoint: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a log of millions, after an upgrade: nothing rests on them."""
+    make_accounts(database, A=1000, B=1000)
+    bank = TwoPhaseCommit(None, database["transactions"], timeout=5)
+    with failpoint(failCommands=["createIndexes"], errorCode=50):
+        bank.transfer("A", "B", 100)
+        wait_for(lambda: "the indexes of" in caplog.text)
+
+    assert balances(database) == {"A": 900, "B": 1100}
+
+
+def test_a_step_that_changes_nothing_is_asked_for_again(bank: TwoPhaseCommit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has done more than what can be read yet: a chain that ended here would have no next link."""
+    identity = bank.transfer("A", "B", 100, run=False)
+
+    def overtaken(*_: object) -> None:
+        raise OvertakenError
+
+    monkeypatch.setattr(bank, "_stepped", overtaken)
+    with pytest.raises(BusyError):
+        bank.step(identity, None)
+
+
+def test_with_markers_a_cluster_that_is_away_keeps_nobodys_money(
+    database: Database[Document], make_replica_set: Callable[..., Any], make_client: Callable[..., Any]
+) -> None:
+    """After the deadline: whoever answers has it back, and the rest follows when that cluster is there again."""
+    make_accounts(database, A=1000)
+    server = make_replica_set()
+    far = make_client(server.url)[database.name]
+    far["accounts"].insert_one({"_id": "B", "balance": 1000, "pendingTransactions": []})
+    options: Document = {"protocol": "documents", "clients": {"far": far.client}, "timeout": 12}
+    bank = TwoPhaseCommit(None, database["transactions"], **options)
+    paying = Participant(database["accounts"], "A", {"$inc": {"balance": -100}})
+    identity = bank.begin([paying, Participant(far["accounts"], "B", {"$inc": {"balance": 100}})])
+    server.pause()
+    try:
+        database["transactions"].update_one({"_id": identity}, {"$set": {"state": "pending", "deadline": LONG_AGO}})
+        database["accounts"].update_one({"_id": "A"}, {"$inc": {"balance": -100}, "$push": {MARKERS: identity}})
+        assert balances(database)["A"] == 900
+        (stays,) = bank.recover(0)
+    finally:
+        server.resume()
+
+    assert (stays.after, balances(database)["A"]) == ("canceling", 1000)
+    (became,) = bank.recover(0)
+    assert became.after == "canceled"
+    assert (far["accounts"].find_one() or {})["balance"] == 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -9,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from pymongo import MongoClient
+from pymongo import MongoClient, monitoring
 
 from mongo_celery import Participant, TransactionCanceledError, TransactionStateError, TransactionTimeoutError
 from mongo_celery.embedded import MongoReplicaSet
@@ -314,7 +315,7 @@ def test_the_log_reads_only_what_is_open_and_forgets_what_is_old(clusters: Clust
     for _ in range(30):
         keeping.begin([part], run=True)
     clusters.begin("own", "east", value=1)
-    assert {each.document["name"] for each in LOG_INDEXES} <= set(clusters.log.index_information())
+    wait_for(lambda: {each.document["name"] for each in LOG_INDEXES} <= set(clusters.log.index_information()))
     for state in ("initial", "pending", "applied", "canceling"):
         plan = clusters.log.find({"state": state}).sort("lastModified", 1).limit(9).explain()["executionStats"]
         assert plan["totalDocsExamined"] <= 1, state
@@ -364,3 +365,43 @@ def test_what_a_newer_version_has_stored_is_left_alone(clusters: Clusters) -> No
     stored = {**clusters.log.find_one({"_id": identity}), "protocol": "telepathy"}
     with pytest.raises(TransactionStateError, match="newer version"):
         read_transaction(stored, "a.b")
+
+
+class HeldInside(monitoring.CommandListener):
+    """Holds a coordinator in the middle of a MongoDB transaction: after the receipt, before anything else."""
+
+    def __init__(self) -> None:
+        self.held = threading.Event()
+        self.released = threading.Event()
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None:
+        """Nothing."""
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
+        if event.command_name == "insert" and not self.held.is_set():
+            self.held.set()
+            assert self.released.wait(60)
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("way", [("own", "east"), ("east", "own")], ids="-".join)
+@pytest.mark.parametrize("call", ["cancel", "recover", "run"])
+def test_what_a_frozen_coordinator_keeps_open_is_ended_by_whoever_takes_over(
+    clusters: Clusters, way: tuple[str, ...], call: str
+) -> None:
+    """Else they would wait for it in vain until the server ends it; when it wakes up, it finds what was decided."""
+    identity = clusters.begin(*way)
+    gate = HeldInside()
+    with clusters.held(identity, gate):  # type: ignore[arg-type]
+        assert gate.held.wait(60)
+        other = clusters.coordinator(clusters.clients, timeout=20)
+        if call == "cancel":
+            assert other.cancel(identity).state == "canceled"
+        elif call == "run":
+            assert other.run(identity).state == "done"
+        else:
+            assert [each.after for each in other.recover(0)] == ["done"]
+    assert clusters.balances() == (UNTOUCHED if call == "cancel" else expected(way))
+    assert {each["cluster"] for each in clusters.log.find_one({"_id": identity})["sessions"]} == {None, "east"}

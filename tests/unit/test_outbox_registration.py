@@ -38,8 +38,8 @@ def test_outboxes_of_an_app_share_one_task_and_the_most_impatient_beat_entry(
 
 def test_coordinators_bring_their_tasks_and_a_beat_entry_each(client: MongoClient[dict[str, object]]) -> None:
     app = Celery("bank", broker="memory://")
-    TwoPhaseCommit(app, client["bank"]["transactions"], recover_every=60)
-    TwoPhaseCommit(app, client["bank"]["others"], name="others")
+    TwoPhaseCommit(app, client["bank"]["transactions"])
+    TwoPhaseCommit(app, client["bank"]["others"], name="others", recover_every=None)
     app.finalize()
 
     assert {STEP_TASK, RECOVER_TASK} <= set(app.tasks)

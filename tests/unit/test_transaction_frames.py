@@ -46,7 +46,7 @@ def test_all_loops_inside_have_one_deadline(client: MongoClient[Any], session: C
 def test_a_closed_frame_is_not_chained_to(client: MongoClient[Any], session: ClientSession) -> None:
     """Left in another context it stays where it was entered: it is passed over, and its deadline with it."""
     here = Context()
-    stack = here.run(ExitStack)
+    stack = ExitStack()
     closed = here.run(stack.enter_context, entered(session, 0.001))
     stack.close()  # in the context of this test
     assert here.run(current, client) is None

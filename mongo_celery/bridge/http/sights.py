@@ -152,6 +152,6 @@ def _transactions(chosen: Any) -> dict[str, Any]:
     return {
         "name": chosen.name,
         "error": None,
-        "unfinished": {str(state): count for state, (count, _) in sorted(standing.items())},
-        "oldest_seconds": max((oldest for _, oldest in standing.values()), default=None),
+        "unfinished": {str(state): each.count for state, each in sorted(standing.items())},
+        "oldest_seconds": max((each.oldest_seconds for each in standing.values()), default=None),
     }

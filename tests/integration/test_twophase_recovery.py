@@ -1,0 +1,337 @@
+"""Recovery of two-phase transactions: whose turn it is, what it says of itself; and what is removed for good."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from prometheus_client import CollectorRegistry
+from pymongo import MongoClient
+from pymongo.database import Database
+from redis import Redis
+
+from mongo_celery import ConfigurationError, Participant, TransactionStateError, TwoPhaseCommit
+from mongo_celery.bridge.listener.recovering import RecoveryRequests
+from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.twophase import unrecovered
+from mongo_celery.twophase.prometheus import TransactionCollector
+from mongo_celery.twophase.purge import Purge
+from mongo_celery.twophase.steps import RECOVER_TASK
+from tests.fixtures.process import wait_for
+from tests.integration.receipts_rig import START, Clusters
+from tests.integration.twophase_rig import make_accounts
+
+Document = dict[str, Any]
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def other_cluster() -> Iterator[MongoReplicaSet]:
+    with MongoReplicaSet(parameters=["enableTestCommands=1"]) as started:
+        yield started
+
+
+@pytest.fixture
+def clusters(mongo_url: str, other_cluster: MongoReplicaSet) -> Iterator[Clusters]:
+    made = Clusters(f"c{uuid4().hex[:10]}", {"own": mongo_url, "east": other_cluster.url, "west": mongo_url})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def bank(database: Database[Document]) -> TwoPhaseCommit:
+    make_accounts(database, A=1000, B=1000)
+    return TwoPhaseCommit(Celery("bank", broker="memory://"), database["transactions"])
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [getattr(each, "event", "") for each in caplog.records if each.levelname == "ERROR"]
+
+
+# -- whose turn it is ------------------------------------------------------------------------------
+
+
+def test_those_of_a_cluster_that_is_away_keep_nobody_from_the_turn(
+    clusters: Clusters, other_cluster: MongoReplicaSet
+) -> None:
+    """They are older, and more than recovery takes or reads at once; none is tried, and they stay as they are."""
+    across = clusters.begin("own", "east", value=1)
+    template = clusters.log.find_one({"_id": across})
+    clusters.log.insert_many([{**template, "_id": number, "queuedAt": LONG_AGO} for number in range(450)])
+    clusters.log.update_many({}, {"$set": {"lastModified": LONG_AGO}})
+    near = [clusters.begin("own", "west", value=1) for _ in range(3)]
+    clusters.log.update_many({"_id": {"$in": near}}, {"$set": {"queuedAt": LONG_AGO}})
+    clients = {**clusters.clients, "east": MongoClient[Document](other_cluster.url)}
+    other_cluster.pause()
+    try:
+        report = clusters.coordinator(clients).recover(0, limit=100)
+        last = clusters.bank.recoveries.last()
+    finally:
+        other_cluster.resume()
+        clients["east"].close()
+
+    assert {each.id for each in report if each.error is None} == set(near)
+    assert {each.error for each in report if each.id not in near} == {
+        each.error for each in report if "cluster 'east' does not answer" in (each.error or "")
+    }
+    assert len(report) < 250  # once that is known they are not even read
+    assert clusters.log.count_documents({"state": "initial", "lastModified": LONG_AGO}) == 451
+    assert last is not None
+    assert (last.silent, last.outcomes["done"], last.stopped) == (("east",), 3, 0)
+    assert clusters.balances() == {"own": START - 3, "east": START, "west": START + 3}
+
+
+@pytest.mark.slow
+def test_a_thousand_beside_a_dead_cluster_do_not_wait_for_it(
+    clusters: Clusters, other_cluster: MongoReplicaSet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are done sooner than one call to it would end; what the figure is here is printed."""
+    dead = [clusters.begin("own", "east", value=1) for _ in range(300)]
+    near = [clusters.begin("own", "west", value=1) for _ in range(1000)]
+    for identity in dead + near:
+        clusters.bank.step(identity, None)
+    clusters.log.update_many({"_id": {"$in": near}}, {"$set": {"lastModified": LONG_AGO + timedelta(days=1)}})
+    clusters.log.update_many({"_id": {"$in": dead}}, {"$set": {"lastModified": LONG_AGO}})
+    clients = {**clusters.clients, "east": MongoClient[Document](other_cluster.url)}
+    other_cluster.pause()
+    try:
+        began = time.monotonic()
+        report = clusters.coordinator(clients, timeout=60).recover(3600)
+        seconds = time.monotonic() - began
+    finally:
+        other_cluster.resume()
+        clients["east"].close()
+
+    with capsys.disabled():
+        sys.stderr.write(f"\na thousand beside a dead cluster: {seconds:.1f} s\n")
+    assert {each.id for each in report if each.after == "done"} == set(near)
+    assert seconds < 60
+
+
+def test_what_has_passed_its_deadline_need_not_be_old(clusters: Clusters) -> None:
+    """Nobody's money is kept for as long as a coordinator might sleep."""
+    identity = clusters.begin("own", "west")
+    clusters.bank.step(identity, None)
+    moment = datetime.now(UTC) - timedelta(minutes=2)
+    clusters.log.update_one({"_id": identity}, {"$set": {"lastModified": moment}})
+    assert clusters.bank.recover() == []
+    clusters.log.update_one({"_id": identity}, {"$set": {"deadline": moment + timedelta(minutes=1)}})
+    assert [each["_id"] for each in clusters.bank.abandoned()] == [identity]
+    (became,) = clusters.bank.recover()
+
+    assert (became.after, became.outcome) == ("canceled", "overdue")
+    assert clusters.balances()["own"] == START
+    last = clusters.bank.recoveries.last()
+    assert last is not None
+    assert last.outcomes == {"done": 0, "canceled": 0, "overdue": 1}
+
+
+def test_a_lost_answer_puts_off_none_of_many(clusters: Clusters) -> None:
+    """They are known by who has taken them."""
+    identities = [clusters.begin("own", "west", value=1) for _ in range(5)]
+    for identity in identities:
+        clusters.bank.step(identity, None)
+    clusters.log.update_many({}, {"$set": {"lastModified": LONG_AGO}})
+    lose = {"failCommands": ["update"], "writeConcernError": {"code": 262, "errmsg": "too long"}}
+    clusters.clients["own"].admin.command({"configureFailPoint": "failCommand", "mode": {"times": 1}, "data": lose})
+    report = clusters.bank.recover(60)
+
+    assert sorted(each.after for each in report) == ["done"] * 5
+    assert clusters.balances()["own"] == START - 5
+
+
+def test_many_steps_of_one_moment_are_all_read(bank: TwoPhaseCommit) -> None:
+    """More than a page of them, some without a time, and behind them the next moment; what is no good is passed by."""
+    many = [{"_id": number, "state": "pending", "lastModified": LONG_AGO} for number in range(205)]
+    many += [{"_id": number, "state": "pending", "lastModified": None} for number in range(300, 510)]
+    bank.transactions.insert_many(many)
+    last = bank.transfer("A", "B", 1, run=False)
+    later = LONG_AGO + timedelta(days=1)
+    bank.transactions.update_one({"_id": last}, {"$set": {"queuedAt": later, "lastModified": later}})
+    report = bank.recover(3600, limit=1)
+
+    assert [each.id for each in report if each.error is None] == [last]
+    assert sorted(each.id for each in report if each.stopped) == [each["_id"] for each in many]
+
+
+# -- whether anybody recovers ----------------------------------------------------------------------
+
+
+def test_an_app_is_recovered_by_beat_unless_it_says_otherwise(database: Database[Document]) -> None:
+    by_itself, by_others = Celery("one", broker="memory://"), Celery("other", broker="memory://")
+    TwoPhaseCommit(by_itself, database["transactions"])
+    TwoPhaseCommit(by_others, database["transactions"], recover_every=None)
+    by_itself.finalize()
+
+    assert [(each["task"], each["schedule"]) for each in by_itself.conf.beat_schedule.values()] == [
+        (RECOVER_TASK, 60.0)
+    ]
+    assert by_others.conf.beat_schedule == {}
+
+
+def test_whoever_leads_a_bridge_asks_for_it_too(
+    database: Database[Document], redis_url: str, redis_client: Redis
+) -> None:
+    """Again and again; of what says that something else sees to it, nothing."""
+    app = Celery("shop", broker=redis_url)
+    TwoPhaseCommit(app, database["transactions"], name="asked", recover_every=0.2)
+    TwoPhaseCommit(app, database["others"], name="not-asked", recover_every=None)
+    app.finalize()
+    requests = RecoveryRequests(app)
+    requests.start()
+    try:
+        wait_for(lambda: redis_client.llen("celery") >= 2)
+    finally:
+        requests.stop()
+
+    messages = b" ".join(redis_client.lrange("celery", 0, -1))  # type: ignore[arg-type]
+    assert RECOVER_TASK.encode() in messages
+    assert b"not-asked" not in messages
+    assert b'"expires": null' not in messages
+    idle = RecoveryRequests(Celery("idle", broker="memory://"))
+    idle.start()
+    idle.stop()
+
+
+def test_transactions_that_nobody_recovers_say_so_until_somebody_does(
+    clusters: Clusters, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is one MongoDB transaction needs no recovery, and asks for none."""
+    looked = threading.Event()
+    watch = clusters.bank._watch = unrecovered.RecoveryWatch("bank", lambda: clusters.bank.recoveries, 0.0)
+    look = watch.look
+
+    def noted() -> None:
+        look()
+        looked.set()
+
+    monkeypatch.setattr(watch, "look", noted)
+    for _ in range(2):
+        clusters.begin("own", run=True)
+    assert not looked.is_set()
+    for _ in range(2):
+        clusters.begin("own", "east", run=True)
+    assert looked.wait(60)
+    assert said(caplog) == ["nobody_recovers"]
+    assert "nobody has recovered them yet" in caplog.text
+
+    clusters.bank.recover()
+    patient = unrecovered.RecoveryWatch("bank", lambda: clusters.bank.recoveries, 600.0)
+    assert patient.look() is True
+    assert said(caplog) == ["nobody_recovers"]
+
+
+def test_a_scrape_says_what_is_open_and_what_recovery_has_done(bank: TwoPhaseCommit) -> None:
+    """From notes that recovery leaves, so it does not matter which process is scraped."""
+    registry = CollectorRegistry()
+    registry.register(TransactionCollector(bank.app))  # type: ignore[arg-type]
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"mongo_celery_transactions_{name}", {"transactions": "default", **labels})
+
+    assert (value("up"), value("recovery_age_seconds"), value("recovered_total", outcome="done")) == (1, None, None)
+    left = bank.transfer("A", "B", 1, run=False)
+    stuck = {"_id": "x", "state": "pending", "source": "A", "lastModified": LONG_AGO}
+    bank.transactions.insert_one(stuck)
+    bank.transactions.update_one({"_id": left}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}})
+    assert (value("unfinished", state="pending"), value("abandoned", state="pending")) == (1, 1)
+    assert value("unfinished", state="initial") == 1
+
+    bank.recover()
+    assert value("recovered_total", outcome="done") == 1
+    assert value("stopped") == 1
+    assert (value("recovery_age_seconds") or 0) < 600
+
+
+def test_a_scrape_reads_only_what_is_open(bank: TwoPhaseCommit) -> None:
+    """Whatever there has been."""
+    bank.log.prepare()
+    bank.transactions.insert_many([{"state": "done", "lastModified": LONG_AGO} for _ in range(200)])
+    profiled = bank.transactions.database
+    profiled.command({"profile": 2})
+    bank.log.standing()
+    profiled.command({"profile": 0})
+
+    found = list(profiled["system.profile"].find({"command.aggregate": "transactions"}))
+    assert len(found) == 4
+    assert [each["docsExamined"] for each in found] == [0, 0, 0, 0]
+
+
+# -- what is removed -------------------------------------------------------------------------------
+
+
+def test_only_what_is_final_and_old_enough_is_removed(bank: TwoPhaseCommit) -> None:
+    """However it is spelled, whatever its id; of others only where that is asked for; nothing by a trial."""
+    collection = bank.transactions
+    kinds: list[tuple[Any, str]] = [
+        (1, "done"),
+        ("a", "canceled"),
+        (2.5, "cancelled"),
+        ("p", "pending"),
+        ("i", "initial"),
+    ]
+    collection.insert_many([{"_id": each, "state": state, "lastModified": LONG_AGO} for each, state in kinds])
+    collection.insert_one({"_id": "other", "state": "done", "lastModified": LONG_AGO, "application": "App2"})
+    young = bank.transfer("A", "B", 1)
+    tried = bank.purge(3600, dry_run=True)
+    assert tried == Purge(done=1, canceled=2, kept=0)
+    assert collection.count_documents({}) == 7
+
+    assert bank.purge(3600) == tried
+    assert {each["_id"] for each in collection.find()} == {"p", "i", "other", young}
+    assert bank.purge(timedelta(hours=1), all=True) == Purge(done=1, canceled=0, kept=0)
+    with pytest.raises(ConfigurationError, match="less than the deadline of 600 s"):
+        bank.purge(60)
+
+
+def test_a_compensation_stays_with_what_it_takes_back(bank: TwoPhaseCommit) -> None:
+    """Else it could be done again, or never; and it goes with it."""
+    first = bank.transfer("A", "B", 100)
+    second = bank.compensate(first)
+    bank.run(second)
+    bank.run(bank.compensate(second))
+    aged = {"$set": {"lastModified": LONG_AGO}}
+    bank.transactions.update_many({"_id": {"$ne": first}}, aged)
+    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=0, canceled=0, kept=2)
+    assert bank.compensate(first) == second
+
+    bank.transactions.update_many({}, aged)
+    assert bank.purge(3600, dry_run=True) == Purge(done=3, canceled=0, kept=0)
+    assert bank.purge(3600) == Purge(done=3, canceled=0, kept=0)
+    with pytest.raises(TransactionStateError, match="there is no transaction"):
+        bank.compensate(first)
+
+
+def test_no_compensation_expires_before_what_it_takes_back(database: Database[Document]) -> None:
+    """One of an older version has left no note there; it must not be done again when it is gone."""
+    make_accounts(database, A=1000, B=1000)
+    keeping = TwoPhaseCommit(None, database["transactions"], retention=3600)
+    done = keeping.transfer("A", "B", 100)
+    keeping.run(keeping.compensate(done))
+
+    stored = {str(each["_id"]): "expiresAt" in each for each in database["transactions"].find()}
+    assert list(stored.values()) == [True, False]
+
+
+def test_a_retention_below_the_deadline_is_refused(database: Database[Document]) -> None:
+    with pytest.raises(ConfigurationError, match="retention=60 is less than the deadline"):
+        TwoPhaseCommit(None, database["transactions"], retention=60)
+
+
+def test_a_participant_of_clusters_is_left_by_a_process_that_cannot_reach_it(clusters: Clusters) -> None:
+    """It is no cluster that does not answer; the transaction says what is missing."""
+    identity = clusters.bank.begin([Participant(clusters.accounts("east"), "A", {"$inc": {"balance": 1}})])
+    clusters.log.update_one({"_id": identity}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}})
+    blind = clusters.coordinator({"own": clusters.clients["own"]})
+    (became,) = blind.recover()
+    assert "which this process does not know" in (became.error or "")
+    last = blind.recoveries.last()
+    assert last is not None
+    assert last.silent == ()
