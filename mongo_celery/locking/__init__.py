@@ -2,10 +2,11 @@
 
 from mongo_celery.locking.freeing import set_automatic_freeing
 from mongo_celery.locking.rows import select_for_update, select_for_update_of, select_many_for_update
-from mongo_celery.mongo.transaction import after_commit, transactional
+from mongo_celery.mongo.transaction import after_commit, current, transactional
 
 __all__ = [
     "after_commit",
+    "current",
     "select_for_update",
     "select_for_update_of",
     "select_many_for_update",

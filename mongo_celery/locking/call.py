@@ -18,7 +18,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from bson import ObjectId
 from pymongo.client_session import ClientSession
@@ -28,7 +28,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery.arguments import Duration, not_negative
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
 from mongo_celery.locking import freeing, holders
-from mongo_celery.mongo.attempts import Place, Waits, note_locked, waits_of
+from mongo_celery.mongo.transaction.frames import Place, Session, Waits, note_locked, waits_of
 from mongo_celery.mongo.verdicts import Code, said, standalone_refused
 
 Document = dict[str, Any]
@@ -125,9 +125,10 @@ def lock_call(
     nowait: bool,
     wait: Duration | None,
     skip_locked: bool = False,
+    kind: type[Session] = ClientSession,
 ) -> LockCall:
-    """Check what a call was given; errors as of `select_for_update`."""
-    if not isinstance(session, ClientSession) or not session.in_transaction:
+    """Check what a call was given, with a session of this kind; errors as of `select_for_update`."""
+    if not isinstance(session, kind) or not session.in_transaction:
         raise TransactionRequiredError
     if (
         not isinstance(field, str)
@@ -139,7 +140,7 @@ def lock_call(
         raise ConfigurationError(f"field={field!r} cannot be written; choose a plain name such as '_lock'.")
     return LockCall(
         collection=collection,
-        session=session,
+        session=cast("ClientSession", session),  # asyncio's has the same name and state
         field=field,
         filter=filter_,
         place=(collection.full_name, waits_of(session).next_call(), b""),

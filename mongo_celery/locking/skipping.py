@@ -25,8 +25,8 @@ from pymongo.client_session import ClientSession
 from pymongo.errors import OperationFailure
 
 from mongo_celery.locking.call import LockCall
-from mongo_celery.mongo.attempts import Waits
 from mongo_celery.mongo.identity import id_key
+from mongo_celery.mongo.transaction.frames import Waits
 from mongo_celery.mongo.verdicts import Code
 
 _CANDIDATES_MIN = 16

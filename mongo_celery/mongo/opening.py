@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pymongo
 from bson.codec_options import CodecOptions
-from pymongo import MongoClient, ReadPreference, WriteConcern
+from pymongo import AsyncMongoClient, MongoClient, ReadPreference, WriteConcern
 from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
@@ -29,7 +29,11 @@ Source = Collection[Any] | Callable[[], Collection[Any]]
 Client = MongoClient[Any] | Callable[[], MongoClient[Any]]
 """A client, or what returns it, for the same reason."""
 
+AsyncClient = AsyncMongoClient[Any] | Callable[[], AsyncMongoClient[Any]]
+"""The same for asyncio."""
+
 Opened = TypeVar("Opened", Collection[Any], Database[Any])
+Made = TypeVar("Made", MongoClient[Any], AsyncMongoClient[Any])
 
 
 def collection_of(source: Source) -> Collection[Any]:
@@ -38,9 +42,9 @@ def collection_of(source: Source) -> Collection[Any]:
     return source if isinstance(source, Collection) else source()
 
 
-def client_of(given: Client) -> MongoClient[Any]:
+def client_of(given: Made | Callable[[], Made]) -> Made:
     """The client itself, or what the callable returns now."""
-    return given if isinstance(given, MongoClient) else given()
+    return given if isinstance(given, MongoClient | AsyncMongoClient) else given()
 
 
 def strict(target: Opened, types: CodecOptions[Any] | None = None) -> Opened:

@@ -52,9 +52,9 @@ def in_one(client: MongoClient[Any], body: Callable[[ClientSession], Result], de
         TransactionTimeoutError: the time is used up; `outcome` says what is known.
         TopologyError: it is a standalone server.
     """
-    return transactional(client, timeout=max(deadline - time.monotonic(), _LEAST_SECONDS)).run(
-        body, session=session_of(client)
-    )
+    limit = max(deadline - time.monotonic(), _LEAST_SECONDS)
+    # Its own: what is told to be done must not depend on a transaction that the caller is in.
+    return transactional(client, timeout=limit, own=True).run(body, session=session_of(client))
 
 
 def change(open_part: Open, parts: Sequence[Part], session: ClientSession, before: datetime | None = None) -> None:

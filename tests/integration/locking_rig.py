@@ -52,8 +52,8 @@ class Sent(CommandListener):
 
 @contextmanager
 def held(collection: Collection[Document], *document_ids: object) -> Iterator[None]:
-    """Lock documents for as long as the block lasts."""
-    with transactional(collection.database.client) as session:
+    """Lock documents for as long as the block lasts, in a transaction that nothing inside can join."""
+    with collection.database.client.start_session() as session, session.start_transaction():
         for document_id in document_ids:
             select_for_update(collection, {"_id": document_id}, session=session, application="holder")
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,7 +18,7 @@ from pymongo.database import Database
 
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, select_for_update, transactional
-from mongo_celery.mongo.attempts import Attempts
+from mongo_celery.mongo.transaction.frames import Frame, owner_here
 from tests.integration.locking_rig import Document, Sent, held
 
 Client = MongoClient[Document]
@@ -160,9 +159,6 @@ def test_a_session_without_a_transaction_is_used_for_one(notes: Collection[Docum
         assert not session.has_ended
 
 
-async def _coroutine(*, session: Any) -> None: ...
-
-
 async def _async_generator(*, session: Any) -> AsyncIterator[Any]:
     yield session
 
@@ -180,13 +176,11 @@ def _positional_only(session: Any, /) -> None: ...
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (_coroutine, "coroutines"),
-        (functools.partial(_coroutine), "coroutines"),
         (_async_generator, "generators"),
         (_generator, "generators"),
         (_without_session, "_without_session must take session="),
         (_positional_only, "must take session="),
-        (Attempts, "needs a function"),
+        (Frame, "needs a function"),
         (5, "needs a function"),
     ],
 )
@@ -349,11 +343,13 @@ def test_a_session_that_transactional_does_not_run_takes_no_callback(notes: Coll
 
 def test_pauses_grow_up_to_a_bound_and_differ() -> None:
     """Full jitter; also after so many attempts that the power would be too large for a number."""
-    attempts = Attempts(0.0)
-    early = [Attempts(0.0).next_pause() for _ in range(50)]
+
+    def frame(failed: int) -> Frame:
+        return Frame(client=None, reference=None, deadline=0.0, owner=owner_here(), count=failed)  # type: ignore[arg-type]
+
+    early = [frame(0).next_pause() for _ in range(50)]
     assert max(early) <= 0.005
-    attempts.count = 10_000
-    late = [attempts.next_pause() for _ in range(200)]
+    late = [frame(10_000).next_pause() for _ in range(200)]
     assert 0.25 < max(late) <= 0.5
     assert min(late) < 0.25
     assert len(set(late)) > 100

@@ -1,0 +1,553 @@
+"""
+`transactional` inside `transactional`, in threads, and left elsewhere: whose transaction it is, and what becomes of it.
+
+Twins for asyncio are in `test_transaction_tasks.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import copy_context
+from threading import Barrier
+from typing import Any
+
+import pymongo
+import pytest
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.database import Database
+from pymongo.errors import OperationFailure
+
+from mongo_celery.errors import (
+    ConfigurationError,
+    DocumentLockedError,
+    TransactionError,
+    TransactionTimeoutError,
+)
+from mongo_celery.locking import after_commit, current, select_for_update, transactional
+from mongo_celery.twophase import TwoPhaseCommit
+from tests.integration.locking_rig import Document, Sent, held
+
+Client = MongoClient[Document]
+MakeClient = Callable[..., Client]
+Failpoint = Callable[..., AbstractContextManager[None]]
+Write = Callable[..., None]
+
+APP = "transaction-parts"
+CONFLICT = {
+    "failCommands": ["insert"],
+    "appName": APP,
+    "errorCode": 112,
+    "errorLabels": ["TransientTransactionError"],
+}
+SHORT = 1.5
+GENEROUS = 30.0
+
+
+@pytest.fixture
+def sent() -> Sent:
+    """Give what the client of `notes` has sent."""
+    return Sent()
+
+
+@pytest.fixture
+def notes(database: Database[Document], make_client: MakeClient, sent: Sent) -> Collection[Document]:
+    """Give an empty collection."""
+    database.create_collection("notes")
+    return make_client(appName=APP, event_listeners=[sent])[database.name]["notes"]
+
+
+@pytest.fixture
+def client(notes: Collection[Document]) -> Client:
+    """Give its client."""
+    return notes.database.client
+
+
+@pytest.fixture
+def write(notes: Collection[Document], client: Client) -> Write:
+    """Give a decorated function that writes a note, and then raises what it is told to."""
+
+    @transactional(client)
+    def write(text: str, error: BaseException | None = None, *, session: ClientSession) -> None:
+        notes.insert_one({"text": text}, session=session)
+        if error is not None:
+            raise error
+
+    return write
+
+
+def texts(notes: Collection[Document]) -> list[Any]:
+    """What is committed."""
+    return [note["text"] for note in notes.find().sort("_id", 1)]
+
+
+def as_block_or_function(client: Client, body: Callable[[ClientSession], Any], *, as_block: bool) -> None:
+    if not as_block:
+        transactional(client).run(body)
+        return
+    with transactional(client) as session:
+        body(session)
+
+
+# -- joining ---------------------------------------------------------------------------------------
+
+
+def test_a_call_inside_joins_without_being_handed_the_session(
+    notes: Collection[Document], client: Client, write: Write, sent: Sent
+) -> None:
+    """One transaction and one commit, however deep, as a function and as a block."""
+
+    @transactional(client)
+    def outer(*, session: ClientSession) -> None:
+        write("called")
+        with transactional(client) as inside:
+            assert inside is session
+            write("deep")
+        notes.insert_one({"text": "outer"}, session=session)
+        assert texts(notes) == []
+
+    outer()
+    assert texts(notes) == ["called", "deep", "outer"]
+    assert len(sent.named("commitTransaction")) == 1
+
+
+def test_a_call_inside_a_block_joins_it(notes: Collection[Document], client: Client, write: Write, sent: Sent) -> None:
+    """One object serves both."""
+    both = transactional(client)
+    with both as outer:
+        with both as inner:
+            assert inner is outer
+            write("inner")
+        assert texts(notes) == []
+    assert texts(notes) == ["inner"]
+    assert len(sent.named("commitTransaction")) == 1
+
+
+def test_what_both_touch_is_no_conflict(notes: Collection[Document], client: Client) -> None:
+    """Nesting without `session=` used to wait for itself until the time was used up."""
+    notes.insert_one({"_id": 1, "n": 0})
+
+    @transactional(client, timeout=GENEROUS)
+    def increment(*, session: ClientSession) -> None:
+        select_for_update(notes, {"_id": 1}, session=session, nowait=True)
+        notes.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
+
+    @transactional(client, timeout=GENEROUS)
+    def twice(*, session: ClientSession) -> None:
+        select_for_update(notes, {"_id": 1}, session=session)
+        increment()
+        increment(session=session)
+
+    twice()
+    assert notes.find_one({"_id": 1}, {"n": 1}) == {"_id": 1, "n": 2}
+
+
+def test_a_conflict_in_a_part_repeats_the_whole(
+    notes: Collection[Document], client: Client, write: Write, failpoint: Failpoint
+) -> None:
+    """Also where the body catches it: the server has aborted the transaction by then."""
+    runs: list[int] = []
+
+    def body(_: ClientSession, catch: type[Exception]) -> None:
+        runs.append(1)
+        with suppress(catch):
+            write("inner")
+
+    for catch in (KeyError, OperationFailure):
+        runs.clear()
+        with failpoint(mode={"times": 1}, **CONFLICT):
+            transactional(client).run(lambda session, catch=catch: body(session, catch))  # type: ignore[misc]
+        assert len(runs) == 2
+    assert texts(notes) == ["inner", "inner"]
+
+
+def test_another_clients_transaction_is_not_joined(
+    notes: Collection[Document], client: Client, make_client: MakeClient
+) -> None:
+    """A transaction is one server's."""
+    other = make_client()
+    with transactional(client) as outer, suppress(ZeroDivisionError), transactional(other) as inner:
+        assert inner is not outer
+        assert (current(client), current(lambda: other)) == (outer, inner)
+        notes.insert_one({"text": "outer"}, session=outer)
+        other[notes.database.name]["notes"].insert_one({"text": "inner"}, session=inner)
+        raise ZeroDivisionError
+    assert texts(notes) == ["outer"]
+
+
+def test_the_current_session_is_known_inside_only(client: Client) -> None:
+    """For code that is handed none."""
+    assert current(client) is None
+    with transactional(client) as session:
+        assert current(client) is session
+        session.abort_transaction()
+        assert current(client) is None
+    assert current(client) is None
+
+
+# -- parts that fail -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_block", [False, True])
+def test_a_part_that_fails_dooms_the_whole_though_its_error_is_caught(
+    notes: Collection[Document], client: Client, write: Write, sent: Sent, as_block: bool
+) -> None:
+    """Its partial writes would be committed; what is written after it goes to nowhere either."""
+
+    def body(session: ClientSession) -> str:
+        with suppress(ZeroDivisionError):
+            write("partial", ZeroDivisionError("by nought"))
+        notes.insert_one({"text": "after"}, session=session)
+        after_commit(lambda: pytest.fail("it is not committed"))
+        return "done"
+
+    with pytest.raises(TransactionError, match=r"own=True.*ZeroDivisionError: by nought") as caught:
+        as_block_or_function(client, body, as_block=as_block)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert texts(notes) == []
+    assert (len(sent.named("abortTransaction")), len(sent.named("commitTransaction"))) == (1, 0)
+
+
+def test_a_block_inside_that_fails_dooms_the_whole(notes: Collection[Document], client: Client) -> None:
+    """As a call does; a body that answers with an error of its own ends with that."""
+
+    def caught() -> None:
+        with suppress(KeyError), transactional(client) as inner:
+            notes.insert_one({"text": "partial"}, session=inner)
+            raise KeyError("key")
+
+    def answered() -> None:
+        try:
+            caught()
+            with transactional(client):
+                raise KeyError("key")
+        except KeyError:
+            raise LookupError("mine") from None
+
+    with pytest.raises(TransactionError, match="KeyError"), transactional(client):
+        caught()
+    with pytest.raises(LookupError, match="mine"), transactional(client):
+        answered()
+    assert texts(notes) == []
+
+
+def test_a_lock_that_a_part_gave_up_ends_the_whole_with_its_own_error(
+    notes: Collection[Document], client: Client, write: Write
+) -> None:
+    """Whatever the part has made of it."""
+    notes.insert_one({"_id": 1, "text": "held"})
+
+    @transactional(client)
+    def lock(*, session: ClientSession) -> None:
+        try:
+            select_for_update(notes, {"_id": 1}, session=session, nowait=True)
+        except DocumentLockedError:
+            raise LookupError("busy") from None
+
+    def body(_: ClientSession) -> None:
+        with suppress(LookupError):
+            lock()
+
+    with held(notes, 1), pytest.raises(DocumentLockedError):
+        transactional(client, timeout=GENEROUS).run(body)
+    write("afterwards")
+    assert texts(notes) == ["held", "afterwards"]
+
+
+def test_a_part_that_ends_the_transaction_is_told_so(notes: Collection[Document], client: Client) -> None:
+    """After an abort PyMongo would send what follows outside of any transaction, to stay for ever."""
+
+    @transactional(client)
+    def give_up(*, session: ClientSession) -> None:
+        session.abort_transaction()
+
+    def body(session: ClientSession) -> None:
+        notes.insert_one({"text": "before"}, session=session)
+        give_up()
+        notes.insert_one({"text": "after"}, session=session)
+
+    with pytest.raises(TransactionError, match=r"own=True"):
+        transactional(client).run(body)
+    assert texts(notes) == []
+
+
+def test_the_next_attempt_is_not_doomed_by_the_one_before(
+    notes: Collection[Document], client: Client, write: Write, failpoint: Failpoint
+) -> None:
+    """What a part of it failed with belongs to the attempt."""
+    runs: list[int] = []
+
+    def body(session: ClientSession) -> None:
+        runs.append(1)
+        if len(runs) == 1:
+            with suppress(ZeroDivisionError):
+                write("partial", ZeroDivisionError())
+            with failpoint(mode={"times": 1}, **CONFLICT):
+                notes.insert_one({"text": "refused"}, session=session)
+        write("second")
+
+    transactional(client).run(body)
+    assert (len(runs), texts(notes)) == (2, ["second"])
+
+
+# -- own and durable -------------------------------------------------------------------------------
+
+
+def test_one_of_its_own_is_committed_for_itself(notes: Collection[Document], client: Client, sent: Sent) -> None:
+    """Its failure leaves the outer one alone; its success stays, whatever becomes of the outer one."""
+    own = transactional(client, own=True)
+    noted: list[str] = []
+
+    def note(text: str, *, error: Exception | None = None, session: ClientSession) -> None:
+        notes.insert_one({"text": text}, session=session)
+        after_commit(lambda: noted.append(text))
+        if error is not None:
+            raise error
+
+    def body(session: ClientSession) -> None:
+        with suppress(ZeroDivisionError):
+            own(note)("refused", error=ZeroDivisionError())
+        own(note)("kept")
+        own(note)("kept, too", session=session)
+        with own as inner:
+            assert inner is not session
+            assert current(client) is inner
+            transactional(client)(note)("joined with it")
+        assert current(client) is session
+        notes.insert_one({"text": "outer"}, session=session)
+        assert noted == ["kept", "kept, too", "joined with it"]
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        transactional(client).run(body)
+    assert texts(notes) == ["kept", "kept, too", "joined with it"]
+    assert len(sent.named("commitTransaction")) == 3
+
+
+def test_one_of_its_own_ends_by_the_deadline_around_it(notes: Collection[Document], client: Client) -> None:
+    """One deadline for all loops inside: it would repeat for its own time else, though no call could be answered."""
+    notes.insert_one({"_id": 1})
+    inner = transactional(client, own=True, timeout=600)
+    body = inner(lambda *, session: select_for_update(notes, {"_id": 1}, session=session))
+    began = time.monotonic()
+    with held(notes, 1), pytest.raises(TransactionTimeoutError):
+        transactional(client, timeout=SHORT).run(lambda _: body())
+    assert time.monotonic() - began < GENEROUS
+
+
+def test_two_phase_commit_is_no_part_of_the_transaction_around_it(
+    notes: Collection[Document], client: Client, write: Write
+) -> None:
+    """What it says is done is done, whatever becomes of the transaction that it was called in."""
+    accounts = notes.database["accounts"]
+    accounts.insert_many([{"_id": name, "balance": 100} for name in "AB"])
+    with Celery("bank", broker="memory://", set_as_current=False) as app:
+        bank = TwoPhaseCommit(app, notes.database["transactions"], recover_every=None)
+
+        def body(_: ClientSession) -> None:
+            write("outer")
+            bank.transfer("A", "B", 10)
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            transactional(client).run(body)
+    assert [each["balance"] for each in accounts.find()] == [90, 110]
+    assert [each["state"] for each in notes.database["transactions"].find()] == ["done"]
+    assert texts(notes) == []
+
+
+def test_a_durable_one_refuses_to_join(notes: Collection[Document], client: Client, write: Write) -> None:
+    """As Django's: what it has written is committed when it returns."""
+    durable = transactional(client, durable=True)
+    durable.run(lambda session: write("outermost", session=session))
+    with transactional(client) as session:
+        with pytest.raises(ConfigurationError, match=r"durable=True"):
+            durable.run(lambda _: pytest.fail("not run"))
+        with pytest.raises(ConfigurationError, match=r"durable=True"):
+            durable.run(lambda _: pytest.fail("not run"), session=session)
+        with pytest.raises(ConfigurationError, match=r"durable=True"), durable:
+            pytest.fail("not run")
+        write("not doomed")
+    with client.start_session() as foreign, foreign.start_transaction(), pytest.raises(ConfigurationError):
+        durable.run(lambda _: pytest.fail("not run"), session=foreign)
+    assert texts(notes) == ["outermost", "not doomed"]
+
+
+def test_own_and_durable_exclude_each_other(client: Client) -> None:
+    """One may stand inside, the other must not."""
+    with pytest.raises(ConfigurationError, match="exclude each other"):
+        transactional(client, own=True, durable=True)
+
+
+# -- callbacks -------------------------------------------------------------------------------------
+
+
+def test_a_callback_without_a_session_waits_for_the_transaction_around(
+    notes: Collection[Document], client: Client, write: Write
+) -> None:
+    """Of the part it is the whole's; outside of any there is nothing to wait for."""
+    seen: list[Any] = []
+
+    @transactional(client)
+    def outer(*, fail: bool, session: ClientSession) -> None:
+        transactional(client).run(lambda _: after_commit(lambda: seen.append(texts(notes))))
+        write("a", session=session)
+        if fail:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        outer(fail=True)
+    outer(fail=False)
+    assert seen == [["a"]]
+    assert after_commit(lambda: seen.append("at once"))
+    assert seen == [["a"], "at once"]
+
+
+def test_a_coroutine_function_is_no_callback_where_nobody_awaits(client: Client) -> None:
+    """It would be thrown away."""
+
+    async def callback() -> None: ...
+
+    with transactional(client), pytest.raises(ConfigurationError, match="coroutine"):
+        after_commit(callback)
+
+
+def test_a_body_that_returns_a_coroutine_is_refused(notes: Collection[Document], client: Client) -> None:
+    """It would run after the commit, and outside of the transaction."""
+
+    async def coroutine(session: ClientSession) -> None:
+        notes.insert_one({"text": "outside"}, session=session)
+
+    body: Callable[[ClientSession], Any] = coroutine
+
+    with pytest.raises(ConfigurationError, match="coroutine"):
+        transactional(client).run(body)
+    with pytest.raises(ConfigurationError, match="coroutine"):
+        transactional(client).run(lambda _: transactional(client).run(body))
+    assert texts(notes) == []
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+def test_a_block_may_be_left_by_another_thread(notes: Collection[Document], client: Client, write: Write) -> None:
+    """As frameworks run the halves of a dependency; whoever is handed its session joins it, in whatever thread."""
+
+    @contextmanager
+    def dependency() -> Iterator[ClientSession]:
+        with transactional(client) as session:
+            yield session
+
+    for error in (None, ZeroDivisionError()):
+        with ThreadPoolExecutor(1) as entering, ThreadPoolExecutor(1) as using, ThreadPoolExecutor(1) as leaving:
+            block = dependency()
+            session = entering.submit(block.__enter__).result(GENEROUS)
+            using.submit(write, f"before {error!r}", session=session).result(GENEROUS)
+            left = leaving.submit(block.__exit__, type(error) if error else None, error, None)
+            assert not left.result(GENEROUS)  # nothing is swallowed
+            entering.submit(write, f"alone {error!r}").result(GENEROUS)  # joins nothing, and has no limit left over
+    expected = ["before None", "alone None", "alone ZeroDivisionError()"]
+    assert texts(notes) == expected
+
+
+def test_a_thread_keeps_no_time_limit_of_a_block_that_was_left_elsewhere(
+    notes: Collection[Document], client: Client
+) -> None:
+    """PyMongo's limit would end all that the thread ever sends again."""
+    block = transactional(client)
+    with ThreadPoolExecutor(1) as entering, ThreadPoolExecutor(1) as leaving:
+        session = entering.submit(block.__enter__).result(GENEROUS)
+        notes.insert_one({"text": "inside"}, session=session)
+        leaving.submit(block.__exit__, None, None, None).result(GENEROUS)
+        assert entering.submit(pymongo._csot.get_timeout).result(GENEROUS) is None
+        assert entering.submit(lambda: current(client)).result(GENEROUS) is None
+    assert texts(notes) == ["inside"]
+
+
+def test_one_object_left_by_each_others_threads_commits_what_is_meant(
+    notes: Collection[Document], client: Client
+) -> None:
+    """The body that has raised is aborted and the good one committed, though each thread has entered the other one."""
+    shared = transactional(client)
+
+    @contextmanager
+    def dependency() -> Iterator[ClientSession]:
+        with shared as session:
+            yield session
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        good, bad = dependency(), dependency()
+        for pool, block, text in ((one, good, "good"), (other, bad, "bad")):
+            session = pool.submit(block.__enter__).result(GENEROUS)
+            notes.insert_one({"text": text}, session=session)
+        assert not one.submit(bad.__exit__, ZeroDivisionError, ZeroDivisionError(), None).result(GENEROUS)
+        other.submit(good.__exit__, None, None, None).result(GENEROUS)
+    assert texts(notes) == ["good"]
+
+
+def test_a_block_that_nobody_can_tell_from_others_is_not_committed(notes: Collection[Document], client: Client) -> None:
+    """By hand, on one object, by other threads: better nothing than the wrong one."""
+    shared = transactional(client)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for pool in (one, other):
+            notes.insert_one({"text": "lost"}, session=pool.submit(shared.__enter__).result(GENEROUS))
+        with pytest.raises(TransactionError, match="Make an object for each block"):
+            shared.__exit__(None, None, None)
+        for pool in (one, other):
+            pool.submit(shared.__exit__, KeyError, KeyError(), None).result(GENEROUS)
+    assert texts(notes) == []
+
+
+def test_a_thread_with_a_copy_of_the_context_is_in_no_transaction(
+    notes: Collection[Document], client: Client, write: Write
+) -> None:
+    """As `asyncio.to_thread` has it: a session serves one at a time."""
+
+    def beside() -> None:
+        assert current(client) is None
+        write("beside")
+
+    with suppress(ZeroDivisionError), transactional(client) as session, ThreadPoolExecutor(1) as pool:
+        write("inside")
+        context = copy_context()
+        pool.submit(context.run, beside).result(GENEROUS)
+        assert current(client) is session
+        raise ZeroDivisionError
+    assert texts(notes) == ["beside"]
+
+
+def test_one_object_serves_threads_at_the_same_time(notes: Collection[Document], client: Client) -> None:
+    """Each with its own block; they leave in the order of their own."""
+    shared, both = transactional(client), Barrier(2, timeout=GENEROUS)
+
+    def work(text: str, error: Exception | None) -> None:
+        with suppress(ZeroDivisionError), ExitStack() as stack:
+            session = stack.enter_context(shared)
+            notes.insert_one({"text": text}, session=session)
+            both.wait()
+            if error:
+                raise error
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, ["good", "bad"], [None, ZeroDivisionError()]))
+    assert texts(notes) == ["good"]
+
+
+def test_a_generator_that_is_thrown_away_aborts(notes: Collection[Document], client: Client) -> None:
+    """Python closes it, and the block with it."""
+
+    def work() -> Iterator[None]:
+        with transactional(client) as session:
+            notes.insert_one({"text": "left"}, session=session)
+            yield
+
+    generator = work()
+    next(generator)
+    generator.close()  # type: ignore[attr-defined]
+    assert texts(notes) == []
+    assert current(client) is None

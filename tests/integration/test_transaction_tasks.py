@@ -1,0 +1,591 @@
+"""
+`transactional` over `AsyncMongoClient`: the twins of its tests for threads, and what only asyncio has: tasks, cancels.
+
+The loop decides by the same functions as that for threads (`mongo_celery/mongo/transaction/ending.py`), so the cases
+of `test_transaction_retries.py` stand here once each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from pymongo import AsyncMongoClient, MongoClient
+from pymongo.asynchronous.client_session import AsyncClientSession
+from pymongo.asynchronous.collection import AsyncCollection
+from pymongo.database import Database
+from pymongo.errors import OperationFailure
+from pymongo.uri_parser import parse_uri
+
+from mongo_celery.errors import (
+    ConfigurationError,
+    DocumentLockedError,
+    TopologyError,
+    TransactionError,
+    TransactionRequiredError,
+    TransactionTimeoutError,
+)
+from mongo_celery.locking import after_commit, asynchronous, current, select_for_update, transactional
+from tests.fixtures.proxy import Direction, Proxy
+from tests.integration.locking_rig import Document, Sent, held
+
+Failpoint = Callable[..., AbstractContextManager[None]]
+Client = AsyncMongoClient[Document]
+Work = Callable[[AsyncCollection[Document]], Awaitable[None]]
+OnLoop = Callable[[Work], None]
+
+APP = "transaction-tasks"
+TRANSIENT = "TransientTransactionError"
+CONFLICT = {"failCommands": ["insert"], "appName": APP, "errorCode": 112, "errorLabels": [TRANSIENT]}
+SHORT = 1.5
+GENEROUS = 30.0
+
+
+@pytest.fixture
+def sent() -> Sent:
+    """Give what the client of `on_loop` has sent."""
+    return Sent()
+
+
+@pytest.fixture
+def on_loop(database: Database[Document], mongo_url: str, sent: Sent) -> Iterator[OnLoop]:
+    """Give a function that runs work with the notes of an async client, on an event loop."""
+    database.create_collection("notes")
+
+    def run(work: Work, url: str = mongo_url) -> None:
+        async def main() -> None:
+            options: Any = {"appName": APP, "event_listeners": [sent], "serverSelectionTimeoutMS": 10_000}
+            async with AsyncMongoClient[Document](url, **options) as client:
+                await work(client[database.name]["notes"])
+
+        asyncio.run(main())
+
+    yield run
+    # A commit that never arrives leaves the transaction open, and its database cannot be dropped.
+    database.client.admin.command("killAllSessions", [])
+
+
+@pytest.fixture
+def texts(database: Database[Document]) -> Callable[[], list[Any]]:
+    """Give a function that reads what is committed."""
+    return lambda: [note["text"] for note in database["notes"].find().sort("_id", 1)]
+
+
+Texts = Callable[[], list[Any]]
+
+
+async def write(notes: AsyncCollection[Document], text: str, error: BaseException | None = None) -> None:
+    """Write a note in a part, or in a transaction; then raise what it is told to."""
+
+    async def body(session: AsyncClientSession) -> None:
+        await notes.insert_one({"text": text}, session=session)
+        if error is not None:
+            raise error
+
+    await transactional(notes.database.client).arun(body)
+
+
+# -- the loop --------------------------------------------------------------------------------------
+
+
+def test_a_coroutine_function_is_run_and_repeated(on_loop: OnLoop, texts: Texts, failpoint: Failpoint) -> None:
+    """Its result is that of the attempt that was committed; a snapshot is read, and a majority commits."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        runs: list[int] = []
+
+        @transactional(lambda: notes.database.client)
+        async def note(text: str, *, session: AsyncClientSession) -> int:
+            """Write it."""
+            runs.append(1)
+            await notes.insert_one({"text": text}, session=session)
+            return len(runs)
+
+        assert (note.__name__, note.__doc__) == ("note", "Write it.")
+        assert asyncio.iscoroutinefunction(note)
+        with failpoint(mode={"times": 2}, **CONFLICT):
+            assert await note("a") == 3
+
+    on_loop(work)
+    assert texts() == ["a"]
+
+
+def test_the_commit_is_repeated_while_its_result_is_unknown(
+    on_loop: OnLoop, texts: Texts, sent: Sent, failpoint: Failpoint
+) -> None:
+    """And the body is not; where the transaction is gone, the body is."""
+    lost = {"failCommands": ["commitTransaction"], "appName": APP, "closeConnection": True}
+    gone = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": 251, "errorLabels": [TRANSIENT]}
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        with failpoint(mode={"times": 2}, **lost):
+            await write(notes, "lost")
+        with failpoint(mode={"times": 1}, **gone):
+            await write(notes, "gone")
+        with failpoint(mode={"times": 2}, **lost):
+            async with transactional(notes.database.client) as session:
+                await notes.insert_one({"text": "block"}, session=session)
+
+    on_loop(work)
+    assert texts() == ["lost", "gone", "block"]
+    assert len(sent.named("insert")) == 4
+
+
+def test_errors_of_the_body_abort_and_pass(on_loop: OnLoop, texts: Texts, sent: Sent) -> None:
+    """From calls and from blocks; a transient one passes from a block with its label."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        client = notes.database.client
+
+        async def block() -> None:
+            async with transactional(client) as session:
+                await notes.insert_one({"text": "b"}, session=session)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await write(notes, "a", ZeroDivisionError())
+        with pytest.raises(ZeroDivisionError):
+            await block()
+
+    on_loop(work)
+    assert texts() == []
+    assert (len(sent.named("abortTransaction")), len(sent.named("commitTransaction"))) == (2, 0)
+
+
+def test_the_time_limits_attempts_calls_and_commits(
+    on_loop: OnLoop, texts: Texts, database: Database[Document], failpoint: Failpoint
+) -> None:
+    """A holder that stands still, and commits that nobody answers for."""
+    database["notes"].insert_one({"_id": 1, "text": "held"})
+    applied = {"failCommands": ["commitTransaction"], "appName": APP}
+    unknown = {**applied, "writeConcernError": {"code": 64, "errmsg": "late"}}
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        limited = transactional(notes.database.client, timeout=SHORT)
+        with held(database["notes"], 1), pytest.raises(TransactionTimeoutError, match="was aborted") as caught:
+            await limited.arun(lambda session: asynchronous.select_for_update(notes, {"_id": 1}, session=session))
+        assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
+        with failpoint(**unknown), pytest.raises(TransactionTimeoutError) as caught:
+            await limited.arun(lambda session: notes.insert_one({"text": "committed"}, session=session))
+        assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
+        await notes.count_documents({})  # no limit is left over
+
+    on_loop(work)
+    assert texts() == ["held", "committed"]
+
+
+def test_a_server_that_hangs_in_the_body_does_not_hold_the_task(
+    on_loop: Any, texts: Texts, mongo_url: str, make_proxy: Callable[[int], Proxy]
+) -> None:
+    """As with threads."""
+    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        async def body(session: AsyncClientSession) -> None:
+            await notes.insert_one({"text": "first"}, session=session)
+            await notes.insert_one({"text": "never sent"}, session=session)
+
+        await notes.database.command("ping")
+        proxy.hold(b"never sent")
+        with pytest.raises(TransactionTimeoutError):
+            await transactional(notes.database.client, timeout=SHORT).arun(body)
+        proxy.wait_until_held()
+        proxy.pass_through()
+
+    on_loop(work, proxy.mongo_url)
+    assert texts() == []
+
+
+def test_a_standalone_server_is_named_as_the_cause(on_loop: Any, standalone_url: str) -> None:
+    """By calls and blocks."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        with pytest.raises(TopologyError, match="replSet"):
+            await write(notes, "a")
+        with pytest.raises(TopologyError, match="replSet"):
+            async with transactional(notes.database.client) as session:
+                await notes.insert_one({"text": "b"}, session=session)
+
+    on_loop(work, standalone_url)
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def test_parts_join_and_doom_the_whole(on_loop: OnLoop, texts: Texts, sent: Sent) -> None:
+    """As with threads: without being handed the session, as calls and as blocks."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        client = notes.database.client
+        async with transactional(client) as session:
+            await write(notes, "called")
+            async with transactional(client) as inner:
+                assert inner is session is current(client)
+            with pytest.raises(ConfigurationError, match="durable=True"):
+                await transactional(client, durable=True).arun(lambda _: pytest.fail("not run"))
+            await notes.insert_one({"text": "outer"}, session=session)
+        assert current(client) is None
+
+        async def caught(_: AsyncClientSession) -> None:
+            with suppress(ZeroDivisionError):
+                await write(notes, "partial", ZeroDivisionError())
+
+        with pytest.raises(TransactionError, match="own=True"):
+            await transactional(client).arun(caught)
+        with pytest.raises(TransactionError, match="own=True"):
+            async with transactional(client) as session:
+                await caught(session)
+
+    on_loop(work)
+    assert texts() == ["called", "outer"]
+    assert (len(sent.named("commitTransaction")), len(sent.named("abortTransaction"))) == (1, 2)
+
+
+def test_one_of_its_own_is_committed_for_itself(on_loop: OnLoop, texts: Texts) -> None:
+    """Its failure touches nothing around it."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        own = transactional(notes.database.client, own=True)
+
+        async def body(session: AsyncClientSession) -> None:
+            await own.arun(lambda inner: notes.insert_one({"text": "own"}, session=inner))
+            with suppress(ZeroDivisionError):
+                async with own as inner:
+                    await notes.insert_one({"text": "refused"}, session=inner)
+                    raise ZeroDivisionError
+            await notes.insert_one({"text": "outer"}, session=session)
+            raise LookupError
+
+        with pytest.raises(LookupError):
+            await transactional(notes.database.client).arun(body)
+
+    on_loop(work)
+    assert texts() == ["own"]
+
+
+def test_two_tasks_on_one_object_have_a_transaction_each(on_loop: OnLoop, texts: Texts) -> None:
+    """The body that has raised was committed, and the good one lost, when blocks were kept by thread."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        shared = transactional(notes.database.client)
+        both = asyncio.Barrier(2)
+
+        async def bad() -> None:
+            with suppress(ZeroDivisionError):
+                async with shared as session:
+                    await notes.insert_one({"text": "bad"}, session=session)
+                    await both.wait()
+                    raise ZeroDivisionError
+
+        async def good() -> None:
+            async with shared as session:
+                await notes.insert_one({"text": "good"}, session=session)
+                await both.wait()
+                await write(notes, "good part")
+
+        async def stacked() -> None:
+            async with AsyncExitStack() as stack:
+                session = await stack.enter_async_context(shared)
+                await notes.insert_one({"text": "stacked"}, session=session)
+
+        await asyncio.wait_for(asyncio.gather(bad(), good()), GENEROUS)
+        await stacked()
+
+    on_loop(work)
+    assert texts() == ["good", "good part", "stacked"]
+
+
+def test_two_tasks_with_blocks_of_threads_have_a_transaction_each(
+    on_loop: OnLoop, texts: Texts, database: Database[Document], mongo_client: MongoClient[Document]
+) -> None:
+    """`with` over a plain client in async code: it blocks the loop, and is right all the same."""
+    plain = database["notes"]
+
+    async def work(_: AsyncCollection[Document]) -> None:
+        shared = transactional(mongo_client)
+        both = asyncio.Barrier(2)
+
+        async def one(text: str, error: Exception | None) -> None:
+            with suppress(ZeroDivisionError), shared as session:
+                plain.insert_one({"text": text}, session=session)
+                await both.wait()
+                if error is not None:
+                    raise error
+
+        await asyncio.wait_for(asyncio.gather(one("bad", ZeroDivisionError()), one("good", None)), GENEROUS)
+
+    on_loop(work)
+    assert texts() == ["good"]
+
+
+def test_a_task_that_the_body_starts_is_in_no_transaction(on_loop: OnLoop, texts: Texts) -> None:
+    """It may go on when the transaction has ended, and a session serves one at a time."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        async def inside() -> None:
+            async with transactional(notes.database.client) as session:
+                await notes.insert_one({"text": "inside"}, session=session)
+                await asyncio.create_task(write(notes, "beside"))
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await inside()
+
+    on_loop(work)
+    assert texts() == ["beside"]
+
+
+def test_a_dependency_is_joined_by_what_it_serves(on_loop: OnLoop, texts: Texts) -> None:
+    """An async generator that frameworks enter and leave around a call, in one task."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        @asynccontextmanager
+        async def dependency() -> AsyncIterator[AsyncClientSession]:
+            async with transactional(notes.database.client) as session:
+                yield session
+
+        async def serve(text: str, error: Exception | None = None) -> None:
+            async with dependency():
+                await write(notes, text)
+                if error is not None:
+                    raise error
+
+        await serve("good")
+        with pytest.raises(ZeroDivisionError):
+            await serve("bad", ZeroDivisionError())
+
+    on_loop(work)
+    assert texts() == ["good"]
+
+
+# -- callbacks and cancels -------------------------------------------------------------------------
+
+
+def test_callbacks_are_awaited_after_the_commit(on_loop: OnLoop, texts: Texts) -> None:
+    """Functions and coroutine functions, in their order; what fails stops nothing."""
+    seen: list[Any] = []
+
+    async def later() -> None:
+        seen.append(texts())
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        async def body(session: AsyncClientSession) -> None:
+            after_commit(lambda: 1 // 0)
+            after_commit(later)
+            after_commit(lambda: seen.append("function"), session)
+            await notes.insert_one({"text": "a"}, session=session)
+
+        await transactional(notes.database.client).arun(body)
+        async with transactional(notes.database.client) as session:
+            await body(session)
+
+    on_loop(work)
+    assert seen == [["a"], "function", ["a", "a"], "function"]
+
+
+def test_a_cancel_in_the_body_aborts(on_loop: OnLoop, texts: Texts, sent: Sent) -> None:
+    """What it had locked is free at once."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        locked = asyncio.Event()
+
+        async def body(session: AsyncClientSession) -> None:
+            await notes.insert_one({"text": "a"}, session=session)
+            locked.set()
+            await asyncio.Event().wait()
+
+        async def block() -> None:
+            async with transactional(notes.database.client) as session:
+                await body(session)
+
+        for awaitable in (transactional(notes.database.client).arun(body), block()):
+            locked.clear()
+            running = asyncio.ensure_future(awaitable)
+            await asyncio.wait_for(locked.wait(), GENEROUS)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+
+    on_loop(work)
+    assert texts() == []
+    assert len(sent.named("abortTransaction")) == 2
+
+
+@pytest.mark.parametrize("as_block", [False, True])
+def test_a_cancel_during_the_commit_waits_for_its_answer(
+    on_loop: Any, texts: Texts, mongo_url: str, make_proxy: Callable[[int], Proxy], as_block: bool
+) -> None:
+    """The commit is held in the network, and the task canceled twice: committed, callbacks run, then canceled."""
+    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
+    called: list[str] = []
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        client = notes.database.client
+
+        async def body(session: AsyncClientSession) -> None:
+            after_commit(lambda: called.append("callback"))
+            await notes.insert_one({"text": "a"}, session=session)
+
+        async def block() -> None:
+            async with transactional(client) as session:
+                await body(session)
+
+        await client.admin.command("ping")
+        proxy.hold(b"commitTransaction")
+        running = asyncio.ensure_future(block() if as_block else transactional(client).arun(body))
+        await asyncio.to_thread(proxy.wait_until_held)
+        for _ in range(2):
+            running.cancel()
+            await asyncio.sleep(0)
+        assert not running.done()
+        proxy.release()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    on_loop(work, proxy.mongo_url)
+    assert (texts(), called) == (["a"], ["callback"])
+
+
+def test_a_cancel_during_a_commit_without_an_answer_ends_with_the_time(
+    on_loop: Any, mongo_url: str, make_proxy: Callable[[int], Proxy]
+) -> None:
+    """Nobody knows; callbacks do not run."""
+    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        client = notes.database.client
+
+        async def body(session: AsyncClientSession) -> None:
+            after_commit(lambda: pytest.fail("nobody knows"))
+            await notes.insert_one({"text": "a"}, session=session)
+
+        await client.admin.command("ping")
+        proxy.hold(b"commitTransaction")
+        running = asyncio.ensure_future(transactional(client, timeout=SHORT).arun(body))
+        await asyncio.to_thread(proxy.wait_until_held)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await running
+        assert isinstance(caught.value.__cause__, TransactionTimeoutError)
+        proxy.black_hole(Direction.TO_CLIENT)
+        proxy.reset()
+        proxy.pass_through()
+
+    on_loop(work, proxy.mongo_url)
+
+
+# -- locks -----------------------------------------------------------------------------------------
+
+
+def test_documents_are_locked_in_async_bodies(on_loop: OnLoop, database: Database[Document]) -> None:
+    """One and many: as they are after locking, in the order asked for, and no others."""
+    database["notes"].insert_many([{"_id": number, "text": f"{number}"} for number in (1, True, 2.5, 4)])
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        async def body(session: AsyncClientSession) -> None:
+            found = await asynchronous.select_for_update(notes, {"_id": 4}, session=session, application="async")
+            assert found["_lock"]["application"] == "async"
+            many = await asynchronous.select_many_for_update(
+                notes, {}, session=session, sort=[("text", -1)], limit=3, projection={"text": 1, "_id": 0}
+            )
+            assert many == [{"text": "True"}, {"text": "4"}, {"text": "2.5"}]
+            nothing = {"_id": "none"}
+            assert await asynchronous.select_for_update(notes, nothing, session=session) is None
+            assert await asynchronous.select_many_for_update(notes, nothing, session=session) == []
+
+        await transactional(notes.database.client).arun(body)
+        with pytest.raises(TransactionRequiredError):
+            await asynchronous.select_for_update(notes, {"_id": 1}, session=None)  # type: ignore[arg-type]
+        async with transactional(notes.database.client) as session:
+            with pytest.raises(TransactionRequiredError):  # that of threads would not judge what it is refused
+                select_for_update(notes, {"_id": 1}, session=session)  # type: ignore[arg-type]
+
+    on_loop(work)
+    locked = [note["text"] for note in database["notes"].find({"_lock": {"$exists": True}}).sort("text", 1)]
+    assert locked == ["2.5", "4", "True"]
+
+
+@pytest.mark.parametrize("bound", [{"nowait": True}, {"wait": 1}])
+@pytest.mark.parametrize("select", [asynchronous.select_for_update, asynchronous.select_many_for_update])
+def test_an_async_lock_gives_up_at_its_bound(
+    on_loop: OnLoop, database: Database[Document], select: Any, bound: Document
+) -> None:
+    """And ends the transaction also where the body catches it."""
+    database["notes"].insert_one({"_id": 1, "text": "held"})
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        async def body(session: AsyncClientSession) -> str:
+            with suppress(DocumentLockedError):
+                await select(notes, {"_id": 1}, session=session, **bound)
+            return "busy"
+
+        with held(database["notes"], 1), pytest.raises(DocumentLockedError, match="is locked") as caught:
+            await transactional(notes.database.client, timeout=GENEROUS).arun(body)
+        assert isinstance(caught.value.__cause__, OperationFailure)
+
+    on_loop(work)
+
+
+def test_tasks_that_count_under_a_lock_lose_nothing(on_loop: OnLoop, database: Database[Document]) -> None:
+    """Eight at a time, one event loop."""
+    database["notes"].insert_one({"_id": 1, "n": 0})
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        @transactional(notes.database.client)
+        async def count(*, session: AsyncClientSession) -> None:
+            found = await asynchronous.select_for_update(notes, {"_id": 1}, session=session)
+            await notes.update_one({"_id": 1}, {"$set": {"n": found["n"] + 1}}, session=session)
+
+        async def repeatedly() -> None:
+            for _ in range(5):
+                await count()
+
+        await asyncio.gather(*(repeatedly() for _ in range(8)))
+
+    on_loop(work)
+    assert database["notes"].find_one({}, {"n": 1}) == {"_id": 1, "n": 40}
+
+
+# -- the two kinds ---------------------------------------------------------------------------------
+
+
+def test_each_kind_of_client_has_its_own_forms(on_loop: OnLoop, mongo_client: MongoClient[Document]) -> None:
+    """A mix-up is told when it is called, before anything is sent."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        client = notes.database.client
+        with pytest.raises(ConfigurationError, match="use a coroutine function"):
+            transactional(client).run(lambda _: None)
+        with pytest.raises(ConfigurationError, match="use a coroutine function"), transactional(client):
+            pytest.fail("not run")
+        with pytest.raises(ConfigurationError, match="need an AsyncMongoClient"):
+            async with transactional(mongo_client):
+                pytest.fail("not run")
+
+        @transactional(mongo_client)
+        async def body(*, session: Any) -> None: ...
+
+        with pytest.raises(ConfigurationError, match="need an AsyncMongoClient"):
+            await body()
+        with mongo_client.start_session() as session, pytest.raises(ConfigurationError):
+            await transactional(client).arun(lambda _: pytest.fail("not run"), session=session)  # type: ignore[arg-type]
+
+    on_loop(work)
+
+
+def test_the_outbox_of_threads_is_refused_in_async_code(on_loop: OnLoop) -> None:
+    """It writes by a plain client."""
+
+    class Box:
+        def collect(self, session: Any) -> AbstractContextManager[object]:
+            raise AssertionError(session)
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        with pytest.raises(ConfigurationError, match="with_tasks"):
+            async with transactional(notes.database.client, outbox=Box()):
+                pytest.fail("not run")
+
+    on_loop(work)
