@@ -23,10 +23,13 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
+from mongo_celery.forking import per_process
 from mongo_celery.mongo.expressions import after, literal
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
+from mongo_celery.outbox.index import OutboxIndex, OutboxIndexes
 
 _INDEX = "expires-at"
+_OTHERWISE = "what `once` has marked stays for ever"
 _WAIT_SECONDS = 10.0
 
 _IS_NEW = {"$eq": [{"$type": "$state"}, "missing"]}
@@ -63,17 +66,22 @@ class Marks:
         self._source = source
         self._keep = keep
         self.claim_ttl = claim_ttl
-        self._indexed = False
 
     @property
     def collection(self) -> Collection[dict[str, Any]]:
-        """With majority writes; its TTL index exists afterwards."""
+        """With majority writes; its TTL index exists afterwards, if it can be created now."""
+        self._indexes.ensure(patiently=False)
+        return self._opened()
+
+    @per_process
+    def _indexes(self) -> OutboxIndexes:
+        return OutboxIndexes(
+            OutboxIndex(self._opened(), _INDEX, [("expiresAt", 1)], _OTHERWISE, options={"expireAfterSeconds": 0})
+        )
+
+    def _opened(self) -> Collection[dict[str, Any]]:
         given = collection_of(self._source)
-        opened = strict(given, plain_types(given))
-        if not self._indexed:
-            opened.create_index([("expiresAt", 1)], name=_INDEX, expireAfterSeconds=0)
-            self._indexed = True
-        return opened
+        return strict(given, plain_types(given))
 
     def claim(self, identity: Any, owner: ObjectId) -> MarkClaim:
         """Claim an id to run; the same owner may ask again, if it got no answer."""

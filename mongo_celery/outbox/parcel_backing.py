@@ -16,6 +16,7 @@ from mongo_celery.outbox.failures import FailurePolicy
 from mongo_celery.outbox.index import OutboxIndexes
 from mongo_celery.outbox.parcel_relay import ParcelRelay
 from mongo_celery.outbox.parcel_store import INDEX, ParcelStore
+from mongo_celery.outbox.parcels import ParcelHead
 
 
 class ParcelDispatcher(OutboxDispatcher):
@@ -42,6 +43,8 @@ class ParcelDispatcher(OutboxDispatcher):
 
 class ParcelBacking(Backing):
     """The parts of one `OutboxCollection`; each process makes each of them when it first needs it."""
+
+    _looked_at: Sequence[ParcelHead] = ()
 
     @property
     def index_name(self) -> str:
@@ -96,11 +99,13 @@ class ParcelBacking(Backing):
         by_lot: bool = False,  # noqa: ARG002 - they have their turn one after the other in any case
     ) -> list[Any]:
         """The `_id`s of heads that have waited so many seconds, and that this process may claim."""
-        return [head.id for head in self.store.due(older_than, limit, passing_over)]
+        self._looked_at = self.store.due(older_than, limit, passing_over)
+        return [head.id for head in self._looked_at]
 
     def still_due(self, document_ids: Sequence[Any]) -> list[Any]:
-        """Those of some parcels that this process may claim at once."""
-        return self.store.still_due(document_ids)
+        """Those of some parcels that this process may claim at once, and the heads that their keys have now."""
+        keys = {head.key for head in self._looked_at if head.key is not None and head.id in document_ids}
+        return self.store.still_due([*document_ids, *(head.id for head in self.store.heads(keys))])
 
     def is_indexed(self) -> bool | None:
         """Whether the index is there; None where the user may not look."""

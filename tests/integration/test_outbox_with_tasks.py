@@ -318,21 +318,21 @@ def test_mongoengine_writes_the_same_values(outbox: Outbox, rig: Rig, mongo_url:
     """By `__raw__`, and by a document of its own to insert."""
     database = rig.database
 
-    class Order(mongoengine.Document):  # type: ignore[misc]
+    class LooseOrder(mongoengine.Document):  # type: ignore[misc]
         paid = mongoengine.BooleanField()
         meta = {"collection": "orders", "strict": False, "db_alias": "with-tasks"}  # noqa: RUF012 - MongoEngine's way
 
     mongoengine.connect(database.name, host=mongo_url, alias="with-tasks", uuidRepresentation="standard")
     try:
-        order = Order(paid=False)
+        order = LooseOrder(paid=False)
         whole = outbox.with_tasks(order.to_mongo().to_dict(), [rig.add.s(STORED_ID, 1)])
-        made = Order._get_collection().insert_one(whole)
+        made = LooseOrder._get_collection().insert_one(whole)
         identity = made.inserted_id
         paid = outbox.with_tasks({"$set": {"paid": True}}, [lambda key: rig.add.s(str(key), 2)], id=identity)
-        assert Order.objects(id=identity).update_one(__raw__=paid) == 1
+        assert LooseOrder.objects(id=identity).update_one(__raw__=paid) == 1
         seen = outbox.with_tasks({"$set": {"seen": 1}}, [rig.add.s(STORED_ID, 3)], many=True)
-        Order.objects(paid=True).update(__raw__=seen)
-        assert Order.objects.get(id=identity).paid
+        LooseOrder.objects(paid=True).update(__raw__=seen)
+        assert LooseOrder.objects.get(id=identity).paid
     finally:
         mongoengine.disconnect("with-tasks")
     assert args_in(database, identity) == [[str(identity), number] for number in (1, 2, 3)]
