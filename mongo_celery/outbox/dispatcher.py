@@ -57,7 +57,7 @@ from mongo_celery.outbox.removals import SETTLE_DOCUMENTS, SETTLE_SECONDS
 
 logger = logging.getLogger("mongo_celery.outbox")
 
-_APART_SECONDS = 0.01
+_APART_SECONDS = 0.02
 """Between the beginnings of two turns, unless somebody waits: what is written meanwhile goes out by one command."""
 
 _STALLED_SECONDS = 0.5

@@ -63,7 +63,7 @@ def test_turns_are_apart_so_that_something_gathers_unless_there_is_enough_or_som
     now = time.monotonic()
     dispatcher._turn_began = now
     dispatcher._queue.append(0, QueuedDocument(0))
-    assert dispatcher._next_at(now) == pytest.approx(now + 0.01)
+    assert dispatcher._next_at(now) == pytest.approx(now + 0.02)
     dispatcher._queue.join(0, QueuedDocument(0, waiting=[threading.Event()]))
     assert dispatcher._next_at(now) == now
     dispatcher._queue.take_all()
