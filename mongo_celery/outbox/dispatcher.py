@@ -40,7 +40,7 @@ from bson.codec_options import CodecOptions
 from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
-from mongo_celery import exits
+from mongo_celery.exits import close_at_exit
 from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
 from mongo_celery.mongo.redaction import short, traceback_of
 from mongo_celery.mongo.repeating import Pauses
@@ -335,7 +335,7 @@ class OutboxDispatcher:
         if self._closing_by is not None:
             return
         if self._thread is None or not self._thread.is_alive():
-            exits.close_at_exit(self)
+            close_at_exit(self)
             self._thread = threading.Thread(target=self._run, name="mongo_celery-outbox", daemon=True)
             self._thread.start()
         self._changed.notify_all()

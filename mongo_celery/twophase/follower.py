@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 
-from mongo_celery import exits
+from mongo_celery.exits import close_at_exit
 from mongo_celery.mongo.redaction import short
 from mongo_celery.twophase.states import Transaction
 
@@ -148,7 +148,7 @@ class LogFollower:
             note_left([transaction], error)
 
     def _new_lane(self, clusters: Hashable) -> FollowerLane:
-        exits.close_at_exit(self)
+        close_at_exit(self)
         return self._lanes.setdefault(clusters, FollowerLane(self._finish))
 
     def flush(self, until: float) -> bool:
