@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
     from mongo_celery.locking import select_for_update, select_many_for_update, transactional
     from mongo_celery.outbox import STORED_ID, Event, Outbox, OutboxCollection
-    from mongo_celery.outbox.once import once
+    from mongo_celery.outbox.once import once  # by itself: mypy takes the package's for the module of that name
     from mongo_celery.twophase import Participant, TwoPhaseCommit
 
 _HOMES = {

@@ -368,9 +368,14 @@ def test_a_cluster_that_is_away_keeps_nothing_that_others_have_paid(clusters: Cl
     assert (clusters.stepped(identity, 2).state, clusters.balances()["east"]) == ("canceling", START - 200)
 
     with MongoClient[Document]("127.0.0.1:1", serverSelectionTimeoutMS=60_000) as away:
-        impatient = clusters.coordinator({**clusters.clients, "west": away}, timeout=3)
-        with pytest.raises(TransactionTimeoutError):
-            impatient.run(identity)
+        impatient = clusters.coordinator({**clusters.clients, "west": away}, timeout=4)
+
+        def is_given_back() -> bool:  # a busy machine may need more than one share of the time
+            with pytest.raises(TransactionTimeoutError):
+                impatient.run(identity)
+            return clusters.balances()["east"] == START
+
+        wait_for(is_given_back)
     assert clusters.balances() == {"own": 0, "east": START, "west": START + 100}
     with pytest.raises(TransactionCanceledError):
         clusters.bank.run(identity)

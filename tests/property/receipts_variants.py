@@ -48,6 +48,10 @@ SLOW = (
     Sound(World("three branches", 3, Own.NONE, 2, 1, ANY), 85_000),
     Sound(World("three branches and the own", 3, Own.LAST, 2, 1, ANY), 60_000),
     Sound(World("three branches, two recover", 3, Own.NONE, 3, 1, ANY), 400_000),
+    Sound(MARKED_OWN._replace(name="one with markers and the own, two recover, one dies", drivers=3, kills=1), 15_000),
+    Sound(MARKED_LAST._replace(name="the own, one with a receipt, one with markers, two recover", drivers=3), 50_000),
+    Sound(MARKED_FIRST._replace(name="one with markers, one with a receipt, two recover", drivers=3), 110_000),
+    Sound(MARKED_FIRST._replace(name="two branches with markers", marked=frozenset({0, 1})), 9_000),
 )
 """Larger scenarios, minutes of them."""
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mongo_celery import exits
+from mongo_celery.exits import Closing
 from mongo_celery.twophase import follower
 from mongo_celery.twophase.follower import BATCH, LogFollower
 from mongo_celery.twophase.participants import Part
@@ -133,7 +133,7 @@ def test_what_cannot_be_finished_is_said_and_stops_nothing(caplog: pytest.LogCap
 @pytest.mark.usefixtures("patient")
 def test_the_end_of_a_process_finishes_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once at the most, and without a thread from then on."""
-    closing: list[exits.Closing] = []
+    closing: list[Closing] = []
     monkeypatch.setattr(follower, "close_at_exit", closing.append)
     log = Log()
     handed = LogFollower(log.finish)
