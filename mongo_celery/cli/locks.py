@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ _RESULTS = {
     "would_be_freed": "would be ended",
     "freed": "ended; what it held is free",
     "gone": "had ended before",
+    "alive": "not ended: something was heard of it meanwhile",
     "refused": "not ended: that needs the right killAnySession on the cluster",
 }
 
@@ -38,20 +40,20 @@ def locks(ctx: click.Context, **_: Any) -> None:
 
 
 @locks.command("list")
-@click.option("--older-than", type=click.FloatRange(min=0), metavar="SECONDS", help="Silent for longer.")
+@click.option("--older-than", type=click.FloatRange(min=0), metavar="SECONDS", help="Open for longer.")
 @URL
 @JSON
 @click.pass_context
 def list_locks(ctx: click.Context, older_than: float | None, url: str | None, as_json: bool) -> None:
     """
-    List open transactions that have written, the most silent first.
+    List open transactions, the most idle first.
 
-    Each may hold documents; MongoDB does not say which. With the client's address and appName, and whether its
-    connection is gone.
+    Each may hold documents; MongoDB does not say which, nor whether one has written. With the client's address and
+    appName, for how long no operation of it ran in all, and whether no connection of its client is left.
     """
     with one_sentence_errors(_concern):
         clients = _clients(ctx, url)
-        found = [each for _, each in _found(clients) if each.inactive_seconds >= (older_than or 0)]
+        found = [each for _, each in _found(clients) if each.open_seconds >= (older_than or 0)]
         _say_what_is_hidden(clients)
     if as_json:
         for each in found:
@@ -59,12 +61,12 @@ def list_locks(ctx: click.Context, older_than: float | None, url: str | None, as
         return
     _show(ctx, found)
     if not found:
-        click.echo("No open transaction has written anything.")
+        click.echo("There is no open transaction.")
 
 
 @locks.command()
 @click.argument("ids", metavar="[ID]...", nargs=-1)
-@click.option("--dead", is_flag=True, help="All whose client is gone, and that are silent for ten seconds.")
+@click.option("--dead", is_flag=True, help="All whose client is gone, and silent for ten seconds.")
 @click.option("--dry-run", is_flag=True, help="Say what would be ended, and end nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @URL
@@ -76,20 +78,23 @@ def free(
     """
     End transactions, by their ids in `list`, or those of dead clients.
 
-    What they have written is undone, and what they have locked is free. A silent holder that lives is told so, and
-    repeats its body; one that is running fails with an error. One that has gone on to another transaction meanwhile
-    is left alone. Ends with status 1 if one could not be ended.
+    What they have written is undone, and what they have locked is free. A holder that lives is told so by its next
+    operation, and repeats its body if that is a function of `transactional`; else, or in the middle of an operation, it
+    fails with an error. One that has gone on to another transaction meanwhile is left alone.
+
+    Of a dead client are those of which no connection is left, and nothing is heard for ten seconds, in which this
+    command waits, and until the moment in which they are ended. Ends with status 1 if one could not be ended.
     """
     if bool(ids) == dead:
         raise click.UsageError("name transactions by their ids, or those of dead clients with --dead.")
     with one_sentence_errors(_concern):
         clients = _clients(ctx, url)
-        chosen = _chosen(_found(clients), ids)
+        chosen = _named(_found(clients), ids) if ids else _dead(clients)
         if not as_json or not yes:
             _show(ctx, [each for _, each in chosen], err=True)
         if chosen and not dry_run and not yes:
             click.confirm("End these transactions?", abort=True, err=True)
-        results = {each.id: "would_be_freed" for _, each in chosen} if dry_run else _end(clients, chosen)
+        results = {each.id: "would_be_freed" for _, each in chosen} if dry_run else _end(clients, chosen, dead=dead)
     for _, each in chosen:
         if as_json:
             click.echo(json.dumps({**each.plain(), "result": results[each.id]}))
@@ -152,48 +157,82 @@ def _clients_of(ctx: click.Context) -> Iterator[MongoClient[Any]]:
 
 
 def _found(clients: Sequence[MongoClient[Any]]) -> list[Found]:
-    """Those that have written, each once, by the client that may end it."""
+    """All that are open, each once, by the client that may end it."""
+    import pymongo
+
     from mongo_celery.locking.holders import open_transactions
+    from mongo_celery.mongo.opening import ANSWER_SECONDS
 
     found: dict[Any, Found] = {}
     for client in clients:
-        for each in open_transactions(client):
-            if each.wrote and (each.own or (each.id, each.user) not in found):
+        with pymongo.timeout(ANSWER_SECONDS):
+            opened = open_transactions(client)
+        for each in opened:
+            if each.own or (each.id, each.user) not in found:
                 found[each.id, each.user] = (client, each)
-    return sorted(found.values(), key=lambda pair: -pair[1].inactive_seconds)
+    return sorted(found.values(), key=lambda pair: (-pair[1].silent_seconds, -pair[1].idle_seconds))
 
 
-def _chosen(found: Sequence[Found], ids: Sequence[str]) -> list[Found]:
-    if not ids:
-        return [(client, each) for client, each in found if each.is_dead]
+def _dead(clients: Sequence[MongoClient[Any]]) -> list[Found]:
+    """Those of dead clients: to be seen by two looks, where one has found any that are lost."""
+    from mongo_celery.locking.holders import DEAD_SECONDS
+    from mongo_celery.quantities import number
+
+    lost = [each for _, each in _found(clients) if each.connected is False]
+    if not lost:
+        return []
+    watched = number(len(lost), "transaction", "transactions")
+    click.echo(f"Watching {watched} of clients without a connection for {DEAD_SECONDS:g} s.", err=True)
+    threading.Event().wait(DEAD_SECONDS)
+    return [(client, each) for client, each in _found(clients) if each.is_dead]
+
+
+def _named(found: Sequence[Found], ids: Sequence[str]) -> list[Found]:
     chosen = {}
     for typed in ids:
         matching = [pair for pair in found if typed and str(pair[1].id).startswith(typed.lower())]
         if len(matching) != 1:
             ending = "is open" if not matching else "is meant alone: type more of it"
-            raise click.ClickException(f"no transaction {typed} {ending}; `locks list` shows those that have written.")
+            raise click.ClickException(f"no transaction {typed} {ending}; `locks list` shows all.")
         chosen[matching[0][1].id] = matching[0]
     return list(chosen.values())
 
 
-def _end(clients: Sequence[MongoClient[Any]], chosen: Sequence[Found]) -> dict[Any, str]:
-    """What became of each; one that has ended since it was shown is not there any more, whatever its session does."""
-    from mongo_celery.locking.holders import end
+def _end(clients: Sequence[MongoClient[Any]], chosen: Sequence[Found], *, dead: bool) -> dict[Any, str]:
+    """
+    What became of each, by how it is now: a person may take minutes to answer.
 
-    now = {(each.id, each.number) for _, each in _found(clients)}
+    One that has ended since it was shown is not there any more, whatever its session does; one that was to be ended
+    as a dead client's has to be one still.
+    """
+    import pymongo
+
+    from mongo_celery.locking.freeing import end
+    from mongo_celery.mongo.opening import ANSWER_SECONDS
+
+    now = {(each.id, each.number): each for _, each in _found(clients)}
     results = {}
     for client, each in chosen:
-        if (each.id, each.number) not in now:
+        found = now.get((each.id, each.number))
+        if found is None:
             results[each.id] = "gone"
+        elif dead and not found.is_dead:
+            results[each.id] = "alive"
         else:
-            results[each.id] = "refused" if end(client, [each]) else "freed"
+            with pymongo.timeout(ANSWER_SECONDS):
+                results[each.id] = "refused" if end(client, [each]) else "freed"
     return results
 
 
 def _say_what_is_hidden(clients: Sequence[MongoClient[Any]]) -> None:
-    from mongo_celery.locking.holders import sees_all
+    import pymongo
 
-    if not all(map(sees_all, clients)):
+    from mongo_celery.locking.holders import sees_all
+    from mongo_celery.mongo.opening import ANSWER_SECONDS
+
+    with pymongo.timeout(ANSWER_SECONDS):
+        seen = all(map(sees_all, clients))
+    if not seen:
         click.echo("Those of other MongoDB users are not shown: that needs inprog on the cluster.", err=True)
 
 

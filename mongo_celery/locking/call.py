@@ -4,8 +4,9 @@ One call that locks: what it was given, the value that it writes, and what a ref
 | the server says | what happens |
 |---|---|
 | write conflict, with time left to wait | it passes, labelled as transient: `transactional` repeats the body |
-| the same, for longer than some ten seconds | before it passes, holders that are dead are ended (`holders`) |
+| the same, for longer than two seconds | before it passes, holders are looked at, and the dead ended (`freeing`) |
 | the same, at the bound that the caller has given | DocumentLockedError with the open transactions that may hold it |
+| an operation on the collection has it for itself | the same three |
 | the collection's validator refuses the field | ConfigurationError: repeating cannot help |
 | no replica set | TopologyError |
 """
@@ -26,14 +27,17 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import Duration, not_negative
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
-from mongo_celery.locking import holders
-from mongo_celery.mongo.transaction.frames import Place, Session, note_locked, waits_of
+from mongo_celery.locking import freeing, holders
+from mongo_celery.mongo.transaction.frames import Place, Session, Waits, note_locked, waits_of
 from mongo_celery.mongo.verdicts import Code, said, standalone_refused
 
 Document = dict[str, Any]
 
 _FILTER_CHARS = 300
 """As much of a filter as a message shows."""
+
+_HELD = {Code.WriteConflict, Code.LockTimeout}
+"""Of a document; and of a collection, of which a transaction waits for some milliseconds only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class LockCall:
         collection: where.
         session: of a transaction in progress.
         field: that is written.
-        name: what is to be locked, for people.
+        filter: what is to be locked.
         place: by which the call is known again at the next attempt.
         bound: seconds to wait; 0 to fail at once, None for no bound.
         value: that is written, but for its time.
@@ -54,10 +58,21 @@ class LockCall:
     collection: Collection[Any]
     session: ClientSession
     field: str
-    name: str
+    filter: Mapping[str, Any]
     place: Place
     bound: float | None
     value: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What is to be locked, for people."""
+        text = repr(dict(self.filter))
+        return f"{self.collection.full_name} {text if len(text) <= _FILTER_CHARS else text[:_FILTER_CHARS] + '...'}"
+
+    @property
+    def waits(self) -> Waits:
+        """Those of the transaction that it is of."""
+        return waits_of(self.session)
 
     @property
     def update(self) -> list[Document]:
@@ -70,9 +85,9 @@ class LockCall:
         return {f"{self.field}.id": self.value["id"]}
 
     @contextmanager
-    def judged(self) -> Iterator[None]:
-        """Inside, the server is asked to lock; its refusals are what the table above says."""
-        waits = waits_of(self.session)
+    def judged(self, *, locks: bool = True) -> Iterator[None]:
+        """Inside, the server is asked to lock, or just to read; its refusals are what the table above says."""
+        waits = self.waits
         try:
             with standalone_refused():
                 yield
@@ -80,22 +95,22 @@ class LockCall:
             waits.failed()
             if isinstance(error, OperationFailure) and error.code == Code.DocumentValidationFailure:
                 raise _invalid(self, error) from error
-            if isinstance(error, OperationFailure) and error.code == Code.WriteConflict:
+            if isinstance(error, OperationFailure) and error.code in _HELD:
                 self._conflicted(error)
             raise
-        waits.ended(self.place)
+        if locks:
+            waits.ended(self.place)
 
     def _conflicted(self, error: OperationFailure) -> None:
         """Return where the conflict is to pass to whoever repeats the body."""
-        waits = waits_of(self.session)
+        waits = self.waits
         waited = waits.conflicted(self.place)
-        client = self.collection.database.client
         if self.bound is None or waited < self.bound:
-            if waited >= holders.DEAD_SECONDS:
-                holders.free_dead(client)
+            if waited >= freeing.FIRST_LOOK_SECONDS:
+                freeing.free_dead(self.collection.database.client)
             return
         waits.ended(self.place)
-        locked = _locked(self.name, self.bound, self.session)
+        locked = _locked(self, self.bound, error)
         note_locked(self.session, locked)
         raise locked from error
 
@@ -127,7 +142,7 @@ def lock_call(
         collection=collection,
         session=cast("ClientSession", session),  # asyncio's has the same name and state
         field=field,
-        name=f"{collection.full_name} {_cut(repr(dict(filter_)))}",
+        filter=filter_,
         place=(collection.full_name, waits_of(session).next_call(), b""),
         bound=_bound(nowait=nowait, wait=wait, skip_locked=skip_locked),
         value={"application": application or f"{socket.gethostname()}:{os.getpid()}", "at": None, "id": ObjectId()},
@@ -142,23 +157,25 @@ def _bound(*, nowait: bool, wait: Duration | None, skip_locked: bool) -> float |
     return not_negative(wait, "wait")
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _FILTER_CHARS else text[:_FILTER_CHARS] + "..."
-
-
-def _locked(name: str, limit: float, session: ClientSession) -> DocumentLockedError:
-    found = holders.candidates(session)
-    reason = f"it was not free within {limit:g} s" if limit else "another transaction holds it, or has just changed it"
+def _locked(call: LockCall, limit: float, error: OperationFailure) -> DocumentLockedError:
+    found = holders.candidates(call.session)
+    if limit:
+        reason = f"it was not free within {limit:g} s"
+    elif error.code == Code.LockTimeout:
+        reason = "an operation such as createIndex has its collection, or waits for it"
+    else:
+        reason = "another transaction holds it, or has just changed it"
     return DocumentLockedError(
-        f"The document of {name} is locked: {reason}. {holders.in_words(found)}"
+        f"The document of {call.name} is locked: {reason}. {holders.in_words(found)}"
         "Try again later, or allow more time for waiting.",
-        document=name,
+        document=call.name,
         candidates=found,
     )
 
 
 def _invalid(call: LockCall, error: OperationFailure) -> ConfigurationError:
     return ConfigurationError(
-        f"The validator of {call.collection.full_name} refuses a document with the lock's field {call.field!r}: allow "
-        f"it there, as an object, or name a field that it allows with field=. The server said: {said(error)}",
+        f"The validator of {call.collection.full_name} refuses a document with the lock's field {call.field!r}, or has "
+        f"refused it before: {said(error)}. If it is the field, allow it there, as an object, or name one that it "
+        "allows with field=; if the document was invalid before, cure that, or set validationLevel to moderate.",
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from django.core.exceptions import FieldDoesNotExist
+from django.core.exceptions import FieldDoesNotExist, ObjectDoesNotExist
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
 from django.db.models import Model, QuerySet
 from pymongo import MongoClient
@@ -49,7 +49,8 @@ def joined(session: ClientSession, using: str = DEFAULT_DB_ALIAS) -> Iterator[No
         def sell(seat, *, session):
             with joined(session): ...
 
-    Callbacks of `django_mongodb_backend.transaction.on_commit` run after the commit, and are forgotten when an attempt
+    Callbacks of `django_mongodb_backend.transaction.on_commit` run after the commit, also where the body has caught an
+    error that left this block, for what was written before it is committed then; they are forgotten when an attempt
     fails. What the server labels as transient comes out as the driver's error, so that the body is repeated; Django
     would hide it in a `DatabaseError`. An `atomic` inside is part of the same transaction.
 
@@ -59,7 +60,8 @@ def joined(session: ClientSession, using: str = DEFAULT_DB_ALIAS) -> Iterator[No
 
     Raises:
         TransactionRequiredError: the session has no transaction in progress.
-        ConfigurationError: it is of another client or transaction than Django's queries; see `django_client`.
+        ConfigurationError: it is of another client or transaction than Django's queries (see `django_client`); or
+            `transactional` does not run its transaction, so that nobody would say when that is committed.
     """
     connection = _mongo_connection(using)
     if not session.in_transaction:
@@ -71,6 +73,11 @@ def joined(session: ClientSession, using: str = DEFAULT_DB_ALIAS) -> Iterator[No
         raise ConfigurationError("Django is inside another transaction; let the `atomic` around `joined` go.")
     if session.client is not django_client(using):
         raise ConfigurationError("The session is of another client than Django's: use transactional(django_client).")
+    if not after_commit(session, _nothing):
+        raise ConfigurationError(
+            "`transactional` does not run this session's transaction, so nobody would call what on_commit has "
+            "registered: give `joined` the session of transactional(django_client), or use Django's own atomic."
+        )
     connection.session, connection.in_atomic_block_mongo, connection.run_on_commit = session, True, []
     try:
         yield
@@ -82,8 +89,8 @@ def joined(session: ClientSession, using: str = DEFAULT_DB_ALIAS) -> Iterator[No
     finally:
         waiting, connection.run_on_commit = connection.run_on_commit, []
         connection.session, connection.in_atomic_block_mongo = None, False
-    for _, function, _ in waiting:
-        after_commit(session, function)
+        for _, function, _ in waiting:
+            after_commit(session, function)  # forgotten by whoever aborts the attempt
 
 
 def select_for_update(
@@ -108,8 +115,9 @@ def select_for_update(
         application: as there.
         nowait: as there.
         wait: as there, for each collection.
-        of: what is locked, as Django has it: `"self"`, and relations of it, such as `"hall"` or `"hall__city"`.
-            Without `select_related` each costs queries of its own.
+        of: what is locked: `"self"`, and relations of it, such as `"hall"` or `"hall__city"`. By default the queryset's
+            own documents; an empty one, by which Django means all, is refused. Without `select_related` each costs
+            queries of its own. What refers to a document that is not there, which MongoDB allows, locks nothing by it.
 
     Returns:
         The instances, in the queryset's order.
@@ -117,7 +125,8 @@ def select_for_update(
     Raises:
         TransactionRequiredError: neither `joined` nor `django_mongodb_backend.transaction.atomic` is around it.
         DocumentLockedError: as of `mongo_celery.select_for_update`.
-        ConfigurationError: it is no queryset of instances on MongoDB, or `of` names no relation of it.
+        ConfigurationError: it is no queryset of instances on MongoDB, or `of` names no relation of it, or one that is
+            kept in another of Django's databases.
         OperationFailure: a write conflict, labelled as transient. Let it pass to `transactional`; in an `atomic` of
             Django's own nobody repeats.
     """
@@ -137,6 +146,11 @@ def select_for_update(
     codec = connection.database.codec_options
     tables: dict[str, dict[Any, Any]] = {}
     for each in _wanted(instances, of):
+        if each._state.db != queryset.db:  # noqa: SLF001 - Django's public name
+            raise ConfigurationError(
+                f"{type(each).__name__} is kept in the database {each._state.db!r}, and the transaction is one of "  # noqa: SLF001
+                f"{queryset.db!r}: leave it out of of=."
+            )
         meta = each._meta  # noqa: SLF001 - Django's public name
         document_id = meta.pk.get_db_prep_save(each.pk, connection)
         tables.setdefault(meta.db_table, {})[id_key(document_id, codec)] = document_id
@@ -156,7 +170,11 @@ def _mongo_connection(using: str) -> Any:
 
 
 def _check(model: type[Model], of: Sequence[str]) -> None:
-    """Before anything is read: a path that leads nowhere, or to what is no document of its own."""
+    """Before anything is read: nothing, a path that leads nowhere, or to what is no document of its own."""
+    if isinstance(of, str) or not of:
+        raise ConfigurationError(
+            f"of={of!r} names nothing to lock: give a tuple of names, such as ('self', 'hall'), or leave it out."
+        )
     for path in of:
         reached: Any = model
         for name in () if path == _SELF else path.split("__"):
@@ -178,6 +196,17 @@ def _wanted(instances: Iterable[Any], of: Sequence[str]) -> Iterator[Any]:
         for path in of:
             reached = instance
             for name in () if path == _SELF else path.split("__"):
-                reached = None if reached is None else getattr(reached, name)
+                reached = None if reached is None else _reached(reached, name)
             if reached is not None:
                 yield reached
+
+
+def _reached(instance: Any, name: str) -> Any:
+    try:
+        return getattr(instance, name)
+    except ObjectDoesNotExist:
+        return None
+
+
+def _nothing() -> None:
+    """To be told whether anything would be called after a commit."""

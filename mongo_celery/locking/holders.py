@@ -1,43 +1,41 @@
 """
-Who may hold a locked document: the transactions that are open on a server, and the end of those whose client is gone.
+Who may hold a locked document: the transactions that are open on a server.
 
 MongoDB does not say which transaction holds a document; what it has written is invisible until it is committed, its
-lock value too. `$currentOp` names all that are open, with the client's address, its appName, and how long nothing was
-heard of them. So these are candidates, and the one that has been silent the longest is the likeliest.
+lock value too. Nor whether it has written at all: in a transaction reads take the same locks as writes. `$currentOp`
+names all that are open, with the client's address, its appName, for how long, and for how much of that no operation
+ran. So these are candidates, and the one that has been silent the longest is the likeliest.
 
-A transaction is *dead* when it has written, nothing was heard of it for some ten seconds, and the connection by which
-it was heard last is gone. A client that was killed leaves it so, until the server ends it after
-`transactionLifetimeLimitSeconds`. Ending its session sooner is always safe: a holder that lives all the same is told
-NoSuchTransaction, labelled as transient, and repeats its body. (Only one that is ended in the middle of an operation
-is told Interrupted, which has no label, and fails; of a silent one none is running.) One that only stands still keeps
-its connection, and its transaction: `celery -A shop locks free` is for people.
+A transaction is *lost* when no connection of its client is left: neither the one by which it was heard last, nor any
+other from the same address with the same appName. It is *dead* when it is lost, and nothing was heard of it for some
+ten seconds in which this process has looked (`watches`). What becomes of it is `freeing`.
 
-What is asked of the server needs no right, nor does ending a session, as far as it is the same user's. The right
-`inprog` on the cluster shows those of others, `killAnySession` ends them. On a sharded cluster the connections that
-shards see are the routers' own: nothing counts as dead there, and only people end what is open.
+What is asked of the server needs no right as far as it is the same user's; the right `inprog` on the cluster shows
+what is others'. On a sharded cluster, behind a load balancer, and directly on a shard the connections that are seen are
+the routers' own: nothing counts as lost there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
-from weakref import WeakKeyDictionary
 
 import pymongo
 from bson.binary import Binary, UuidRepresentation
 from bson.codec_options import CodecOptions
+from bson.errors import BSONError
 from pymongo import MongoClient, ReadPreference
 from pymongo.client_session import ClientSession
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.locking.watches import watch_of
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.rights import Allowed
 from mongo_celery.quantities import duration, number
@@ -45,17 +43,30 @@ from mongo_celery.quantities import duration, number
 logger = logging.getLogger("mongo_celery.locking")
 
 DEAD_SECONDS = 10.0
-"""For how long nothing was heard of a transaction that counts as dead; a waiter looks for such after as long."""
+"""For how long nothing was heard of a transaction that counts as dead."""
 
-_LOOK_SECONDS = 5.0
-"""A process asks a server at most so often because of waiters."""
+ANSWER_SECONDS = 2.0
+"""No question because of a lock takes longer."""
 
-_ANSWER_SECONDS = 2.0
+STATES = ("running", "idle", "lost", "dead")
+
+UNANSWERED = (PyMongoError, BSONError)
+"""What a look can fail with. An appName is anybody's, and need not be text."""
+
 _MOMENT_SECONDS = 0.25
+_UNANSWERED_SECONDS = 5.0
 _NAMED_MAX = 3
 _MICROS = 1e-6
 _CLUSTER = {"cluster": True}
-_WRITES = {"w", "W"}
+_BETWEEN_SERVERS = ("MongoDB Internal Client", "NetworkInterfaceTL")
+_SHOWN = {
+    **dict.fromkeys(("type", "host", "client", "connectionId", "appName", "active", "lsid"), 1),
+    "driver": "$clientMetadata.driver.name",
+    "router": "$clientMetadata.mongos.host",
+    **dict.fromkeys((f"transaction.parameters.{name}" for name in ("autocommit", "txnNumber")), 1),
+    **dict.fromkeys((f"transaction.time{name}Micros" for name in ("Open", "Active", "Inactive")), 1),
+}
+"""Not the commands: they are other people's, and may hold what Python has no value for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +81,11 @@ class OpenTransaction:
         application: the client's appName.
         client: the address and port from which it was heard last.
         server: where it is open.
+        running: whether an operation of it runs.
         open_seconds: since it began.
-        inactive_seconds: since nothing was heard of it; 0 while an operation of it runs.
-        connected: whether the connection by which it was heard is there; None where that cannot be known.
-        wrote: whether it may hold documents.
+        idle_seconds: for how much of that no operation of it ran.
+        silent_seconds: for how long at least nothing has been heard of it; 0 where this process has not looked before.
+        connected: whether a connection of its client is there; None where that was not asked, or cannot be known.
         own: whether it is of the same user as who asks.
     """
 
@@ -83,21 +95,26 @@ class OpenTransaction:
     application: str | None
     client: str | None
     server: str
+    running: bool
     open_seconds: float
-    inactive_seconds: float
+    idle_seconds: float
+    silent_seconds: float
     connected: bool | None
-    wrote: bool
     own: bool
 
     @property
     def is_dead(self) -> bool:
         """Whether its client is gone, as far as a server can tell."""
-        return self.wrote and self.connected is False and self.inactive_seconds >= DEAD_SECONDS
+        return self.state == "dead"
 
     @property
     def state(self) -> str:
-        """`running`, `silent` or `dead`."""
-        return "dead" if self.is_dead else "silent" if self.inactive_seconds else "running"
+        """`running`, `idle`, `lost` or `dead`."""
+        if self.running:
+            return "running"
+        if self.connected is not False:
+            return "idle"
+        return "dead" if self.silent_seconds >= DEAD_SECONDS else "lost"
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -108,83 +125,137 @@ class OpenTransaction:
             "client": self.client,
             "state": self.state,
             "open_seconds": round(self.open_seconds, 3),
-            "inactive_seconds": round(self.inactive_seconds, 3),
+            "idle_seconds": round(self.idle_seconds, 3),
             "connected": self.connected,
             "own": self.own,
         }
 
     def __str__(self) -> str:
         who = f"{self.application or 'a client without appName'} at {self.client or 'an unknown address'}"
+        parts = [who, f"open for {duration(self.open_seconds)}"]
+        parts.append("at work" if self.running else f"idle for {duration(self.idle_seconds)} of that")
+        if self.silent_seconds >= 1:
+            parts.append(f"silent for the last {duration(self.silent_seconds)}")
         if self.connected is False:
-            return f"{who}, silent for {duration(self.inactive_seconds)}, its connection is gone"
-        if not self.inactive_seconds:
-            return f"{who}, open for {duration(self.open_seconds)}, at work"
-        return f"{who}, open for {duration(self.open_seconds)}, silent for {duration(self.inactive_seconds)}"
+            parts.append("no connection of its client is left")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
-class _Standing:
-    """What a client's user may see and end, and the digest by which the server knows its sessions."""
+class Standing:
+    """What a client's user may see and end, and what is at the other end of its connections."""
 
     digest: bytes
     sees_all: bool
     ends_all: bool
-
-
-_seen: WeakKeyDictionary[MongoClient[Any], tuple[float, list[OpenTransaction]]] = WeakKeyDictionary()
-_looked: WeakKeyDictionary[MongoClient[Any], float] = WeakKeyDictionary()
-_ended: list[float] = []
-"""When this process has ended transactions of dead clients; a list, since threads may add to one without a lock."""
+    is_router: bool
 
 
 # -- looking ---------------------------------------------------------------------------------------
 
 
-def open_transactions(client: MongoClient[Any]) -> list[OpenTransaction]:
+def open_transactions(client: MongoClient[Any], *, connections: bool = True) -> list[OpenTransaction]:
     """
     All transactions that a client's user may see, the one of which nothing was heard for the longest first.
+
+    Args:
+        client: who asks.
+        connections: whether to ask, too, which clients have a connection; a busy server has thousands.
 
     Raises:
         PyMongoError: the server does not answer, or refuses.
     """
-    standing = _standing_of(client)
-    is_router = client.is_mongos
-    stage = {"idleSessions": True, "idleConnections": True, "allUsers": standing.sees_all}
-    needed = {"$or": [{"connectionId": {"$exists": True}}, {"transaction.parameters.txnNumber": {"$exists": True}}]}
-    found = list(_admin(client).aggregate([{"$currentOp": stage}, {"$match": needed}]))
-    connections = {each["connectionId"] for each in found if each["type"] == "op" and "connectionId" in each}
+    standing = standing_of(client)
+    stage = {"idleSessions": True, "idleConnections": connections, "allUsers": standing.sees_all}
+    in_transaction = {"transaction.parameters.autocommit": False, "lsid": {"$exists": True}}
+    wanted = {"$or": [in_transaction, {"connectionId": {"$exists": True}}]} if connections else in_transaction
+    began = time.monotonic()
+    found = list(admin_of(client).aggregate([{"$currentOp": stage}, {"$match": wanted}, {"$project": _SHOWN}]))
+    ended = time.monotonic()
+    opened = [each for each in found if _is_open(each)]
+    looked = [(_key(each), _micros(each, "Active"), bool(each.get("active"))) for each in opened]
+    silences = watch_of(client).silences(looked, began, ended)
+    clients = _Clients(found) if connections and not standing.is_router else None
     transactions: dict[tuple[UUID, bytes], OpenTransaction] = {}
-    for each in found:
-        parameters = each.get("transaction", {}).get("parameters", {})
-        if parameters.get("autocommit") is False and "lsid" in each:
-            read = _read(each, standing, None if is_router else connections)
-            known = transactions.setdefault((read.id, read.user), read)  # shards have one each
-            if known.open_seconds < read.open_seconds:
-                transactions[read.id, read.user] = read
-    return sorted(transactions.values(), key=lambda each: (-each.inactive_seconds, -each.open_seconds))
+    for each in opened:
+        read = _read(each, standing, clients, silences[_key(each)])
+        known = transactions.get((read.id, read.user))
+        transactions[read.id, read.user] = read if known is None else _joined(read, known)
+    order = sorted(transactions.values(), key=lambda each: (each.silent_seconds, each.idle_seconds, each.open_seconds))
+    return order[::-1]
 
 
 def sees_all(client: MongoClient[Any]) -> bool:
     """Whether a client's user sees the transactions of others, too."""
-    return _standing_of(client).sees_all
+    return standing_of(client).sees_all
 
 
-def _read(found: Mapping[str, Any], standing: _Standing, connections: Iterable[Any] | None) -> OpenTransaction:
-    transaction, user = found["transaction"], bytes(found["lsid"].get("uid", b""))
-    active = bool(found.get("active"))
+class _Clients:
+    """The clients that have a connection, by what a server tells of them."""
+
+    def __init__(self, found: Sequence[Mapping[str, Any]]) -> None:
+        there = [each for each in found if each.get("type") == "op" and each.get("connectionId")]
+        self._connections = {(each.get("host"), each["connectionId"]) for each in there}
+        self._known = {self._of(each) for each in there}
+
+    @staticmethod
+    def _of(found: Mapping[str, Any]) -> tuple[Any, ...]:
+        return found.get("host"), str(found.get("client")).rpartition(":")[0], found.get("appName")
+
+    def have(self, found: Mapping[str, Any]) -> bool | None:
+        """Whether that of a transaction is among them; None where its connections are those of a server."""
+        driver = str(found.get("driver", ""))
+        if not found.get("connectionId") or "router" in found or driver.startswith(_BETWEEN_SERVERS):
+            return None
+        return (found.get("host"), found["connectionId"]) in self._connections or self._of(found) in self._known
+
+
+def _read(
+    found: Mapping[str, Any], standing: Standing, clients: _Clients | None, silent_seconds: float
+) -> OpenTransaction:
+    running = bool(found.get("active"))
+    user = _user(found)
     return OpenTransaction(
         id=found["lsid"]["id"],
         user=user,
-        number=int(transaction["parameters"]["txnNumber"]),
+        number=int(found["transaction"]["parameters"]["txnNumber"]),
         application=found.get("appName"),
         client=found.get("client"),
         server=str(found.get("host", "")),
-        open_seconds=transaction.get("timeOpenMicros", 0) * _MICROS,
-        inactive_seconds=0.0 if active else transaction.get("timeInactiveMicros", 0) * _MICROS,
-        connected=None if connections is None else active or found.get("connectionId") in connections,
-        wrote=bool(_WRITES & set(found.get("locks", {}).values())),
+        running=running,
+        open_seconds=_micros(found, "Open") * _MICROS,
+        idle_seconds=_micros(found, "Inactive") * _MICROS,
+        silent_seconds=silent_seconds,
+        connected=None if clients is None else running or clients.have(found),
         own=user == standing.digest,
     )
+
+
+def _joined(one: OpenTransaction, other: OpenTransaction) -> OpenTransaction:
+    """A transaction that is open on several shards: silent where it is so on all of them."""
+    longer = max(one, other, key=lambda each: each.open_seconds)
+    silent_seconds = min(one.silent_seconds, other.silent_seconds)
+    return replace(longer, running=one.running or other.running, silent_seconds=silent_seconds)
+
+
+def _is_open(found: Mapping[str, Any]) -> bool:
+    """Whether it is of a transaction; each write that may be repeated has a number, too."""
+    return "lsid" in found and found.get("transaction", {}).get("parameters", {}).get("autocommit") is False
+
+
+def _key(found: Mapping[str, Any]) -> tuple[Any, ...]:
+    return found.get("host"), found["lsid"]["id"], _user(found), found["transaction"]["parameters"]["txnNumber"]
+
+
+def _user(found: Mapping[str, Any]) -> bytes:
+    return bytes(found["lsid"].get("uid", b""))
+
+
+def _micros(found: Mapping[str, Any], name: str) -> int:
+    return int(found["transaction"].get(f"time{name}Micros", 0))
+
+
+# -- naming ----------------------------------------------------------------------------------------
 
 
 def candidates(session: ClientSession) -> tuple[OpenTransaction, ...]:
@@ -194,21 +265,22 @@ def candidates(session: ClientSession) -> tuple[OpenTransaction, ...]:
     It never fails, and takes no longer than a moment: who was refused is to be told so in any case.
     """
     own = session.session_id["id"]
-    return tuple(each for each in _seen_by(session.client) if each.wrote and Binary.from_uuid(each.id) != own)
+    return tuple(each for each in _seen_by(session.client) if Binary.from_uuid(each.id) != own)
 
 
 def _seen_by(client: MongoClient[Any]) -> list[OpenTransaction]:
     """What is open, as it was a moment ago: somebody may be refused hundreds of times a second."""
-    at, found = _seen.get(client, (-math.inf, []))
-    if time.monotonic() - at < _MOMENT_SECONDS:
+    watch = watch_of(client)
+    until, found = watch.told
+    if time.monotonic() < until:
         return found
     try:
-        with pymongo.timeout(_ANSWER_SECONDS):
-            found = open_transactions(client)
-    except PyMongoError as error:
-        logger.debug("who holds a locked document could not be asked: %s", short(error))
-        return []
-    _seen[client] = time.monotonic(), found
+        with pymongo.timeout(ANSWER_SECONDS):
+            found, holds = open_transactions(client, connections=False), _MOMENT_SECONDS
+    except UNANSWERED as error:
+        note_unanswered(error)
+        found, holds = [], _UNANSWERED_SECONDS
+    watch.told = time.monotonic() + holds, found
     return found
 
 
@@ -221,92 +293,48 @@ def in_words(found: Sequence[OpenTransaction]) -> str:
     return f"Open transactions that may hold it: {named}. "
 
 
-# -- ending ----------------------------------------------------------------------------------------
+# -- what the server is asked for ------------------------------------------------------------------
 
 
-def end(client: MongoClient[Any], chosen: Sequence[OpenTransaction]) -> list[OpenTransaction]:
-    """
-    End the sessions of transactions; what these hold is free afterwards.
-
-    Args:
-        client: of a user whose own they are, or that may end those of others.
-        chosen: as they were read a moment ago; a transaction that a session has begun since is ended with it.
-
-    Returns:
-        Those of a user whose sessions this one may not end: they are as they were.
-
-    Raises:
-        PyMongoError: the server does not answer, or refuses.
-    """
-    standing = _standing_of(client)
-    own = [each for each in chosen if each.own]
-    foreign = [each for each in chosen if not each.own]
-    admin = _admin(client)
-    if own:
-        admin.command("killSessions", [{"id": Binary.from_uuid(each.id)} for each in own])
-    if foreign and not standing.ends_all:
-        return foreign
-    if foreign:
-        patterns = [{"lsid": {"id": Binary.from_uuid(each.id), "uid": each.user}} for each in foreign]
-        admin.command("killAllSessionsByPattern", patterns)
-    return []
+_told: list[BaseException] = []
 
 
-def free_dead(client: MongoClient[Any]) -> None:
-    """
-    End the transactions of dead clients, as somebody who has waited in vain; at most once in a few seconds.
-
-    It never fails: whoever waits goes on waiting.
-    """
-    now = time.monotonic()
-    if now - _looked.get(client, -math.inf) < _LOOK_SECONDS:
+def note_unanswered(error: BaseException) -> None:
+    """Log that it could not be asked who holds a document; loudly once in a process."""
+    if _told:
+        logger.debug("again, who holds a locked document could not be asked: %s", short(error))
         return
-    _looked[client] = now
-    try:
-        with pymongo.timeout(_ANSWER_SECONDS):
-            dead = [each for each in open_transactions(client) if each.is_dead]
-            left = end(client, dead) if dead else []
-    except PyMongoError as error:
-        logger.debug("who holds a locked document could not be asked: %s", short(error))
-        return
-    for each in dead:
-        if each in left:
-            logger.warning(
-                "a transaction of a client that is gone keeps locks; to end it needs the right killAnySession: %s",
-                each,
-                extra={"event": "dead_holder_kept"},
-            )
-        else:
-            _ended.append(now)
-            logger.warning(
-                "ended a transaction that kept locks, since its client is gone: %s",
-                each,
-                extra={"event": "dead_holder_ended"},
-            )
+    _told.append(error)
+    logger.warning(
+        "who holds a locked document could not be asked, so errors name nobody, and nobody dead is ended: %s",
+        short(error),
+        extra={"event": "holders_unknown"},
+    )
 
 
-# -- inside ----------------------------------------------------------------------------------------
-
-
-def ended_count() -> int:
-    """How many transactions of dead clients waiters of this process have ended."""
-    return len(_ended)
-
-
-def _standing_of(client: MongoClient[Any]) -> _Standing:
-    answer = _admin(client).command("connectionStatus", showPrivileges=True)["authInfo"]
+def standing_of(client: MongoClient[Any]) -> Standing:
+    """As the server says it now."""
+    admin = admin_of(client)
+    answer = admin.command("connectionStatus", showPrivileges=True)["authInfo"]
+    hello = admin.command("hello")
     users = answer["authenticatedUsers"]
     user = f"{users[0]['user']}@{users[0]['db']}" if users else ""
     rights = Allowed(answer["authenticatedUserPrivileges"] if users else None)
-    digest = hashlib.sha256(user.encode()).digest()  # as the server makes it, of nobody too
-    return _Standing(digest, rights.may("inprog", _CLUSTER), rights.may("killAnySession", _CLUSTER))
+    return Standing(
+        digest=hashlib.sha256(user.encode()).digest(),  # as the server makes it, of nobody too
+        sees_all=rights.may("inprog", _CLUSTER),
+        ends_all=rights.may("killAnySession", _CLUSTER),
+        is_router=hello.get("msg") == "isdbgrid" or "serviceId" in hello,
+    )
 
 
-def _admin(client: MongoClient[Any]) -> Database[dict[str, Any]]:
-    """The primary's, as `$currentOp` needs it, whatever the client's owner has set."""
+def admin_of(client: MongoClient[Any]) -> Database[dict[str, Any]]:
+    """The primary's, as `$currentOp` needs it, whatever the client's owner has set; it decodes what is no text, too."""
     return client.get_database(
         "admin",
-        codec_options=CodecOptions[dict[str, Any]](uuid_representation=UuidRepresentation.STANDARD),
+        codec_options=CodecOptions[dict[str, Any]](
+            uuid_representation=UuidRepresentation.STANDARD, unicode_decode_error_handler="replace"
+        ),
         read_preference=ReadPreference.PRIMARY,
         read_concern=ReadConcern("local"),
     )

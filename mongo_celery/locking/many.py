@@ -6,13 +6,14 @@ Which comes first, the write or the read, depends on what the lock itself would 
 | asked for | commands |
 |---|---|
 | all that match | `update`, `find` |
-| a `limit`, or a filter or an order that looks at the lock's field | `find`, `update` |
+| a `limit`; a filter or an order that looks at the lock; a filter that may find others later | `find`, `update` |
 | the same with a projection that shows the lock, or that is more than names of fields | `find`, `update`, `find` |
+| the same with a projection of parts of `_id` | `find`, `update`, and a `find` for each document |
 
-After a write, the read asks for the value that was written beside the filter: a document that matches only by now (a
-filter by `$$NOW`) is not locked, and not returned. After a read, the write names the `_id`s. The transaction has one
-snapshot, so a document that has changed in between is a conflict, whatever the read concern; a count that differs all
-the same is treated as one.
+After a write, the read asks for the value that was written beside the filter. After a read, the write names the `_id`s.
+The transaction has one snapshot, so a document that has changed in between is a conflict, whatever the read concern;
+fewer than were read are treated as one. Where documents are read again, the filter is asked once more if the projection
+or the order takes something from it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from typing import Any
 import bson
 from pymongo.errors import OperationFailure
 
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking.call import Document, LockCall
 from mongo_celery.mongo.identity import id_key
 from mongo_celery.mongo.verdicts import Code
 
 _BY_ID = [("_id", 1)]
+_UNSTEADY = {"$expr", "$where", "$jsonSchema", "$sampleRate", "$text"}
+"""Conditions that may see the lock without naming its field, the time, or chance."""
+
 _TRANSIENT = "TransientTransactionError"
 
 
@@ -35,18 +40,18 @@ def lock_all(call: LockCall, filter_: Mapping[str, Any], sort: Any, limit: int, 
     """Lock what matches; the documents as they are afterwards, in the order asked for."""
     order = _BY_ID if sort is None else sort
     with call.judged():
-        if limit or _mentions(filter_, call.field) or _mentions(sort, call.field):
-            return _read_then_written(call, filter_, order, limit, projection)
-        return _written_then_read(call, filter_, order, projection)
+        if limit or _looks_at_lock(call, filter_, sort) or _is_unsteady(filter_):
+            return _read_then_written(call, filter_, order, limit, projection or None)
+        return _written_then_read(call, filter_, order, projection or None)
 
 
-def lock_these(call: LockCall, ids: Sequence[Any], sort: Any, projection: Any) -> list[Any]:
+def lock_these(call: LockCall, filter_: Mapping[str, Any], ids: Sequence[Any], sort: Any, projection: Any) -> list[Any]:
     """Lock documents by their ids, which were read in this transaction; as they are afterwards."""
     if not ids:
         return []
     with call.judged():
         _write(call, ids)
-        return list(_find(call, {"_id": {"$in": ids}}, projection, _BY_ID if sort is None else sort))
+        return _again(call, filter_, ids, projection, _BY_ID if sort is None else sort)
 
 
 def lock_read(call: LockCall, ids: Sequence[Any]) -> None:
@@ -60,7 +65,7 @@ def _written_then_read(call: LockCall, filter_: Mapping[str, Any], order: Any, p
     if not count:
         return []
     found = list(_find(call, {**filter_, **call.own}, projection, order))
-    # Fewer, where the filter no longer matches what has just been locked.
+    # Fewer, where the filter no longer matches what has just been locked; there is none known that comes here.
     return found if len(found) == count else list(_find(call, call.own, projection, order))
 
 
@@ -74,12 +79,39 @@ def _read_then_written(
         _write(call, [each["_id"] for each in found])
         return [_without_id(each, projection) for each in found]
     ids = [each["_id"] for each in _find(call, filter_, {"_id": 1}, order, limit)]
+    if not ids:
+        return []
     _write(call, ids)
+    if _parts_of_id(projection):
+        return [each for one in ids for each in _again(call, filter_, [one], projection)]
     shown = projection
     if isinstance(projection, Mapping):
         shown = {name: value for name, value in projection.items() if name != "_id"} or None
-    by_id = {_key(call, each["_id"]): each for each in _find(call, {"_id": {"$in": ids}}, shown)}
+    by_id = {_key(call, each["_id"]): each for each in _again(call, filter_, ids, shown)}
     return [_without_id(by_id[_key(call, each)], projection) for each in ids]
+
+
+def _again(
+    call: LockCall, filter_: Mapping[str, Any], ids: Sequence[Any], projection: Any, sort: Any = None
+) -> list[Any]:
+    """Documents that this transaction has locked, read by their ids."""
+    by_id: Mapping[str, Any] = {"_id": {"$in": ids}}
+    if _takes_from_filter(projection) or _takes_from_filter(sort):
+        if _looks_at_lock(call, filter_):
+            raise ConfigurationError(
+                f"The projection or the order takes something from the filter, and the filter looks at {call.field!r}, "
+                "the lock's field, which is another one by then: name another one with field=.",
+            )
+        by_id = among(filter_, by_id["_id"])
+    found = list(_find(call, by_id, projection, sort))
+    if len(found) != len(ids):
+        raise _changed(len(ids), len(found))
+    return found
+
+
+def among(filter_: Mapping[str, Any], ids: Any) -> Mapping[str, Any]:
+    """A filter, of some documents only; it keeps a shard key, and what projections take from it."""
+    return {"$and": [filter_, {"_id": ids}]} if "_id" in filter_ else {**filter_, "_id": ids}
 
 
 def _whole(call: LockCall, filter_: Mapping[str, Any], order: Any, limit: int) -> list[Any]:
@@ -102,9 +134,19 @@ def _write(call: LockCall, ids: Sequence[Any], update: list[Document] | None = N
     if not ids:
         return
     done = call.collection.update_many({"_id": {"$in": ids}}, update or call.update, session=call.session)
+    if done.matched_count > len(ids):
+        raise ConfigurationError(
+            f"{done.matched_count} documents of {call.collection.full_name} have the {len(ids)} _ids that were to be "
+            "locked, so an _id does not say which: in a collection that is sharded by another key, make them unique.",
+        )
     if done.matched_count != len(ids):
-        message = f"{len(ids)} documents were read, and {done.matched_count} of them are there to be locked"
-        raise OperationFailure(message, Code.WriteConflict, {"errmsg": message, "errorLabels": [_TRANSIENT]})
+        raise _changed(len(ids), done.matched_count)
+
+
+def _changed(read: int, found: int) -> OperationFailure:
+    """As the server would have it: what was read is not there any more."""
+    message = f"{read} documents were read, and {found} of them are there to be locked"
+    return OperationFailure(message, Code.WriteConflict, {"errmsg": message, "errorLabels": [_TRANSIENT]})
 
 
 def _find(call: LockCall, filter_: Mapping[str, Any], projection: Any, sort: Any = None, limit: int = 0) -> Any:
@@ -112,6 +154,30 @@ def _find(call: LockCall, filter_: Mapping[str, Any], projection: Any, sort: Any
 
 
 # -- what the lock's field has to do with it -------------------------------------------------------
+
+
+def _looks_at_lock(call: LockCall, *asked: object) -> bool:
+    return any(_mentions(each, call.field) for each in asked)
+
+
+def _is_unsteady(value: object) -> bool:
+    """Whether a filter may find others once its documents are locked, or the next time that it is asked."""
+    if isinstance(value, Mapping):
+        return any(name in _UNSTEADY or _is_unsteady(item) for name, item in value.items())
+    return isinstance(value, list | tuple) and any(map(_is_unsteady, value))
+
+
+def _takes_from_filter(asked: object) -> bool:
+    """Whether a projection or an order has `$` at a place of an array, or a `$meta`."""
+    if isinstance(asked, str):
+        return asked == "$meta" or asked.endswith(".$")
+    if isinstance(asked, Mapping):
+        return any(_takes_from_filter(name) or _takes_from_filter(item) for name, item in asked.items())
+    return isinstance(asked, list | tuple) and any(map(_takes_from_filter, asked))
+
+
+def _parts_of_id(projection: Any) -> bool:
+    return not isinstance(projection, str) and any(name.startswith("_id.") for name in projection or ())
 
 
 def _mentions(value: object, field: str) -> bool:
@@ -133,9 +199,13 @@ def _hides(projection: Any, field: str) -> bool:
     """Whether a projection is no more than names of fields, and the lock's is not among them."""
     if projection is None or isinstance(projection, str):
         return False
+    if _parts_of_id(projection):
+        return False
     if isinstance(projection, Mapping):
         values = [value for name, value in projection.items() if name != "_id"]
-        if not values or not all(value is True or (type(value) is int and value) for value in values):
+        if not values:
+            return bool(projection.get("_id"))
+        if not all(value is True or (type(value) is int and value) for value in values):
             return False
     return not any(_overlap(name, field) for name in _names(projection))
 

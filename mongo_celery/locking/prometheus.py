@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import pymongo
-from pymongo.errors import PyMongoError
 
-from mongo_celery.locking.holders import OpenTransaction, ended_count, open_transactions
+from mongo_celery.locking.freeing import ended_count
+from mongo_celery.locking.holders import STATES, UNANSWERED, OpenTransaction, open_transactions
 from mongo_celery.mongo.opening import Client, client_of
 from mongo_celery.mongo.redaction import short
 
@@ -35,18 +35,19 @@ logger = logging.getLogger("mongo_celery.locking")
 
 _ANSWER_SECONDS = 5.0
 _PREFIX = "mongo_celery_locks_"
-_STATES = ("running", "silent", "dead")
 
 
 class LockCollector(Collector):
     """
     Asks MongoDB at each scrape, once for each cluster; nothing is connected before.
 
-    Gauges of the cluster, whichever process is scraped: `open`, transactions that have written, by state (`running`,
-    `silent`, and `dead`, whose client is gone), and `silent_seconds`, for how long nothing was heard of the most silent
-    one. A counter of this process: `ended_total`, transactions of dead clients that its waiters have ended. All names
-    begin with `mongo_celery_locks_`. Where MongoDB does not answer within a few seconds, there is `up` 0, and nothing
-    else of that cluster in that scrape. Without the right `inprog` on the cluster only those of the same user count.
+    Gauges of the cluster, whichever process is scraped: `open`, open transactions by state (`running`, `idle`, `lost`,
+    whose client has no connection, and `dead`, which are lost and were silent for ten seconds), and `silent_seconds`,
+    for how long at least nothing was heard of the most silent one, as far as this process has looked: from one scrape
+    to the next. A counter of this process: `ended_total`, transactions of dead clients that its waiters have ended.
+    All names begin with `mongo_celery_locks_`. Where MongoDB does not answer within a few seconds, there is `up` 0,
+    and nothing else of that cluster in that scrape. Without the right `inprog` on the cluster only those of the same
+    user count.
 
     Args:
         clients: by the name of the cluster, which is the label `cluster`: clients, or callables that return them.
@@ -69,9 +70,9 @@ class LockCollector(Collector):
             families["up"].add_metric([name], 0 if found is None else 1)
             if found is None:
                 continue
-            for state in _STATES:
+            for state in STATES:
                 families["open"].add_metric([name, state], sum(each.state == state for each in found))
-            families["silent_seconds"].add_metric([name], max((each.inactive_seconds for each in found), default=0))
+            families["silent_seconds"].add_metric([name], max((each.silent_seconds for each in found), default=0))
         ended.add_metric([], ended_count())
         yield from families.values()
         yield ended
@@ -79,8 +80,8 @@ class LockCollector(Collector):
     def _found(self, name: str, given: Client) -> list[OpenTransaction] | None:
         try:
             with pymongo.timeout(self._answer_seconds):
-                return [each for each in open_transactions(client_of(given)) if each.wrote]
-        except (PyMongoError, ValueError) as error:  # a URL that is none is a ValueError
+                return open_transactions(client_of(given))
+        except (*UNANSWERED, ValueError) as error:  # a URL that is none is a ValueError
             logger.warning(
                 "locks of %s have no metrics now: %s", name, short(error), extra={"event": "metrics_missing"}
             )
@@ -91,9 +92,11 @@ def _families() -> dict[str, GaugeMetricFamily]:
     cluster = ("cluster",)
     return {
         "up": GaugeMetricFamily(_PREFIX + "up", "Whether MongoDB answered.", labels=cluster),
-        "open": GaugeMetricFamily(_PREFIX + "open", "Open transactions that have written.", labels=(*cluster, "state")),
+        "open": GaugeMetricFamily(_PREFIX + "open", "Open transactions.", labels=(*cluster, "state")),
         "silent_seconds": GaugeMetricFamily(
-            _PREFIX + "silent_seconds", "Since nothing was heard of the most silent of them.", labels=cluster
+            _PREFIX + "silent_seconds",
+            "For how long at least nothing was heard of the most silent of them.",
+            labels=cluster,
         ),
     }
 

@@ -14,8 +14,8 @@ documents, decide, and write to different ones (write skew). A *write* conflicts
 Source: MongoDB, "How To SELECT ... FOR UPDATE Inside MongoDB Transactions".
 
 A holder that dies without ending its transaction keeps its documents until the server ends it, after
-`transactionLifetimeLimitSeconds` (60 by default), or somebody who waits for them for more than ten seconds
-(`holders`); a lost connection alone does not free them.
+`transactionLifetimeLimitSeconds` (60 by default), or somebody does who waits for them for more than ten seconds
+(`freeing`, which says what that is worth); a lost connection alone does not free them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pymongo.collection import Collection
 from mongo_celery.arguments import Duration
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking.call import LockCall, lock_call
-from mongo_celery.locking.many import lock_all, lock_these
+from mongo_celery.locking.many import among, lock_all, lock_these
 from mongo_celery.locking.skipping import free_ids, tried
 
 
@@ -65,8 +65,9 @@ def select_for_update(
         application: who locks, for people who look; by default `host:pid`.
         sort: which document comes first, if several match.
         projection: of what is returned; by default all, the field of the lock too.
-        nowait: fail at once with `DocumentLockedError`, instead of letting `transactional` repeat the body. Who may
-            hold it is asked for the error, at most four times a second: two more commands.
+        nowait: fail with `DocumentLockedError` at the first conflict, instead of letting `transactional` repeat the
+            body. Who may hold it is asked for the error, at most four times a second: three more commands. Where the
+            server does not answer those, the error comes two seconds later, at most once in five seconds.
         wait: seconds or `timedelta` for which the body is repeated because of this call, over all attempts; then
             `DocumentLockedError`. It is looked at when an attempt conflicts, so it may be exceeded by a pause and
             the body's own time. Without it, the limit of `transactional` counts alone. A call is known again by
@@ -91,7 +92,9 @@ def select_for_update(
         TopologyError: the server is a standalone.
         ConfigurationError: `field` cannot be written, or the collection's validator refuses it; or `nowait`, `wait`
             and `skip_locked` exclude each other.
-        OperationFailure: a write conflict, labelled as transient. Let it pass to `transactional`.
+        OperationFailure: a write conflict, labelled as transient, or a LockTimeout, which is the same of a whole
+            collection: while one operation has it for itself, as `createIndex` does for moments, and `collMod` as long
+            as it waits for open transactions. Let it pass to `transactional`.
     """
     call = lock_call(
         collection,
@@ -109,8 +112,8 @@ def select_for_update(
     if not ids:
         return None
     with tried(call, ids):
-        # It need not be asked again what matches: the transaction reads one snapshot.
-        return _lock_one(call, {"_id": ids[0]}, None, projection)
+        # With the caller's filter: it may have the shard key, and what the projection takes from it.
+        return _lock_one(call, among(filter, {"$eq": ids[0]}), None, projection)
 
 
 def _lock_one(call: LockCall, filter_: Mapping[str, Any], sort: Any, projection: Any) -> Any:
@@ -143,8 +146,9 @@ def select_many_for_update(
     Read several documents and lock them, by two commands however many they are.
 
     Nobody waits for a document while holding another: who meets a conflict loses all that it has locked, and begins
-    anew. So overlapping sets do not deadlock, and one of them gets on. Afterwards each document is locked as by
-    `select_for_update`. Not promised: that no further document matches; one that is inserted meanwhile is free.
+    anew. So overlapping sets do not deadlock; two that meet in opposite orders may both begin anew, after pauses of
+    different lengths. Afterwards each document is locked as by `select_for_update`. Not promised: that no further
+    document matches; one that is inserted meanwhile is free.
 
     Args:
         collection: where.
@@ -155,7 +159,7 @@ def select_many_for_update(
         sort: order of the returned list, and which documents a `limit` takes; by default `_id`.
         limit: how many at most; 0 for all, as in PyMongo.
         projection: of what is returned. Together with a `limit`, one that shows the lock's field, or is more than
-            names of fields, costs a third command.
+            names of fields, costs a third command; one of parts of `_id` costs one for each document.
         nowait: as of `select_for_update`.
         wait: as of `select_for_update`, for all of them together.
         skip_locked: as of `select_for_update`, for up to `limit` documents, which must be given then. After a
@@ -185,7 +189,7 @@ def select_many_for_update(
         raise ConfigurationError("skip_locked needs a limit=: how many documents to take at most.")
     ids = free_ids(call, filter, sort, limit)
     with tried(call, ids):
-        return lock_these(call, ids, sort, projection)
+        return lock_these(call, filter, ids, sort, projection)
 
 
 def select_for_update_of(

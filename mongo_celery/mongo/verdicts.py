@@ -47,6 +47,7 @@ class Code(IntEnum):
     ProtocolError = 17
     AuthenticationFailed = 18
     IllegalOperation = 20
+    LockTimeout = 24
     PathNotViable = 28
     CursorNotFound = 43
     NoMatchingDocument = 47

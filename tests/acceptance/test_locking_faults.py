@@ -19,7 +19,7 @@ from pymongo.database import Database
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import DocumentLockedError
 from mongo_celery.locking import select_for_update, transactional
-from mongo_celery.locking.holders import ended_count
+from mongo_celery.locking.freeing import ended_count
 from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.locking_project import ENVIRONMENT
 from tests.fixtures.availability import require_server
@@ -123,7 +123,8 @@ def test_a_killed_holder_frees_the_document_for_who_waits_before_the_server_woul
 ) -> None:
     """With the real times: ten seconds of waiting, where the server takes at least a minute."""
     database["things"].insert_one({"_id": 1})
-    program = ("-m", "tests.integration.locking_rig", mongo_url, database.name, hold_for_ever.__name__, "0")
+    url = f"{mongo_url}&appName={database.name}"
+    program = ("-m", "tests.integration.locking_rig", url, database.name, hold_for_ever.__name__, "0")
     holder = processes.python("holder", *program)
     wait_for(lambda: database["meetings"].find_one({"mark": "held"}), message="a holder")
     limit = database.client.admin.command({"getParameter": 1, "transactionLifetimeLimitSeconds": 1})

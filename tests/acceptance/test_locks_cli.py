@@ -51,7 +51,7 @@ def test_a_holder_is_found_and_ended(things: Collection[Document], holder: Child
     listed = locks(mongo_url, "list", "--json").stdout.splitlines()
     [found] = [each for each in map(json.loads, listed) if each["application"] == name]  # others may be of other tests
     chosen = found["id"]
-    assert (found["state"], found["connected"], found["own"]) == ("silent", True, True)
+    assert (found["state"], found["connected"], found["own"]) == ("idle", True, True)
 
     tried = locks(mongo_url, "free", chosen, "--dry-run")
     assert tried.stdout == f"{chosen}: would be ended\n"
@@ -59,7 +59,7 @@ def test_a_holder_is_found_and_ended(things: Collection[Document], holder: Child
     assert refused.returncode == 1
     assert "End these transactions?" in refused.stderr
     plain = locks(mongo_url, "list").stdout
-    assert f"{chosen}  silent  " in plain
+    assert f"{chosen}  idle  " in plain
     assert f"{name} at {found['client']}, open for" in plain
 
     freed = locks(mongo_url, "free", chosen, "--yes", "--json")
@@ -75,8 +75,25 @@ def test_only_the_dead_are_ended_by_dead(things: Collection[Document], make_clie
     with held(make_client(appName=name)[name]["things"], 1):
         done = locks(mongo_url, "free", "--dead", "--yes")
         assert (done.returncode, name in done.stderr) == (0, False)
-        assert locks(mongo_url, "free", "--dead", "--yes").stdout == "There is no transaction of a dead client.\n"
         assert name in locks(mongo_url, "list").stdout
+
+
+@pytest.mark.slow
+def test_the_dead_are_watched_and_ended(things: Collection[Document], mongo_url: str, holder: ChildProcess) -> None:
+    """With the real times; it says for what it waits."""
+    holder.kill()
+    name = things.database.name
+
+    def lost() -> bool:
+        listed = map(json.loads, locks(mongo_url, "list", "--json").stdout.splitlines())
+        return [each["state"] for each in listed if each["application"] == name] == ["lost"]
+
+    wait_for(lost, message="a client that is gone")
+    done = locks(mongo_url, "free", "--dead", "--yes", "--json")
+    assert "without a connection for 10 s" in done.stderr
+    [freed] = [each for each in map(json.loads, done.stdout.splitlines()) if each["application"] == name]
+    assert (freed["state"], freed["result"]) == ("dead", "freed")
+    assert transactional(things.database.client)(select_for_update)(things, {"_id": 1}, nowait=True)
 
 
 @pytest.mark.parametrize("arguments", [["free"], ["free", "--dead", "1a"]], ids=" ".join)
@@ -89,7 +106,7 @@ def test_what_is_to_be_ended_is_named_in_one_way(mongo_url: str, arguments: list
 def test_an_app_is_not_needed_where_a_url_is_given(things: Collection[Document], mongo_url: str) -> None:
     """And without either it is said what is missing."""
     with held(things, 1):
-        assert "silent" in run("locks", "list", "--url", mongo_url).stdout
+        assert "idle" in run("locks", "list", "--url", mongo_url).stdout
     one_sentence(run("locks", "list"), "celery -A shop locks list", "--url")
     one_sentence(run("-A", "tests.acceptance.locking_project", "locks", "list"), "no Bridge, Outbox", "--url")
 

@@ -17,14 +17,17 @@ from django.conf import settings
 
 url, name = sys.argv[1:]
 settings.configure(
-    DATABASES={"default": {"ENGINE": "django_mongodb_backend", "HOST": url, "NAME": name}},
+    DATABASES={
+        alias: {"ENGINE": "django_mongodb_backend", "HOST": url, "NAME": name + suffix}
+        for alias, suffix in (("default", ""), ("other", "_other"))
+    },
     DATABASE_ROUTERS=["django_mongodb_backend.routers.MongoRouter"],
     DEFAULT_AUTO_FIELD="django_mongodb_backend.fields.ObjectIdAutoField",
     INSTALLED_APPS=[],
     USE_TZ=True,
 )
 django.setup()
-from django.db import connection, models
+from django.db import connection, connections, models, router
 from django_mongodb_backend import transaction
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
@@ -67,7 +70,30 @@ with transaction.atomic():
     refused(ConfigurationError, lambda: select_for_update([1]))
     assert "of='row'" in refused(ConfigurationError, lambda: select_for_update(Seat.objects.all(), of=("row",)))
     assert "of='x'" in refused(ConfigurationError, lambda: select_for_update(Seat.objects.all(), of=("x",)))
+    assert "of=()" in refused(ConfigurationError, lambda: select_for_update(Seat.objects.all(), of=()))
+    assert "of='hall'" in refused(ConfigurationError, lambda: select_for_update(Seat.objects.all(), of="hall"))
 assert seats.count_documents({"_lock": {"$exists": True}}) == 0
+
+# What refers to nothing has nothing to lock by it; what is in another database is not of this transaction.
+gone = Hall.objects.create(name="gone")
+Seat.objects.create(row=9, hall=gone)
+halls.delete_one({"_id": gone.pk})
+with transaction.atomic():
+    assert [seat.row for seat in select_for_update(Seat.objects.filter(row=9), of=("self", "hall"))] == [9]
+assert "_lock" in seats.find_one({"row": 9})
+seats.delete_one({"row": 9})
+
+class HallsElsewhere:
+    def db_for_read(self, model, **hints):
+        return "other" if model is Hall else None
+
+usual, router.routers = router.routers, [HallsElsewhere()]
+Hall.objects.using("other").create(pk=hall.pk, name="small")
+with transaction.atomic():
+    elsewhere = lambda: select_for_update(Seat.objects.filter(row=1), of=("hall",), nowait=True)
+    assert "'other'" in refused(ConfigurationError, elsewhere)
+router.routers = usual
+connections["other"].database.client.drop_database(name + "_other")
 
 # A slice in its order; the relation too; what Django writes afterwards leaves the lock alone.
 attempts, done = [], []
@@ -107,6 +133,26 @@ def conflict(*, session):
 
 conflict()
 assert (len(runs), done) == (2, ["Ann", 2])
+
+# What the body has caught is committed, and so are the callbacks of it.
+@transactional(django_client)
+def caught(*, session):
+    try:
+        with joined(session):
+            transaction.on_commit(lambda: done.append("caught"))
+            Seat.objects.filter(row=3).update(customer="Cyd")
+            raise KeyError
+    except KeyError:
+        pass
+
+caught()
+assert Seat.objects.get(row=3).customer == "Cyd" and done[-1] == "caught"
+
+# A transaction of the driver's: nobody would call what waits for its commit.
+def driven():
+    with django_client().start_session() as session, session.start_transaction(), joined(session):
+        transaction.on_commit(lambda: done.append("never"))
+assert "on_commit" in refused(ConfigurationError, driven)
 
 # Somebody else's lock.
 other = MongoClient(url)

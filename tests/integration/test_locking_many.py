@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import mongoengine
@@ -16,7 +17,14 @@ from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
 from mongo_celery.errors import ConfigurationError, DocumentLockedError
-from mongo_celery.locking import select_for_update, select_for_update_of, select_many_for_update, transactional
+from mongo_celery.locking import (
+    select_for_update,
+    select_for_update_of,
+    select_many_for_update,
+    skipping,
+    transactional,
+)
+from tests.fixtures.process import wait_for
 from tests.integration.locking_rig import Document, Sent, held
 
 MakeClient = Callable[..., MongoClient[Document]]
@@ -81,6 +89,9 @@ def test_the_order_and_the_projection_are_the_callers(spied: Spied) -> None:
         ({"projection": {"_id": 0}}, {"n", "x", "_lock"}, 3),
         ({"projection": {"_lock.id": 1}}, {"_id", "_lock"}, 3),
         ({"field": "meta.lock"}, {"_id", "n", "x", "meta"}, 3),
+        ({"projection": {"_id": 1}}, {"_id"}, 2),
+        ({"projection": []}, {"_id", "n", "x", "_lock"}, 2),
+        ({"projection": {}}, {"_id", "n", "x", "_lock"}, 2),
     ],
     ids=str,
 )
@@ -117,6 +128,51 @@ def test_what_the_lock_itself_changes_is_judged_as_it_was_before(spied: Spied, o
     reverse = "sort" in options
     assert [each["_id"] for each in found] == sorted(range(5), reverse=reverse)
     assert spied.locks == list(range(5))
+
+
+def test_parts_of_an_id_are_shown_as_pymongo_does(spied: Spied) -> None:
+    """Then a document cannot be known again by what is shown of it, and each is read for itself."""
+    spied.collection.insert_many([{"_id": {"a": number, "b": 1}, "n": -number} for number in range(3)])
+    for projection in ({"_id.a": 1}, {"_id.a": 0}):
+        found, commands = spied.locked({"_id.b": 1}, sort=[("n", 1)], limit=2, projection=projection)
+        assert found == list(spied.collection.find({"_id.b": 1}, projection, sort=[("n", 1)], limit=2))
+        assert commands == ["find", "update", "find", "find"]
+
+
+@pytest.mark.parametrize(
+    "filter_",
+    [{"$expr": {"$gte": ["$n", {"$rand": {}}]}}, {"$where": "return this.x == 1"}, {"$and": [{"$expr": True}]}],
+    ids=str,
+)
+def test_what_may_match_otherwise_the_next_time_is_read_first(spied: Spied, filter_: Document) -> None:
+    """Else what was locked and is not found again would have to be looked for in all of the collection."""
+    found, commands = spied.locked(filter_)
+    assert (len(found), commands) == (COUNT, ["find", "update"])
+
+
+@pytest.mark.parametrize("skip", [{}, {"skip_locked": True}], ids=str)
+def test_what_a_projection_takes_from_the_filter_is_there(spied: Spied, skip: Document) -> None:
+    """A place in an array, and the score of a search, also where the documents are read again by their ids."""
+    spied.collection.insert_one({"_id": "a", "items": [{"n": 1}, {"n": 2}], "text": "red lamp"})
+    spied.collection.create_index([("text", "text")])
+    found, _ = spied.locked({"items.n": 2}, limit=1, projection={"items.$": 1}, **skip)
+    assert found == [{"_id": "a", "items": [{"n": 2}]}]
+    score = {"score": {"$meta": "textScore"}}
+    search = {"$text": {"$search": "lamp"}}
+    found, _ = spied.locked(search, limit=1, projection=score, sort=[("score", {"$meta": "textScore"})], **skip)
+    assert [(each["_id"], each["score"] > 0, "id" in each["_lock"]) for each in found] == [("a", True, True)]
+    with pytest.raises(ConfigurationError, match="takes something from the filter"):
+        spied.locked({**search, "_lock.id": {"$exists": True}}, limit=1, projection=score, **skip)
+
+
+def test_a_filter_is_not_put_into_words_unless_an_error_needs_it(spied: Spied) -> None:
+    """It may have a hundred thousand ids."""
+
+    class Silent(list[int]):
+        def __repr__(self) -> str:
+            raise AssertionError
+
+    assert len(spied.locked({"_id": {"$in": Silent(range(3))}})[0]) == 3
 
 
 def test_raw_documents_are_locked_and_read_too(spied: Spied) -> None:
@@ -211,6 +267,63 @@ def test_several_that_are_free_come_in_the_order_asked_for(spied: Spied) -> None
     assert found == [{"_id": number, "n": COUNT - number} for number in (4, 3, 2, 1, 0)]
 
 
+def test_skipping_keeps_the_filter(spied: Spied) -> None:
+    """It may have the shard key, without which a sharded collection refuses to write to one document."""
+    spied.sent.commands.clear()
+    assert take(spied.collection, filter={"x": 1, "n": 1})["_id"] == COUNT - 1
+    assert take(spied.collection, filter={"_id": {"$gt": 98}})["_id"] == COUNT - 1
+    queries = [each["query"] for each in spied.sent.named("findAndModify")]
+    one = {"$eq": COUNT - 1}
+    assert queries == [{"x": 1, "n": 1, "_id": one}, {"$and": [{"_id": {"$gt": 98}}, {"_id": one}]}]
+
+
+def test_what_was_refused_is_left_out_by_its_own_transaction_only(
+    spied: Spied, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by a later one of the same session, nor by another client's, once the half second of all is over."""
+    monkeypatch.setattr(skipping, "_LEFT_OUT_SECONDS", 0.0)
+    client = spied.collection.database.client
+    with client.start_session() as session:
+
+        @transactional(client)
+        def fail(*, session: ClientSession) -> None:
+            if select_for_update(spied.collection, {"_id": 0}, session=session, skip_locked=True) is None:
+                raise RuntimeError("in another way")
+
+        def refuse_once(*, session: ClientSession) -> None:
+            try:
+                select_for_update(spied.collection, {"_id": 0}, session=session, skip_locked=True)
+            except OperationFailure as error:
+                raise RuntimeError("in another way") from error
+
+        with held(spied.collection, 0), pytest.raises(RuntimeError):
+            transactional(client)(refuse_once)(session=session)
+        fail(session=session)
+
+
+def test_what_one_client_was_refused_is_no_concern_of_anothers(spied: Spied, make_client: MakeClient) -> None:
+    """Collections of two clusters may have the same names."""
+    with held(spied.collection, 0):
+        assert take(spied.collection, filter={"_id": 0}) is None
+    elsewhere = make_client()[spied.collection.database.name][spied.collection.name]
+    assert take(elsewhere, filter={"_id": 0})["_id"] == 0
+
+
+def test_a_drivers_transaction_carries_over_what_was_refused(spied: Spied) -> None:
+    """Also where its session has locked before, so that the first attempt's call is not the session's first."""
+    client = spied.collection.database.client
+    with client.start_session() as session:
+        session.with_transaction(lambda each: select_for_update(spied.collection, {"_id": 9}, session=each))
+
+        def take_one(each: ClientSession) -> Any:
+            return select_for_update(spied.collection, {"_id": {"$lt": 2}}, session=each, skip_locked=True)
+
+        with held(spied.collection, 0):
+            assert session.with_transaction(take_one)["_id"] == 1
+            for _ in range(3):
+                assert session.with_transaction(take_one)["_id"] == 1
+
+
 @pytest.mark.parametrize("options", [{"nowait": True}, {"wait": 1}, {"nowait": True, "wait": 1}])
 def test_skipping_and_waiting_exclude_each_other(spied: Spied, options: Document) -> None:
     with pytest.raises(ConfigurationError, match="exclude each other"):
@@ -261,8 +374,39 @@ def test_a_validator_that_refuses_the_lock_is_named_with_the_cure(
     strict = database.create_collection("strict", validator={"$jsonSchema": schema})
     strict.insert_one({"_id": 1})
     lock = transactional(database.client)(select)
-    with pytest.raises(ConfigurationError, match=r"strict refuses .* field '_lock': allow it there.* field=") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"strict refuses .* field '_lock'.* allow it there.* field="
+    ) as caught:
         lock(strict, {"_id": 1})
     assert isinstance(caught.value.__cause__, OperationFailure)
     assert strict.find_one() == {"_id": 1}
     assert lock(strict, {"_id": 1}, field="state")
+
+
+def test_a_document_that_was_invalid_before_is_not_blamed_on_the_lock(database: Database[Document]) -> None:
+    """The validator came later, and refuses whatever is written to it."""
+    database["old"].insert_one({"_id": 1, "n": "one"})
+    database.command("collMod", "old", validator={"n": {"$type": "int"}})
+    with pytest.raises(ConfigurationError, match=r"or has refused it before: .*validation.* cure that"):
+        transactional(database.client)(select_for_update)(database["old"], {"_id": 1})
+
+
+# -- operations on a whole collection --------------------------------------------------------------
+
+
+def test_a_collection_that_an_operation_waits_for_is_refused_like_a_document(spied: Spied) -> None:
+    """It stands before everybody who comes later, as long as an older transaction keeps it waiting."""
+    database = spied.collection.database
+    change = {"collMod": spied.collection.name, "validationLevel": "moderate"}
+    waiting: list[Document] = [
+        {"$currentOp": {}},
+        {"$match": {"command.collMod": spied.collection.name, "waitingForLock": True}},
+        {"$project": {"op": 1}},
+    ]
+    with ThreadPoolExecutor(1) as pool, held(spied.collection, 0):
+        changing = pool.submit(database.command, change)
+        wait_for(lambda: list(database.client.admin.aggregate(waiting)), message="an operation that waits")
+        with pytest.raises(DocumentLockedError, match="an operation such as createIndex") as caught:
+            spied.locked({"_id": 1}, nowait=True)
+    assert changing.result()["ok"] == 1
+    assert isinstance(caught.value.__cause__, OperationFailure)

@@ -130,7 +130,7 @@ def test_the_page_has_the_keys_of_the_code() -> None:
     assert names(found["`outbox sweep`"]) == {"outbox", *keys_of(Delivery)}
     assert names(found["`outbox dead-letters replay`"]) == {"outbox", "error", *keys_of(Replay)}
     assert names(found["`outbox status`"]) == set(health())
-    open_one = OpenTransaction(UUID(int=1), b"", 1, None, None, "", 1.0, 1.0, connected=True, wrote=True, own=True)
+    open_one = OpenTransaction(UUID(int=1), b"", 1, None, None, "", False, 1.0, 1.0, 1.0, connected=True, own=True)
     assert names(found["`locks list`"]) == set(open_one.plain())
 
 
