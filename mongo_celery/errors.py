@@ -185,7 +185,7 @@ class OutboxRefusedError(MongoCeleryError):
 
 
 class TransactionError(MongoCeleryError):
-    """A transaction did not succeed. The subclass says why."""
+    """A transaction did not succeed. The subclass or the message says why."""
 
 
 class TransactionRequiredError(TransactionError):

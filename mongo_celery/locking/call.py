@@ -28,7 +28,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery.arguments import Duration, not_negative
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
 from mongo_celery.locking import freeing, holders
-from mongo_celery.mongo.transaction.frames import Place, Session, Waits, note_locked, waits_of
+from mongo_celery.mongo.transaction.frames import Place, Session, Waits, note_conflict, note_locked, waits_of
 from mongo_celery.mongo.verdicts import Code, said, standalone_refused
 
 Document = dict[str, Any]
@@ -108,6 +108,7 @@ class LockCall:
         if self.bound is None or waited < self.bound:
             if waited >= freeing.FIRST_LOOK_SECONDS:
                 freeing.free_dead(self.collection.database.client)
+            note_conflict(self.session, _suspects)
             return
         waits.ended(self.place)
         locked = _locked(self, self.bound, error)
@@ -155,6 +156,10 @@ def _bound(*, nowait: bool, wait: Duration | None, skip_locked: bool) -> float |
     if wait is None:
         return 0.0 if nowait else None
     return not_negative(wait, "wait")
+
+
+def _suspects(session: Session) -> str:
+    return holders.in_words(holders.candidates(cast("ClientSession", session)))
 
 
 def _locked(call: LockCall, limit: float, error: OperationFailure) -> DocumentLockedError:

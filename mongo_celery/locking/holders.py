@@ -142,7 +142,7 @@ class OpenTransaction:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Viewer:
     """What a client's user may see and end, and what is at the other end of its connections."""
 
     digest: bytes
@@ -211,7 +211,7 @@ class _Clients:
 
 
 def _read(
-    found: Mapping[str, Any], standing: Standing, clients: _Clients | None, silent_seconds: float
+    found: Mapping[str, Any], standing: Viewer, clients: _Clients | None, silent_seconds: float
 ) -> OpenTransaction:
     running = bool(found.get("active"))
     user = _user(found)
@@ -312,7 +312,7 @@ def note_unanswered(error: BaseException) -> None:
     )
 
 
-def standing_of(client: MongoClient[Any]) -> Standing:
+def standing_of(client: MongoClient[Any]) -> Viewer:
     """As the server says it now."""
     admin = admin_of(client)
     answer = admin.command("connectionStatus", showPrivileges=True)["authInfo"]
@@ -320,7 +320,7 @@ def standing_of(client: MongoClient[Any]) -> Standing:
     users = answer["authenticatedUsers"]
     user = f"{users[0]['user']}@{users[0]['db']}" if users else ""
     rights = Allowed(answer["authenticatedUserPrivileges"] if users else None)
-    return Standing(
+    return Viewer(
         digest=hashlib.sha256(user.encode()).digest(),  # as the server makes it, of nobody too
         sees_all=rights.may("inprog", _CLUSTER),
         ends_all=rights.may("killAnySession", _CLUSTER),

@@ -18,7 +18,7 @@ from pymongo.database import Database
 
 from mongo_celery.cli import locks as commands
 from mongo_celery.embedded.crew import ChildProcess
-from mongo_celery.errors import DocumentLockedError
+from mongo_celery.errors import DocumentLockedError, TransactionTimeoutError
 from mongo_celery.locking import freeing, holders, select_for_update, set_automatic_freeing, transactional
 from mongo_celery.locking.freeing import end, ended_count
 from mongo_celery.locking.holders import OpenTransaction, open_transactions
@@ -97,6 +97,17 @@ def test_who_has_only_read_is_named_as_well(things: Collection[Document], make_c
         )
         assert found["locks"]["Global"] == "w"
         assert len(named(things.database.client, "reader")) == 1
+
+
+def test_the_end_of_the_time_names_who_may_hold_what_was_waited_for(
+    things: Collection[Document], make_client: MakeClient
+) -> None:
+    """Asked when the time is used up, and the transaction aborted."""
+    holder = make_client(appName="slow holder")[things.database.name][things.name]
+    lock = transactional(things.database.client, timeout=SHORT)(select_for_update)
+    with held(holder, 1), pytest.raises(TransactionTimeoutError, match=r"may hold it: .*slow holder at ") as caught:
+        lock(things, {"_id": 1})
+    assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
 
 
 def test_the_error_asks_for_no_connections(things: Collection[Document], make_client: MakeClient) -> None:

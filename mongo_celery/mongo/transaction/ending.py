@@ -18,6 +18,8 @@ What an error means for a transaction: once more, or the end. Decided in one pla
 
 from __future__ import annotations
 
+import contextvars
+
 from pymongo.errors import ClientBulkWriteException, PyMongoError
 
 from mongo_celery.errors import TransactionError, TransactionTimeoutError
@@ -135,7 +137,17 @@ def _timed_out(frame: Frame, error: BaseException | None, outcome: str) -> Trans
             f"The last errors were: {'; '.join(met)}. Look for a holder that stands still, for contention, or for an "
             "election; then try again.",
         )
+    if outcome == "aborted" and (found := _suspects(frame)):
+        reasons.append(found)
     return TransactionTimeoutError(
         f"The time for repeating the transaction is used up; it {ending}. {' '.join(reasons)}",
         outcome=outcome,
     )
+
+
+def _suspects(frame: Frame) -> str:
+    """Who may hold what its last lock was refused, in words; asked in a context whose time is not used up."""
+    session = frame.reference()
+    if frame.suspects is None or session is None:
+        return ""
+    return contextvars.Context().run(frame.suspects, session).strip()

@@ -109,6 +109,7 @@ class Frame:
         waits: how long its locks have met conflicts.
         doom: what a part of this attempt has failed with, whoever has caught it; it is not committed then.
         callbacks: to run after the commit; those of an attempt that failed are dropped.
+        suspects: says in words who may hold what a lock of it was refused last; None where none was.
     """
 
     client: Any
@@ -122,6 +123,7 @@ class Frame:
     waits: Waits = field(default_factory=Waits)
     doom: BaseException | None = None
     callbacks: list[Callback] = field(default_factory=list)
+    suspects: Callable[[Session], str] | None = None
 
     @property
     def remaining(self) -> float:
@@ -370,6 +372,13 @@ def note_locked(session: Session, error: DocumentLockedError) -> None:
     frame = _of_session.get(session)
     if frame is not None:
         frame.doom = error
+
+
+def note_conflict(session: Session, suspects: Callable[[Session], str]) -> None:
+    """A lock of the transaction was refused, and is to be tried again; this says who may hold it, if the time ends."""
+    frame = _of_session.get(session)
+    if frame is not None:
+        frame.suspects = suspects
 
 
 def _log_failed(error: BaseException) -> None:

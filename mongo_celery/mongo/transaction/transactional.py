@@ -96,7 +96,8 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         timeout: seconds or `timedelta` for all attempts, 120 by default; no attempt begins later, and no call to a
             server inside lasts longer, by whatever client. Code that calls no server is not interrupted; if the time is
             used up when the body returns, the transaction is aborted instead of committed. An abort has up to 2 s of
-            its own: a transaction that is not aborted keeps its documents locked. A shorter `pymongo.timeout` of the
+            its own: a transaction that is not aborted keeps its documents locked; and so has the question who holds
+            what a lock has waited for, for the error. A shorter `pymongo.timeout` of the
             caller's ends the calls earlier, but is not known here: a commit that it forbids is `unknown`.
             The calls in the block of a `with` are bounded only if this is given; then it must be left by the thread
             that has entered it, which else would keep the limit. What joins has the time that is left to the whole, or
