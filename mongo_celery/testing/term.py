@@ -28,6 +28,9 @@ from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.opening import strict
 from mongo_celery.mongo.oplog import check_topology, operation_time
 
+_OF_A_TERM = {f"mongo_celery-{name}" for name in ("reader", "snapshot", "removal", "horizon", "evidence")}
+_ENDING_SECONDS = 10.0
+
 
 class SteppedTerm:
     """
@@ -51,7 +54,7 @@ class SteppedTerm:
     @contextlib.contextmanager
     def led(self) -> Iterator[None]:
         """Inside, the bridge is led by this thread."""
-        wiring = self._wiring
+        wiring, before = self._wiring, set(threading.enumerate())
         leases = wiring.store.leases
         selectors, scope = wiring.stream()
         check_topology(wiring.client)
@@ -76,6 +79,7 @@ class SteppedTerm:
         finally:
             self._leader = None
             renewal.stop()
+            _await_ends(before)
             leases.release(renewal.term, candidacy.definitions)
 
     @property
@@ -166,6 +170,18 @@ class SteppedTerm:
 
     def _partitions(self) -> Collection[dict[str, Any]]:
         return strict(self._wiring.client[self._wiring.options.database])["partitions"]
+
+
+def _await_ends(before: set[threading.Thread]) -> None:
+    """
+    Wait for the threads of a term that has ended: what they still do must not come where its bridge works next.
+
+    A listener need not: its process ends, and all calls have limits.
+    """
+    until = time.monotonic() + _ENDING_SECONDS
+    for thread in set(threading.enumerate()) - before:
+        if thread.name in _OF_A_TERM:
+            thread.join(max(until - time.monotonic(), 0.0))
 
 
 def _is_due(subscription: Subscription, tracker: Tracker, now: float) -> bool:

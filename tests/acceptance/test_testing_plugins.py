@@ -96,8 +96,8 @@ def mongo_celery_bridges(app):
     return [app.extensions["bridge"]]
 
 @pytest.mark.parametrize("key", [1, 2, 3])
-def test_a_handler_has_the_apps_context(key, app, client, bridge_runner):
-    assert client.post(f"/carts/{key}").status_code == 204
+def test_a_handler_has_the_apps_context(key, app, bridge_runner):
+    assert app.test_client().post(f"/carts/{key}").status_code == 204
     bridge_runner.deliver()
     assert app.config["SEEN"] == [key]
 """

@@ -196,7 +196,7 @@ class Leader:
         read_to = reader.read_to if reader is not None else None
         if read_to is None or read_to < place or self._is_held_up:
             return False
-        return self._inbox.look() is None and not self._snapshots.is_active
+        return self._inbox.look() is None and self._snapshots.is_idle
 
     def look_now(self) -> None:
         """Have the next turn read all partitions, as they are by then, whenever that would have been due."""
