@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import pymongo
 from bson.raw_bson import RawBSONDocument
 from celery import Celery
 from pymongo import MongoClient
@@ -47,6 +48,7 @@ _EVENT_TYPES: dict[str, Any] = {
 }
 """`EVENT_TYPES` as options of a client."""
 
+_CLOSING_SECONDS = 1.0
 _CHANGED_ELSEWHERE = ("_url", "_options", "_handlers", "_parts", "_per_process")
 """What a `Wiring` has of one cluster."""
 
@@ -341,8 +343,14 @@ def _client_of(wiring: weakref.ref[Wiring], url: str) -> MongoClient[dict[str, A
     client: MongoClient[dict[str, Any]] = MongoClient(url, **_client_options(_url_options(url)))
     owner = wiring()
     assert owner is not None, "it asks for its client"
-    weakref.finalize(owner, client.close)
+    weakref.finalize(owner, _close, client).atexit = False  # its server may be gone by then
     return client
+
+
+def _close(client: MongoClient[dict[str, Any]]) -> None:
+    """Without waiting long for a server that may be gone."""
+    with pymongo.timeout(_CLOSING_SECONDS):
+        client.close()
 
 
 def _settings(app: Celery) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from mongo_celery.mongo.oplog import operation_time
 from mongo_celery.testing.calls import CallRecorder, HandlerCall, ProcessKilledError, checked_point
 from mongo_celery.testing.memory_broker import MemoryBroker
 from mongo_celery.testing.sent_tasks import SentTask
-from mongo_celery.testing.term import SteppedTerm
+from mongo_celery.testing.term import SteppedTerm, await_ends
 from mongo_celery.testing.worker import run_message
 
 _PAUSE_SECONDS = 0.005
@@ -117,21 +118,28 @@ class BridgeRunner:
         with contextlib.ExitStack() as stack:
             _running = True
             stack.callback(_ended)
+            stack.callback(self._terms.clear)
             stack.enter_context(self._broker.serving({id(each.app): each.app for each in self._wirings}.values()))
             for wiring in self._wirings:
-                self._terms.append(self._enter(wiring, stack))
+                self._place(wiring, stack)
+            stack.callback(await_ends, set(threading.enumerate()))
+            for wiring in self._wirings:
+                self._terms.append(SteppedTerm(wiring))
+                stack.enter_context(self._terms[-1].led())
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._terms.clear()
         self._stack.close()
 
-    def _enter(self, wiring: Wiring, stack: contextlib.ExitStack) -> SteppedTerm:
+    def _place(self, wiring: Wiring, stack: contextlib.ExitStack) -> None:
+        """Have a bridge work elsewhere, and watch its handlers."""
+        wiring.app.loader.import_default_modules()  # as workers do, whatever modules the tests import
         wiring.app.finalize(auto=True)
         if not wiring.handlers:
             raise ConfigurationError(
-                f"bridge {wiring.name} has no handlers: import the module with the @bridge.on_change functions first.",
+                f"bridge {wiring.name} has no handlers: import the module with the @bridge.on_change functions, "
+                "for example with include=[...] of the Celery app.",
             )
         url, state = placed(self._url, wiring), f"mongo_celery_test_{uuid4().hex[:12]}"
         with MongoClient[dict[str, Any]](url) as client:
@@ -140,9 +148,6 @@ class BridgeRunner:
         stack.enter_context(wiring.elsewhere(url, start, database=state))
         stack.callback(wiring.client.drop_database, state)
         stack.enter_context(self._recorder.watching(wiring))
-        term = SteppedTerm(wiring)
-        stack.enter_context(term.led())
-        return term
 
     @property
     def calls(self) -> Sequence[HandlerCall]:

@@ -54,7 +54,7 @@ class SteppedTerm:
     @contextlib.contextmanager
     def led(self) -> Iterator[None]:
         """Inside, the bridge is led by this thread."""
-        wiring, before = self._wiring, set(threading.enumerate())
+        wiring = self._wiring
         leases = wiring.store.leases
         selectors, scope = wiring.stream()
         check_topology(wiring.client)
@@ -79,7 +79,6 @@ class SteppedTerm:
         finally:
             self._leader = None
             renewal.stop()
-            _await_ends(before)
             leases.release(renewal.term, candidacy.definitions)
 
     @property
@@ -172,9 +171,13 @@ class SteppedTerm:
         return strict(self._wiring.client[self._wiring.options.database])["partitions"]
 
 
-def _await_ends(before: set[threading.Thread]) -> None:
+def _is_due(subscription: Subscription, tracker: Tracker, now: float) -> bool:
+    return subscription.has_next(tracker.image.index) and tracker.ready_at <= now
+
+
+def await_ends(before: set[threading.Thread]) -> None:
     """
-    Wait for the threads of a term that has ended: what they still do must not come where its bridge works next.
+    Wait for the threads of terms that have ended: what they still do must not come where their bridges work next.
 
     A listener need not: its process ends, and all calls have limits.
     """
@@ -182,7 +185,3 @@ def _await_ends(before: set[threading.Thread]) -> None:
     for thread in set(threading.enumerate()) - before:
         if thread.name in _OF_A_TERM:
             thread.join(max(until - time.monotonic(), 0.0))
-
-
-def _is_due(subscription: Subscription, tracker: Tracker, now: float) -> bool:
-    return subscription.has_next(tracker.image.index) and tracker.ready_at <= now

@@ -92,7 +92,7 @@ def _renamed(text: str, package: str) -> str:
 
 
 def _bridges(package: str) -> str:
-    body = f"    from {package} import changes\n    return [changes.bridge]\n"
+    body = f"    from {package}.celery import bridge\n    return [bridge]\n"  # include=[...] has its handlers imported
     return f"\n@pytest.fixture\ndef mongo_celery_bridges():\n{body}"
 
 

@@ -360,3 +360,4 @@ def test_draining_waits_for_whoever_works(database: Database[Document], mongo_ur
     shop.orders.insert_one({"_id": 20})
     with pytest.raises(TimeoutError, match=r"bridge shop has not handled .*: note behind"):
         drain(shop.bridge, timeout=0.1)
+    shop.bridge.client.close()
