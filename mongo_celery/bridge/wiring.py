@@ -6,11 +6,15 @@ Parts take the wiring, never the `Bridge`: that is what users see of it, and it 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import pymongo
 from bson.raw_bson import RawBSONDocument
 from celery import Celery
 from pymongo import MongoClient
@@ -49,6 +53,10 @@ _EVENT_TYPES: dict[str, Any] = {
     "tz_aware": False,
 }
 """`EVENT_TYPES` as options of a client."""
+
+_CLOSING_SECONDS = 1.0
+_CHANGED_ELSEWHERE = ("_url", "_options", "_handlers", "_parts", "_per_process")
+"""What a `Wiring` has of one cluster."""
 
 _CLIENT_DEFAULTS: dict[str, Any] = {
     "appname": "mongo_celery",
@@ -93,6 +101,7 @@ class Wiring:
         self._options: BridgeOptions | None = None
         self._handlers: dict[str, Handler] = {}
         self._parts: dict[object, PerProcess[Any]] = {}
+        self._clients_elsewhere: dict[str, PerProcess[MongoClient[dict[str, Any]]]] = {}
 
     def __repr__(self) -> str:
         return f"<Wiring of bridge {self.name}>"
@@ -303,6 +312,36 @@ class Wiring:
             database, name = default, namespace
         return self.client[database][name]
 
+    @contextlib.contextmanager
+    def elsewhere(
+        self, url: str, change: Callable[[BridgeOptions, Handler], Handler], **options: Any
+    ) -> Iterator[BridgeOptions]:
+        """
+        Until the end of the block, and for a test alone, the bridge works on another cluster, with other options.
+
+        What this process has made for it is set aside meanwhile. Clients stay open as long as the bridge is there:
+        whoever was given one, such as an outbox of the bridge, keeps it for longer than a block.
+
+        Args:
+            url: of the cluster.
+            change: gives a handler as it is to be meanwhile, from the options of the block and the handler.
+            options: in the place of those in force.
+        """
+        kept = {name: self.__dict__.get(name, {}) for name in _CHANGED_ELSEWHERE}
+        changed = replace(self.options, **options)
+        client = self._clients_elsewhere.setdefault(url, PerProcess(partial(_client_of, weakref.ref(self), url)))
+        self.__dict__.update(
+            _url=url,
+            _options=changed,
+            _handlers={name: change(changed, handler) for name, handler in self._handlers.items()},
+            _parts={},
+            _per_process={"client": client},
+        )
+        try:
+            yield changed
+        finally:
+            self.__dict__.update(kept)
+
     def _bad_url(self, error: Exception) -> ConfigurationError:
         return ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {short(error)}")
 
@@ -326,6 +365,21 @@ def _bookkeeping_of(app: Celery) -> Bookkeeping:
         else:  # its entries lie in collections of their own
             collections.update(names)
     return Bookkeeping({name: frozenset(found) for name, found in fields.items()}, frozenset(collections))
+
+
+def _client_of(wiring: weakref.ref[Wiring], url: str) -> MongoClient[dict[str, Any]]:
+    """A client that is closed when its bridge is gone."""
+    client: MongoClient[dict[str, Any]] = MongoClient(url, **_client_options(_url_options(url)))
+    owner = wiring()
+    assert owner is not None, "it asks for its client"
+    weakref.finalize(owner, _close, client).atexit = False  # its server may be gone by then
+    return client
+
+
+def _close(client: MongoClient[dict[str, Any]]) -> None:
+    """Without waiting long for a server that may be gone."""
+    with pymongo.timeout(_CLOSING_SECONDS):
+        client.close()
 
 
 def _settings(app: Celery) -> dict[str, Any]:

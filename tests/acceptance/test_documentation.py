@@ -29,7 +29,8 @@ from tests.fixtures.redis import MakeRedis
 
 README = ROOT / "README.md"
 WALKED = (ROOT / "docs/operations/drill.md", ROOT / "docs/operations/pains.md")
-WITH_CODE = [page for page in PAGES if page not in (README, *WALKED) and blocks(page, "python")]
+PROJECTS = (README, ROOT / "docs/testing.md")  # whose code is files: see below, and test_testing_page.py
+WITH_CODE = [page for page in PAGES if page not in (*PROJECTS, *WALKED) and blocks(page, "python")]
 DATABASES = {"shop", "bank", "mongo_celery"}
 _PAGE_SECONDS_MAX = 120.0
 _WORKER_OPTIONS = ("-c", "1", "--without-gossip", "--without-mingle", "--without-heartbeat")

@@ -162,7 +162,7 @@ class Term:
         """One turn."""
         if self.is_killed.is_set():
             raise KilledError
-        self.leader._turn()
+        self.leader.turn()
 
     def until(self, condition: Callable[[], object], each: Callable[[], object] | None = None) -> None:
         """Turn again and again until something is so."""

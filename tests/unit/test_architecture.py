@@ -25,11 +25,7 @@ FLOORS = (
     {"cli", "contrib", "testing", ""},
     {"demo", "bench"},
 )
-"""
-The ground floor first. A name is a module or a package of the first level; the empty one is the package itself.
-
-`contrib` and `testing` are not built yet.
-"""
+"""The ground floor first. A name is a module or a package of the first level; the empty one is the package itself."""
 
 PURE = (
     "errors",

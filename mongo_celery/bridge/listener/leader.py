@@ -8,14 +8,16 @@ thread, release. Handlers that run are left alone; the next term adopts them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pymongo
+from bson import Timestamp
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.activity import Activity
@@ -77,7 +79,12 @@ class Leader:
         stopping: set when the process is told to end.
         on_history_lost: `halt`, `oldest` or `now`.
         activity: is told what is done.
+
+    Attributes:
+        is_hurried: whether the stream says soon how far it is, also where nothing comes: while somebody waits for it.
     """
+
+    is_hurried = False
 
     def __init__(
         self,
@@ -149,32 +156,52 @@ class Leader:
             LeaseLostError: somebody else leads.
             MongoCeleryError: something that waiting cannot cure.
         """
+        with self.led():
+            while not self._stopping.is_set():
+                if not self._renewal.trusted():
+                    raise LeaseLostError
+                if self._renewal.overtaken:
+                    return
+                self.turn()
+                self._wait()
+
+    @contextlib.contextmanager
+    def led(self) -> Iterator[None]:
+        """Take over and read, from whatever thread turns inside; step down at the end, but for renewal and release."""
         try:
             self._begin()
-            self._lead()
+            self._horizon.start()
+            try:
+                yield
+            finally:
+                if self._reader is not None:
+                    self._reader.stop()
+                self._horizon.stop()
+                with pymongo.timeout(call_timeout(self._options.lease_ttl)):  # one call's time for all, however it ends
+                    self._watermarks.store(self._subscriptions.values(), time.monotonic())
         finally:
             self._publishing.close()
             self._evidence.close()
             self._snapshots.close()
             self._spilling.close()
 
-    def _lead(self) -> None:
-        self._horizon.start()
-        try:
-            while not self._stopping.is_set():
-                if not self._renewal.trusted():
-                    raise LeaseLostError
-                if self._renewal.overtaken:
-                    return
-                self._renewal.alive()
-                self._activity.turns()
-                self._turn()
-        finally:
-            if self._reader is not None:
-                self._reader.stop()
-            self._horizon.stop()
-            with pymongo.timeout(call_timeout(self._options.lease_ttl)):  # one call's time for all, however it ends
-                self._watermarks.store(self._subscriptions.values(), time.monotonic())
+    @property
+    def subscriptions(self) -> Mapping[str, Subscription]:
+        """What is led, by name."""
+        return self._subscriptions
+
+    def has_read_to(self, place: Timestamp) -> bool:
+        """Whether everything up to a cluster time was read and taken in, with what a snapshot gives before it."""
+        reader = self._reader
+        read_to = reader.read_to if reader is not None else None
+        if read_to is None or read_to < place or self._is_held_up:
+            return False
+        return self._inbox.look() is None and self._snapshots.is_idle
+
+    def look_now(self) -> None:
+        """Have the next turn read all partitions, as they are by then, whenever that would have been due."""
+        self._store.partitions.flush()
+        self._looks.look_now()
 
     def wake(self) -> None:
         """End the current wait; callable from any thread."""
@@ -292,11 +319,21 @@ class Leader:
             comment=self._options.comment,
             status=self._reader.status.handed_on() if self._reader is not None else None,
         )
+        self._reader.hurry(self.is_hurried)
         self._reader.start()
 
     # -- one turn ----------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """
+        Do what is due, and wait for nothing; whoever asks for it trusts the lease.
+
+        Raises:
+            LeaseLostError: somebody else leads.
+            MongoCeleryError: something that waiting cannot cure.
+        """
+        self._renewal.alive()
+        self._activity.turns()
         now = time.monotonic()
         self._take_in(now)
         self._noting.note(self._subscriptions.values(), now)
@@ -315,7 +352,6 @@ class Leader:
         self._advice.turn(self._subscriptions.values(), now)
         self._dispatch()
         self._watermarks.flush(self._subscriptions.values(), now, self._looks.moved_at)
-        self._wait()
 
     def _take_in(self, now: float) -> None:
         inbox = self._inbox
@@ -470,7 +506,7 @@ class Leader:
         room = self._options.buffer_bytes - self._spilling.size
         self._snapshots.turn(self._subscriptions, now, room=room, may_begin=may_begin)
         if self._reader is not None:
-            self._reader.hurry(self._snapshots.is_active)
+            self._reader.hurry(self.is_hurried or self._snapshots.is_active)
 
     # -- dispatching -------------------------------------------------------------------------------
 

@@ -94,6 +94,10 @@ class Looks:
         self.has_swept = False
         return self._partitions.changed(seen, self._session)
 
+    def look_now(self) -> None:
+        """The next reading is due at once, and is of all partitions."""
+        self._swept_at = -math.inf
+
     def failed(self, now: float) -> None:
         """Reading failed: the next one is due as if it had not."""
         self._looked_at = self._swept_at = now

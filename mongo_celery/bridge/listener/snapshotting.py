@@ -102,6 +102,7 @@ class Snapshotting:
         self._reached = ""
         self._look_at = self._ready_at = self._rested_at = 0.0
         self._last_begun = ""
+        self._has_looked = False
 
     def begin(self, led: Mapping[str, Subscription], version: int, owed: OwedSnapshots) -> None:
         """
@@ -116,6 +117,11 @@ class Snapshotting:
     def close(self) -> None:
         """Begin nothing more."""
         self._errands.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has looked, and no snapshot is under way or was asked for by then."""
+        return self._has_looked and not self._records
 
     @property
     def is_active(self) -> bool:
@@ -350,6 +356,7 @@ class Snapshotting:
         if errand.error is not None:
             self._unread(errand.error)
             return
+        self._has_looked = True
         self._records = {each.id: each for each in errand.result if each.subscription in self._led}
         self._paces = {name: pace for name, pace in self._paces.items() if name in self._records}
 

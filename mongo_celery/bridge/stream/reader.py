@@ -171,6 +171,11 @@ class StreamReader:
         self._refused: str | None = None  # the token that the server did not find; until it is passed, times count
         self._thread = threading.Thread(target=self._run, name="mongo_celery-reader", daemon=True)
 
+    @property
+    def read_to(self) -> Timestamp | None:
+        """Up to which cluster time everything was handed over; None before the first. Callable from any thread."""
+        return self._position.time if self.status.last_read is not None else None
+
     def start(self) -> None:
         """Begin to read."""
         self._thread.start()

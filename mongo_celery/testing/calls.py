@@ -1,0 +1,186 @@
+"""
+What the handlers of a runner were called with, and what is to happen to a call.
+
+A call is looked at where the task calls its function: behind claim and envelope, in front of `autoretry_for` and
+the transaction. So a retry shows as Celery's `Retry`, and a failure as the handler's own error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from celery.exceptions import Ignore, Retry
+
+from mongo_celery.bridge.change import Change, label_of
+from mongo_celery.bridge.handlers import Handler
+from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.bridge.worker.execution import current
+from mongo_celery.bridge.worker.tasks import COMMIT_TASK
+from mongo_celery.errors import HandlerUsageError, StaleFencingTokenError
+
+CrashPoint = Literal["claimed", "called", "handled"]
+CRASH_POINTS: tuple[CrashPoint, ...] = get_args(CrashPoint)
+
+
+class ProcessKilledError(BaseException):
+    """The worker's process was killed here: no code of it runs any more, and nothing more is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerCall:
+    """
+    One call of a handler.
+
+    Attributes:
+        handler: its name.
+        changes: that it was given; one, unless it is a bulk handler.
+        error: that it ended with; None where it returned, or its process was killed.
+        was_killed: whether its process was killed, before or after the function.
+        was_stale: whether newer executions had been there before the function was called.
+    """
+
+    handler: str
+    changes: tuple[Change, ...]
+    error: BaseException | None = None
+    was_killed: bool = False
+    was_stale: bool = False
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether the handler asked to be called again."""
+        return isinstance(self.error, Retry)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the handler's work counts as done."""
+        return not self.was_killed and (self.error is None or isinstance(self.error, Ignore))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the error is one of the handler's own."""
+        excused = (Retry, Ignore, StaleFencingTokenError, ProcessKilledError)
+        return self.error is not None and not isinstance(self.error, excused)
+
+    def __repr__(self) -> str:
+        changes = ", ".join(map(label_of, self.changes))
+        end = "killed" if self.was_killed else "returned" if self.error is None else repr(self.error)
+        return f"<HandlerCall {self.handler}({changes}) {'stale ' * self.was_stale}{end}>"
+
+
+class CallRecorder:
+    """
+    The calls of some bridges' handlers.
+
+    Args:
+        overtake: delivers all else while a call stands still.
+
+    Attributes:
+        calls: in the order of their ends.
+        crashes: points at which the next executions die, each once.
+        stalls: how many of the next calls stand still until all else is done.
+    """
+
+    def __init__(self, overtake: Callable[[], None]) -> None:
+        self.calls: list[HandlerCall] = []
+        self.crashes: list[CrashPoint] = []
+        self.stalls = 0
+        self._overtake = overtake
+
+    @property
+    def awaited(self) -> str | None:
+        """In words, what was to happen and has not; None where all of it has."""
+        if self.stalls:
+            return "stands still before its handler"
+        return f"is killed at {self.crashes[0]!r}" if self.crashes else None
+
+    def forget(self) -> None:
+        """Nothing more is to happen."""
+        self.crashes.clear()
+        self.stalls = 0
+
+    @contextlib.contextmanager
+    def watching(self, wiring: Wiring) -> Iterator[None]:
+        """Inside, the handlers of a bridge are watched."""
+        wiring.app.finalize(auto=True)
+        with contextlib.ExitStack() as stack:
+            for handler in wiring.handlers:
+                task: Any = wiring.app.tasks[handler.task_name]
+                stack.enter_context(_instead(task, "run", functools.partial(self._call, handler, task.run)))
+            commit: Any = wiring.app.tasks[COMMIT_TASK]
+            stack.enter_context(_instead(commit, "apply_async", functools.partial(self._link, commit.apply_async)))
+            claims = wiring.store.claims
+            stack.enter_context(_instead(claims, "crash", functools.partial(_note_crash, claims.crash)))
+            yield
+
+    def _call(self, handler: Handler, function: Callable[..., Any], *args: Any) -> Any:
+        if current.get() is None:  # somebody calls the handler himself
+            return function(*args)
+        given = args[-1]
+        changes = (given,) if isinstance(given, Change) else tuple(given)
+        was_stale = self.stalls > 0
+        if was_stale:
+            self.stalls -= 1
+            self._overtake()
+        try:
+            self.reach("claimed")
+            function(*args)
+            self.reach("called")
+        except ProcessKilledError as error:
+            self.calls.append(HandlerCall(handler.name, changes, error, was_killed=True, was_stale=was_stale))
+            raise
+        except BaseException as error:
+            self.calls.append(HandlerCall(handler.name, changes, error, was_stale=was_stale))
+            raise
+        self.calls.append(HandlerCall(handler.name, changes, was_stale=was_stale))
+        return None
+
+    def _link(self, publish: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.reach("handled")
+        return publish(*args, **options)
+
+    def reach(self, point: CrashPoint) -> None:
+        """Die here, if that is to happen next."""
+        if self.crashes and self.crashes[0] == point:
+            self.crashes.pop(0)
+            raise ProcessKilledError
+
+
+def checked_point(point: str) -> CrashPoint:
+    """
+    A crash point by its name.
+
+    Raises:
+        HandlerUsageError: there is none of it.
+    """
+    for known in CRASH_POINTS:
+        if point == known:
+            return known
+    raise HandlerUsageError(f"crash({point!r}): a process dies at one of {', '.join(map(repr, CRASH_POINTS))}.")
+
+
+def _note_crash(write: Callable[..., bool], *args: Any) -> bool:
+    """Who is told to end has time to note it; who is killed has not."""
+    import sys
+
+    killed = sys.exception()
+    if isinstance(killed, ProcessKilledError):
+        raise killed
+    return write(*args)
+
+
+@contextlib.contextmanager
+def _instead(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, an object has another function by this name."""
+    kept = owner.__dict__.get(name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        if kept is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, kept)

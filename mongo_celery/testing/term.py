@@ -1,0 +1,187 @@
+"""
+A term that is led turn by turn, in the thread of a test: the listener's own lease, renewal and leader.
+
+What a listener only waits for is brought about where nothing else is left to do: the times that are stored in MongoDB
+are moved into the past, and what has been lost is known to be lost, since broker and worker are of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from bson import Timestamp
+from pymongo.collection import Collection
+
+from mongo_celery.bridge.listener.activity import Activity
+from mongo_celery.bridge.listener.candidacy import Candidacy
+from mongo_celery.bridge.listener.leader import Leader
+from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.bridge.listener.tracker import Tracker
+from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.errors import LeaseLostError
+from mongo_celery.mongo.opening import strict
+from mongo_celery.mongo.oplog import check_topology, operation_time
+
+_OF_A_TERM = {f"mongo_celery-{name}" for name in ("reader", "snapshot", "removal", "horizon", "evidence")}
+_ENDING_SECONDS = 10.0
+
+
+class SteppedTerm:
+    """
+    One term of a bridge, which moves only when it is asked to.
+
+    Args:
+        wiring: of the bridge.
+    """
+
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
+        self._leader: Leader | None = None
+        self._renewal: Renewal | None = None
+        self._aim: Timestamp | None = None
+
+    @property
+    def queues(self) -> list[str]:
+        """Where its messages go."""
+        return self._wiring.queue_names
+
+    @contextlib.contextmanager
+    def led(self) -> Iterator[None]:
+        """Inside, the bridge is led by this thread."""
+        wiring = self._wiring
+        leases = wiring.store.leases
+        selectors, scope = wiring.stream()
+        check_topology(wiring.client)
+        leases.ensure()
+        candidacy = Candidacy(wiring, selectors)
+        candidacy.renew()
+        term = candidacy.acquire()
+        if term is None:
+            raise LeaseLostError
+        renewal = self._renewal = Renewal(leases, term, wiring.options.lease_ttl, dict, candidacy.definitions)
+        renewal.start()
+        try:
+            leases.serve(term, candidacy.definitions)
+            activity = Activity(wiring.name, [handler.name for handler in wiring.handlers], wiring.options.lease_ttl)
+            leader = Leader(
+                wiring, renewal, selectors, scope, threading.Event(), wiring.options.on_history_lost, activity
+            )
+            leader.is_hurried = True
+            with leader.led():
+                self._leader = leader
+                yield
+        finally:
+            self._leader = None
+            renewal.stop()
+            leases.release(renewal.term, candidacy.definitions)
+
+    @property
+    def leader(self) -> Leader:
+        """The listener's own."""
+        assert self._leader is not None, "turns are taken inside"
+        return self._leader
+
+    def aim(self) -> None:
+        """From now on `has_read_all` is about what was written until now."""
+        self._aim = operation_time(self._wiring.client)
+
+    def has_read_all(self) -> bool:
+        """Whether it has taken in all that was written until `aim`."""
+        return self._aim is not None and self.leader.has_read_to(self._aim)
+
+    def turn(self) -> None:
+        """
+        One turn of the listener.
+
+        Raises:
+            LeaseLostError: somebody else leads, or MongoDB was away for too long.
+        """
+        leader = self.leader
+        assert self._renewal is not None, "it is led"
+        if not self._renewal.trusted():
+            raise LeaseLostError
+        leader.turn()
+
+    def look(self) -> None:
+        """One turn, with all partitions as they are by now."""
+        self.leader.look_now()
+        self.turn()
+
+    def is_busy(self) -> bool:
+        """Whether a run is out, or waits for nothing but its turn."""
+        now = time.monotonic()
+        return any(
+            tracker.outstanding is not None or _is_due(subscription, tracker, now)
+            for subscription, tracker in self._trackers()
+        )
+
+    def waits(self) -> bool:
+        """Whether a change waits for its time."""
+        now = time.monotonic()
+        return any(
+            subscription.has_next(tracker.image.index) and now < tracker.ready_at < math.inf
+            for subscription, tracker in self._trackers()
+        )
+
+    def end_waits(self) -> None:
+        """Move the times for which changes wait into the past."""
+        for _, tracker in self._trackers():
+            if tracker.image.parked:
+                self._set_past(tracker, "retry.notBefore", {"$gt": ["$retry.notBefore", "$$NOW"]})
+
+    def make_up(self) -> None:
+        """
+        See to what is out while there are no messages: what is handled is committed, what was lost is sent again.
+
+        A claim that stands belongs to a process that was killed, or stands still: its time is over.
+        """
+        for _, tracker in self._trackers():
+            run, image = tracker.outstanding, tracker.image
+            if run is None:
+                continue
+            if image.handled is not None:
+                run.handled_at = -math.inf  # the time for which a commit message is waited for is over
+            elif image.live and image.claim is not None:
+                self._set_past(tracker, "claim.until", {"$eq": ["$claim.owner", {"$literal": image.claim["owner"]}]})
+            else:
+                tracker.repeat(time.monotonic())
+
+    def standing(self) -> list[str]:
+        """Of each partition that a person has to see to, its state, its change and the error."""
+        return [
+            f"{tracker.partition_id} is {tracker.image.state}: {tracker.image.error or 'no error is recorded'}"
+            for _, tracker in self._trackers()
+            if tracker.image.state != "flowing"
+        ]
+
+    def _trackers(self) -> list[tuple[Subscription, Tracker]]:
+        return [(each, tracker) for each in self.leader.subscriptions.values() for tracker in each.trackers.values()]
+
+    def _set_past(self, tracker: Tracker, field: str, condition: dict[str, Any]) -> None:
+        found = {"_id": tracker.partition_id, "$expr": condition}
+        self._partitions().update_one(found, [{"$set": {field: {"$subtract": ["$$NOW", 1]}}}])
+
+    def _partitions(self) -> Collection[dict[str, Any]]:
+        return strict(self._wiring.client[self._wiring.options.database])["partitions"]
+
+
+def _is_due(subscription: Subscription, tracker: Tracker, now: float) -> bool:
+    return subscription.has_next(tracker.image.index) and tracker.ready_at <= now
+
+
+def await_ends(before: set[threading.Thread]) -> None:
+    """
+    Wait for the threads of terms that have ended: what they still do must not come where their bridges work next.
+
+    A listener need not: its process ends, and all calls have limits.
+    """
+    until = time.monotonic() + _ENDING_SECONDS
+    for thread in set(threading.enumerate()) - before:
+        if thread.name in _OF_A_TERM:
+            thread.join(max(until - time.monotonic(), 0.0))

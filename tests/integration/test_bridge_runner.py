@@ -1,0 +1,363 @@
+"""
+A bridge in the process of a test: the product's own claims, outcomes and commits, with faults that are asked for.
+
+The docs' own example is `acceptance/test_testing_page.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from celery import Celery
+from pymongo import MongoClient
+from pymongo.database import Database
+
+from mongo_celery import Bridge, Change, Changes, HandlerUsageError, Outbox
+from mongo_celery.testing import BridgeRunner, drain
+
+Document = dict[str, Any]
+NOWHERE = "mongodb://localhost:1/?replicaSet=nowhere"
+
+
+class Shop:
+    """One app with its bridge, which knows neither server, and what its handler has seen."""
+
+    def __init__(self, database: Database[Document], url: str = NOWHERE, name: str = "shop", **options: Any) -> None:
+        self.orders = database["orders"]
+        self.app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
+        self.bridge = Bridge(self.app, url, name=name, autodiscover=False, **options)
+        self.seen: list[Any] = []
+        self.failing: list[Exception] = []
+
+    def handle(self, **options: Any) -> None:
+        """Register the handler that notes what it is given."""
+
+        def note(change: Change) -> None:
+            if self.failing:
+                raise self.failing.pop(0)
+            self.seen.append((change.operation_type, change.document_key["_id"]))
+
+        self.bridge.on_change(self.orders.full_name, name="note", **options)(note)
+
+
+@pytest.fixture
+def shop(database: Database[Document]) -> Shop:
+    return Shop(database)
+
+
+@pytest.fixture
+def run(mongo_url: str) -> Callable[[Shop], BridgeRunner]:
+    return lambda shop: BridgeRunner(shop.bridge, url=mongo_url)
+
+
+Run = Callable[[Shop], BridgeRunner]
+
+
+def test_changes_come_in_order_and_from_its_beginning_on(shop: Shop, run: Run) -> None:
+    """Not what an earlier test has written, however long the oplog; a second runner begins anew."""
+    shop.handle()
+    shop.orders.insert_one({"_id": 0})
+    with run(shop) as runner:
+        shop.orders.insert_many([{"_id": number} for number in range(1, 40)])
+        shop.orders.update_many({"_id": {"$gt": 0}}, {"$set": {"seen": 1}})
+        assert len(runner.deliver().calls) == 78
+    for number in range(1, 40):
+        assert [operation for operation, key in shop.seen if key == number] == ["insert", "update"]
+    with run(shop) as runner:
+        assert runner.deliver().calls == ()
+        shop.orders.delete_one({"_id": 1})
+        runner.deliver()
+    assert shop.seen[-1] == ("delete", 1)
+    assert not any(key == 0 for _, key in shop.seen)
+
+
+def test_what_it_has_used_is_as_it_was_afterwards(shop: Shop, run: Run, mongo_client: MongoClient[Document]) -> None:
+    """The bridge's address and options, the app's broker, the handlers' tasks; and no state is left."""
+    shop.handle(start_from="oldest")
+    shop.app.conf.task_always_eager = True
+    before, handler, task = (
+        set(mongo_client.list_database_names()),
+        shop.bridge.handlers[0],
+        shop.app.tasks[shop.bridge.handlers[0].task_name],
+    )
+    with run(shop) as runner:
+        assert shop.bridge.url != NOWHERE
+        runner.deliver()
+    after = set(mongo_client.list_database_names())
+    assert not [name for name in after - before if name.startswith("mongo_celery_test_")]
+    assert (shop.bridge.url, shop.bridge.options.database) == (NOWHERE, "mongo_celery")
+    assert shop.bridge.handlers == [handler]
+    assert shop.app.conf.task_always_eager is True
+    assert "run" not in vars(task)
+    assert shop.app.connection_for_write().transport_cls == "redis"
+
+
+def test_retries_need_no_time(shop: Shop, run: Run) -> None:
+    """An hour of backoff is moved into the past, unless the test wants the change to wait."""
+    shop.handle(autoretry_for=(ConnectionError,), default_retry_delay=3600, retry_backoff=3600)
+    shop.failing = [ConnectionError("away"), ConnectionError("still")]
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 1})
+        assert len(runner.deliver(retries=False).retries) == 1
+        assert not shop.seen
+        delivered = runner.deliver()
+        assert len(delivered.retries) == 1
+        assert not delivered.failures
+    assert shop.seen == [("insert", 1)]
+
+
+@pytest.mark.parametrize("point", ["claimed", "called", "handled"])
+def test_a_killed_execution_is_made_up_for(shop: Shop, run: Run, point: str) -> None:
+    """At least once: what was not recorded is repeated, under a larger token; what was recorded is not."""
+    shop.handle()
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 1})
+        runner.crash(point)
+        calls = runner.deliver().calls
+        shop.orders.delete_one({"_id": 1})
+        assert len(runner.deliver().calls) == 1
+    assert [call.was_killed for call in calls] == ([False] if point == "handled" else [True, False])
+    assert len(shop.seen) - 1 == {"claimed": 1, "called": 2, "handled": 1}[point]
+    tokens = [call.changes[0].fencing_token for call in calls]
+    assert tokens == sorted(set(tokens))
+
+
+def test_too_many_kills_apply_the_failure_policy(shop: Shop, run: Run) -> None:
+    """As where a change kills its worker each time."""
+    shop.handle(failure_policy="dead_letter")
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 1})
+        shop.orders.update_one({"_id": 1}, {"$set": {"n": 1}})
+        runner.crash("claimed", times=4)
+        runner.deliver()
+        letters = shop.bridge.client[shop.bridge.options.database]["dead_letters"]
+        assert "ended 4 times" in str((letters.find_one({}) or {}).get("error"))
+    assert shop.seen == [("update", 1)]
+
+
+def test_a_stale_execution_goes_on_when_all_else_is_done(shop: Shop, run: Run) -> None:
+    """With its own token, which the fenced writes refuse, and with its change as it was."""
+    totals: list[Any] = []
+
+    @shop.bridge.on_change(shop.orders.full_name)
+    def copy(change: Change) -> None:
+        totals.append(change.full_document and change.full_document["n"])
+        change.fenced(f"{shop.orders.database.name}.copies").replace_one({"_id": 1}, {"n": totals[-1]}, upsert=True)
+
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 1, "n": 1})
+        shop.orders.update_one({"_id": 1}, {"$set": {"n": 2}})
+        runner.stall()
+        delivered = runner.deliver()
+        assert not delivered.failures
+    assert totals == [1, 2, 1]
+    assert [call.was_stale for call in delivered.calls] == [False, False, True]
+    assert type(delivered.calls[-1].error).__name__ == "StaleFencingTokenError"
+    assert (shop.orders.database["copies"].find_one({}) or {})["n"] == 2
+
+
+def test_a_failure_for_good_is_raised_with_what_stands(shop: Shop, run: Run) -> None:
+    """Once: what stood before does not fail the next delivery."""
+    shop.handle()
+    shop.failing = [ValueError("no such order")]
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 1})
+        with pytest.raises(ValueError, match="no such order") as raised:
+            runner.deliver()
+        assert "is halted" in raised.value.__notes__[0]
+        assert len(runner.deliver().standing) == 1
+
+
+def test_a_failure_can_be_looked_at_instead(shop: Shop, run: Run) -> None:
+    """With the policy that was applied."""
+    shop.handle(failure_policy="skip")
+    shop.failing = [ValueError("no such order")]
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 1})
+        shop.orders.update_one({"_id": 1}, {"$set": {"n": 1}})
+        delivered = runner.deliver(raises=False)
+    assert [str(call.error) for call in delivered.failures] == ["no such order"]
+    assert (delivered.standing, shop.seen) == ((), [("update", 1)])
+
+
+def test_a_handler_that_feeds_itself_ends_with_a_sentence(shop: Shop, run: Run) -> None:
+    """It would never end; and the process is free for the next runner."""
+
+    @shop.bridge.on_change(shop.orders.full_name)
+    def count(change: Change) -> None:
+        shop.orders.update_one({"_id": change.document_key["_id"]}, {"$inc": {"seen": 1}})
+
+    for _ in range(2):
+        with run(shop) as runner:
+            shop.orders.insert_one({})
+            with pytest.raises(AssertionError, match=r"more than 5 calls .* write to what it listens"):
+                runner.deliver(limit=5)
+
+
+def test_a_fault_that_had_no_occasion_fails_the_test(shop: Shop, run: Run) -> None:
+    """A test that tries nothing is none; the next delivery is as if nothing had been asked for."""
+    shop.handle()
+    with run(shop) as runner:
+        runner.crash("called")
+        with pytest.raises(AssertionError, match="no execution came that is killed at 'called'"):
+            runner.deliver()
+        runner.stall()
+        with pytest.raises(AssertionError, match="no execution came that stands still"):
+            runner.deliver()
+        shop.orders.insert_one({"_id": 1})
+        assert len(runner.deliver().calls) == 1
+
+
+def test_repeated_messages_start_no_handler(shop: Shop, run: Run) -> None:
+    """P2: the claim drops them."""
+    shop.handle()
+    with run(shop) as runner:
+        shop.orders.insert_many([{"_id": number} for number in range(5)])
+        runner.deliver(duplicates=True)
+    assert len(shop.seen) == 5
+
+
+@pytest.mark.parametrize("options", [{"commit": "inline"}, {"run_size": 10}, {"partitions": 1, "run_size": 3}])
+def test_every_way_of_a_bridge_is_its_own(database: Database[Document], run: Run, options: Document) -> None:
+    """Inline commits and runs pass the same code."""
+    shop = Shop(database, **options)
+    shop.handle()
+    with run(shop) as runner:
+        shop.orders.insert_many([{"_id": number} for number in range(20)])
+        runner.crash("called")
+        runner.deliver()
+    assert {key for _, key in shop.seen} == set(range(20))
+
+
+def test_bulk_and_transactional_handlers_run_as_well(shop: Shop, run: Run) -> None:
+    """A list is one call; an exactly-once effect is there once, also where its first execution was killed."""
+    lists: list[int] = []
+    copies = shop.orders.database.create_collection("copies")
+
+    @shop.bridge.on_changes(shop.orders.full_name)
+    def gather(changes: Changes) -> None:
+        lists.append(len(changes))
+
+    @shop.bridge.on_change(shop.orders.full_name, transactional=True)
+    def count(change: Change) -> None:
+        shop.bridge.collection(copies.full_name).update_one(
+            {"_id": 1}, {"$inc": {"n": 1}}, upsert=True, session=change.session
+        )
+
+    with run(shop) as runner:
+        shop.orders.insert_many([{"_id": number} for number in range(4)])
+        delivered = runner.deliver()
+        runner.crash("handled")
+        shop.orders.delete_one({"_id": 1})
+        runner.deliver()
+    assert sum(len(call.changes) for call in delivered.of("gather")) == 4
+    assert (copies.find_one({}) or {})["n"] == 5
+
+
+def test_what_exists_comes_where_a_handler_begins_with_it(shop: Shop, run: Run) -> None:
+    """The snapshot is the product's own."""
+    shop.orders.insert_many([{"_id": number} for number in range(3)])
+    shop.handle(start_from="snapshot")
+    with run(shop) as runner:
+        runner.deliver()
+        shop.orders.insert_one({"_id": 3})
+        runner.deliver()
+    assert sorted(shop.seen) == [("insert", 3), *(("snapshot", number) for number in range(3))]
+
+
+def test_sent_tasks_can_be_looked_at_and_run(shop: Shop, run: Run) -> None:
+    """What a handler sends, what an outbox sends, and what these send; a task's own error is raised."""
+    ran: list[Any] = []
+
+    @shop.app.task(name="shop.mail", bind=True, max_retries=3)
+    def mail(self: Any, key: int, subject: str = "") -> None:
+        ran.append((key, subject, self.request.retries))
+        if key == 1 and self.request.retries == 0:
+            raise self.retry(countdown=3600)
+        if key == 9:
+            raise ValueError("no address")
+
+    @shop.bridge.on_change(shop.orders.full_name)
+    def send(change: Change) -> None:
+        mail.delay(change.document_key["_id"])
+
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 1})
+        runner.deliver()
+        runner.assert_enqueued("shop.mail", args=[1])
+        runner.assert_enqueued("shop.mail", args=[2], times=0)
+        Outbox(shop.app, shop.orders.database["parcels"]).insert_one({"_id": 2}, tasks=[mail.si(2, subject="hi")])
+        runner.assert_enqueued("shop.mail", args=[2], kwargs={"subject": "hi"})
+        with pytest.raises(AssertionError, match=r"shop.mail was sent 2 times, not 1; what was sent: shop.mail\("):
+            runner.assert_enqueued("shop.mail")
+        assert [task.name for task in runner.run_tasks()] == ["shop.mail"] * 3
+        assert sorted(ran) == [(1, "", 0), (1, "", 1), (2, "hi", 0)]
+        mail.delay(9)
+        with pytest.raises(ValueError, match="no address"):
+            runner.run_tasks()
+        assert runner.sent() == []
+
+
+def test_one_runner_runs_at_a_time(shop: Shop, run: Run) -> None:
+    """The broker in memory is the process's; a second one is refused before it changes anything."""
+    shop.handle()
+    with run(shop), pytest.raises(HandlerUsageError, match="give it both bridges"), run(shop):
+        pass
+    with run(shop):
+        pass
+
+
+def test_several_bridges_run_together(database: Database[Document], mongo_url: str) -> None:
+    """One handler's writes are the other's changes, until nothing is left."""
+    shop, stock = Shop(database), Shop(database, name="stock")
+    stock.orders = database["copies"]
+    stock.handle()
+
+    @shop.bridge.on_change(shop.orders.full_name)
+    def copy(change: Change) -> None:
+        database["copies"].insert_one({"_id": change.document_key["_id"]})
+
+    with BridgeRunner(shop.bridge, stock.bridge, url=mongo_url) as runner:
+        shop.orders.insert_one({"_id": 1})
+        runner.deliver()
+    assert stock.seen == [("insert", 1)]
+
+
+@contextmanager
+def served(bridge: Bridge) -> Iterator[None]:
+    """Deliver from another thread, as processes elsewhere do; the fixture's bridge has its URL."""
+    ended = threading.Event()
+
+    def serve() -> None:
+        with BridgeRunner(bridge) as runner:
+            began.set()
+            while not ended.is_set():
+                runner.deliver(raises=False)
+
+    began = threading.Event()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        assert began.wait(60)
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_draining_waits_for_whoever_works(database: Database[Document], mongo_url: str) -> None:
+    """Until all that was written before has been handled; else it says who is behind."""
+    shop = Shop(database, mongo_url)
+    shop.handle()
+    with served(shop.bridge):
+        shop.orders.insert_many([{"_id": number} for number in range(20)])
+        drain(shop.bridge, timeout=60)
+        assert len(shop.seen) == 20
+    shop.orders.insert_one({"_id": 20})
+    with pytest.raises(TimeoutError, match=r"bridge shop has not handled .*: note behind"):
+        drain(shop.bridge, timeout=0.1)
+    shop.bridge.client.close()
