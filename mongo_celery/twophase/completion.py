@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import pymongo
 from bson import ObjectId
 from bson.binary import Binary
+from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
+from mongo_celery.locking.holders import in_words
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, until_answered
 from mongo_celery.mongo.verdicts import explained, is_transient
@@ -23,6 +25,7 @@ from mongo_celery.twophase.across import AcrossClusters, begun_fields
 from mongo_celery.twophase.clusters import Clusters
 from mongo_celery.twophase.coordinator import BusyError, Coordinator, OvertakenError, StuckError
 from mongo_celery.twophase.follower import LogFollower
+from mongo_celery.twophase.in_the_way import in_the_way
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.sessions import end_transactions, sessions_of
@@ -67,6 +70,7 @@ class Completion:
 
     def __init__(self, log: TransactionLog, clusters: Clusters, timeout: float, protocol: str) -> None:
         self._log = log
+        self._client = log.collection.database.client
         self._clusters = clusters
         self._timeout = timeout
         self._protocol = protocol
@@ -173,7 +177,7 @@ class Completion:
         is_initial = transaction.state is State.INITIAL
         hint = NOT_BEGUN if is_initial else FINISHED_BY_RECOVERY
         step = self.within.run if way is Way.WITHIN else self._across.step
-        with _named(transaction.id, hint, hint):
+        with _named(transaction.id, hint, hint, self._client):
             return self.until_answered(
                 lambda: step(transaction, deadline, any_application=any_application),
                 deadline,
@@ -194,7 +198,7 @@ class Completion:
         if begun.state is not State.PENDING:  # the answer was lost when it was begun, and somebody has taken it over
             return self.to_the_end(begun, deadline)
         try:
-            with _named(begun.id, FINISHED_BY_RECOVERY, FINISHED_BY_RECOVERY):
+            with _named(begun.id, FINISHED_BY_RECOVERY, FINISHED_BY_RECOVERY, self._client):
                 after = self.until_answered(lambda: self._across.decide(begun, deadline), deadline, id=begun.id)
         except OvertakenError:
             return self.to_the_end(begun, deadline)
@@ -231,7 +235,7 @@ class Completion:
         hint = (
             f"whether transaction {identity!r} was done is not known: it was if it is in the log, and else not at all"
         )
-        with _named(identity, "nothing was stored", hint):
+        with _named(identity, "nothing was stored", hint, self._client):
             return self.until_answered(
                 lambda: self.within.store(fields, parts, identity, mark, deadline), deadline, hint=hint, id=identity
             )
@@ -242,7 +246,7 @@ class Completion:
         """Store a transaction over several clusters as begun; errors as of `AcrossClusters.store`."""
         fields = begun_fields(parts, given.get("participants"))
         hint = f"whether transaction {identity!r} was begun is not known; if it is in the log, {FINISHED_BY_RECOVERY}"
-        with _named(identity, "nothing was stored", hint):
+        with _named(identity, "nothing was stored", hint, self._client):
             return self.until_answered(
                 lambda: self._across.store(fields, parts, identity, deadline), deadline, hint=hint, id=identity
             )
@@ -339,14 +343,15 @@ def _wait_or_give_up(transaction: Transaction, count: int, deadline: float) -> N
 
 
 @contextmanager
-def _named(identity: Any, aborted: str, unknown: str) -> Iterator[None]:
+def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any]) -> Iterator[None]:
     """
-    Say of a MongoDB transaction that has used its time up which transaction it belonged to.
+    Say of a MongoDB transaction that has used its time up which transaction it belonged to, and who was in its way.
 
     Args:
         identity: of the transaction.
         aborted: what follows if it was aborted.
         unknown: what follows if no commit was answered.
+        client: of the log's own cluster, whose open transactions may have been in the way.
     """
     try:
         yield
@@ -355,8 +360,9 @@ def _named(identity: Any, aborted: str, unknown: str) -> Iterator[None]:
             raise
         outcome = vars(error).get("outcome", "unknown")
         follows = aborted if outcome == "aborted" else unknown
-        message = f"transaction {identity!r}, {follows}. {error}"
-        raise TransactionTimeoutError(message, id=identity, outcome=outcome) from error
+        found = in_the_way(error, client)
+        message = f"transaction {identity!r}, {follows}. {error} {in_words(found)}".rstrip()
+        raise TransactionTimeoutError(message, id=identity, outcome=outcome, candidates=found) from error
 
 
 def _is_repeatable(error: Exception) -> bool:
