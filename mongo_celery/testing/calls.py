@@ -80,27 +80,27 @@ class CallRecorder:
 
     Attributes:
         calls: in the order of their ends.
-        crashes: points at which the next executions die, each once.
-        stalls: how many of the next calls stand still until all else is done.
+        crashes: points at which the next executions die, each once, with the handler that it is about; None for any.
+        stalls: the next calls that stand still until all else is done, each by its handler; None for any.
     """
 
     def __init__(self, overtake: Callable[[], None]) -> None:
         self.calls: list[HandlerCall] = []
-        self.crashes: list[CrashPoint] = []
-        self.stalls = 0
+        self.crashes: list[tuple[CrashPoint, str | None]] = []
+        self.stalls: list[str | None] = []
         self._overtake = overtake
 
     @property
     def awaited(self) -> str | None:
         """In words, what was to happen and has not; None where all of it has."""
         if self.stalls:
-            return "stands still before its handler"
-        return f"is killed at {self.crashes[0]!r}" if self.crashes else None
+            return f"stands still before {self.stalls[0] or 'its handler'}"
+        return f"is killed at {self.crashes[0][0]!r}" if self.crashes else None
 
     def forget(self) -> None:
         """Nothing more is to happen."""
         self.crashes.clear()
-        self.stalls = 0
+        self.stalls.clear()
 
     @contextlib.contextmanager
     def watching(self, wiring: Wiring) -> Iterator[None]:
@@ -121,14 +121,14 @@ class CallRecorder:
             return function(*args)
         given = args[-1]
         changes = (given,) if isinstance(given, Change) else tuple(given)
-        was_stale = self.stalls > 0
+        was_stale = bool(self.stalls) and self.stalls[0] in (None, handler.name)
         if was_stale:
-            self.stalls -= 1
+            self.stalls.pop(0)
             self._overtake()
         try:
-            self.reach("claimed")
+            self._reach("claimed", handler.name)
             function(*args)
-            self.reach("called")
+            self._reach("called", handler.name)
         except ProcessKilledError as error:
             self.calls.append(HandlerCall(handler.name, changes, error, was_killed=True, was_stale=was_stale))
             raise
@@ -139,12 +139,12 @@ class CallRecorder:
         return None
 
     def _link(self, publish: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self.reach("handled")
+        self._reach("handled", self.calls[-1].handler)  # that has just returned
         return publish(*args, **options)
 
-    def reach(self, point: CrashPoint) -> None:
+    def _reach(self, point: CrashPoint, handler: str) -> None:
         """Die here, if that is to happen next."""
-        if self.crashes and self.crashes[0] == point:
+        if self.crashes and self.crashes[0][0] == point and self.crashes[0][1] in (None, handler):
             self.crashes.pop(0)
             raise ProcessKilledError
 

@@ -13,6 +13,7 @@ from uuid import uuid4
 from bson import Timestamp
 from pymongo import MongoClient
 
+from mongo_celery.arguments import nearest
 from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import BridgeOptions
@@ -156,7 +157,7 @@ class BridgeRunner:
 
     # -- what is to happen -------------------------------------------------------------------------
 
-    def crash(self, at: str = "called", times: int = 1) -> None:
+    def crash(self, at: str = "called", handler: str | None = None, *, times: int = 1) -> None:
         """
         Have the next executions die, as by SIGKILL: nothing more is written, and the claim is left to lapse.
 
@@ -164,17 +165,33 @@ class BridgeRunner:
             at: `"claimed"`, before the handler is called; `"called"`, when it has returned and nothing is recorded
                 (with `transactional=True` its transaction is committed); `"handled"`, when its success is recorded and
                 the commit message is not sent, which `commit="inline"` has not.
+            handler: name of the handler that it is about; by default any.
             times: how many.
-        """
-        self._recorder.crashes += [checked_point(at)] * times
 
-    def stall(self, times: int = 1) -> None:
+        Raises:
+            HandlerUsageError: there is no such point or handler.
+        """
+        self._recorder.crashes += [(checked_point(at), self._checked_handler(handler))] * times
+
+    def stall(self, handler: str | None = None) -> None:
         """
         Have the next execution stand still under its claim until all else is done, its own change included.
 
         It then goes on as a stale one, with the change and the fencing token that it had.
+
+        Args:
+            handler: name of the handler that it is about; by default any.
+
+        Raises:
+            HandlerUsageError: there is no such handler.
         """
-        self._recorder.stalls += times
+        self._recorder.stalls.append(self._checked_handler(handler))
+
+    def _checked_handler(self, name: str | None) -> str | None:
+        known = sorted({handler.name for wiring in self._wirings for handler in wiring.handlers})
+        if name is not None and name not in known:
+            raise HandlerUsageError(f"no bridge of the runner has a handler {name!r}{nearest(name, known)}.")
+        return name
 
     # -- delivering --------------------------------------------------------------------------------
 

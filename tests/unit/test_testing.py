@@ -83,6 +83,8 @@ def test_a_crash_point_that_there_is_not_is_refused() -> None:
     runner = BridgeRunner(Bridge(Celery("shop", set_as_current=False), "mongodb://nowhere:1", name="shop"))
     with pytest.raises(HandlerUsageError, match="'claimed', 'called', 'handled'"):
         runner.crash("commited")
+    with pytest.raises(HandlerUsageError, match="has a handler 'bil'"):
+        runner.stall("bil")
 
 
 @pytest.mark.parametrize(
