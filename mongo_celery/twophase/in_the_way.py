@@ -36,7 +36,7 @@ def in_the_way(error: BaseException, client: MongoClient[Any]) -> tuple[OpenTran
 
 def _asked(client: MongoClient[Any]) -> tuple[OpenTransaction, ...]:
     with pymongo.timeout(_ANSWER_SECONDS):
-        return tuple(each for each in open_transactions(client) if each.wrote)
+        return tuple(open_transactions(client))
 
 
 def _has_met_a_conflict(error: BaseException | None) -> bool:
