@@ -148,9 +148,7 @@ class Publisher:
             BatchAbandonedError: it cannot, here or now; publish each entry by itself.
             BrokerUnavailableError: the broker does not answer.
         """
-        # Who listens to these signals is told of messages that the broker has.
-        is_listened_to = signals.after_task_publish.receivers or signals.task_sent.receivers
-        if is_listened_to or time.monotonic() < self._alone_until:
+        if _is_listened_to(None) or time.monotonic() < self._alone_until:
             raise BatchAbandonedError
         with self._producer() as producer:
             if not self._collects(producer):
@@ -200,6 +198,8 @@ class Publisher:
                     self._publish_event(producer, entry, retry=not is_collected)
                 elif is_collected and signature.subtask_type is not None:
                     raise BatchAbandonedError  # Celery may send parts of it on a connection of its own
+                elif is_collected and _is_listened_to(signature.task):
+                    raise BatchAbandonedError
                 else:
                     _carry(signature, trace_headers())
                     with captured(self.app, None):  # a transaction's body may be delivering
@@ -371,3 +371,8 @@ def _forget(producer: Any, connection: Any) -> None:
         producer.channel = None
     with suppress(Exception):
         connection.close()
+
+
+def _is_listened_to(task: str | None) -> bool:
+    """Whether somebody is told what was published of a task, or of all: that is said of what the broker has."""
+    return any(signal.has_listeners(task) for signal in (signals.after_task_publish, signals.task_sent))

@@ -152,6 +152,11 @@ def _after_publish(**_arguments: Any) -> None:
     POINTS.pass_by("after publish")
 
 
+def listen_to_nothing() -> None:
+    """From now on this process sends several messages by one command: who is told of each sends them one by one."""
+    after_task_publish.disconnect(_after_publish, sender=EFFECT)
+
+
 if "OUTBOX_KILL_AT" in os.environ:  # a worker that dies in its sweep
     POINTS.arm(int(os.environ["OUTBOX_KILL_AT"]), signal.SIGKILL, "worker")
 

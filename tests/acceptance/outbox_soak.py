@@ -28,7 +28,7 @@ from pymongo.errors import BulkWriteError, DuplicateKeyError, PyMongoError
 from mongo_celery import STORED_ID, transactional
 from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.outbox import Write
-from tests.acceptance.outbox_project import POINTS, client, effect, fork, import_all, items, say
+from tests.acceptance.outbox_project import POINTS, client, effect, fork, import_all, items, listen_to_nothing, say
 
 Document = dict[str, Any]
 Keys = Sequence[str]
@@ -215,6 +215,8 @@ def _doom(chance: random.Random) -> None:
     seconds = chance.uniform(*_LIFE_SECONDS)
     if chance.random() < 0.5:
         POINTS.arm(chance.randint(1, _POINTS_MAX), signal.SIGKILL, "soak")
+    else:
+        listen_to_nothing()
     signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM's default action is death
 
 

@@ -179,8 +179,17 @@ def test_who_listens_to_what_was_published_is_told_of_what_the_broker_has(rig: R
             pass
     finally:
         signals.after_task_publish.disconnect(hear)
-    with publisher.together():
-        pass
+    heard, unheard = entries(rig, [rig.pickled.s(1), rig.add.s(1, 2)])
+    signals.after_task_publish.connect(hear, sender=heard.name)
+    try:
+        with publisher.together() as send:
+            publisher.publish(unheard)
+            with pytest.raises(BatchAbandonedError):
+                publisher.publish(heard)
+            send()
+    finally:
+        signals.after_task_publish.disconnect(hear, sender=heard.name)
+    assert len(taken(broker)["celery"]) == 1
     publisher.close()
     with Celery("other", broker="memory://", set_as_current=False) as app:
         publisher = Publisher(app, "events")
