@@ -19,6 +19,7 @@ from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.opening import Source, collection_of, plain_types, strict
 from mongo_celery.outbox import index, swept
 from mongo_celery.outbox.claims import PendingClaims
+from mongo_celery.outbox.commands import COMMAND_SECONDS
 from mongo_celery.outbox.dead_letters import COLLECTION, OutboxDeadLetters
 from mongo_celery.outbox.delivery import Counters, Delivery, HeldDocument
 from mongo_celery.outbox.dispatcher import DispatcherState, OutboxDispatcher
@@ -171,7 +172,7 @@ class Backing:
         return kind(
             lambda: self.collection.full_name,
             lambda: self.relay,
-            waiting=lambda limit, refused: self.due(0.0, limit, passing_over=refused),
+            waiting=lambda limit, refused: self.due(0.0, limit, passing_over=refused, seconds=COMMAND_SECONDS),
             answers=lambda: self.publisher.answers(_PROBE_SECONDS),
             claim_ttl=self._options.claim_ttl,
             codec=lambda: self.collection.codec_options,
@@ -278,10 +279,18 @@ class Backing:
         return index.of_pending(self.plain, self.field).exists()
 
     def due(
-        self, older_than: float, limit: int, *, passing_over: Sequence[Any] = (), by_lot: bool = False
+        self,
+        older_than: float,
+        limit: int,
+        *,
+        passing_over: Sequence[Any] = (),
+        by_lot: bool = False,
+        seconds: float | None = None,
     ) -> list[Any]:
         """As `index.due_documents`."""
-        return index.due_documents(self.plain, self.claims, older_than, limit, passing_over=passing_over, by_lot=by_lot)
+        return index.due_documents(
+            self.plain, self.claims, older_than, limit, passing_over=passing_over, by_lot=by_lot, seconds=seconds
+        )
 
     def still_due(self, document_ids: Sequence[Any]) -> list[Any]:
         """As `index.still_due`."""

@@ -21,7 +21,7 @@ Callers never wait for the broker. They hand over a document that their write ha
   later, and so has its removal; one that MongoDB refuses is left to the sweep. The others go on.
 - After a fork the child makes a dispatcher of its own; what the parent's queue holds is the parent's to deliver.
 - At the end of a process what is queued is published for a second, what was published is removed, and claims are let
-  go; after two seconds the process ends in any case.
+  go, also of documents of which a message is under way; after two seconds the process ends in any case.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import pymongo
 from bson import ObjectId, Regex
 from bson.codec_options import CodecOptions
 from celery.exceptions import SoftTimeLimitExceeded
-from pymongo.errors import PyMongoError
+from pymongo.errors import ExecutionTimeout, PyMongoError
 
 from mongo_celery.exits import close_at_exit
 from mongo_celery.mongo.identity import NO_ID, demanded_id, id_key
@@ -104,7 +104,8 @@ class OutboxDispatcher:
     Args:
         name: gives what logs call the outbox.
         relay: gives the relay of this process; asked by the thread only.
-        waiting: gives `_id`s of documents that may be claimed, as the index says, some at most and none of those given.
+        waiting: gives `_id`s of documents that may be claimed, as the index says, some at most and none of those given;
+            the server may be given a bound for it, since it reads the whole collection where the index is missing.
         answers: whether the broker takes a new connection; may take some seconds.
         claim_ttl: seconds of a claim.
         codec: of the collection, by which `_id`s are compared.
@@ -136,6 +137,7 @@ class OutboxDispatcher:
         self._unsettled: list[PublishedPart] = []
         self._settled_by = 0.0
         self._unwanted: list[QueuedDocument] = []
+        self._in_turn: dict[Hashable, QueuedDocument] = {}
         self._waiters: list[threading.Event] = []
         self._paused_until = 0.0
         self._failures = 0
@@ -353,6 +355,7 @@ class OutboxDispatcher:
         if not self._broker.is_down:
             self._look()
             self._deliver(self._taken())
+            self._in_turn = {}
         if self._unsettled and (self._waiters or not self._may_settle_later()):
             self._settle()
         self._release_unwanted()
@@ -363,7 +366,9 @@ class OutboxDispatcher:
         with self._changed:
             if len(self._queue):
                 self._turn_began = time.monotonic()
-            return self._queue.take()
+            documents = self._queue.take()
+            self._in_turn = {id_key(queued.document_id, self._codec()): queued for queued in documents}
+            return documents
 
     def _deliver(self, documents: Sequence[QueuedDocument]) -> None:
         """Publish what is held, then claim and publish what is to be looked at."""
@@ -386,6 +391,7 @@ class OutboxDispatcher:
         owner, missed = ObjectId(), list[Failure]()
         self._step()
         held = [each for queued in looks for each in queued.owners]
+        self._claims(ids, owner)
         claimed = self._relay().claim(ids, held=held, owner=owner, missed=missed)
         if not self._publish_all(claimed):
             self._relay().removals.release(ids, [owner])
@@ -397,6 +403,14 @@ class OutboxDispatcher:
             else:
                 tell_undeliverable(self._name(), document_id, error)
                 self._refuse(document_id)
+
+    def _claims(self, document_ids: Sequence[Any], owner: ObjectId) -> None:
+        """Documents of this turn are claimed once more: the end of the process lets that go, too."""
+        with self._changed:
+            for document_id in document_ids:
+                key = id_key(document_id, self._codec())
+                there = self._in_turn.get(key, QueuedDocument(document_id))
+                self._in_turn[key] = QueuedDocument(document_id, None, (*there.all_owners, owner))
 
     def _publish_all(self, documents: Iterable[HeldDocument]) -> bool:
         """Publish from documents that are held; False if the broker does not answer."""
@@ -462,6 +476,7 @@ class OutboxDispatcher:
             if not self._unsettled:
                 self._settled_by = time.monotonic() + SETTLE_SECONDS
             self._unsettled.append(part)
+            self._in_turn.pop(id_key(part.held.document_id, self._codec()), None)  # its removal lets it go
 
     def _went_out(self, count: int) -> None:
         """So many entries were published."""
@@ -572,9 +587,17 @@ class OutboxDispatcher:
             if self._queue.is_full or not self._looks.begin():
                 return
         now = time.monotonic()
-        found = self._waiting(_LOOK, [document_id for until, document_id in self._refused.values() if until > now])
+        self._step()
+        refused = [document_id for until, document_id in self._refused.values() if until > now]
+        try:
+            found = self._waiting(_LOOK, refused)
+        except ExecutionTimeout:
+            with self._changed:
+                self._looks.rest()
+            return
         keys = [id_key(each, self._codec()) for each in found]
         with self._changed:
+            self._looks.succeeded()
             for key, document_id in zip(keys, found, strict=True):
                 if key not in self._late:
                     self._queue.look_at(key, document_id)
@@ -585,7 +608,7 @@ class OutboxDispatcher:
     def _forget_queue(self) -> None:
         """MongoDB does not answer: claims are let go when it does, or lapse, and the index is looked at later."""
         with self._changed:
-            documents = self._queue.take_all()
+            documents, self._in_turn = self._queue.take_all(), {}
             for queued in documents:
                 self._waiters += queued.waiting
             self._passed_over += len(documents)
@@ -601,11 +624,11 @@ class OutboxDispatcher:
         _tell(waiters)
 
     def _let_go(self) -> None:
-        """At the end: remove what was published, and release what was not."""
+        """At the end: remove what was published, and release what was not, also what the thread is in the middle of."""
         with self._changed:
             late = self._late.take_all()
             parts, self._unsettled = [*self._unsettled, *(part for each in late for part in each.parts)], []
-            documents = [*self._unwanted, *self._queue.take_all()]
+            documents = [*self._unwanted, *self._queue.take_all(), *self._in_turn.values()]
             documents += [each.look for each in late if each.look is not None]
             self._unwanted = []
         _tell([each for queued in documents for each in queued.waiting])

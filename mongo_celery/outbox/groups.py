@@ -46,5 +46,9 @@ def size_together(held: HeldDocument) -> int | None:
         payload = stored.get("payload")
         bind = stored.get("bind")
         bound = bind.get("payload") if isinstance(bind, Mapping) else None
-        size += sum(len(each) for each in (payload, bound) if isinstance(each, (str, bytes)))
+        size += sum(_bytes_of(each) for each in (payload, bound) if isinstance(each, (str, bytes)))
     return size
+
+
+def _bytes_of(text: str | bytes) -> int:
+    return len(text) if isinstance(text, bytes) or text.isascii() else len(text.encode(errors="surrogatepass"))

@@ -2,16 +2,20 @@
 The indexes of an outbox, which come with its first use, and what can be learnt through the one on what is pending.
 
 MongoDB creates an index between transactions: it waits for all that have written to the collection, and other writes
-to it wait behind that, for a minute if need be. No write is to hang for an outbox's sake, so the wait is given up
-after `WAIT_SECONDS`, and begun again some time later; until then everything goes on without the index.
+to it wait behind that, for a minute if need be. So a creation is given up after a time, and begun again later; until
+then everything goes on without the index. The time is one for all of it, reading the collection included: MongoDB
+bounds no part of it. It is `WAIT_SECONDS` for who writes; a relay gives a large collection more, and for so long may
+writes hang there while a transaction is open. One that has few documents, or its index already, never sees that.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +33,16 @@ from mongo_celery.outbox.pending import PendingField
 logger = logging.getLogger("mongo_celery.outbox")
 
 WAIT_SECONDS = 3.0
-"""How long anybody waits for the creation of an index; a relay so much longer as its collection has documents."""
+"""
+How long a writer waits for the creation of all indexes of an outbox, and for another thread that creates them; a relay
+takes for each so much longer as its collection has documents.
+"""
 
 AGAIN_SECONDS = 60.0
 """After so long the creation of an index is tried again."""
 
 _DOCUMENTS_A_SECOND = 10_000
-"""A slow server reads so many to create an index; it holds up no write meanwhile."""
+"""A slow server reads so many to create an index; who writes meanwhile waits only where a transaction is open."""
 
 _NONE = {"documents": 0, "pending": 0, "seconds": None, "failing": 0, "stuck": 0, "other_apps": 0}
 
@@ -86,11 +93,11 @@ class OutboxIndex:
             Whether this is settled; False where it has to be tried again.
         """
         partial: dict[str, Any] = {} if self.condition is None else {"partialFilterExpression": self.condition}
-        begun = False
+        begun, seconds = False, WAIT_SECONDS
         try:
             if self.exists():
                 return True
-            seconds = WAIT_SECONDS + (self._reading_seconds() if patiently else 0.0)
+            seconds += self._reading_seconds() if patiently else 0.0
             begun = True
             with pymongo.timeout(seconds):
                 self.collection.create_index(self.keys, name=self.name, **partial, **self.options)
@@ -98,8 +105,9 @@ class OutboxIndex:
             if begun and error.timeout:
                 logger.warning(
                     "outbox: the index %s on %s cannot be created while a transaction that has written there is open, "
-                    "or a member of the replica set is away; it is tried again after %.0f s, and until then %s",
-                    self.name, self.collection.full_name, AGAIN_SECONDS, self.otherwise,
+                    "or a member of the replica set is away, or reading the collection takes longer than %.0f s (then "
+                    "create it by hand); it is tried again after %.0f s, and until then %s",
+                    self.name, self.collection.full_name, seconds, AGAIN_SECONDS, self.otherwise,
                     extra={"event": "index_delayed"},
                 )  # fmt: skip
             if is_transient(error) or not isinstance(error, OperationFailure):
@@ -127,22 +135,30 @@ class OutboxIndexes:
     def __init__(self, *indexes: OutboxIndex) -> None:
         self._missing = list(indexes)
         self._again_at = 0.0
+        self._begun_at = -math.inf
         self._lock = threading.Lock()
 
     def ensure(self, *, patiently: bool) -> None:
         """
         Create what is missing, unless it was tried in vain a moment ago; within a bound, and whatever comes of it.
 
+        While another thread is at it, relays go on at once: they need no index. Who writes waits, but not for one that
+        was begun long ago.
+
         Args:
-            patiently: as of `OutboxIndex.create`; whoever has something else to do is not patient.
+            patiently: as of `OutboxIndex.create`; whoever has something else to do is not patient, and waits
+                `WAIT_SECONDS` for all of them together.
         """
         if not self._missing or time.monotonic() < self._again_at:
             return
-        if not self._lock.acquire(timeout=WAIT_SECONDS):  # another thread is at it
+        others = 0.0 if patiently else self._begun_at + WAIT_SECONDS - time.monotonic()
+        if not self._lock.acquire(timeout=max(0.0, others)):
             return
         try:
-            if time.monotonic() >= self._again_at:
-                self._missing = [each for each in self._missing if not each.create(patiently=patiently)]
+            if self._missing and time.monotonic() >= self._again_at:
+                self._begun_at = time.monotonic()
+                with nullcontext() if patiently else pymongo.timeout(WAIT_SECONDS):
+                    self._missing = [each for each in self._missing if not each.create(patiently=patiently)]
                 self._again_at = time.monotonic() + AGAIN_SECONDS if self._missing else 0.0
         finally:
             self._lock.release()
@@ -167,6 +183,7 @@ def due_documents(
     *,
     passing_over: Sequence[Any] = (),
     by_lot: bool = False,
+    seconds: float | None = None,
 ) -> list[Any]:
     """
     The `_id`s of documents whose oldest entry has waited so many seconds, and that this process may claim.
@@ -180,12 +197,17 @@ def due_documents(
         by_lot: drawn from all that are due; those that have failed before come last, the one whose last claim is the
             longest ago first. It costs a look at all of them. Else the first that the index has, which may be the same
             ones each time.
+        seconds: that the server may take, where it is not by lot; None for no bound.
+
+    Raises:
+        ExecutionTimeout: it took longer.
     """
     condition = claims.claimable(older_than)
     if passing_over:
         condition["_id"] = {"$nin": list(passing_over)}
     if not by_lot:
-        found = _local(collection).find(condition, {"_id": 1}, limit=limit)
+        bound = None if seconds is None else int(seconds * 1000)
+        found = _local(collection).find(condition, {"_id": 1}, limit=limit, max_time_ms=bound)
         return [document["_id"] for document in found]
     place = {"$cond": [claims.has_failed, f"${claims.field.claim}.since", {"$rand": {}}]}
     stages: list[dict[str, Any]] = [

@@ -33,7 +33,9 @@ class ParcelDispatcher(OutboxDispatcher):
         if not documents:
             return
         parcels = [queued.document_id for queued in documents]
-        delivery = self._parcels().deliver_all(parcels, judge=False, step=self._step, refuse=self._refuse)
+        delivery = self._parcels().deliver_all(
+            parcels, judge=False, step=self._step, refuse=self._refuse, claims=self._claims
+        )
         self._went_out(delivery.dispatched)
         if delivery.broker_down:
             self._pause_for_broker([])
@@ -97,6 +99,7 @@ class ParcelBacking(Backing):
         *,
         passing_over: Sequence[Any] = (),
         by_lot: bool = False,  # noqa: ARG002 - they have their turn one after the other in any case
+        seconds: float | None = None,  # noqa: ARG002 - the collection has nothing but what is pending
     ) -> list[Any]:
         """The `_id`s of heads that have waited so many seconds, and that this process may claim."""
         self._looked_at = self.store.due(older_than, limit, passing_over)

@@ -175,6 +175,7 @@ class ParcelRelay(Relay):
         judge: bool = True,
         step: Callable[[], object] = lambda: None,
         refuse: Callable[[Any], object] = lambda _parcel_id: None,
+        claims: Callable[[Sequence[Any], ObjectId], object] = lambda _parcel_ids, _owner: None,
     ) -> Delivery:
         """
         Deliver what is in some parcels and behind them, until nothing is left or a key has had its share.
@@ -186,6 +187,7 @@ class ParcelRelay(Relay):
                 tasks, leaves that to a process that does.
             step: is told of each command and message before it begins.
             refuse: is told of each parcel (its `_id`) that this process cannot publish, and does not judge.
+            claims: is told of parcels that are to be claimed, and of the owner, before they are.
 
         Returns:
             What was done; nothing for keys that another relay holds or that are held back.
@@ -198,7 +200,9 @@ class ParcelRelay(Relay):
         for start in range(0, len(document_ids), HEADS_MAX):
             waiting, age = list(document_ids[start : start + HEADS_MAX]), older_than
             for _ in range(_ROUNDS_MAX):
-                run = self._deliver(waiting, age, judge=judge, step=step, refuse=refuse)
+                owner = ObjectId()
+                claims(waiting, owner)
+                run = self._deliver(waiting, age, owner, judge=judge, step=step, refuse=refuse)
                 total = total.and_(run.delivery)
                 if run.broker_down:
                     return total
@@ -212,6 +216,7 @@ class ParcelRelay(Relay):
         self,
         ids: Sequence[Any],
         older_than: float | None,
+        owner: ObjectId,
         *,
         judge: bool,
         step: Callable[[], object],
@@ -219,7 +224,7 @@ class ParcelRelay(Relay):
     ) -> _Reading:
         is_finalized = bool(self._publisher.app.finalized)  # type: ignore[attr-defined]
         until = time.monotonic() + self._claim_ttl / 2
-        run = _Reading(ObjectId(), until, judge=judge and is_finalized, step=step, refuse=refuse)
+        run = _Reading(owner, until, judge=judge and is_finalized, step=step, refuse=refuse)
         run.step()
         claimable = {"_id": {"$in": list(ids)}, **self._store.claimable(older_than)}
         claim = self._claims.claimed(run.owner, self._claim_ttl)

@@ -28,6 +28,7 @@ _PAGE = 1000
 
 _KEYS = [("key", 1), *ORDER]
 _AT = [("at", 1)]
+_OF_KEYS = {"transactions": {"$exists": True}}
 _KEY_SECONDS = 86_400
 """How long the document of a key is kept after the last transaction that was serialized by it."""
 
@@ -57,9 +58,9 @@ class ParcelStore:
 
     @property
     def key_index(self) -> OutboxIndex:
-        """The index by which keys expire."""
+        """The index by which keys expire, and nothing else that somebody may have in a collection of that name."""
         expiry = {"expireAfterSeconds": _KEY_SECONDS}
-        return OutboxIndex(self.keys, "at", _AT, "keys of serialize=True stay for ever", options=expiry)
+        return OutboxIndex(self.keys, "expiry", _AT, "keys of serialize=True stay for ever", _OF_KEYS, expiry)
 
     # -- write -------------------------------------------------------------------------------------
 

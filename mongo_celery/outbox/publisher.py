@@ -27,6 +27,7 @@ from mongo_celery.broker.connection import bounded_connection, reach_broker
 from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox.canvas import bound, heads, leaves
 from mongo_celery.outbox.capture import captured
 from mongo_celery.outbox.entries import Entry, bound_event
@@ -49,8 +50,11 @@ _LOST = (OperationalError, OSError, BackendError)
 _COMMANDS_MAX = 100_000
 """More than some messages ever are: what is collected is sent when this says so, and not before."""
 
-_ALONE_SECONDS = 60.0
-"""For so long messages go one by one after one of them was refused, and those beside it were sent twice."""
+_ALONE = Pauses(first=60.0, longest=3600.0)
+"""
+For so long messages go one by one after one of them was refused, and those beside it were sent twice; longer each time
+that no command was taken in between. A broker out of memory would be filled with copies, each time by twice as many.
+"""
 
 
 class BrokerUnavailableError(Exception):
@@ -103,6 +107,7 @@ class Publisher:
         self._producers: PerProcess[Any] = PerProcess(self._connect)
         self._batch = threading.local()
         self._alone_until = 0.0
+        self._times_alone = 0
 
     @property
     def apps(self) -> tuple[str | None, ...]:
@@ -142,7 +147,8 @@ class Publisher:
         """
         Inside, what this thread publishes is collected; what this gives sends it, in order, by one command each time.
 
-        Sending raises the same, and SoftTimeLimitExceeded: what was taken of what was collected is unknown then.
+        Sending raises the same, and SoftTimeLimitExceeded: what was taken of what was collected is unknown then, and
+        nothing more can be sent inside.
 
         Raises:
             BatchAbandonedError: it cannot, here or now; publish each entry by itself.
@@ -181,14 +187,19 @@ class Publisher:
         except Exception as error:
             limit = _time_limit(error)
             verdict = None if limit is not None else self._verdict(error, connection, is_canvas=False)
+            is_refusal = any(isinstance(each, connection.channel_errors) for each in _causes(error))
             _forget(producer, connection)  # it may be in the middle of a command
             if limit is not None:
                 raise limit from None
-            if not isinstance(verdict, BrokerUnavailableError):
-                self._alone_until = time.monotonic() + _ALONE_SECONDS
-            elif not verdict.answers:
+            if is_refusal or not isinstance(
+                verdict, BrokerUnavailableError
+            ):  # not where a connection was lost: one that was idle costs nothing
+                self._alone_until = time.monotonic() + _ALONE.nth(self._times_alone)
+                self._times_alone += 1
+            if isinstance(verdict, BrokerUnavailableError) and not verdict.answers:
                 raise verdict from error
             raise BatchAbandonedError from error
+        self._times_alone = 0
 
     def _publish(self, entry: Entry, signature: Any) -> None:
         with self._producer() as producer:

@@ -48,6 +48,10 @@ class _Begun:
     def part(self, **how: Any) -> PublishedPart:
         return PublishedPart(held=self.held, names=self.names, dispatched=len(self.names), **how)
 
+    def given_up(self) -> PublishedPart:
+        """What the broker has of it; the rest is for whoever claims it next."""
+        return self.part() if self.is_done else self.part(lets_go=True, ran_out=True)
+
 
 class PendingPublisher:
     """
@@ -102,27 +106,39 @@ class PendingPublisher:
         Returns:
             The parts, those of which everything has gone together first. Whoever does not ask for all of them has let
             the others go; what was published of them is removed.
+
+        Raises:
+            PyMongoError: of `step`, or of the store for dead letters; the parts of all documents came before.
         """
         begun = [_Begun(held, entries_of(held.events[:ENTRIES_MAX])) for held in documents]
         try:
-            outage = self._publish_by_turns(begun, step, judge=judge) if _may_gain(begun) else None
-            begun.sort(key=lambda each: not each.is_done)  # whoever asks has them all before anything else can fail
-            while begun:
-                first = begun[0]
-                if first.is_done:
-                    part = first.part()
-                elif outage is not None:
-                    part = first.part(verdict=outage.verdict, error=outage.error, lets_go=True)
-                else:
-                    step()
-                    part = self.publish(first.held, judge=judge, names=first.names)
-                    outage = part if part.is_outage else None
-                del begun[0]
-                yield part
+            try:
+                yield from self._parts(begun, step, judge=judge)
+            except PyMongoError:  # what the broker has is known to whoever asks, and is removed when it can be
+                while begun:
+                    yield begun.pop(0).given_up()
+                raise
         except (SoftTimeLimitExceeded, GeneratorExit):
             with suppress(PyMongoError):
                 self._removals.settle([each.part(lets_go=True) for each in begun if each.names])
             raise
+
+    def _parts(self, begun: list[_Begun], step: Callable[[], object], *, judge: bool) -> Iterator[PublishedPart]:
+        """Publish documents; those that are still there have given no part."""
+        outage = self._publish_by_turns(begun, step, judge=judge) if _may_gain(begun) else None
+        begun.sort(key=lambda each: not each.is_done)  # whoever asks has them all before anything else can fail
+        while begun:
+            first = begun[0]
+            if first.is_done:
+                part = first.part()
+            elif outage is not None:
+                part = first.part(verdict=outage.verdict, error=outage.error, lets_go=True)
+            else:
+                step()
+                part = self.publish(first.held, judge=judge, names=first.names)
+                outage = part if part.is_outage else None
+            del begun[0]
+            yield part
 
     def _publish_by_turns(
         self, begun: Sequence[_Begun], step: Callable[[], object], *, judge: bool
@@ -161,19 +177,20 @@ class PendingPublisher:
         """Whether a claim may be another's soon."""
         return time.monotonic() - held.claimed_at > self._claim_ttl / 2
 
-    def publish(self, held: HeldDocument, *, judge: bool, names: Sequence[Any] = ()) -> PublishedPart:
+    def publish(self, held: HeldDocument, *, judge: bool, names: list[Any]) -> PublishedPart:
         """
         Publish the first entries of a document, in order, up to one that cannot be.
 
         Args:
             held: the document.
             judge: whether failures are counted.
-            names: of the entries from the head that the broker has already.
+            names: of the entries from the head that the broker has already; it grows by those that are published or
+                set aside.
 
         Raises:
             SoftTimeLimitExceeded: what was published before is removed, and the document let go.
+            PyMongoError: what cannot be published could not be set aside.
         """
-        names = list(names)
         dispatched, dead = len(names), 0
         knows = bool(self._publisher.app.finalized)  # type: ignore[attr-defined] # else it has not heard of its tasks yet
         for entry in entries_of(held.events[len(names) : ENTRIES_MAX]):

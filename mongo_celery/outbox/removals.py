@@ -20,7 +20,7 @@ from pymongo.read_concern import ReadConcern
 
 from mongo_celery.outbox.claims import PendingClaims
 from mongo_celery.outbox.commands import bounded, is_about_some, once_more, singly
-from mongo_celery.outbox.delivery import PublishedPart, Remainder
+from mongo_celery.outbox.delivery import HeldDocument, PublishedPart, Remainder
 
 logger = logging.getLogger("mongo_celery.outbox")
 
@@ -85,11 +85,18 @@ class Removals:
             if emptied < len(whole):
                 others += whole
         remainder = self._remove(others) if others else Remainder()
-        for part in parts:
-            if part.lets_go:
-                pause = part.verdict.pause if part.verdict is not None else 0.0
-                self.release([part.held.document_id], [part.held.owner], pause, part.failed)
+        self._release_alike([part for part in parts if part.lets_go])
         return remainder
+
+    def _release_alike(self, parts: Sequence[PublishedPart]) -> None:
+        """Let documents go, by one command for all that have the same pause; where an entry failed, one for each."""
+        alike: dict[tuple[float, Any], list[HeldDocument]] = {}
+        for number, part in enumerate(parts):
+            pause = part.verdict.pause if part.verdict is not None else 0.0
+            alike.setdefault((pause, None if part.failed is None else number), []).append(part.held)
+        for (pause, number), held in alike.items():
+            failed = None if number is None else parts[number].failed
+            self.release([each.document_id for each in held], [each.owner for each in held], pause, failed)
 
     def _remove(self, parts: Sequence[PublishedPart]) -> Remainder:
         ids = [part.held.document_id for part in parts]

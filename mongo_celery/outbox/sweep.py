@@ -90,9 +90,12 @@ class OutboxSweep:
         self._passed_over: list[Any] = []
         self._has_moved = False
 
-    def turn(self) -> bool:
+    def turn(self, deadline: float = math.inf) -> bool:
         """
         Deliver some documents; whether it is to have another turn.
+
+        Args:
+            deadline: moment of the monotonic clock from which on documents that go one by one are left.
 
         Raises:
             PyMongoError: MongoDB did not answer, or refused the query.
@@ -102,7 +105,7 @@ class OutboxSweep:
         found = self._due()
         if not found:
             return False
-        delivery = _deliver(self.backlog, relay, found, self._older_than)
+        delivery = _deliver(self.backlog, relay, found, self._older_than, deadline)
         self.total = self.total.and_(delivery)
         done = delivery.dispatched + delivery.dead
         self._in_vain = 0 if done else self._in_vain + len(found)
@@ -144,8 +147,10 @@ def take_turns(
     waiting = list(sweeps)
     while waiting and time.monotonic() < deadline:
         for sweep in list(waiting):
+            if time.monotonic() >= deadline:
+                return
             try:
-                goes_on = sweep.turn()
+                goes_on = sweep.turn(deadline)
             except PyMongoError as error:
                 goes_on = False
                 failed(sweep, error)
@@ -163,7 +168,7 @@ def sweep_one(backlog: Backlog, older_than: float, limit: int) -> Delivery:
     return sweep.total
 
 
-def _deliver(backlog: Backlog, relay: Relay, document_ids: list[Any], older_than: float) -> Delivery:
+def _deliver(backlog: Backlog, relay: Relay, document_ids: list[Any], older_than: float, deadline: float) -> Delivery:
     """Deliver some documents; one that nobody can make sense of stops no other."""
     try:
         return relay.deliver_all(document_ids, older_than=older_than)
@@ -172,8 +177,10 @@ def _deliver(backlog: Backlog, relay: Relay, document_ids: list[Any], older_than
     except Exception as error:  # noqa: BLE001 - whatever is wrong with it
         if len(document_ids) > 1:
             total = Delivery()
-            for document_id in document_ids:
-                total = total.and_(_deliver(backlog, relay, [document_id], older_than))
+            for place, document_id in enumerate(document_ids):
+                if time.monotonic() >= deadline:
+                    return total.and_(Delivery(left=len(document_ids) - place))
+                total = total.and_(_deliver(backlog, relay, [document_id], older_than, deadline))
             return total
         tell_undeliverable(backlog.name(), document_ids[0], error)
         return Delivery(left=1, error=short(error))

@@ -688,7 +688,9 @@ def test_each_index_is_made_where_none_is_like_it(rig: ParcelRig) -> None:
     outbox = rig.parcels()
     outbox.sweep()
     assert set(rig.database["outbox"].index_information()) == {"_id_", "made by hand"}
-    assert rig.database["outbox_keys"].index_information()["at"]["expireAfterSeconds"] == 86_400
+    expiry = rig.database["outbox_keys"].index_information()["expiry"]
+    assert expiry["expireAfterSeconds"] == 86_400
+    assert expiry["partialFilterExpression"] == {"transactions": {"$exists": True}}, "others' documents stay"
     assert outbox.backing.is_indexed()
 
 

@@ -17,7 +17,7 @@ from celery import Celery
 from pymongo import MongoClient
 from pymongo.database import Database
 
-from mongo_celery import Outbox
+from mongo_celery import Outbox, OutboxCollection
 from mongo_celery.outbox import backing, document_queue
 from mongo_celery.outbox import dispatcher as module
 from mongo_celery.outbox.claims import PendingClaims
@@ -42,7 +42,7 @@ def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
 
 
 @contextmanager
-def held_up(outbox: Outbox) -> Iterator[tuple[list[Entry], threading.Event]]:
+def held_up(outbox: Outbox | OutboxCollection) -> Iterator[tuple[list[Entry], threading.Event]]:
     """No message goes out before the block ends: the entries that were tried, and what is set by the first of them."""
     publish, here = outbox.publisher.publish, os.getpid()
     asked, begun, go_on = list[Entry](), threading.Event(), threading.Event()
@@ -340,11 +340,24 @@ def test_a_process_that_ends_looks_for_what_it_was_told_of(
 def test_a_process_that_ends_while_the_broker_is_silent_lets_its_claims_go(
     mongo_url: str, redis_url: str, database: Database[Document]
 ) -> None:
-    """It ends, though a message is under way; whoever comes next need not wait for the claims of those behind it."""
+    """It ends, though a message is under way; whoever comes next need not wait for its claims, of that message too."""
     ended = _ended("atexit", "hang", mongo_url, redis_url, database.name)
     assert ended.returncode == 0, ended.stderr
     owners = [pending(database, number)["claim"]["owner"] for number in range(3)]
-    assert [owner == NOBODY for owner in owners] == [False, True, True]
+    assert [owner == NOBODY for owner in owners] == [True, True, True]
+
+
+def test_an_outbox_of_transactions_that_is_closed_then_lets_its_claims_go_too(
+    rig: Rig, database: Database[Document]
+) -> None:
+    outbox = OutboxCollection(rig.app, database["parcels"], sweep_every=None, claim_ttl=600)
+    with held_up(outbox) as (_asked, begun):
+        outbox.add([rig.add.s(1, 1)], key="k")
+        assert begun.wait(120)
+        outbox.backing.close()
+        (parcel,) = database["parcels"].find()
+        assert parcel["pendingEvents"]["claim"]["owner"] == NOBODY
+    wait_for(lambda: not database["parcels"].count_documents({}))
 
 
 def _ended(*arguments: str) -> subprocess.CompletedProcess[str]:

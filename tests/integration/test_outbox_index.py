@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from pymongo import monitoring
 from pymongo.client_session import ClientSession
 from pymongo.database import Database
 
-from mongo_celery import OutboxCollection
+from mongo_celery import Outbox, OutboxCollection
 from mongo_celery.outbox import index
+from mongo_celery.outbox.index import OutboxIndex
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.integration.outbox_rig import Rig, opened
 
@@ -99,3 +104,68 @@ def test_a_relay_waits_longer_the_more_documents_there_are(
     assert not wanted.create(patiently=False)
     assert wanted.create(patiently=True)
     assert wanted.exists()
+
+
+def test_relays_wait_for_no_thread_that_creates_the_index_and_writers_once(
+    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large collection is read for minutes, and the dispatcher asks for its relay several times in a turn."""
+    outbox = OutboxCollection(rig.app, database["parcels"], sweep_every=None, at_once=False)
+    begun, end, create = threading.Event(), threading.Event(), OutboxIndex.create
+
+    def slowly(wanted: OutboxIndex, *, patiently: bool) -> bool:
+        begun.set()
+        assert end.wait(120)
+        return create(wanted, patiently=patiently)
+
+    monkeypatch.setattr(OutboxIndex, "create", slowly)
+    monkeypatch.setattr(index, "WAIT_SECONDS", 600.0)
+    patient = threading.Thread(target=lambda: outbox.backing.relay)
+    patient.start()
+    try:
+        assert begun.wait(60)
+        assert outbox.backing.relay  # and has not waited for 600 s
+        monkeypatch.setattr(index, "WAIT_SECONDS", 0.0)
+        outbox.backing.prepare()
+    finally:
+        end.set()
+        patient.join()
+    assert outbox.backing.is_indexed()
+    outbox.backing.close()
+
+
+class Looks(monitoring.CommandListener):
+    """Notes the bounds of all `find` on a collection of orders."""
+
+    def __init__(self) -> None:
+        self.bounds: list[int | None] = []
+
+    def started(self, event: monitoring.CommandStartedEvent) -> None:
+        if event.command_name == "find" and "pendingEvents.count" in event.command["filter"]:
+            self.bounds.append(event.command.get("maxTimeMS"))
+
+    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
+        """Nothing."""
+
+    def failed(self, event: monitoring.CommandFailedEvent) -> None:
+        """Nothing."""
+
+
+def test_a_look_that_would_read_a_whole_collection_is_given_up_and_forgets_nothing(
+    rig: Rig, database: Database[Document], failpoint: Failpoint, make_client: MakeClient
+) -> None:
+    """Without the index; what writes hand over goes out meanwhile, and the next look comes after a pause."""
+    heard = Looks()
+    client = make_client(appName="looking", event_listeners=[heard])
+    outbox = Outbox(rig.app, client[database.name]["orders"], name="looking", sweep_every=None)
+    dispatcher = outbox.backing.dispatcher
+    database["orders"].insert_one(outbox.with_tasks({"_id": 1}, [rig.add.s(1, 0)]))
+    with failpoint(mode={"times": 1}, failCommands=["find"], errorCode=50, appName="looking"):  # as after maxTimeMS
+        outbox.dispatch()
+        wait_for(lambda: dispatcher._looks._rests > 0)
+    assert dispatcher.accepts
+    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
+    wait_for(lambda: not outbox.status().pending)
+    assert sorted(rig.sent()) == [[1, 0], [2, 0]]
+    assert set(heard.bounds) == {1000}
+    outbox.backing.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -68,6 +69,25 @@ def test_documents_that_have_failed_come_last_and_those_that_were_tried_long_ago
     assert outbox.backing.due(0.0, 2, by_lot=True) == [161, 9]
     orders.update_many({}, {"$set": {"pendingEvents.claim.since": "nonsense"}})
     assert len(outbox.backing.due(0.0, 200, by_lot=True)) == 161
+
+
+def test_documents_that_go_one_by_one_are_left_when_the_time_of_a_sweep_is_over(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may take seconds; and the next outboxes have no turn."""
+    leave(rig, "orders", 3)
+    outbox, asked, now = rig.outbox(at_once=False), list[int](), time.monotonic()
+
+    def refuse(document_ids: list[Any], **_: Any) -> Any:
+        asked.append(len(document_ids))
+        raise OperationFailure("all of them")
+
+    monkeypatch.setattr(outbox.backing.relay, "deliver_all", refuse)
+    sweep = OutboxSweep(outbox.backlog, 0.0)
+    sweep.turn(now)
+    assert (asked, sweep.total.left) == ([3], 3)
+    take_turns([sweep], lambda _sweep, error: pytest.fail(str(error)), 0.0)
+    assert asked == [3]
 
 
 def test_outboxes_have_their_turns_one_after_the_other(rig: Rig) -> None:

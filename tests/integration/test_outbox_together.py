@@ -15,15 +15,18 @@ from celery import Celery, chain, group, signals
 from kombu import Exchange, Queue
 from pymongo import InsertOne
 from pymongo.database import Database
+from pymongo.errors import AutoReconnect
 
 from mongo_celery import Outbox
 from mongo_celery.embedded import RedisServer
 from mongo_celery.outbox import Write
+from mongo_celery.outbox.delivery import PublishedPart
 from mongo_celery.outbox.entries import Entry, EntryMaker, Home
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.publisher import BatchAbandonedError, Publisher
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
+from tests.fixtures.redis import MakeRedis
 from tests.integration.outbox_rig import Rig, opened, pending
 from tests.integration.test_outbox_dispatcher import held_up, settled
 
@@ -75,11 +78,15 @@ def lists(broker: Any) -> int:
 
 def together(rig: Rig, given: Sequence[Entry]) -> None:
     publisher = Publisher(rig.app, "events")
+    together_by(publisher, given)
+    publisher.close()
+
+
+def together_by(publisher: Publisher, given: Sequence[Entry]) -> None:
     with publisher.together() as send:
         for entry in given:
             publisher.publish(entry, 1)
         send()
-    publisher.close()
 
 
 def one_by_one(rig: Rig, given: Sequence[Entry]) -> None:
@@ -266,6 +273,54 @@ def test_a_message_that_the_broker_refuses_is_charged_alone_and_overtaken_by_non
     assert rig.sent() == [[0, 1], [1, 1], [3, 3], [1, 1], [3, 3]]
     with pytest.raises(BatchAbandonedError), outbox.publisher.together():
         pass
+
+
+@pytest.mark.parametrize("refusal", ["a right is missing", "memory is full"])
+def test_whatever_the_broker_refuses_those_beside_it_are_sent_again_once(
+    database: Database[Document], make_redis: MakeRedis, refusal: str
+) -> None:
+    """Else each try sends copies of what was taken, and they fill the memory of a broker that has none left."""
+    server = make_redis()
+    with redis.Redis.from_url(server.url) as broker:
+        user: Any = {"username": "shop", "enabled": True, "commands": ["+@all"], "channels": ["*"]}
+        broker.acl_setuser(**user, passwords=["+pw"], keys=["*"])
+        with opened(database, server.url.replace("redis://", "redis://shop:pw@")) as rig:
+            publisher = Publisher(rig.app, "events")
+            given = entries(rig, [rig.add.s(1, 1), rig.add.s(2, 2).set(queue="forbidden")])
+            together_by(publisher, given)  # which declares the queues
+            if refusal == "memory is full":
+                broker.config_set("maxmemory", 1)
+            else:
+                broker.acl_setuser(**user, reset_keys=True, keys=["[^f]*"])
+            with pytest.raises(BatchAbandonedError):
+                together_by(publisher, given)
+            assert broker.llen("celery") == (1 if refusal == "memory is full" else 2)
+            assert publisher.answers()
+            with pytest.raises(BatchAbandonedError), publisher.together():
+                pass
+            publisher.close()
+
+
+def test_what_the_broker_has_is_known_though_mongodb_fails_in_the_middle(rig: Rig) -> None:
+    """Between the first entries and the second ones something is to be removed, and cannot be: nothing is forgotten."""
+    outbox = rig.outbox(at_once=False)
+    for number, count in enumerate((1, 3, 1)):
+        outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, each) for each in range(count)])
+    relay, parts, steps = outbox.backing.relay, list[PublishedPart](), list[None]()
+
+    def step() -> None:
+        steps.append(None)
+        if len(steps) == 3:
+            raise AutoReconnect("the primary has stepped down")
+
+    held = list(relay.claim([0, 1, 2]))
+    with pytest.raises(AutoReconnect):
+        parts.extend(relay.pending.publish_together(held, judge=False, step=step))  # as they come
+    assert {part.held.document_id: len(part.names) for part in parts} == {0: 1, 1: 2, 2: 1}
+    relay.removals.settle(parts)
+    assert outbox.status().pending == 1
+    assert outbox.sweep(older_than=0).dispatched == 1, "nobody holds it"
+    assert sorted(rig.sent()) == [[0, 0], [1, 0], [1, 1], [1, 2], [2, 0]]
 
 
 @pytest.mark.parametrize("turn", [0, 1])

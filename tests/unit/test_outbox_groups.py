@@ -7,7 +7,7 @@ from typing import Any
 from bson import ObjectId
 
 from mongo_celery.outbox.delivery import HeldDocument
-from mongo_celery.outbox.groups import groups_of
+from mongo_celery.outbox.groups import groups_of, size_together
 
 
 def held(name: str, *events: Any) -> HeldDocument:
@@ -41,3 +41,9 @@ def test_a_group_is_bounded_in_messages_and_bytes() -> None:
     assert groups(*many) == [["0", "1"], ["2", "3"], ["4"]]
     large = [held("a", task(700_000)), held("b", task(700_000)), held("c", task(2_000_000)), held("d", task())]
     assert groups(*large) == [["a"], ["b"], ["c"], ["d"]]
+
+
+def test_what_is_counted_are_bytes() -> None:
+    """A text of other letters than ASCII's is longer in a message than it looks."""
+    latin, greek = (held(name, {**task(), "payload": letter * 2**18}) for name, letter in (("a", "x"), ("b", "ω")))
+    assert (size_together(latin), size_together(greek)) == (2**18, 2**19)
