@@ -414,6 +414,35 @@ def test_a_cancel_in_the_body_aborts(on_loop: OnLoop, texts: Texts, sent: Sent) 
     assert len(sent.named("abortTransaction")) == 2
 
 
+def test_a_commit_that_is_canceled_with_all_tasks_at_the_loops_end_is_sent_again(
+    on_loop: Any, texts: Texts, mongo_url: str, make_proxy: Callable[[int], Proxy]
+) -> None:
+    """`asyncio.run` cancels every task, that of the commit as well: it is known to be done all the same."""
+    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
+    called: list[str] = []
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        client = notes.database.client
+
+        async def body(session: AsyncClientSession) -> None:
+            after_commit(lambda: called.append("callback"))
+            await notes.insert_one({"text": "a"}, session=session)
+
+        await client.admin.command("ping")
+        before = asyncio.all_tasks()
+        proxy.hold(b"commitTransaction")
+        running = asyncio.ensure_future(transactional(client).arun(body))
+        await asyncio.to_thread(proxy.wait_until_held)
+        for task in asyncio.all_tasks() - before:
+            task.cancel()
+        proxy.release()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    on_loop(work, proxy.mongo_url)
+    assert (texts(), called) == (["a"], ["callback"])
+
+
 @pytest.mark.parametrize("as_block", [False, True])
 def test_a_cancel_during_the_commit_waits_for_its_answer(
     on_loop: Any, texts: Texts, mongo_url: str, make_proxy: Callable[[int], Proxy], as_block: bool
