@@ -21,6 +21,7 @@ from celery.canvas import Signature
 from celery.utils import uuid
 
 from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.mongo.transaction.frames import belongs_to_transactions
 
 Options = dict[str, Any]
 
@@ -49,6 +50,7 @@ class _Open:
 
 
 _OPEN: ContextVar[_Open | None] = ContextVar("mongo_celery_outbox_takers", default=None)
+belongs_to_transactions(_OPEN)
 _SEND_TASK = inspect.signature(Celery.send_task)
 
 _OF_THE_CALL = (

@@ -24,7 +24,7 @@ from pymongo.uri_parser import parse_uri
 
 from mongo_celery import OutboxCollection
 from mongo_celery.errors import TransactionError, TransactionTimeoutError
-from mongo_celery.locking import current, transactional
+from mongo_celery.locking import after_commit, current, transactional
 from tests.fixtures.proxy import Proxy
 from tests.integration.locking_rig import Document
 
@@ -244,6 +244,28 @@ def test_a_box_may_be_left_in_another_context(notes: Collection[Document], clien
     assert notes.database["box"].count_documents({}) == 1
 
 
+def test_a_callback_of_its_own_is_sent_though_the_one_around_is_aborted(
+    notes: Collection[Document], client: Client
+) -> None:
+    """It is committed by then; in the box of the one around it would be lost."""
+    app = Celery("blocks", broker="memory://", set_as_current=False)
+    outer = transactional(client, outbox=OutboxCollection(app, notes.database["box"], at_once=False, sweep_every=None))
+
+    def own(_: ClientSession) -> None:
+        after_commit(lambda: app.send_task("receipt", queue="receipts"))
+
+    def body(_: ClientSession) -> None:
+        transactional(client, own=True).run(own)
+        app.send_task("lost", queue="receipts")
+        raise ZeroDivisionError
+
+    with app.connection_for_read() as connection, connection.SimpleQueue("receipts") as queue:
+        queue.clear()
+        with pytest.raises(ZeroDivisionError):
+            outer.run(body)
+        assert [queue.get(timeout=GENEROUS).headers["task"] for _ in range(len(queue))] == ["receipt"]
+
+
 def _ask_in_child(session: ClientSession, answers: Any) -> None:
     parent = session.client
     try:
@@ -284,7 +306,6 @@ def test_the_write_of_a_box_ends_with_the_time_of_its_block(
 
     with pytest.raises(TransactionTimeoutError) as caught, block, frozen():
         app.send_task("inside", queue="blocks")
-    proxy.release()
-    notes.database.client.admin.command("killAllSessions", [])  # the abort may have been held as well
+    proxy.close()  # what it holds never arrives: it would begin a transaction again
     assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
     assert notes.database["box"].find_one() is None

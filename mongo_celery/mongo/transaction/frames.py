@@ -171,7 +171,8 @@ class Frame:
         limit = None
         for callback in self._taken():
             try:
-                _awaited_nowhere(callback())
+                with _outside():
+                    _awaited_nowhere(callback())
             except SoftTimeLimitExceeded as error:  # the task's, which wherever it arrives is to end the task
                 limit = error
             except Exception as error:  # noqa: BLE001 - whatever a user's function raises
@@ -184,9 +185,10 @@ class Frame:
         canceled = None
         for callback in self._taken():
             try:
-                result = callback()
-                if inspect.isawaitable(result):
-                    await result
+                with _outside():
+                    result = callback()
+                    if inspect.isawaitable(result):
+                        await result
             except asyncio.CancelledError as error:
                 canceled = error
             except Exception as error:  # noqa: BLE001 - whatever a user's function raises
@@ -202,6 +204,7 @@ class Frame:
 _innermost: ContextVar[Frame | None] = ContextVar("mongo_celery_transaction", default=None)
 _of_session: WeakKeyDictionary[Session, Frame] = WeakKeyDictionary()
 _foreign: WeakKeyDictionary[Session, Waits] = WeakKeyDictionary()
+_belonging: list[ContextVar[Any]] = []
 
 
 # -- entering and leaving --------------------------------------------------------------------------
@@ -311,6 +314,22 @@ def _around() -> Iterator[Frame]:
         if frame.owner == owner:
             yield frame
         frame = _open_one(frame.outer)
+
+
+def belongs_to_transactions(variable: ContextVar[Any]) -> None:
+    """What it holds belongs to a transaction in progress, and is None in what is called after another one's commit."""
+    _belonging.append(variable)
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """Inside, nothing belongs to a transaction around, as it has to be in a callback of one that has own=True."""
+    tokens = [(variable, variable.set(None)) for variable in _belonging]
+    try:
+        yield
+    finally:
+        for variable, token in tokens:
+            variable.reset(token)
 
 
 # -- being asked -----------------------------------------------------------------------------------
