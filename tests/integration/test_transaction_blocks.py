@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.canvas import Signature
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -264,6 +265,33 @@ def test_a_callback_of_its_own_is_sent_though_the_one_around_is_aborted(
         with pytest.raises(ZeroDivisionError):
             outer.run(body)
         assert [queue.get(timeout=GENEROUS).headers["task"] for _ in range(len(queue))] == ["receipt"]
+
+
+def test_a_part_that_fails_keeps_its_error_where_its_box_cannot_be_written(
+    notes: Collection[Document],
+    make_client: Callable[..., Client],
+    failpoint: Callable[..., AbstractContextManager[None]],
+) -> None:
+    """A lost connection there is transient; the body would be repeated for an error that is not."""
+    mine = make_client(appName="blocks")
+    app = Celery("blocks", broker="memory://", set_as_current=False)
+    box = OutboxCollection(app, mine[notes.database.name]["box"], at_once=False, sweep_every=None)
+    attempts: list[int] = []
+
+    def part(_: ClientSession) -> None:
+        app.send_task("lost", queue="blocks")
+        raise ZeroDivisionError
+
+    def body(session: ClientSession) -> None:
+        attempts.append(1)
+        mine[notes.database.name]["notes"].find_one({}, session=session)
+        transactional(mine, outbox=box).run(part)
+
+    box.add([Signature("first", app=app)])  # which makes what it needs
+    lost = {"failCommands": ["insert", "update"], "appName": "blocks", "closeConnection": True}
+    with failpoint(mode="alwaysOn", **lost), pytest.raises(ZeroDivisionError):
+        transactional(mine).run(body)
+    assert attempts == [1]
 
 
 def _ask_in_child(session: ClientSession, answers: Any) -> None:
