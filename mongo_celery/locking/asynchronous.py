@@ -8,7 +8,7 @@ document does that; else the server does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -74,9 +74,11 @@ async def select_many_for_update(
     """
     Read several documents and lock them, by three commands however many they are.
 
-    Arguments, result and errors as of `rows`. The transaction reads one snapshot, so a document that has changed since
-    it was read is a conflict.
+    Arguments, result and errors as of `rows`, but for a projection: it may show `_id` as it is or not at all, and take
+    nothing from the filter. The transaction reads one snapshot, so a document that has changed since it was read is a
+    conflict.
     """
+    _refuse_projection(projection)
     call = _lock_call(collection, filter, session, field=field, application=application, nowait=nowait, wait=wait)
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
         raise ConfigurationError(f"limit={limit!r} must be 0 for all, or a positive whole number.")
@@ -90,12 +92,17 @@ async def select_many_for_update(
             return []
         chosen = {"_id": {"$in": ids}}
         done = await collection.update_many(chosen, call.update, session=session)
+        if done.matched_count > len(ids):
+            raise ConfigurationError(
+                f"{done.matched_count} documents of {collection.full_name} have the {len(ids)} _ids that were to be "
+                "locked, so an _id does not say which: in a collection sharded by another key, make them unique."
+            )
         if done.matched_count != len(ids):
             raise _conflict(f"{len(ids)} documents were read, and {done.matched_count} of them are there to be locked")
         shown, has_id = _with_id(projection)
         found = {id_key(each["_id"], codec): each async for each in collection.find(chosen, shown, session=session)}
     documents = [found[id_key(each, codec)] for each in ids]
-    if not has_id:
+    if not has_id and issubclass(codec.document_class, MutableMapping):
         for document in documents:
             document.pop("_id")
     return documents
@@ -135,6 +142,21 @@ def _lock_call(
 def _conflict(message: str) -> OperationFailure:
     details = {"errmsg": message, "errorLabels": ["TransientTransactionError"]}
     return OperationFailure(message, Code.WriteConflict, details)
+
+
+def _refuse_projection(projection: Any) -> None:
+    """Documents are read again by their ids, and put in order by these."""
+    is_computed = isinstance(projection, Mapping) and not isinstance(projection.get("_id", True), bool | int | float)
+    names = () if isinstance(projection, str) else projection or ()
+    if is_computed or _takes_meta(projection) or any(name.startswith("_id.") or name.endswith(".$") for name in names):
+        raise ConfigurationError(
+            f"projection={projection!r} computes the _id, shows parts of it, or takes something from the filter, which "
+            "locks of asyncio cannot do for several documents; ask for whole fields, or for one document."
+        )
+
+
+def _takes_meta(asked: object) -> bool:
+    return isinstance(asked, Mapping) and any(name == "$meta" or _takes_meta(item) for name, item in asked.items())
 
 
 def _with_id(projection: Any) -> tuple[Any, bool]:

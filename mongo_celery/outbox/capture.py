@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from celery.canvas import Signature
 from celery.utils import uuid
 
 from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.mongo.transaction.frames import belongs_to_transactions
 
 Options = dict[str, Any]
 
@@ -31,7 +33,24 @@ class Taker(Protocol):
         """Keep one task."""
 
 
-_TAKERS: ContextVar[Mapping[Celery, Taker]] = ContextVar("mongo_celery_outbox_takers")
+@dataclass(slots=True, eq=False)
+class _Open:
+    """
+    Who takes what is sent in a context, by its app.
+
+    Attributes:
+        takers: the open ones.
+        around: what was there before.
+        is_left: whether it ended in another context. This one could not be reached from there, and still has it.
+    """
+
+    takers: Mapping[Celery, Taker]
+    around: _Open | None
+    is_left: bool = False
+
+
+_OPEN: ContextVar[_Open | None] = ContextVar("mongo_celery_outbox_takers", default=None)
+belongs_to_transactions(_OPEN)
 _SEND_TASK = inspect.signature(Celery.send_task)
 
 _OF_THE_CALL = (
@@ -60,7 +79,7 @@ def install(app: Celery) -> None:
     def send_task(*args: Any, **kwargs: Any) -> Any:
         # Looked up at each call: tracing tools replace the method of the class, at any time.
         send = replaced or type(app).send_task.__get__(app)
-        taker = _TAKERS.get({}).get(app)
+        taker = _takers_here().get(app)
         if taker is None:
             return send(*args, **kwargs)
         return _take(app, taker, send, *args, **kwargs)
@@ -71,17 +90,32 @@ def install(app: Celery) -> None:
 
 @contextmanager
 def captured(app: Celery, taker: Taker | None) -> Iterator[None]:
-    """Inside, what an app sends goes to a taker; with None it is published, whatever box is open around."""
-    around = _TAKERS.get({})
+    """
+    Inside, what an app sends goes to a taker; with None it is published, whatever box is open around.
+
+    It may be left in another context than it was entered in, as a block of `transactional` may be.
+    """
+    around = _takers_here()
     if taker is None and app not in around:
         yield
         return
     others = {each: takes for each, takes in around.items() if each is not app}
-    token = _TAKERS.set(others if taker is None else {**others, app: taker})
+    inside = _Open(others if taker is None else {**others, app: taker}, _OPEN.get())
+    token = _OPEN.set(inside)
     try:
         yield
     finally:
-        _TAKERS.reset(token)
+        try:
+            _OPEN.reset(token)
+        except ValueError:  # another context
+            inside.is_left = True
+
+
+def _takers_here() -> Mapping[Celery, Taker]:
+    found = _OPEN.get()
+    while found is not None and found.is_left:
+        found = found.around
+    return {} if found is None else found.takers
 
 
 def _take(app: Celery, taker: Taker, send: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

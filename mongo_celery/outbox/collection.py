@@ -10,11 +10,12 @@ from weakref import WeakKeyDictionary
 import pymongo
 from celery import Celery
 from pymongo.client_session import ClientSession
-from pymongo.errors import OperationFailure
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.errors import OutboxRefusedError, TransactionRequiredError
 from mongo_celery.locking import after_commit
 from mongo_celery.mongo.opening import Source
+from mongo_celery.mongo.transaction.frames import frame_of
 from mongo_celery.outbox.box import Box, Contents
 from mongo_celery.outbox.capture import captured, install
 from mongo_celery.outbox.entries import Entry, Home, asks_for_id, listed
@@ -213,8 +214,14 @@ class OutboxCollection(AnyOutbox):
 
     def _write_after_error(self, contents: Contents, session: ClientSession) -> None:
         """Write what goes with a transaction that may be committed yet; one that the server has ended cannot be."""
-        with suppress(OperationFailure), pymongo.timeout(_WRITE_SECONDS):  # any of these ends it there
-            self._write(contents, session)
+        frame = frame_of(session)
+        try:
+            with suppress(OperationFailure), pymongo.timeout(_WRITE_SECONDS):  # any of these ends it there
+                self._write(contents, session)
+        except PyMongoError as error:
+            if frame is None:
+                raise
+            frame.failed(error)  # it is not committed without this, and ends by the block's own error
 
 
 def _refuse_ids(asked: Iterable[bool]) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 from celery import Celery
 from pymongo import MongoClient
+from pymongo.client_session import ClientSession
 from pymongo.database import Database
 
-from mongo_celery import Bridge, Change, Changes, HandlerUsageError, Outbox
+from mongo_celery import Bridge, Change, Changes, HandlerUsageError, Outbox, TransactionError, transactional
+from mongo_celery.locking import after_commit, current
 from mongo_celery.testing import BridgeRunner, drain
 
 Document = dict[str, Any]
@@ -256,6 +258,32 @@ def test_bulk_and_transactional_handlers_run_as_well(shop: Shop, run: Run) -> No
         runner.deliver()
     assert sum(len(call.changes) for call in delivered.of("gather")) == 4
     assert (copies.find_one({}) or {})["n"] == 5
+
+
+def test_a_transactional_handlers_parts_and_callbacks_are_its_transactions(shop: Shop, run: Run) -> None:
+    """A function that is handed no session joins, and dooms it by its failure; a callback waits for the commit."""
+    copies = shop.orders.database.create_collection("copies")
+    seen: list[Any] = []
+    attempts: list[int] = []
+
+    @transactional(lambda: shop.bridge.client)
+    def copy(key: int, *, session: ClientSession) -> None:
+        shop.bridge.collection(copies.full_name).insert_one({"_id": key}, session=session)
+        if len(attempts) == 1:
+            raise ZeroDivisionError
+
+    @shop.bridge.on_change(shop.orders.full_name, transactional=True, autoretry_for=(TransactionError,))
+    def handle(change: Change) -> None:
+        attempts.append(1)
+        after_commit(lambda: seen.append([found["_id"] for found in copies.find()]))
+        with suppress(ZeroDivisionError):
+            copy(change.document_key["_id"])
+        assert current(shop.bridge.client) is change.session
+
+    with run(shop) as runner:
+        shop.orders.insert_one({"_id": 7})
+        runner.deliver()
+    assert (len(attempts), seen) == (2, [[7]])
 
 
 def test_what_exists_comes_where_a_handler_begins_with_it(shop: Shop, run: Run) -> None:

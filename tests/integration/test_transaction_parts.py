@@ -17,6 +17,7 @@ from typing import Any
 import pymongo
 import pytest
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -408,13 +409,37 @@ def test_a_callback_without_a_session_waits_for_the_transaction_around(
     assert seen == [["a"], "at once"]
 
 
-def test_a_coroutine_function_is_no_callback_where_nobody_awaits(client: Client) -> None:
-    """It would be thrown away."""
+def test_a_coroutine_function_is_no_callback_where_nobody_awaits(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would be thrown away; also where only its result says what it is."""
 
     async def callback() -> None: ...
 
     with transactional(client), pytest.raises(ConfigurationError, match="coroutine"):
         after_commit(callback)
+    with pytest.raises(ConfigurationError, match="coroutine"):
+        after_commit(lambda: [callback()][0])
+    with transactional(client):
+        after_commit(lambda: [callback()][0])
+    assert "has returned a coroutine" in caplog.text
+
+
+def test_a_soft_time_limit_in_a_callback_passes_when_all_have_run(notes: Collection[Document], write: Write) -> None:
+    """The task is to end by it; it is committed."""
+    called: list[str] = []
+
+    def stop() -> None:
+        raise SoftTimeLimitExceeded
+
+    def body(session: ClientSession) -> None:
+        write("a", session=session)
+        after_commit(stop)
+        after_commit(lambda: called.append("the other"))
+
+    with pytest.raises(SoftTimeLimitExceeded):
+        transactional(notes.database.client).run(body)
+    assert (texts(notes), called) == (["a"], ["the other"])
 
 
 def test_a_body_that_returns_a_coroutine_is_refused(notes: Collection[Document], client: Client) -> None:
@@ -494,13 +519,15 @@ def test_a_block_that_nobody_can_tell_from_others_is_not_committed(notes: Collec
     """By hand, on one object, by other threads: better nothing than the wrong one."""
     shared = transactional(client)
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        for pool in (one, other):
-            notes.insert_one({"text": "lost"}, session=pool.submit(shared.__enter__).result(GENEROUS))
-        with pytest.raises(TransactionError, match="Make an object for each block"):
-            shared.__exit__(None, None, None)
-        for pool in (one, other):
-            pool.submit(shared.__exit__, KeyError, KeyError(), None).result(GENEROUS)
+        sessions = [pool.submit(shared.__enter__).result(GENEROUS) for pool in (one, other)]
+        for session in sessions:
+            notes.insert_one({"text": "lost"}, session=session)
+        for _ in range(2):  # the second finds that all have been given up
+            with pytest.raises(TransactionError, match="Make an object for each block"):
+                shared.__exit__(None, None, None)
     assert texts(notes) == []
+    for session in sessions:
+        session.abort_transaction()
 
 
 def test_a_thread_with_a_copy_of_the_context_is_in_no_transaction(

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from typing import Any
 
 import pytest
+from bson.codec_options import CodecOptions
+from bson.raw_bson import RawBSONDocument
 from pymongo import AsyncMongoClient, MongoClient
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
@@ -414,6 +416,35 @@ def test_a_cancel_in_the_body_aborts(on_loop: OnLoop, texts: Texts, sent: Sent) 
     assert len(sent.named("abortTransaction")) == 2
 
 
+def test_a_commit_that_is_canceled_with_all_tasks_at_the_loops_end_is_sent_again(
+    on_loop: Any, texts: Texts, mongo_url: str, make_proxy: Callable[[int], Proxy]
+) -> None:
+    """`asyncio.run` cancels every task, that of the commit as well: it is known to be done all the same."""
+    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
+    called: list[str] = []
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        client = notes.database.client
+
+        async def body(session: AsyncClientSession) -> None:
+            after_commit(lambda: called.append("callback"))
+            await notes.insert_one({"text": "a"}, session=session)
+
+        await client.admin.command("ping")
+        before = asyncio.all_tasks()
+        proxy.hold(b"commitTransaction")
+        running = asyncio.ensure_future(transactional(client).arun(body))
+        await asyncio.to_thread(proxy.wait_until_held)
+        for task in asyncio.all_tasks() - before:
+            task.cancel()
+        proxy.release()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    on_loop(work, proxy.mongo_url)
+    assert (texts(), called) == (["a"], ["callback"])
+
+
 @pytest.mark.parametrize("as_block", [False, True])
 def test_a_cancel_during_the_commit_waits_for_its_answer(
     on_loop: Any, texts: Texts, mongo_url: str, make_proxy: Callable[[int], Proxy], as_block: bool
@@ -492,6 +523,19 @@ def test_documents_are_locked_in_async_bodies(on_loop: OnLoop, database: Databas
                 notes, {}, session=session, sort=[("text", -1)], limit=3, projection={"text": 1, "_id": 0}
             )
             assert many == [{"text": "True"}, {"text": "4"}, {"text": "2.5"}]
+            unusable: list[Any] = [
+                {"_id.a": 1},
+                ["_id.a"],
+                {"_id": "$text"},
+                {"a.$": 1},
+                {"score": {"$meta": "textScore"}},
+            ]
+            for projection in unusable:
+                with pytest.raises(ConfigurationError, match="projection="):
+                    await asynchronous.select_many_for_update(notes, {}, session=session, projection=projection)
+            raw = notes.with_options(codec_options=CodecOptions(document_class=RawBSONDocument))
+            read = await asynchronous.select_many_for_update(raw, {"_id": 4}, session=session, projection={"_id": 0})
+            assert read[0]["text"] == "4"
             nothing = {"_id": "none"}
             assert await asynchronous.select_for_update(notes, nothing, session=session) is None
             assert await asynchronous.select_many_for_update(notes, nothing, session=session) == []

@@ -7,6 +7,7 @@ import contextvars
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -62,6 +63,20 @@ def sent(app: Celery) -> list[Any]:
         while len(queue):
             found.append(queue.get_nowait().payload[0])
     return found
+
+
+def test_a_taker_that_is_left_in_another_context_takes_no_more(app: Celery) -> None:
+    """Its own context cannot be reached from there; what is around it there takes again."""
+    outer, inner = Taken(), Taken()
+    block, add = captured(app, inner), app.tasks["add"]
+    with captured(app, outer):
+        block.__enter__()
+        add.delay(1, 2)
+        copy_context().run(block.__exit__, None, None, None)
+        add.delay(3, 4)
+    add.delay(5, 6)
+    assert ([each.args for each in inner.signatures], [each.args for each in outer.signatures]) == ([(1, 2)], [(3, 4)])
+    assert sent(app) == [[5, 6]]
 
 
 def test_all_ways_to_send_are_taken_with_their_ids_and_options(app: Celery) -> None:

@@ -58,7 +58,7 @@ def test_a_closed_frame_is_not_chained_to(client: MongoClient[Any], session: Cli
     frame = here.run(inside)
     assert frame.outer is None
     assert frame.remaining > 1
-    assert (closed.is_open, closed.owner) == (False, (0, None))
+    assert (closed.is_open, closed.owner) == (False, (0, 0, None))
 
 
 def test_a_copy_of_the_context_is_in_no_transaction(client: MongoClient[Any], session: ClientSession) -> None:

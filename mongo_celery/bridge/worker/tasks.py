@@ -42,6 +42,8 @@ from mongo_celery.bridge.worker.outcomes import ANSWER_SECONDS, persisted
 from mongo_celery.bridge.worker.replay_execution import ReplayExecution
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, StaleFencingTokenError
+from mongo_celery.mongo.transaction.ending import doom_of, raise_locked
+from mongo_celery.mongo.transaction.frames import entered
 from mongo_celery.mongo.verdicts import is_transient, is_unanswered
 from mongo_celery.tracing import committing, processing, received
 
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
 
     from mongo_celery.bridge.handlers import Handler
+    from mongo_celery.mongo.transaction.frames import Frame
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -302,8 +305,9 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
             return time.monotonic() - started >= seconds * _LIMIT_REACHED
 
         def body(session: ClientSession) -> None:
+            frame.begin()
             try:
-                function(*before, change.with_session(session))
+                _handle_in(frame, session, lambda: function(*before, change.with_session(session)))
                 execution.handle_in(session, change)
             except Exception as error:
                 if not is_at_limit():
@@ -313,7 +317,7 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
         session = execution.session
         assert session is not None, "the handler is transactional"
         try:
-            with pymongo.timeout(seconds):
+            with entered(session, seconds) as frame, pymongo.timeout(seconds):
                 session.with_transaction(
                     body,
                     read_concern=ReadConcern("snapshot"),
@@ -327,9 +331,21 @@ def in_transaction(wiring: Wiring, function: Callable[..., Any]) -> Callable[...
                 _end_later(wiring, execution.give_session())
             raise
         execution.transaction_committed()
+        frame.run_callbacks()
         return None
 
     return run
+
+
+def _handle_in(frame: Frame, session: ClientSession, handle: Callable[[], object]) -> None:
+    """Run the handler as the body of a transaction of `transactional`, whose parts and locks may have doomed it."""
+    try:
+        handle()
+    except Exception as error:
+        raise_locked(frame, error)
+        raise
+    if (doom := doom_of(frame, session)) is not None:
+        raise doom
 
 
 def _end_later(wiring: Wiring, session: ClientSession) -> None:

@@ -47,11 +47,11 @@ async def repeat(
         try:
             with standalone_refused():
                 result = await body(session)
+            if (doom := doom_of(frame, session)) is not None:
+                raise doom
             if not session.in_transaction:
                 frame.callbacks.clear()  # the body has ended the transaction itself; who knows how
                 return result, None
-            if (doom := doom_of(frame)) is not None:
-                raise doom
             check_time(frame, session)
             canceled = await commit(frame, session)
         except GeneratorExit:
@@ -76,8 +76,13 @@ async def commit(frame: Frame, session: AsyncClientSession) -> Cancel:
     Raises:
         CancelledError: it came meanwhile, and it was not committed, or nobody knows.
     """
-    committing = asyncio.create_task(_commit(frame, session))
-    canceled = await _ended(committing)
+    canceled = None
+    while True:
+        committing = asyncio.create_task(_commit(frame, session))
+        canceled = await _ended(committing) or canceled
+        # An event loop that ends cancels all tasks, once: sent again, the server says what became of it.
+        if not committing.cancelled() or frame.remaining <= 0:
+            break
     try:
         committing.result()
     except BaseException as error:
@@ -89,13 +94,13 @@ async def commit(frame: Frame, session: AsyncClientSession) -> Cancel:
 
 async def abort(session: AsyncClientSession) -> None:
     """Free what is locked, as far as the server can be reached; CancelledError where that came meanwhile."""
-    if session.in_transaction:
+    canceled = None
+    while session.in_transaction:  # still, where an event loop that ends has canceled the task before it began
         # In a context of its own: a time limit that has passed must not keep the abort from the server.
         aborting = asyncio.create_task(_abort_within_its_time(session), context=contextvars.Context())
-        canceled = await _ended(aborting)
-        if canceled is not None:
-            raise canceled
-        aborting.result()
+        canceled = await _ended(aborting) or canceled
+    if canceled is not None:
+        raise canceled
 
 
 async def _commit(frame: Frame, session: AsyncClientSession) -> None:

@@ -43,7 +43,7 @@ def repeat(
         try:
             with standalone_refused(), collecting(session), aborted_by_errors(session):
                 result = awaited_nowhere(body(session))
-                if session.in_transaction and (doom := doom_of(frame)) is not None:
+                if (doom := doom_of(frame, session)) is not None:
                     raise doom
             if not session.in_transaction:
                 frame.callbacks.clear()  # the body has ended the transaction itself; who knows how

@@ -3,13 +3,16 @@ What a `with` has begun, found again where it is left.
 
 Python tells `__exit__` nothing of the `__enter__` before it. One object may be entered by many threads and tasks at a
 time, and be left elsewhere: web frameworks run the two halves of a dependency in whatever thread is free. What stays
-the same is the function, or the generator, in which the `with` stands. Where that is no help, as with an ExitStack, it
-is the thread and task, or there is only one that it can be.
+the same is the function, or the generator, in which the `with` stands. Where an object enters and leaves it by methods
+of its own, as an ExitStack or a unit of work does, it is that object. Where neither is any help, it must be the only
+one that it can be, or the last one of the only thread and task that has any.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,9 +27,12 @@ from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import TransactionError
 from mongo_celery.mongo.transaction import asynchronous, blocking
-from mongo_celery.mongo.transaction.ending import check_time, doom_of, raise_locked
+from mongo_celery.mongo.transaction.ending import check_time, doom_of, raise_locked, raise_timed_out
 from mongo_celery.mongo.transaction.frames import Frame, Owner, owner_here
 from mongo_celery.mongo.verdicts import refuse_standalone
+
+_LEAST = 0.001
+"""Seconds of a limit for which no time is left: PyMongo takes 0 for none."""
 
 AnySession = TypeVar("AnySession", ClientSession, AsyncClientSession)
 
@@ -44,6 +50,7 @@ class Block(Generic[AnySession]):
         around: what is left last: the session, the frame, the limit.
         box: what is written just before the commit.
         owner: who has entered it.
+        subject: whose method has entered it.
     """
 
     place: FrameType
@@ -53,6 +60,11 @@ class Block(Generic[AnySession]):
     around: ExitStack
     box: ExitStack = field(default_factory=ExitStack)
     owner: Owner = field(default_factory=owner_here)
+    subject: object = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Ask now: by its end, the method may have given the name to something else."""
+        self.subject = _subject_of(self.place)
 
     def begin_to_end(self) -> Frame | None:
         """Its own transaction, which has a limit from here on; None where it is a part of another one."""
@@ -63,6 +75,11 @@ class Block(Generic[AnySession]):
     def close_box(self, error: BaseException | None) -> None:
         """Have written what goes with the commit, or dropped."""
         self.box.__exit__(*_details(error))
+
+    def lose(self) -> None:
+        """Nobody will be known to leave it: what is called from here on must not join it."""
+        if self.frame is not None:
+            self.frame.close()
 
     def close_around(self, error: BaseException | None) -> None:
         """Leave what stands around it; as a part, with its error."""
@@ -86,24 +103,61 @@ class Blocks:
         The one that is left now.
 
         Raises:
-            TransactionError: nobody can know which one it is. None is committed; the server ends them all.
+            TransactionError: nobody can know which one it is. None of those that it may be is committed; the server
+                ends them.
         """
         with self._lock:
-            found = self._found(place)
-            self._entered.remove(found)
-        return found
-
-    def _found(self, place: FrameType) -> Block[Any]:
-        here = [each for each in self._entered if each.place is place]
-        owned = [each for each in self._entered if each.owner == owner_here()]
-        if here or owned:
-            return (here or owned)[-1]
-        if len(self._entered) == 1:
-            return self._entered[0]
+            candidates = self._candidates(place)
+            if len(candidates) == 1:
+                self._entered.remove(candidates[0])
+                return candidates[0]
+            running = _running()
+            for each in candidates:
+                if id(each.place) not in running and not _may_wait(each.place):
+                    self._entered.remove(each)
+                    each.lose()
         raise TransactionError(
             "Which of several blocks of one transactional object ends here cannot be known, since another thread has "
             "begun it; nothing of it is committed. Make an object for each block: with transactional(client)."
         )
+
+    def _candidates(self, place: FrameType) -> list[Block[Any]]:
+        """The one that is left now; or all that it may be."""
+        here = [each for each in self._entered if each.place is place]
+        if here:
+            return here[-1:]
+        subject, owner = _subject_of(place), owner_here()
+        same = [each for each in self._entered if subject is not None and each.subject is subject]
+        if same:
+            return same[-1:] if len({each.owner for each in same}) == 1 else same
+        running = _running()
+        found = [each for each in self._entered if each.owner == owner or id(each.place) not in running]
+        if found and all(each.owner == owner for each in found):
+            return found[-1:]
+        return found or self._entered[:]
+
+
+def _subject_of(place: FrameType) -> object:
+    """What a function was called with first: the object, if it is a method; None if it was with nothing."""
+    code = place.f_code
+    return place.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
+def _running() -> set[int]:
+    """The frames that run in any thread. A `with` in one of these is left there."""
+    found: set[int] = set()
+    for frame in sys._current_frames().values():  # noqa: SLF001 - documented, with this name
+        inner: FrameType | None = frame
+        while inner is not None:
+            found.add(id(inner))
+            inner = inner.f_back
+    return found
+
+
+def _may_wait(place: FrameType) -> bool:
+    """Whether it may be a generator or coroutine that goes on later, and leaves its block itself."""
+    waiting = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    return bool(place.f_code.co_flags & waiting)
 
 
 def leave(block: Block[ClientSession], error: BaseException | None) -> None:
@@ -111,7 +165,8 @@ def leave(block: Block[ClientSession], error: BaseException | None) -> None:
     frame = block.begin_to_end()
     if frame is None:
         try:
-            block.close_box(error)
+            with pymongo.timeout(block.seconds):
+                block.close_box(error)
         except BaseException as failure:
             block.close_around(failure)
             raise
@@ -125,18 +180,22 @@ def leave(block: Block[ClientSession], error: BaseException | None) -> None:
 
 def _leave_own(block: Block[ClientSession], frame: Frame, error: BaseException | None) -> None:
     session = block.session
-    failure = doom_of(frame) if error is None and session.in_transaction else error
+    failure = doom_of(frame, session) if error is None else error
     if failure is not None:
         blocking.abort(session)  # before the box is closed: what is in it is dropped
         block.close_box(failure)
         _pass(frame, failure, error)
         return
     try:
-        block.close_box(None)
         if session.in_transaction:
             check_time(frame, session)
-    except BaseException:
+        with pymongo.timeout(max(frame.remaining, _LEAST)):
+            block.close_box(None)
+        if session.in_transaction:
+            check_time(frame, session)
+    except BaseException as met:
         blocking.abort(session)
+        raise_timed_out(frame, met)
         raise
     if session.in_transaction:
         with pymongo.timeout(frame.remaining):  # another thread's limit is not here
@@ -167,7 +226,7 @@ async def _leave_own_async(
     block: Block[AsyncClientSession], frame: Frame, error: BaseException | None
 ) -> asynchronous.Cancel:
     session = block.session
-    failure = doom_of(frame) if error is None and session.in_transaction else error
+    failure = doom_of(frame, session) if error is None else error
     if failure is not None:
         await asynchronous.abort(session)
         _pass(frame, failure, error)

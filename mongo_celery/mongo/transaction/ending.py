@@ -8,6 +8,8 @@ What an error means for a transaction: once more, or the end. Decided in one pla
 | the commit finds the transaction gone | a pause, the body again |
 | any other error of the body | aborted, the error passes through unchanged |
 | a part that has joined fails, and the body catches that | aborted; again if it was transient, else TransactionError |
+| the same, and the transaction was ended in the body, too | TransactionError |
+| a part has not ended when the body returns | aborted, TransactionError |
 | a lock is given up, and the body catches that | aborted, the DocumentLockedError all the same |
 | the time is used up before a commit is tried | aborted, TransactionTimeoutError with the outcome `aborted` |
 | the time is used up while no commit was answered | TransactionTimeoutError with the outcome `unknown` |
@@ -50,8 +52,7 @@ def pause_before_body(frame: Frame, error: BaseException) -> float | None:
     raise_locked(frame, error)
     if _is_transient(error):
         return _pause(frame, error, "aborted")
-    if isinstance(error, PyMongoError) and error.timeout and frame.remaining < _ROUND_TRIP:
-        raise _timed_out(frame, error, "aborted") from error
+    raise_timed_out(frame, error)
     return None
 
 
@@ -72,14 +73,28 @@ def pause_before_commit(frame: Frame, error: PyMongoError) -> float | None:
     return _pause(frame, error, "unknown")
 
 
-def doom_of(frame: Frame) -> BaseException | None:
-    """The error by which a transaction ends whose body has returned, though a part of it had failed; else None."""
-    doom = frame.doom
-    if doom is None or doom is frame.locked or _is_transient(doom):
+def doom_of(frame: Frame, session: Session) -> BaseException | None:
+    """
+    The error by which a transaction ends whose body has returned, though a part has failed or goes on; else None.
+
+    One that was ended in the body cannot be aborted any more, nor may it be repeated: it may be committed.
+    """
+    doom, is_ended = frame.doom, not session.in_transaction
+    if doom is None and frame.parts and not is_ended:
+        return TransactionError(
+            "The transaction was aborted: a part of it, as of a generator or another thread, had not ended when its "
+            "body returned. Have the part end first, or give it a transaction of its own, with own=True."
+        )
+    if doom is None:
+        return None
+    if doom is frame.locked:
+        return None if is_ended else doom
+    if _is_transient(doom) and not is_ended:
         return doom
+    what = "The transaction had been ended in its body" if is_ended else "The transaction was aborted"
     ended = TransactionError(
-        "The transaction was aborted: a part of it had failed, and the error was caught inside. Let it pass; or give "
-        f"the part a transaction of its own, with own=True. The error was {type(doom).__name__}: {short(doom)}.",
+        f"{what}: a part of it had failed, and the error was caught inside. Let it pass; or give the part a "
+        f"transaction of its own, with own=True. The error was {type(doom).__name__}: {short(doom)}.",
     )
     ended.__cause__ = doom
     return ended
@@ -90,6 +105,12 @@ def check_time(frame: Frame, session: Session) -> None:
     # Once PyMongo has refused a commit, it aborts no more, and the documents would stay locked.
     if frame.remaining < _round_trip(session) + _COMMIT_MARGIN:
         raise _timed_out(frame, None, "aborted") from frame.transient
+
+
+def raise_timed_out(frame: Frame, error: BaseException) -> None:
+    """Raise TransactionTimeoutError for a call that the deadline has ended; the transaction is aborted by then."""
+    if isinstance(error, PyMongoError) and error.timeout and frame.remaining < _ROUND_TRIP:
+        raise _timed_out(frame, error, "aborted") from error
 
 
 def raise_locked(frame: Frame, error: BaseException) -> None:

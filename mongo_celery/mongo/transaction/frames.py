@@ -18,6 +18,7 @@ import asyncio
 import inspect
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, overload
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.client_session import ClientSession
 
@@ -50,7 +52,8 @@ Callback = Callable[[], object]
 Place = tuple[str, int, Hashable]
 """A lock: its namespace, the number of its call in the attempt, and which of the call's documents."""
 
-Owner = tuple[int, "asyncio.Task[Any] | None"]
+Owner = tuple[int, int, "asyncio.Task[Any] | None"]
+"""A process, one of its threads, and a task: a child that is forked has its parent's threads by their numbers."""
 
 
 @dataclass(slots=True)
@@ -101,7 +104,7 @@ class Frame:
         client: whose it is.
         reference: to its session, which is not kept alive.
         deadline: on the monotonic clock; no attempt begins after it. Infinite while nothing limits a `with`.
-        owner: the thread and the asyncio task that are in it.
+        owner: the process, the thread and the asyncio task that are in it.
         outer: the one around it, if any.
         is_open: whether it has not been left yet.
         count: attempts that have failed.
@@ -109,6 +112,7 @@ class Frame:
         waits: how long its locks have met conflicts.
         doom: what a part of this attempt has failed with, whoever has caught it; it is not committed then.
         callbacks: to run after the commit; those of an attempt that failed are dropped.
+        parts: those of this attempt that have not ended.
         suspects: says in words who may hold what a lock of it was refused last; None where none was.
     """
 
@@ -123,6 +127,7 @@ class Frame:
     waits: Waits = field(default_factory=Waits)
     doom: BaseException | None = None
     callbacks: list[Callback] = field(default_factory=list)
+    parts: set[object] = field(default_factory=set)
     suspects: Callable[[Session], str] | None = None
 
     @property
@@ -140,11 +145,12 @@ class Frame:
         self.doom = None
         self.waits.calls = 0
         self.callbacks.clear()
+        self.parts.clear()
 
     def close(self) -> None:
-        """It is left; a context that cannot be reached from here may hold it for long, but nothing else by it."""
+        """It is left, or given up; a context out of reach from here may hold it for long, but nothing else by it."""
         self.is_open = False
-        self.owner, self.transient, self.doom = (0, None), None, None
+        self.owner, self.transient, self.doom = (0, 0, None), None, None
 
     def failed(self, error: BaseException) -> None:
         """A part of it has failed; of several errors the first is the reason."""
@@ -161,21 +167,28 @@ class Frame:
         return _PAUSES.nth(self.count - 1)
 
     def run_callbacks(self) -> None:
-        """Run what waits for the commit, each once; what fails is logged and stops nothing."""
+        """Run what waits for the commit, each once. What fails is logged and stops nothing; a time limit passes."""
+        limit = None
         for callback in self._taken():
             try:
-                callback()
+                with _outside():
+                    _awaited_nowhere(callback())
+            except SoftTimeLimitExceeded as error:  # the task's, which wherever it arrives is to end the task
+                limit = error
             except Exception as error:  # noqa: BLE001 - whatever a user's function raises
                 _log_failed(error)
+        if limit is not None:
+            raise limit
 
     async def await_callbacks(self) -> None:
         """As `run_callbacks`, for callbacks that may have to be awaited; who is canceled meanwhile is so at the end."""
         canceled = None
         for callback in self._taken():
             try:
-                result = callback()
-                if inspect.isawaitable(result):
-                    await result
+                with _outside():
+                    result = callback()
+                    if inspect.isawaitable(result):
+                        await result
             except asyncio.CancelledError as error:
                 canceled = error
             except Exception as error:  # noqa: BLE001 - whatever a user's function raises
@@ -191,6 +204,7 @@ class Frame:
 _innermost: ContextVar[Frame | None] = ContextVar("mongo_celery_transaction", default=None)
 _of_session: WeakKeyDictionary[Session, Frame] = WeakKeyDictionary()
 _foreign: WeakKeyDictionary[Session, Waits] = WeakKeyDictionary()
+_belonging: list[ContextVar[Any]] = []
 
 
 # -- entering and leaving --------------------------------------------------------------------------
@@ -219,8 +233,11 @@ def entered(session: Session, seconds: float) -> Iterator[Frame]:
     try:
         yield frame
     finally:
+        is_given_up = not frame.is_open
         frame.close()
-        if before is None:
+        if is_given_up:  # its session goes on saying so
+            pass
+        elif before is None:
             _of_session.pop(session, None)
         else:
             _of_session[session] = before
@@ -236,17 +253,44 @@ def part_of(session: Session) -> Iterator[None]:
     An abort here and now would be no help: PyMongo runs what is sent by a session after one outside of any transaction.
     """
     frame = _of_session.get(session)
+    if frame is None:
+        yield
+        return
+    _refuse_to_join(frame)
+    part = object()
+    frame.parts.add(part)
     try:
         yield
-        if frame is not None and not session.in_transaction:
+        if part not in frame.parts or not frame.is_open:
+            raise TransactionError(
+                "The transaction that a part had joined has ended before the part; it is not known what of it was "
+                "inside. Have the part end first, or give it a transaction of its own, with own=True."
+            )
+        if not session.in_transaction:
             raise TransactionError(
                 "A function has ended the transaction that it had joined; what follows in the transaction's body would "
                 "be outside of it. Give the function a transaction of its own, with own=True."
             )
     except BaseException as error:
-        if frame is not None:
+        # A generator of an attempt before, which is thrown away now, has nothing to do with this one.
+        if frame.is_open and (part in frame.parts or not isinstance(error, GeneratorExit)):
             frame.failed(error)
         raise
+    finally:
+        frame.parts.discard(part)
+
+
+def _refuse_to_join(frame: Frame) -> None:
+    if not frame.is_open:
+        raise TransactionError(
+            "The transaction of this session was given up, and will not be committed: nothing joins it. Use the "
+            "session of one in progress."
+        )
+    if frame.owner[0] != os.getpid():
+        raise TransactionError(
+            "The transaction of this session belongs to the process that has forked this one; begin one here, without "
+            "session=."
+        )
 
 
 def _open_one(frame: Frame | None) -> Frame | None:
@@ -256,11 +300,11 @@ def _open_one(frame: Frame | None) -> Frame | None:
 
 
 def owner_here() -> Owner:
-    """The thread and the asyncio task that ask."""
+    """The process, the thread and the asyncio task that ask."""
     try:
-        return threading.get_ident(), asyncio.current_task()
+        return os.getpid(), threading.get_ident(), asyncio.current_task()
     except RuntimeError:  # no event loop runs here
-        return threading.get_ident(), None
+        return os.getpid(), threading.get_ident(), None
 
 
 def _around() -> Iterator[Frame]:
@@ -270,6 +314,22 @@ def _around() -> Iterator[Frame]:
         if frame.owner == owner:
             yield frame
         frame = _open_one(frame.outer)
+
+
+def belongs_to_transactions(variable: ContextVar[Any]) -> None:
+    """What it holds belongs to a transaction in progress, and is None in what is called after another one's commit."""
+    _belonging.append(variable)
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """Inside, nothing belongs to a transaction around, as it has to be in a callback of one that has own=True."""
+    tokens = [(variable, variable.set(None)) for variable in _belonging]
+    try:
+        yield
+    finally:
+        for variable, token in tokens:
+            variable.reset(token)
 
 
 # -- being asked -----------------------------------------------------------------------------------
@@ -315,7 +375,8 @@ def after_commit(callback: Callback | Session, session: Session | Callback | Non
 
     It is called once, outside the transaction and without its time limit. It is dropped if the transaction is
     aborted, if its body is repeated (which registers it again), and if the body ends the transaction itself. What
-    it raises is logged. Not promised: that it is called at all, if the process dies after the commit.
+    it raises after a commit is logged, but for Celery's soft time limit, which passes once all have been called. Not
+    promised: that it is called at all, if the process dies after the commit.
 
     Args:
         callback: without arguments; in an async transaction it may be a coroutine function. The earlier order,
@@ -343,10 +404,19 @@ def after_commit(callback: Callback | Session, session: Session | Callback | Non
             "after_commit takes a coroutine function in an async transaction only; give a function."
         )
     if frame is None:
-        callback()
+        _awaited_nowhere(callback())
     else:
         frame.callbacks.append(callback)
     return True
+
+
+def _awaited_nowhere(result: object) -> None:
+    if inspect.iscoroutine(result):
+        result.close()
+        raise ConfigurationError(
+            "A callback of after_commit has returned a coroutine, which nobody awaits outside of an async transaction; "
+            "give a function."
+        )
 
 
 def _in_transaction() -> Iterator[Frame]:

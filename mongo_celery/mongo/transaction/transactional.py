@@ -118,7 +118,8 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
             the other kind, or with `durable` there is a transaction around it.
         TransactionTimeoutError: from the call, when the time is used up. Its attribute `outcome` is `aborted`, or
             `unknown` when a commit was tried and not answered: it may be done, or may never have been sent, and
-            then the documents stay locked until the server ends the transaction.
+            then the documents stay locked until the server ends the transaction. What has joined with a `timeout`
+            of its own, less than the whole has left, ends by PyMongo's error of the call that took too long.
         DocumentLockedError: from the call, when the body caught that of a lock inside.
         TransactionError: from the call, when the body caught the error of a part that had joined; aborted.
         TopologyError: from the call, on a standalone server.

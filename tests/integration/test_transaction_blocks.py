@@ -1,0 +1,339 @@
+"""
+Blocks of `transactional` that are left by hand, elsewhere, in another order or never: the right one, or none.
+
+What is left by the generator in which it stands is in `test_transaction_parts.py`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.canvas import Signature
+from pymongo import MongoClient
+from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
+from pymongo.database import Database
+from pymongo.errors import InvalidOperation
+from pymongo.uri_parser import parse_uri
+
+from mongo_celery import OutboxCollection
+from mongo_celery.errors import TransactionError, TransactionTimeoutError
+from mongo_celery.locking import after_commit, current, transactional
+from tests.fixtures.proxy import Proxy
+from tests.integration.locking_rig import Document
+
+Client = MongoClient[Document]
+SHORT = 1.5
+GENEROUS = 30.0
+
+
+@pytest.fixture
+def notes(database: Database[Document]) -> Collection[Document]:
+    """Give an empty collection."""
+    return database.create_collection("notes")
+
+
+@pytest.fixture
+def client(notes: Collection[Document]) -> Client:
+    """Give its client."""
+    return notes.database.client
+
+
+def texts(notes: Collection[Document]) -> list[Any]:
+    """What is committed."""
+    return [note["text"] for note in notes.find().sort("_id", 1)]
+
+
+class Unit:
+    """A unit of work as applications write them, over an object that all share."""
+
+    def __init__(self, shared: AbstractContextManager[ClientSession], notes: Collection[Document], text: str) -> None:
+        self._shared, self._notes, self._text = shared, notes, text
+        self.session: Any = None
+
+    def __enter__(self) -> None:
+        self.session = self._shared.__enter__()
+        self.write("begun")
+
+    def __exit__(self, *details: object) -> None:
+        self._shared.__exit__(*details)  # type: ignore[arg-type]
+
+    def write(self, what: str) -> None:
+        self._notes.insert_one({"text": f"{self._text} {what}"}, session=self.session)
+
+
+def in_copy(pool: ThreadPoolExecutor, call: Callable[..., Any], *args: Any) -> Any:
+    """Run it as frameworks do: in whatever thread, in a copy of the context."""
+    return pool.submit(copy_context().run, call, *args).result(GENEROUS)
+
+
+# -- which one is left -----------------------------------------------------------------------------
+
+
+def test_a_unit_of_work_that_another_thread_leaves_is_its_own(notes: Collection[Document], client: Client) -> None:
+    """The thread that leaves the one that has failed has entered the other one, which goes on and is committed."""
+    shared = transactional(client)
+    bad, good = Unit(shared, notes, "bad"), Unit(shared, notes, "good")
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        in_copy(one, bad.__enter__)
+        in_copy(other, good.__enter__)
+        in_copy(other, bad.__exit__, ZeroDivisionError, ZeroDivisionError(), None)
+        good.write("goes on")
+        assert texts(notes) == []
+        in_copy(one, good.__exit__, None, None, None)
+    assert texts(notes) == ["good begun", "good goes on"]
+
+
+def test_two_stacks_of_one_thread_may_be_left_in_any_order(notes: Collection[Document], client: Client) -> None:
+    """Each ends its own."""
+    shared = transactional(client, own=True)
+    bad, good = ExitStack(), ExitStack()
+    for stack, text in ((bad, "bad"), (good, "good")):
+        notes.insert_one({"text": text}, session=stack.enter_context(shared))
+    bad.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    good.close()
+    assert texts(notes) == ["good"]
+
+
+def test_what_may_be_another_threads_is_not_committed_and_joined_by_nobody(
+    notes: Collection[Document], client: Client
+) -> None:
+    """
+    A function that is no method says nothing of whose block it leaves; the thread was another one's before.
+
+    Later calls in the threads that have entered have transactions of their own, and the session says what it is.
+    """
+    shared = transactional(client)
+
+    def begin() -> ClientSession:
+        return shared.__enter__()
+
+    def end() -> None:
+        shared.__exit__(None, None, None)
+
+    def note(text: str, session: ClientSession | None = None) -> None:
+        transactional(client).run(lambda joined: notes.insert_one({"text": text}, session=joined), session=session)
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        sessions = [pool.submit(begin).result(GENEROUS) for pool in (one, other)]
+        for session in sessions:
+            notes.insert_one({"text": "lost"}, session=session)
+        with pytest.raises(TransactionError, match="Make an object for each block"):
+            one.submit(end).result(GENEROUS)
+        for pool in (one, other):
+            assert pool.submit(lambda: current(client)).result(GENEROUS) is None
+            pool.submit(note, "later").result(GENEROUS)
+        with pytest.raises(TransactionError, match="given up"):
+            note("with the lost", sessions[0])
+        begun = one.submit(begin).result(GENEROUS)
+        notes.insert_one({"text": "alone"}, session=begun)
+        other.submit(end).result(GENEROUS)  # there is only one again
+    assert texts(notes) == ["later", "later", "alone"]
+    for session in sessions:
+        session.abort_transaction()
+
+
+# -- parts that outlive the whole ------------------------------------------------------------------
+
+
+def test_two_generators_side_by_side_are_not_committed_by_half(notes: Collection[Document], client: Client) -> None:
+    """The second is a part of the first one's transaction, and goes on when that one ends."""
+
+    def work(text: str) -> Iterator[None]:
+        with transactional(client) as session:
+            notes.insert_one({"text": text}, session=session)
+            yield
+            notes.insert_one({"text": f"{text} later"}, session=session)
+
+    first, second = work("first"), work("second")
+    next(first)
+    next(second)
+    with pytest.raises(TransactionError, match="had not ended when its body returned"):
+        next(first)
+    with pytest.raises(InvalidOperation):  # its session has ended
+        next(second)
+    assert texts(notes) == []
+    assert current(client) is None
+
+
+def test_a_body_that_leaves_a_part_behind_is_not_committed(notes: Collection[Document], client: Client) -> None:
+    """As where a thread goes on with the session; the part is told, too."""
+    left = ExitStack()
+
+    def body(session: ClientSession) -> None:
+        notes.insert_one({"text": "half"}, session=session)
+        left.enter_context(transactional(client))
+
+    with pytest.raises(TransactionError, match="had not ended when its body returned"):
+        transactional(client).run(body)
+    with pytest.raises(TransactionError, match="has ended before the part"):
+        left.close()
+    assert texts(notes) == []
+
+
+def test_a_part_of_an_attempt_before_that_is_thrown_away_does_not_end_this_one(
+    notes: Collection[Document], client: Client
+) -> None:
+    """Its generator is closed late."""
+    parts: list[Any] = []
+
+    def part() -> Iterator[None]:
+        with transactional(client):
+            yield
+
+    def body(session: ClientSession) -> int:
+        notes.insert_one({"text": "a"}, session=session)
+        if not parts:
+            parts.append(part())
+            next(parts[0])
+            error = InvalidOperation("once more")
+            error._add_error_label("TransientTransactionError")
+            raise error
+        parts[0].close()
+        return len(parts)
+
+    assert transactional(client).run(body) == 1
+    assert texts(notes) == ["a"]
+
+
+def test_a_part_that_failed_and_has_ended_the_transaction_is_no_success(
+    notes: Collection[Document], client: Client
+) -> None:
+    """What the body had written before is gone, and what it writes then stays: it cannot be told that all is well."""
+
+    @transactional(client)
+    def give_up(*, session: ClientSession) -> None:
+        session.abort_transaction()
+        raise ZeroDivisionError
+
+    def body(session: ClientSession) -> str:
+        notes.insert_one({"text": "before"}, session=session)
+        with pytest.raises(ZeroDivisionError):
+            give_up()
+        return "success"
+
+    with pytest.raises(TransactionError, match="had been ended in its body") as caught:
+        transactional(client).run(body)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(TransactionError, match="had been ended in its body"), transactional(client) as session:
+        body(session)
+    assert texts(notes) == []
+
+
+# -- other contexts and processes ------------------------------------------------------------------
+
+
+def test_a_box_may_be_left_in_another_context(notes: Collection[Document], client: Client) -> None:
+    """What its thread sends while it is open goes with the transaction; afterwards it is sent as ever."""
+    app = Celery("blocks", broker="memory://", set_as_current=False)
+    box = OutboxCollection(app, notes.database["box"], at_once=False, sweep_every=None)
+    block = transactional(client, outbox=box)
+    with ThreadPoolExecutor(1) as entering, ThreadPoolExecutor(1) as leaving:
+        session = entering.submit(block.__enter__).result(GENEROUS)
+        notes.insert_one({"text": "inside"}, session=session)
+        entering.submit(app.send_task, "inside", queue="blocks").result(GENEROUS)
+        in_copy(leaving, block.__exit__, None, None, None)
+        entering.submit(app.send_task, "afterwards", queue="blocks").result(GENEROUS)  # is not refused
+    assert texts(notes) == ["inside"]
+    assert notes.database["box"].count_documents({}) == 1
+
+
+def test_a_callback_of_its_own_is_sent_though_the_one_around_is_aborted(
+    notes: Collection[Document], client: Client
+) -> None:
+    """It is committed by then; in the box of the one around it would be lost."""
+    app = Celery("blocks", broker="memory://", set_as_current=False)
+    outer = transactional(client, outbox=OutboxCollection(app, notes.database["box"], at_once=False, sweep_every=None))
+
+    def own(_: ClientSession) -> None:
+        after_commit(lambda: app.send_task("receipt", queue="receipts"))
+
+    def body(_: ClientSession) -> None:
+        transactional(client, own=True).run(own)
+        app.send_task("lost", queue="receipts")
+        raise ZeroDivisionError
+
+    with app.connection_for_read() as connection, connection.SimpleQueue("receipts") as queue:
+        queue.clear()
+        with pytest.raises(ZeroDivisionError):
+            outer.run(body)
+        assert [queue.get(timeout=GENEROUS).headers["task"] for _ in range(len(queue))] == ["receipt"]
+
+
+def test_a_part_that_fails_keeps_its_error_where_its_box_cannot_be_written(
+    notes: Collection[Document],
+    make_client: Callable[..., Client],
+    failpoint: Callable[..., AbstractContextManager[None]],
+) -> None:
+    """A lost connection there is transient; the body would be repeated for an error that is not."""
+    mine = make_client(appName="blocks")
+    app = Celery("blocks", broker="memory://", set_as_current=False)
+    box = OutboxCollection(app, mine[notes.database.name]["box"], at_once=False, sweep_every=None)
+    attempts: list[int] = []
+
+    def part(_: ClientSession) -> None:
+        app.send_task("lost", queue="blocks")
+        raise ZeroDivisionError
+
+    def body(session: ClientSession) -> None:
+        attempts.append(1)
+        mine[notes.database.name]["notes"].find_one({}, session=session)
+        transactional(mine, outbox=box).run(part)
+
+    box.add([Signature("first", app=app)])  # which makes what it needs
+    lost = {"failCommands": ["insert", "update"], "appName": "blocks", "closeConnection": True}
+    with failpoint(mode="alwaysOn", **lost), pytest.raises(ZeroDivisionError):
+        transactional(mine).run(body)
+    assert attempts == [1]
+
+
+def _ask_in_child(session: ClientSession, answers: Any) -> None:
+    parent = session.client
+    try:
+        transactional(parent).run(lambda _: None, session=session)
+    except TransactionError as error:
+        answers.put((current(parent) is None, str(error)))
+
+
+def test_a_process_that_is_forked_inside_is_in_no_transaction(client: Client) -> None:
+    """Its thread has the number of the parent's; statements of two processes in one transaction would be lost."""
+    fork = multiprocessing.get_context("fork")
+    with transactional(client) as session:
+        answers = fork.SimpleQueue()
+        child = fork.Process(target=_ask_in_child, args=(session, answers))
+        child.start()
+        child.join(GENEROUS)
+        assert child.exitcode == 0
+        is_outside, message = answers.get()
+    assert is_outside
+    assert "forked" in message
+
+
+def test_the_write_of_a_box_ends_with_the_time_of_its_block(
+    notes: Collection[Document], mongo_url: str, make_proxy: Callable[[int], Proxy], make_client: Callable[..., Client]
+) -> None:
+    """The block itself has no limit, but its end has: also where the server stands still just then."""
+    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
+    through = make_client(proxy.mongo_url)
+    app = Celery("blocks", broker="memory://", set_as_current=False)
+    box = OutboxCollection(app, through[notes.database.name]["box"])
+    block = transactional(through, outbox=box)
+    block._seconds = SHORT  # `timeout=` would bound the body as well
+
+    @contextmanager
+    def frozen() -> Iterator[None]:
+        yield
+        proxy.hold(b"insert")
+
+    with pytest.raises(TransactionTimeoutError) as caught, block, frozen():
+        app.send_task("inside", queue="blocks")
+    proxy.close()  # what it holds never arrives: it would begin a transaction again
+    assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
+    assert notes.database["box"].find_one() is None
