@@ -549,7 +549,8 @@ class TransactionLog:
     def final_since(self, older_than: float, *, any_application: bool) -> Document:
         """The condition of those that are final for so many seconds, by the server's clock, however they spell it."""
         whose: Document = {} if any_application else self._ours()
-        return {"state": {"$in": list(FINAL)}, "$expr": _is_older(older_than), **whose}
+        # Not a list of states, as damaged code may leave it: $in would find it by any of them.
+        return {"state": {"$in": list(FINAL), "$not": {"$type": "array"}}, "$expr": _is_older(older_than), **whose}
 
     def batch(self, condition: Mapping[str, Any], last: Mapping[str, Any] | None, count: int) -> list[Document]:
         """
