@@ -28,7 +28,7 @@ from mongo_celery.twophase.follower import LogFollower
 from mongo_celery.twophase.in_the_way import in_the_way
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import Part
-from mongo_celery.twophase.sessions import end_transactions, sessions_of
+from mongo_celery.twophase.sessions import SessionPool, end_transactions, sessions_of
 from mongo_celery.twophase.states import State, Transaction
 from mongo_celery.twophase.within import WithinCluster
 
@@ -72,6 +72,7 @@ class Completion:
         self._log = log
         self._client = log.collection.database.client
         self._clusters = clusters
+        self._pool = SessionPool()
         self._timeout = timeout
         self._protocol = protocol
         self.within = WithinCluster(log, clusters.open)
@@ -82,7 +83,7 @@ class Completion:
     def bounded(self, part: float = 1.0) -> Iterator[float]:
         """No call to a server inside lasts beyond a part of the timeout; gives its end on the monotonic clock."""
         seconds = self._timeout * part
-        with sessions_of(self._clusters.client), pymongo.timeout(seconds):
+        with sessions_of(self._clusters, self._pool), pymongo.timeout(seconds):
             yield time.monotonic() + seconds
 
     def end_others(self, transactions: Sequence[Transaction]) -> None:
