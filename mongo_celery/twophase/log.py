@@ -554,7 +554,7 @@ class TransactionLog:
 
     def batch(self, condition: Mapping[str, Any], last: Mapping[str, Any] | None, count: int) -> list[Document]:
         """
-        Ids and states of some that meet a condition, in the order of their ids.
+        Ids and states of some, and what compensates them, that meet a condition, in the order of their ids.
 
         Args:
             condition: of which ones.
@@ -564,7 +564,7 @@ class TransactionLog:
         # As an expression: a plain $gt would end at the last id of the same type.
         behind: Document = {} if last is None else {"$expr": {"$gt": ["$_id", literal(last["_id"])]}}
         which = {"$and": [dict(condition), behind]}
-        return list(self.collection.find(which, {"state": 1}).sort("_id", 1).limit(count))
+        return list(self.collection.find(which, {"state": 1, "compensatedBy": 1}).sort("_id", 1).limit(count))
 
     def remove(self, condition: Mapping[str, Any]) -> None:
         """Remove those that meet a condition, for good."""

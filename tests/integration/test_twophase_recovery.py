@@ -334,6 +334,20 @@ def test_an_id_that_is_used_again_has_a_compensation_of_its_own(
     assert {each["_id"]: each["balance"] for each in bank.accounts.find()} == {"A": 1000, "B": 1000}
 
 
+def test_what_is_being_compensated_is_not_purged(bank: TwoPhaseCommit) -> None:
+    """Its compensation may yet be canceled: then there has to be another attempt."""
+    done = bank.transfer("A", "B", 100)
+    compensation = bank.compensate(done)
+    bank.transactions.update_many({}, {"$set": {"lastModified": LONG_AGO}})
+    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=0, canceled=0, kept=0)
+    bank.cancel(compensation)
+    second = bank.compensate(done)
+    assert second == {"compensates": done, "attempt": 2}
+    bank.run(second)
+    bank.transactions.update_many({}, {"$set": {"lastModified": LONG_AGO}})
+    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=2, canceled=1, kept=0)
+
+
 def test_a_purge_leaves_what_has_several_states(bank: TwoPhaseCommit) -> None:
     """Whatever has made a list of it: one of them is not final."""
     states: list[Any] = [["pending", "done"], ["done"], "done"]
