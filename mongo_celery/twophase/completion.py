@@ -178,7 +178,7 @@ class Completion:
         is_initial = transaction.state is State.INITIAL
         hint = NOT_BEGUN if is_initial else FINISHED_BY_RECOVERY
         step = self.within.run if way is Way.WITHIN else self._across.step
-        with _named(transaction.id, hint, hint, self._client):
+        with _named(transaction.id, hint, hint, self._client if way is Way.WITHIN else None):
             return self.until_answered(
                 lambda: step(transaction, deadline, any_application=any_application),
                 deadline,
@@ -199,7 +199,7 @@ class Completion:
         if begun.state is not State.PENDING:  # the answer was lost when it was begun, and somebody has taken it over
             return self.to_the_end(begun, deadline)
         try:
-            with _named(begun.id, FINISHED_BY_RECOVERY, FINISHED_BY_RECOVERY, self._client):
+            with _named(begun.id, FINISHED_BY_RECOVERY, FINISHED_BY_RECOVERY, None):
                 after = self.until_answered(lambda: self._across.decide(begun, deadline), deadline, id=begun.id)
         except OvertakenError:
             return self.to_the_end(begun, deadline)
@@ -344,7 +344,7 @@ def _wait_or_give_up(transaction: Transaction, count: int, deadline: float) -> N
 
 
 @contextmanager
-def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any]) -> Iterator[None]:
+def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any] | None) -> Iterator[None]:
     """
     Say of a MongoDB transaction that has used its time up which transaction it belonged to, and who was in its way.
 
@@ -352,7 +352,7 @@ def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any]) 
         identity: of the transaction.
         aborted: what follows if it was aborted.
         unknown: what follows if no commit was answered.
-        client: of the log's own cluster, whose open transactions may have been in the way.
+        client: of the cluster whose open transactions may have been in the way; None where it may be any of several.
     """
     try:
         yield
@@ -361,7 +361,7 @@ def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any]) 
             raise
         outcome = vars(error).get("outcome", "unknown")
         follows = aborted if outcome == "aborted" else unknown
-        found = in_the_way(error, client)
+        found = () if client is None else in_the_way(error, client)
         message = f"transaction {identity!r}, {follows}. {error} {in_words(found)}".rstrip()
         raise TransactionTimeoutError(message, id=identity, outcome=outcome, candidates=found) from error
 
