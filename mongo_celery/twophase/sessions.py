@@ -80,7 +80,7 @@ class SessionPool:
     def give(self, session: ClientSession) -> None:
         """Keep one. It is never ended: that would hand it to whatever this process does next."""
         if session.in_transaction:  # whoever had it was interrupted
-            with suppress(PyMongoError):
+            with suppress(PyMongoError), pymongo.timeout(_ANSWER_SECONDS):
                 session.abort_transaction()
             return
         kept = self._kept.setdefault(id(session.client), deque(maxlen=_KEPT_MAX))
