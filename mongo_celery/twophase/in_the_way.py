@@ -24,7 +24,7 @@ def in_the_way(error: BaseException, client: MongoClient[Any]) -> tuple[OpenTran
     """
     Those that may hold what an error speaks of; none where it met no conflict, or they cannot be asked for now.
 
-    It fails only by the soft time limit of a task. The time of the call is used up by then, so it has a moment of its own.
+    It fails only by a soft time limit. The time of the call is used up by then, so it has a moment of its own.
     """
     if not _has_met_a_conflict(error):
         return ()

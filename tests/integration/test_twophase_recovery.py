@@ -322,8 +322,7 @@ def test_an_id_that_is_used_again_has_a_compensation_of_its_own(
         bank.run(first)
     if older:  # an older version stored no mark
         bank.transactions.update_one({"_id": first}, {"$unset": {"takesBack": ""}})
-    bank.transactions.update_one({"_id": "order"}, {"$set": {"lastModified": LONG_AGO}})
-    assert bank.purge(3600).done == 1
+    bank.transactions.delete_one({"_id": "order"})  # as it expires
 
     bank.transfer("B", "A", 7, id="order")
     second = bank.compensate("order")
