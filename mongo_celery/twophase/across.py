@@ -295,6 +295,9 @@ class AcrossClusters:
 
         Returns:
             Those that are done; whoever was faster with another finishes that one.
+
+        Raises:
+            Exception: the first of what some could not be settled for; all others are done.
         """
         pending = [each for each in transactions if each.state is State.PENDING]
         applied = [each for each in transactions if each.state is State.APPLIED]
@@ -304,13 +307,25 @@ class AcrossClusters:
         alike: dict[Hashable, list[Transaction]] = {}
         for each in applied:
             alike.setdefault(likeness_of(each) or each.key, []).append(each)
+        settled: list[Transaction] = []
+        failure: Exception | None = None
         for those in alike.values():
-            for index, branch in enumerate(plan_for(those[0]).remote):  # the decider's at the end
-                if branch.marked:  # then it is the only one
-                    self._marked.perform(replace(those[0], state=State.APPLIED), branch)
-                else:
-                    self._receipts.settle_together(_shares(those, index))
-        return self._log.move_together(applied, State.DONE, before=State.APPLIED) if applied else []
+            try:
+                self._settle_together(those)
+                settled += those
+            except Exception as error:  # noqa: BLE001 - one that cannot be settled keeps no others from being done
+                failure = failure or error
+        done = self._log.move_together(settled, State.DONE, before=State.APPLIED) if settled else []
+        if failure is not None:
+            raise failure
+        return done
+
+    def _settle_together(self, alike: Sequence[Transaction]) -> None:
+        for index, branch in enumerate(plan_for(alike[0]).remote):  # the decider's at the end
+            if branch.marked:  # then it is the only one
+                self._marked.perform(replace(alike[0], state=State.APPLIED), branch)
+            else:
+                self._receipts.settle_together(_shares(alike, index))
 
     # -- backward ----------------------------------------------------------------------------------
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from mongo_celery.errors import TransactionStateError
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.states import Transaction
+
+_TAKES_BACK = "takesBack"
 
 
 def opposite(done: Transaction) -> dict[str, Any]:
@@ -16,9 +19,31 @@ def opposite(done: Transaction) -> dict[str, Any]:
             Part(each.cluster, each.namespace, each.id, each.revert, each.apply, each.revert_require, each.require)
             for each in reversed(done.parts)
         ]
-        return {"participants": [part.to_document() for part in turned]}
+        return {"participants": [part.to_document() for part in turned], _TAKES_BACK: _mark_of(done)}
     document = done.document
-    return {"source": document["destination"], "destination": document["source"], "value": document["value"]}
+    return {
+        "source": document["destination"],
+        "destination": document["source"],
+        "value": document["value"],
+        _TAKES_BACK: _mark_of(done),
+    }
+
+
+def takes_back(compensation: Transaction, done: Transaction) -> bool:
+    """
+    Whether a compensation belongs to this transaction: its id may have been another's before, that was removed.
+
+    One that says nothing of it, since an older version has stored it, has not taken its last step before this one.
+    """
+    if _TAKES_BACK in compensation.document:
+        return bool(compensation.document[_TAKES_BACK] == _mark_of(done))
+    ended, begun = done.document.get("lastModified"), compensation.document.get("lastModified")
+    return not (isinstance(ended, datetime) and isinstance(begun, datetime) and begun < ended)
+
+
+def _mark_of(done: Transaction) -> Any:
+    """What tells it from all others of its id, as long as it is there."""
+    return done.key or done.driver or done.document.get("lastModified")
 
 
 def compensation_id(transaction_id: Any, attempt: int) -> dict[str, Any]:

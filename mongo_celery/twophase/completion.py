@@ -28,7 +28,7 @@ from mongo_celery.twophase.follower import LogFollower
 from mongo_celery.twophase.in_the_way import in_the_way
 from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.participants import Part
-from mongo_celery.twophase.sessions import end_transactions, sessions_of
+from mongo_celery.twophase.sessions import SessionPool, end_transactions, sessions_of
 from mongo_celery.twophase.states import State, Transaction
 from mongo_celery.twophase.within import WithinCluster
 
@@ -72,6 +72,7 @@ class Completion:
         self._log = log
         self._client = log.collection.database.client
         self._clusters = clusters
+        self._pool = SessionPool()
         self._timeout = timeout
         self._protocol = protocol
         self.within = WithinCluster(log, clusters.open)
@@ -82,7 +83,7 @@ class Completion:
     def bounded(self, part: float = 1.0) -> Iterator[float]:
         """No call to a server inside lasts beyond a part of the timeout; gives its end on the monotonic clock."""
         seconds = self._timeout * part
-        with sessions_of(self._clusters.client), pymongo.timeout(seconds):
+        with sessions_of(self._clusters, self._pool), pymongo.timeout(seconds):
             yield time.monotonic() + seconds
 
     def end_others(self, transactions: Sequence[Transaction]) -> None:
@@ -177,7 +178,7 @@ class Completion:
         is_initial = transaction.state is State.INITIAL
         hint = NOT_BEGUN if is_initial else FINISHED_BY_RECOVERY
         step = self.within.run if way is Way.WITHIN else self._across.step
-        with _named(transaction.id, hint, hint, self._client):
+        with _named(transaction.id, hint, hint, self._client if way is Way.WITHIN else None):
             return self.until_answered(
                 lambda: step(transaction, deadline, any_application=any_application),
                 deadline,
@@ -198,7 +199,7 @@ class Completion:
         if begun.state is not State.PENDING:  # the answer was lost when it was begun, and somebody has taken it over
             return self.to_the_end(begun, deadline)
         try:
-            with _named(begun.id, FINISHED_BY_RECOVERY, FINISHED_BY_RECOVERY, self._client):
+            with _named(begun.id, FINISHED_BY_RECOVERY, FINISHED_BY_RECOVERY, None):
                 after = self.until_answered(lambda: self._across.decide(begun, deadline), deadline, id=begun.id)
         except OvertakenError:
             return self.to_the_end(begun, deadline)
@@ -343,7 +344,7 @@ def _wait_or_give_up(transaction: Transaction, count: int, deadline: float) -> N
 
 
 @contextmanager
-def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any]) -> Iterator[None]:
+def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any] | None) -> Iterator[None]:
     """
     Say of a MongoDB transaction that has used its time up which transaction it belonged to, and who was in its way.
 
@@ -351,7 +352,7 @@ def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any]) 
         identity: of the transaction.
         aborted: what follows if it was aborted.
         unknown: what follows if no commit was answered.
-        client: of the log's own cluster, whose open transactions may have been in the way.
+        client: of the cluster whose open transactions may have been in the way; None where it may be any of several.
     """
     try:
         yield
@@ -360,7 +361,7 @@ def _named(identity: Any, aborted: str, unknown: str, client: MongoClient[Any]) 
             raise
         outcome = vars(error).get("outcome", "unknown")
         follows = aborted if outcome == "aborted" else unknown
-        found = in_the_way(error, client)
+        found = () if client is None else in_the_way(error, client)
         message = f"transaction {identity!r}, {follows}. {error} {in_words(found)}".rstrip()
         raise TransactionTimeoutError(message, id=identity, outcome=outcome, candidates=found) from error
 

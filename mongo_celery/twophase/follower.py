@@ -19,6 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 
+from celery.exceptions import SoftTimeLimitExceeded
+
 from mongo_celery.exits import close_at_exit
 from mongo_celery.mongo.redaction import short
 from mongo_celery.twophase.states import Transaction
@@ -137,6 +139,9 @@ class LogFollower:
         Args:
             transaction: as it was decided.
             deadline: of the monotonic clock, if there is no place in the queue, and it is finished here.
+
+        Raises:
+            SoftTimeLimitExceeded: the task that calls this has run for too long; the transaction is done all the same.
         """
         clusters = frozenset(part.cluster for part in transaction.parts)
         lane = self._lanes.get(clusters) or self._new_lane(clusters)
@@ -144,6 +149,9 @@ class LogFollower:
             return
         try:
             self._finish([transaction], deadline)
+        except SoftTimeLimitExceeded as error:  # of the task that this is called in
+            note_left([transaction], error)
+            raise
         except Exception as error:  # noqa: BLE001 - it is done, whatever keeps the log from saying so
             note_left([transaction], error)
 

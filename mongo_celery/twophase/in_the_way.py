@@ -7,6 +7,7 @@ from contextvars import Context
 from typing import Any
 
 import pymongo
+from celery.exceptions import SoftTimeLimitExceeded
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 
@@ -23,12 +24,14 @@ def in_the_way(error: BaseException, client: MongoClient[Any]) -> tuple[OpenTran
     """
     Those that may hold what an error speaks of; none where it met no conflict, or they cannot be asked for now.
 
-    It never fails. The time of the call is used up by then, so it has a moment of its own.
+    It fails only by a soft time limit. The time of the call is used up by then, so it has a moment of its own.
     """
     if not _has_met_a_conflict(error):
         return ()
     try:
         return Context().run(_asked, client)
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as failure:  # noqa: BLE001 - whatever it is, the caller is to be told what it waited for
         logger.debug("who holds a participant could not be asked: %s", short(failure))
         return ()

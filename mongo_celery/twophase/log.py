@@ -549,11 +549,12 @@ class TransactionLog:
     def final_since(self, older_than: float, *, any_application: bool) -> Document:
         """The condition of those that are final for so many seconds, by the server's clock, however they spell it."""
         whose: Document = {} if any_application else self._ours()
-        return {"state": {"$in": list(FINAL)}, "$expr": _is_older(older_than), **whose}
+        # Not a list of states, as damaged code may leave it: $in would find it by any of them.
+        return {"state": {"$in": list(FINAL), "$not": {"$type": "array"}}, "$expr": _is_older(older_than), **whose}
 
     def batch(self, condition: Mapping[str, Any], last: Mapping[str, Any] | None, count: int) -> list[Document]:
         """
-        Ids and states of some that meet a condition, in the order of their ids.
+        Ids and states of some, and what compensates them, that meet a condition, in the order of their ids.
 
         Args:
             condition: of which ones.
@@ -563,7 +564,7 @@ class TransactionLog:
         # As an expression: a plain $gt would end at the last id of the same type.
         behind: Document = {} if last is None else {"$expr": {"$gt": ["$_id", literal(last["_id"])]}}
         which = {"$and": [dict(condition), behind]}
-        return list(self.collection.find(which, {"state": 1}).sort("_id", 1).limit(count))
+        return list(self.collection.find(which, {"state": 1, "compensatedBy": 1}).sort("_id", 1).limit(count))
 
     def remove(self, condition: Mapping[str, Any]) -> None:
         """Remove those that meet a condition, for good."""

@@ -2,7 +2,8 @@
 Removing transactions that are final, for good.
 
 What is not final is never removed, nor what is younger than the deadline: until then somebody whose answer was lost
-may ask for the same again, under the same id. A compensation stays for as long as what it takes back is there: of one
+may ask for the same again, under the same id. What is being compensated stays until that is final: if that is canceled,
+another attempt can be made. A compensation stays for as long as what it takes back is there: of one
 that is gone nobody could tell whether it had been done.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from mongo_celery.twophase.compensation import compensation_id
 from mongo_celery.twophase.log import FINAL, TransactionLog
 from mongo_celery.twophase.states import State
 
@@ -38,7 +40,8 @@ class Purge:
     Attributes:
         done: transactions that were done.
         canceled: transactions that were canceled.
-        kept: compensations that are old enough, and stay, since what they take back is there.
+        kept: compensations that are old enough, and stay, since what they take back is there, or they are being taken
+            back themselves.
     """
 
     done: int
@@ -82,7 +85,11 @@ class Purger:
         before, kept = self._removed.total(), 0
         batch = self._found(condition)
         while batch:
-            going = [each for each in batch if not is_compensation or self._may_go(each["_id"])]
+            going = [
+                each
+                for each in batch
+                if not self._is_being_compensated(each) and (not is_compensation or self._may_go(each["_id"]))
+            ]
             kept += len(batch) - len(going)
             self._remove(going)
             batch = self._found(condition, batch[-1])
@@ -91,6 +98,12 @@ class Purger:
 
     def _found(self, condition: Mapping[str, Any], last: Document | None = None) -> list[Document]:
         return self._bounded(lambda: self._log.batch(condition, last, _BATCH))
+
+    def _is_being_compensated(self, found: Document) -> bool:
+        if found.get("compensatedBy") is None:
+            return False
+        identity = compensation_id(found["_id"], found["compensatedBy"])
+        return bool(self._found({"_id": {"$eq": identity}, "state": {"$nin": list(FINAL)}}))
 
     def _may_go(self, compensation_id: Mapping[str, Any]) -> bool:
         """Whether what it takes back is gone; of a trial, whether it would be."""

@@ -22,7 +22,7 @@ import pymongo
 from bson import ObjectId
 from pymongo.errors import PyMongoError
 
-from mongo_celery.errors import TransactionStateError
+from mongo_celery.errors import ConfigurationError, TransactionStateError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_unanswered
@@ -323,7 +323,7 @@ class Recoverer:
             )
             self._note_silence(error, lane)
             after = _state_of(self._log, identity, before)
-            stopped = isinstance(error, TransactionStateError)
+            stopped = isinstance(error, TransactionStateError | ConfigurationError)
             return taken is not None, Recovery(identity, before, after, short(error), stopped=stopped)
         return True, _recovered(identity, before, str(ended.state), overdue=taken.is_late)
 

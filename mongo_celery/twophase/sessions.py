@@ -6,17 +6,20 @@ and the entry itself where it was on its last step, until the server ends the tr
 cancels or takes over ends these transactions first: exactly those, by the sessions that the entry names.
 
 That is safe: a coordinator that lives all the same is told so by an error that is repeated, and finds what was decided
-meanwhile. A session may have gone on to something else since, in the same process: so only a transaction is ended
-that was opened while its coordinator could still be at work, and of which no operation is running.
+meanwhile. Its sessions serve nobody but coordinators, so that nothing else of its process is ended: they have a pool of
+their own, and never go back to the driver's. One that has gone on to another transaction is mostly left alone, since
+only what was opened while the coordinator could still be at work is ended, and of which no operation is running.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 from uuid import UUID
 
 import pymongo
@@ -32,7 +35,6 @@ from mongo_celery.mongo.redaction import short
 logger = logging.getLogger("mongo_celery.twophase")
 
 Document = dict[str, Any]
-ClientOf = Callable[[str | None], MongoClient[Any]]
 
 _ANSWER_SECONDS = 2.0
 _SHARE = 1 / 8
@@ -41,46 +43,92 @@ _SHARE = 1 / 8
 _SLACK_SECONDS = 2.0
 _MICROS = 1e-6
 
+_KEPT_MAX = 1000
+"""Sessions of a client that wait for the next call."""
+
+_KEPT_SECONDS = 600.0
+"""A server forgets a session that was not used for half an hour, or what it is set to; then a new one is made."""
+
+
+class KnownClusters(Protocol):
+    """The clusters that this process can reach."""
+
+    def client(self, cluster: str | None) -> MongoClient[Any]:
+        """The client of one that is known; None is the log's own."""
+
+    def knows(self, cluster: str | None) -> bool:
+        """Whether it is."""
+
+
+class SessionPool:
+    """Sessions that wait for the next call, by client. Any thread may take and give; of one process."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, deque[tuple[ClientSession, float]]] = {}
+
+    def take(self, client: MongoClient[Any]) -> ClientSession:
+        """The one that was used last, or a new one."""
+        try:
+            session, since = self._kept[id(client)].pop()
+        except LookupError:
+            return client.start_session()
+        if time.monotonic() - since > _KEPT_SECONDS:  # then all others are as old: their server forgets them
+            self._kept[id(client)].clear()
+            return client.start_session()
+        return session
+
+    def give(self, session: ClientSession) -> None:
+        """Keep one. It is never ended: that would hand it to whatever this process does next."""
+        if session.in_transaction:  # whoever had it was interrupted
+            with suppress(PyMongoError), pymongo.timeout(_ANSWER_SECONDS):
+                session.abort_transaction()
+            return
+        kept = self._kept.setdefault(id(session.client), deque(maxlen=_KEPT_MAX))
+        kept.append((session, time.monotonic()))
+
 
 class Sessions:
     """
     One session for each cluster, as long as a call lasts. Of one thread.
 
     Args:
-        client_of: gives the client of a cluster by its alias; None for the log's own.
+        clusters: those that are known here.
+        pool: where sessions come from, and go.
     """
 
-    def __init__(self, client_of: ClientOf) -> None:
-        self._client_of = client_of
+    def __init__(self, clusters: KnownClusters, pool: SessionPool) -> None:
+        self._clusters = clusters
+        self._pool = pool
         self._made: dict[int, ClientSession] = {}
-        self._stack = ExitStack()
 
     def of(self, client: MongoClient[Any]) -> ClientSession:
         """That of a client's cluster."""
         known = self._made.get(id(client))
         if known is None:
-            known = self._made[id(client)] = self._stack.enter_context(client.start_session())
+            known = self._made[id(client)] = self._pool.take(client)
         return known
 
     def named(self, clusters: Iterable[str | None]) -> list[Document]:
-        """As a transaction names those of some clusters. Nothing is asked of a server."""
-        return [{"cluster": each, "id": self._id_of(each)} for each in sorted(clusters, key=str)]
+        """As a transaction names those of some clusters, as far as they are known. Nothing is asked of a server."""
+        known = sorted(filter(self._clusters.knows, clusters), key=str)
+        return [{"cluster": each, "id": self._id_of(each)} for each in known]
 
     def _id_of(self, cluster: str | None) -> Binary:
-        return Binary(self.of(self._client_of(cluster)).session_id["id"], 4)
+        return Binary(self.of(self._clusters.client(cluster)).session_id["id"], 4)
 
     def end(self) -> None:
-        """End them all."""
-        self._stack.close()
+        """Leave them all to the next call."""
+        for session in self._made.values():
+            self._pool.give(session)
 
 
 _current: ContextVar[Sessions | None] = ContextVar("mongo_celery_transaction_sessions", default=None)
 
 
 @contextmanager
-def sessions_of(client_of: ClientOf) -> Iterator[None]:
+def sessions_of(clusters: KnownClusters, pool: SessionPool) -> Iterator[None]:
     """Inside, MongoDB transactions of this thread use one session for each cluster."""
-    made = Sessions(client_of)
+    made = Sessions(clusters, pool)
     token = _current.set(made)
     try:
         yield

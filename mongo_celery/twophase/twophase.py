@@ -19,7 +19,7 @@ from mongo_celery.errors import ConfigurationError, TransactionCanceledError, Tr
 from mongo_celery.forking import per_process
 from mongo_celery.mongo.opening import Client, Source, collection_of
 from mongo_celery.twophase.clusters import Clusters, opened
-from mongo_celery.twophase.compensation import compensation_id, noted_attempt, opposite
+from mongo_celery.twophase.compensation import compensation_id, noted_attempt, opposite, takes_back
 from mongo_celery.twophase.completion import NOT_BEGUN, Completion, Way, still_mine, stuck
 from mongo_celery.twophase.coordinator import BusyError, OvertakenError, StuckError
 from mongo_celery.twophase.local import RefusedError, in_one
@@ -380,7 +380,8 @@ class TwoPhaseCommit:
         """What is done already is read from the transaction itself: of a compensation that is gone nobody can tell."""
         seen = self.log.get(id)
         if self._completion.is_decided(seen, deadline):  # the log has not followed yet
-            seen = self._completion.to_the_end(seen, deadline)
+            self._completion.to_the_end(seen, deadline)
+            seen = self.log.get(id)
         if seen.state is not State.DONE:
             raise TransactionStateError(
                 f"transaction {id!r} is {seen.state}: only one that is done can be compensated.",
@@ -401,7 +402,8 @@ class TwoPhaseCommit:
             if found is None:
                 self._store_compensation(seen, attempt, before, deadline)
                 return identity
-            if found.state is not State.CANCELED:
+            is_its_own = attempt == before or takes_back(found, seen)
+            if is_its_own and found.state is not State.CANCELED:
                 if attempt != before and not self.log.note_compensated(seen, attempt, before, None):
                     raise BusyError("it changed meanwhile")
                 return identity
@@ -491,9 +493,9 @@ class TwoPhaseCommit:
         Remove transactions that are done or canceled; all others stay.
 
         Afterwards nobody can show or compensate them, and their ids may be used again: what was removed and is begun
-        once more under the same id is done once more. A compensation stays as long as what it takes back. The option
-        `retention` lets new ones expire by themselves. It lasts as long as there is something to remove; the timeout
-        is one of each call to the server.
+        once more under the same id is done once more, and has compensations of its own. A compensation stays as long as
+        what it takes back. The option `retention` lets new ones expire by themselves. It lasts as long as there is
+        something to remove; the timeout is one of each call to the server.
 
         Args:
             older_than: seconds since the last step, by the server's clock; not less than the deadline.

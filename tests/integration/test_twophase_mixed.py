@@ -9,8 +9,9 @@ from uuid import uuid4
 
 import pytest
 
-from mongo_celery import TransactionCanceledError, TransactionStateError
+from mongo_celery import Participant, TransactionCanceledError, TransactionStateError
 from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.twophase import follower
 from mongo_celery.twophase.states import read_transaction
 from tests.integration.receipts_rig import START, Clusters, StepGate
 
@@ -161,3 +162,27 @@ def test_clusters_that_nobody_can_read_are_refused(clusters: Clusters) -> None:
     stored = {**clusters.log.find_one({"_id": clusters.begin("own", "west", run=True)}), "marked": [7]}
     with pytest.raises(TransactionStateError, match="marked"):
         read_transaction(stored, "a.b")
+
+
+def test_one_that_cannot_be_settled_keeps_no_other_from_being_done(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A validator that came meanwhile refuses one document; it is left to recovery."""
+    monkeypatch.setattr(follower, "LINGER_SECONDS", 60.0)  # until both are there
+    west = clusters.accounts("west")
+    west.insert_one({"_id": "refused", "balance": START})
+    begun = [
+        clusters.bank.begin(
+            [
+                Participant(clusters.accounts("own"), "A", {"$inc": {"balance": -1}}),
+                Participant(west, each, {"$inc": {"balance": 1}}),
+            ],
+            run=True,
+        )
+        for each in ("refused", "A")
+    ]
+    west.database.command("collMod", west.name, validator={"_id": {"$ne": "refused"}}, validationLevel="strict")
+    assert clusters.bank.flush()
+    assert [clusters.log.find_one({"_id": each})["state"] for each in begun] == ["applied", "done"]
+    west.database.command("collMod", west.name, validator={})
+    assert clusters.bank.run(begun[0]).state == "done"

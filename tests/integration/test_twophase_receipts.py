@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -14,6 +14,7 @@ from bson import Decimal128
 from pymongo import MongoClient, monitoring
 
 from mongo_celery import (
+    ConfigurationError,
     Participant,
     TransactionCanceledError,
     TransactionStateError,
@@ -533,6 +534,24 @@ def test_who_does_not_know_a_cluster_begins_nothing_in_the_others(clusters: Clus
     assert [each.after for each in clusters.bank.recover(0)] == ["done"]
 
 
+def test_who_does_not_know_a_cluster_any_more_says_which(clusters: Clusters) -> None:
+    """Whatever is asked of one that was begun; and whoever knows it finishes it."""
+    identity = clusters.begin("own", "east")
+    clusters.stepped(identity, 1)
+    blind = clusters.coordinator({"own": clusters.clients["own"]})
+
+    with pytest.raises(ConfigurationError, match="cluster 'east', which this process does not know"):
+        blind.run(identity)
+    (became,) = blind.recover(0)
+    assert "cluster 'east', which this process does not know" in (became.error or "")
+    assert became.stopped
+    with pytest.raises(ConfigurationError, match="cluster 'east', which this process does not know"):
+        blind.cancel(identity)
+    with pytest.raises(TransactionCanceledError):
+        clusters.bank.run(identity)
+    assert clusters.balances() == UNTOUCHED
+
+
 def test_what_a_newer_version_has_stored_is_left_alone(clusters: Clusters) -> None:
     identity = clusters.begin("own", "east", run=True)
     stored = {**clusters.log.find_one({"_id": identity}), "protocol": "telepathy"}
@@ -578,3 +597,40 @@ def test_what_a_frozen_coordinator_keeps_open_is_ended_by_whoever_takes_over(
             assert [each.after for each in other.recover(0)] == ["done"]
     assert clusters.balances() == (UNTOUCHED if call == "cancel" else expected(way))
     assert {each["cluster"] for each in clusters.log.find_one({"_id": identity})["sessions"]} == {None, "east"}
+
+
+def test_what_the_same_process_does_next_is_ended_by_nobody(clusters: Clusters) -> None:
+    """Whoever takes a transaction over ends what its coordinator keeps open, and nothing else of that process."""
+    identity = clusters.begin("own", "east")
+    clusters.stepped(identity, 1)
+    with ExitStack() as stack:
+        sessions = {each: stack.enter_context(clusters.clients[each].start_session()) for each in ("own", "east")}
+        for cluster, session in sessions.items():
+            session.start_transaction()
+            clusters.clients[cluster][f"{clusters.name}_{cluster}"]["notes"].insert_one({"_id": 1}, session=session)
+        with MongoClient[Document](clusters.urls["own"]) as own, MongoClient[Document](clusters.urls["east"]) as east:
+            other = clusters.coordinator({"own": own, "east": east, "west": clusters.clients["west"]})
+            assert other.cancel(identity).state == "canceled"
+        for session in sessions.values():
+            session.commit_transaction()
+    assert clusters.balances() == UNTOUCHED
+
+
+def test_sessions_of_coordinators_serve_other_coordinators(clusters: Clusters) -> None:
+    """A server keeps each for half an hour: there are as many as calls at once."""
+    named = [clusters.log.find_one({"_id": clusters.begin("own", "east", value=1, run=True)}) for _ in range(5)]
+    assert len({each["id"] for entry in named for each in entry["sessions"]}) <= 4
+
+
+def test_nobody_is_named_who_may_be_in_another_cluster(clusters: Clusters) -> None:
+    """What holds a participant in one is not what is open in the log's."""
+    impatient = clusters.coordinator(clusters.clients, timeout=2)
+    clusters.begin("own", "east", value=1, run=True)
+    with ExitStack() as stack:
+        for cluster, document in (("own", {"_id": "other"}), ("east", {"_id": "A"})):
+            session = stack.enter_context(clusters.clients[cluster].start_session())
+            stack.enter_context(session.start_transaction())
+            clusters.accounts(cluster).update_one(document, {"$set": {"held": True}}, upsert=True, session=session)
+        with pytest.raises(TransactionTimeoutError) as caught:
+            impatient.run(clusters.begin("own", "east"))
+    assert vars(caught.value).get("candidates", ()) == ()

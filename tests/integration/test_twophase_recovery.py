@@ -311,6 +311,52 @@ def test_a_compensation_stays_with_what_it_takes_back(bank: TwoPhaseCommit) -> N
         bank.compensate(first)
 
 
+@pytest.mark.parametrize(("is_run", "older"), [(True, False), (False, False), (True, True)])
+def test_an_id_that_is_used_again_has_a_compensation_of_its_own(
+    bank: TwoPhaseCommit, is_run: bool, older: bool
+) -> None:
+    """That of its predecessor takes back what the predecessor did, whether that has been done or not."""
+    bank.transfer("A", "B", 100, id="order")
+    first = bank.compensate("order")
+    if is_run:
+        bank.run(first)
+    if older:  # an older version stored no mark
+        bank.transactions.update_one({"_id": first}, {"$unset": {"takesBack": ""}})
+    bank.transactions.delete_one({"_id": "order"})  # as it expires
+
+    bank.transfer("B", "A", 7, id="order")
+    second = bank.compensate("order")
+    assert second == bank.compensate("order") == {"compensates": "order", "attempt": 2}
+    bank.run(second)
+    assert bank.compensate("order") == second
+    bank.run(first)
+    assert {each["_id"]: each["balance"] for each in bank.accounts.find()} == {"A": 1000, "B": 1000}
+
+
+def test_what_is_being_compensated_is_not_purged(bank: TwoPhaseCommit) -> None:
+    """Its compensation may yet be canceled: then there has to be another attempt."""
+    done = bank.transfer("A", "B", 100)
+    compensation = bank.compensate(done)
+    bank.transactions.update_many({}, {"$set": {"lastModified": LONG_AGO}})
+    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=0, canceled=0, kept=0)
+    bank.cancel(compensation)
+    second = bank.compensate(done)
+    assert second == {"compensates": done, "attempt": 2}
+    bank.run(second)
+    bank.transactions.update_many({}, {"$set": {"lastModified": LONG_AGO}})
+    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=2, canceled=1, kept=0)
+
+
+def test_a_purge_leaves_what_has_several_states(bank: TwoPhaseCommit) -> None:
+    """Whatever has made a list of it: one of them is not final."""
+    states: list[Any] = [["pending", "done"], ["done"], "done"]
+    bank.transactions.insert_many(
+        [{"_id": number, "state": state, "lastModified": LONG_AGO} for number, state in enumerate(states)]
+    )
+    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=1, canceled=0, kept=0)
+    assert [each["_id"] for each in bank.transactions.find().sort("_id", 1)] == [0, 1]
+
+
 def test_no_compensation_expires_before_what_it_takes_back(database: Database[Document]) -> None:
     """One of an older version has left no note there; it must not be done again when it is gone."""
     make_accounts(database, A=1000, B=1000)

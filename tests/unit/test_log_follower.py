@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from celery.exceptions import SoftTimeLimitExceeded
 
 from mongo_celery.exits import Closing
 from mongo_celery.twophase import follower
@@ -107,6 +108,21 @@ def test_where_there_is_no_place_the_caller_finishes_its_own(monkeypatch: pytest
     assert log.batches == [[2]]
     assert handed.flush(in_time())
     assert log.batches == [[2], [0, 1]]
+
+
+def test_the_soft_time_limit_of_the_callers_task_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the caller finishes its own; what is left of that is said."""
+    monkeypatch.setattr(follower, "QUEUE_MAX", 0)
+
+    def finish(transactions: Sequence[Transaction], deadline: float | None) -> None:
+        del transactions, deadline
+        raise SoftTimeLimitExceeded
+
+    with pytest.raises(SoftTimeLimitExceeded):
+        LogFollower(finish).take(decided(1), in_time())
+    assert [vars(each)["event"] for each in caplog.records] == ["log_behind"]
 
 
 def test_what_cannot_be_finished_is_said_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
