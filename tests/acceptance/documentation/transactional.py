@@ -31,7 +31,8 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         namespace: dict[str, Any] = {"app": app, "client": client, "ship": ship}
         yield namespace
 
-        namespace["pay"](7, 100)
+        for _ in range(2):  # as a task that comes again behind an unknown outcome
+            namespace["pay"](7, 100)
         assert shop.orders.find_one() == {"_id": 7, "closed": True, "paid": True}
         assert shop.accounts.find_one() == {"_id": "till", "balance": 100}
         assert [each["text"] for each in shop.attempts.find()] == ["refund of 7"]
