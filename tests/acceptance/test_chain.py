@@ -38,12 +38,16 @@ def test_each_change_starts_its_handler_once_and_in_order(chain: Chain) -> None:
 
 def test_slow_handlers_behind_a_deep_prefetch_start_once(chain: Chain) -> None:
     """P6: messages wait, prefetched, longer than the grace of the sweep; their repetitions are dropped."""
-    for handler in ("plain", "other"):
-        for index in range(chain.partitions):
-            chain.write(handler, next(chain.keys(handler, index, "b")), 1, seconds=1.2)
-    chain.wait_done()
+    for n in range(1, 8):  # that one is repeated is likely each time, and never sure: it hangs on what was seen when
+        for handler in ("plain", "other"):
+            for index in range(chain.partitions):
+                chain.write(handler, next(chain.keys(handler, index, "b")), n, seconds=1.2)
+        chain.wait_done()
+        if any(re.search(r"\[chain\.\w+\.\d\.\d+\.d1\.\w+\] received", text) for text in chain.logs.values()):
+            break
+    else:
+        pytest.fail("no message was repeated")
     assert started_out_of_sequence(chain.judge()) == []
-    assert any(re.search(r"\[chain\.\w+\.\d\.\d+\.d1\.\w+\] received", text) for text in chain.logs.values())
 
 
 def test_a_rate_limited_handler_starts_once_for_each_change(chain: Chain) -> None:
