@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Unpack
 
 from mongo_celery.bridge.bindings import Bindings
@@ -93,14 +93,24 @@ def taken_up_by(wiring: Wiring) -> list[Registration]:
         return [each for each in _SHARED.values() if _is_for(each, wiring)]
 
 
+def shared_with_others(names: Collection[str]) -> list[tuple[str, str]]:
+    """Handlers that name a bridge, and none of these: the function, and what it names."""
+    with _lock:
+        found = [(each, name) for (_, name), each in _SHARED.items() if name is not None and name not in names]
+    return [(_name_of(each), name) for each, name in found]
+
+
+def _name_of(shared: Registration) -> str:
+    return f"{shared.function.__module__}.{shared.function.__qualname__}"
+
+
 def _is_for(shared: Registration, wiring: Wiring) -> bool:
     if shared.shared_with is not None:
         return shared.shared_with == wiring.name
     names = {wiring.name, *(other.name for other in BRIDGES.of(wiring.app))}
     if len(names) > 1:
-        function = shared.function
         raise ConfigurationError(
-            f"shared handler {function.__module__}.{function.__qualname__} names no bridge, and an app has "
+            f"shared handler {_name_of(shared)} names no bridge, and an app has "
             f"{len(names)} ({', '.join(sorted(names))}): write shared_change(..., bridge='...').",
         )
     return True
