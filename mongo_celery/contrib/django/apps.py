@@ -1,0 +1,13 @@
+"""The Django application: its checks are registered when Django starts, and nothing else happens then."""
+
+from __future__ import annotations
+
+from django.apps import AppConfig
+
+
+class MongoCeleryConfig(AppConfig):  # type: ignore[misc] # has no types
+    """What Django finds for `"mongo_celery.contrib.django"` in INSTALLED_APPS."""
+
+    name = "mongo_celery.contrib.django"
+    label = "mongo_celery"
+    verbose_name = "Change bridges"
