@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -44,9 +43,18 @@ class CeleryCommand(BaseCommand):  # type: ignore[misc] # has no types
         del subcommand
         self._main(["--help"], Path(prog_name).name, [])
 
-    def add_arguments(self, parser: CommandParser) -> None:
-        """For `call_command(WORD, ...)`: everything is the click command's."""
-        parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    def create_parser(self, prog_name: str, subcommand: str, **options: Any) -> CommandParser:
+        """For `call_command(WORD, ...)`: all words are the click command's, those that begin with a dash too."""
+        parser: CommandParser = super().create_parser(prog_name, subcommand, **options)
+        parse = parser.parse_args
+
+        def take(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+            found = parse([], namespace)
+            found.arguments = list(args or ())
+            return found
+
+        parser.parse_args = take
+        return parser
 
     def handle(self, *_: Any, arguments: Sequence[str], no_color: bool = False, **__: Any) -> None:
         """
