@@ -12,8 +12,8 @@ from celery.local import Proxy
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
-from mongo_celery.bridge import discovery  # noqa: F401 - its signal
 from mongo_celery.bridge.bindings import Bindings, itself
+from mongo_celery.bridge.discovery import discover_last
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.http.launch import serving
 from mongo_celery.bridge.listener.in_worker import install
@@ -320,6 +320,7 @@ class Bridge:
         if BRIDGES.add(app, wiring, name):
             register_commit(app)
             install(app, serving)
+            discover_last()
         for each, handler in handlers:
             each.make_task_in(wiring, handler)
         for called, make in self._outboxes.items():

@@ -13,7 +13,17 @@ from celery import Celery, signals
 from mongo_celery.bridge.wiring import BRIDGES
 
 
-@signals.import_modules.connect(weak=False)
+def discover_last() -> None:
+    """
+    Look for modules when an app imports its own, after all that listens for that so far.
+
+    Celery's fixup sets Django up then, for apps that were made before; until it has, no module with a model can be
+    imported, and it says of no Django application that it is there. To be called for each app that is bound.
+    """
+    signals.import_modules.disconnect(_discover)
+    signals.import_modules.connect(_discover, weak=False)
+
+
 def _discover(sender: Any = None, **_arguments: Any) -> None:
     """Where a worker, a command or a test imports the modules of an app with a bridge that has `autodiscover`."""
     if not isinstance(sender, Celery) or not any(each.given.get("autodiscover", True) for each in BRIDGES.of(sender)):

@@ -15,6 +15,8 @@ import mongo_celery
 ROOT = Path(mongo_celery.__file__).parent
 FUNCTION_LINES_MAX = 60
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "models", "types", "base"}
+DJANGOS_NAMES = {"contrib.django.models"}
+"""Where Django looks for things."""
 
 FLOORS = (
     {"errors"},
@@ -219,7 +221,7 @@ def test_no_function_is_long(module: str) -> None:
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_no_module_has_a_name_that_says_nothing(module: str) -> None:
     """Such modules grow without a purpose."""
-    assert not set(module.split(".")) & VAGUE_NAMES
+    assert module in DJANGOS_NAMES or not set(module.split(".")) & VAGUE_NAMES
 
 
 def undocumented(scope: ast.Module | ast.ClassDef, name: str) -> Iterator[str]:
