@@ -178,7 +178,8 @@ class OutboxCollection(AnyOutbox):
         Django's transaction (django-mongodb-backend), with `collect` around its body.
 
         Args:
-            using: alias of the database; by default Django's.
+            using: alias of the database; by default Django's default, or where that is relational the one that is
+                MongoDB's. What is written to others is no part of the transaction.
             key: as of `add`, of what is sent inside.
             serialize: as of `add`.
 

@@ -20,6 +20,8 @@ from mongo_celery.errors import ConfigurationError
 Insert = Callable[..., InsertOneResult]
 Update = Callable[..., UpdateResult]
 
+_VENDOR = "mongodb"
+
 
 @contextmanager
 def transaction(using: str | None) -> Iterator[ClientSession]:
@@ -27,22 +29,46 @@ def transaction(using: str | None) -> Iterator[ClientSession]:
     Django's `atomic`, and the session of its transaction.
 
     Args:
-        using: alias of the database; None for Django's default.
+        using: as of `mongodb_alias`.
 
     Raises:
-        ConfigurationError: the database is not MongoDB's.
+        ConfigurationError: as of `mongodb_alias`.
     """
-    from django.db import DEFAULT_DB_ALIAS, connections
+    from django.db import connections
     from django_mongodb_backend.transaction import atomic  # type: ignore[import-untyped]
 
-    alias = using or DEFAULT_DB_ALIAS
-    connection = connections[alias]
-    if connection.vendor != "mongodb":
-        raise ConfigurationError(
-            f"the database {alias!r} is {connection.display_name}'s; atomic needs one of django-mongodb-backend."
-        )
+    alias = mongodb_alias(using)
     with atomic(using=alias):
-        yield connection.session
+        yield connections[alias].session
+
+
+def mongodb_alias(using: str | None = None) -> str:
+    """
+    The alias of the database of MongoDB that is meant.
+
+    Args:
+        using: an alias; None for Django's default, or where that is a relational one, for the only one of MongoDB's.
+
+    Raises:
+        ConfigurationError: the database is not MongoDB's; or none was named, and there is none or are several.
+    """
+    from django.db import DEFAULT_DB_ALIAS, connections
+
+    if using is None and connections[DEFAULT_DB_ALIAS].vendor != _VENDOR:
+        found = sorted(alias for alias in connections if connections[alias].vendor == _VENDOR)
+        if len(found) != 1:
+            which = f"several, {', '.join(found)}" if found else "none"
+            raise ConfigurationError(
+                f"Django's default database is {connections[DEFAULT_DB_ALIAS].display_name}'s, and of MongoDB's there "
+                f"is {which}: name the one that is meant with using=..."
+            )
+        return str(found[0])
+    alias = using or DEFAULT_DB_ALIAS
+    if connections[alias].vendor != _VENDOR:
+        raise ConfigurationError(
+            f"the database {alias!r} is {connections[alias].display_name}'s; name one of django-mongodb-backend."
+        )
+    return alias
 
 
 def save(instance: Any, collection: str, *, insert: Insert, update: Update) -> Any:

@@ -113,20 +113,37 @@ def test_anything_else_is_no_source(target: object) -> None:
 
 def test_a_django_model_is_the_table_of_its_concrete_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Django says the database and the table; a proxy model has the table of the model behind it."""
+    _pretend_django(monkeypatch)
+    assert source_of(Proxy, None) == Source("shop", "shop_order")
+
+
+def test_a_django_model_of_a_relational_database_is_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a collection that bears the table's name nothing would ever come, without a word."""
+    _pretend_django(monkeypatch)
+    with pytest.raises(ConfigurationError, match=r"Order is stored in 'default', a database of SQLite, and only"):
+        source_of(Order, None)
+
+
+def _pretend_django(monkeypatch: pytest.MonkeyPatch) -> None:
     database = ModuleType("django.db")
     vars(database).update(
-        connections={"orders": SimpleNamespace(settings_dict={"NAME": "shop"})},
+        connections={
+            "orders": SimpleNamespace(settings_dict={"NAME": "shop"}, vendor="mongodb"),
+            "default": SimpleNamespace(settings_dict={"NAME": "shop"}, vendor="sqlite", display_name="SQLite"),
+        },
         router=SimpleNamespace(db_for_write=lambda model: "orders" if model is Proxy else "default"),
     )
     monkeypatch.setitem(sys.modules, "django", ModuleType("django"))
     monkeypatch.setitem(sys.modules, "django.db", database)
-    assert source_of(Proxy, None) == Source("shop", "shop_order")
 
 
 class Order:
     """What is used of a Django model."""
 
     _meta: Any = SimpleNamespace(db_table="shop_order")
+
+
+Order._meta.concrete_model = Order
 
 
 class Proxy(Order):

@@ -123,7 +123,14 @@ def _from_class(model: Any) -> Source:
     if concrete is not None:
         from django.db import connections, router
 
-        database = connections[router.db_for_write(model)].settings_dict["NAME"]
+        alias = router.db_for_write(model)
+        connection = connections[alias]
+        if connection.vendor != "mongodb":
+            raise ConfigurationError(
+                f"{model.__name__} is stored in {alias!r}, a database of {connection.display_name}, and only MongoDB's "
+                "changes can be watched: give a model of django-mongodb-backend, or have a router say where it is."
+            )
+        database = connection.settings_dict["NAME"]
         return _checked(Source(str(database), str(concrete._meta.db_table)), model)  # noqa: SLF001 - Django's public name
     named = getattr(model, "_get_collection_name", None)
     if callable(named) and named():

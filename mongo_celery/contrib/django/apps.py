@@ -11,3 +11,9 @@ class MongoCeleryConfig(AppConfig):  # type: ignore[misc] # has no types
     name = "mongo_celery.contrib.django"
     label = "mongo_celery"
     verbose_name = "Change bridges"
+
+    def ready(self) -> None:
+        """Have `manage.py check` look at the project."""
+        from mongo_celery.contrib.django.checks import register_checks
+
+        register_checks()

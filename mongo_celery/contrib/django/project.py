@@ -97,8 +97,8 @@ def _found(where: str) -> Celery:
         ) from error
     if not isinstance(found, Celery):
         raise ConfigurationError(
-            f"{where!r} is no Celery app, but {type(found).__name__}: set {SETTING} = {{'APP': ...}} to where it is, as "
-            "celery -A takes it."
+            f"{where!r} is {type(found).__name__}, and no Celery app: set {SETTING} = {{'APP': ...}} to where it is, "
+            "as celery -A takes it."
         )
     return found
 

@@ -1,0 +1,280 @@
+"""
+What `manage.py check` says of the project: messages with an id, the cause and what to do; docs/django.md lists them.
+
+What settings and code can tell is looked at in every check, and nothing connects. Servers are asked with
+`check --deploy`, by the preflights of `changes check` and `outbox check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from django.apps import apps
+from django.core.checks import CheckMessage, Error, Warning, register  # noqa: A004 - Django's name
+from django.db import connections, router
+
+from mongo_celery.contrib.django.project import celery_app, project_settings
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.redaction import short, without_credentials
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from mongo_celery.bridge.handlers import Handler
+    from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.findings import Finding
+
+TAG = "mongo_celery"
+"""`manage.py check --tag mongo_celery` looks at nothing else."""
+
+_LABEL = "mongo_celery"
+_IN_MEMORY = "memory"
+_BEAT_APP = "django_celery_beat"
+_PREFIX = "CELERY_MONGO_CELERY_"
+
+
+def register_checks() -> None:
+    """Called when Django has loaded its applications."""
+    register(check_project, TAG)
+    register(check_servers, TAG, deploy=True)
+
+
+def check_project(app_configs: Sequence[Any] | None, **_: Any) -> list[CheckMessage]:
+    """What settings and code can tell."""
+    if not _is_asked_for(app_configs):
+        return []
+    try:
+        where = project_settings().app
+    except ConfigurationError as error:
+        return [Error(str(error), hint="docs/django.md has its keys.", id="mongo_celery.E001")]
+    try:
+        app = celery_app()
+    except Exception as error:  # noqa: BLE001 - a module may raise whatever it likes, and `check` shows what it can
+        text = str(error) if isinstance(error, ConfigurationError) else short(error)
+        return [
+            Error(
+                without_credentials(text),
+                hint=f"Try `celery -A {where} report`, which imports the same modules.",
+                id="mongo_celery.E002",
+            )
+        ]
+    parts = (_check_app, _check_broker, _check_beat, _check_bridges)
+    return [message for part in parts for message in part(app)]
+
+
+def check_servers(app_configs: Sequence[Any] | None, **options: Any) -> list[CheckMessage]:
+    """What MongoDB, broker and workers say, each within some seconds; nothing where the project itself is wrong."""
+    own = check_project(app_configs, **options)
+    if not _is_asked_for(app_configs) or any(isinstance(each, Error) for each in own):
+        return []
+    app = celery_app()
+    return [*_asked_bridges(app), *_asked_outboxes(app)]
+
+
+def _is_asked_for(app_configs: Sequence[Any] | None) -> bool:
+    """Not where `check` was given the labels of other applications."""
+    return app_configs is None or any(each.label == _LABEL for each in app_configs)
+
+
+# -- the app ---------------------------------------------------------------------------------------
+
+
+def _check_app(app: Celery) -> Iterator[CheckMessage]:
+    from mongo_celery.bridge.wiring import BRIDGES
+    from mongo_celery.outbox.registry import OUTBOXES
+    from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
+
+    if not any(hasattr(each, "autodiscover_tasks") for each in getattr(app, "_fixups", ())):
+        yield Error(
+            "Celery has made its app without Django: no module named changes or tasks is found, and handlers leave "
+            "connections open.",
+            hint="Set DJANGO_SETTINGS_MODULE in the environment before Celery(...) is called, as Celery's page on "
+            "Django has it.",
+            id="mongo_celery.E003",
+        )
+    if not (BRIDGES.of(app) or OUTBOXES.of(app) or TWO_PHASE_COMMITS.of(app)):
+        yield Warning(
+            "The Celery app has no bridge, outbox or TwoPhaseCommit.",
+            hint="Make one in the module of the app, or in a module that it imports; or take "
+            "mongo_celery.contrib.django out of INSTALLED_APPS.",
+            id="mongo_celery.W004",
+        )
+    if app.conf.task_always_eager:
+        yield Warning(
+            "task_always_eager is set: changes are not committed, and outboxes run tasks where they deliver them.",
+            hint="Unset it where a listener or a worker runs; for tests there is mongo_celery.testing.",
+            id="mongo_celery.W005",
+        )
+
+
+def _check_broker(app: Celery) -> Iterator[CheckMessage]:
+    given = app.conf.broker_write_url or app.conf.broker_url
+    if not given:
+        yield Warning(
+            "No broker is set: Celery takes a RabbitMQ on this machine, with its guest.",
+            hint="Set CELERY_BROKER_URL.",
+            id="mongo_celery.W006",
+        )
+    try:
+        with app.connection_for_write() as connection:
+            kind = connection.transport.driver_type
+    except Exception as error:  # noqa: BLE001 - every transport raises its own
+        yield Error(
+            f"The broker's URL cannot be used: {without_credentials(short(error))}.",
+            hint="Correct CELERY_BROKER_URL, or install what its transport needs.",
+            id="mongo_celery.E007",
+        )
+        return
+    if kind == _IN_MEMORY:
+        yield Warning(
+            "The broker is in the memory of one process: no worker gets what a listener or an outbox sends.",
+            hint="Set CELERY_BROKER_URL to one of Redis or RabbitMQ.",
+            id="mongo_celery.W008",
+        )
+
+
+def _check_beat(app: Celery) -> Iterator[CheckMessage]:
+    from mongo_celery.bridge.wiring import BRIDGES
+    from mongo_celery.outbox.health import is_scheduled
+    from mongo_celery.outbox.registry import OUTBOXES
+    from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
+
+    if OUTBOXES.of(app) and not is_scheduled(app):
+        names = ", ".join(_name_of(each) for each in OUTBOXES.of(app))
+        yield Warning(
+            f"Beat is not asked to sweep the app's outboxes ({names}): what a crash or an outage leaves is never sent.",
+            hint="Make one with sweep_every=..., and run `celery beat`; or have something call its sweep().",
+            id="mongo_celery.W009",
+        )
+    idle = [each.name for each in TWO_PHASE_COMMITS.of(app) if each.recover_every is None]
+    if idle and not BRIDGES.of(app):
+        yield Warning(
+            f"Beat is not asked to recover the transactions of {', '.join(idle)}: what a process leaves that dies "
+            "stays as it is.",
+            hint="Make them with recover_every=..., and run `celery beat`; or run `manage.py transactions recover`.",
+            id="mongo_celery.W010",
+        )
+    if _BEAT_APP in str(app.conf.beat_scheduler) and not apps.is_installed(_BEAT_APP):
+        yield Error(
+            f"Beat's scheduler is {app.conf.beat_scheduler}, and {_BEAT_APP} is not in INSTALLED_APPS: beat cannot "
+            "start.",
+            hint=f"Add {_BEAT_APP!r} to INSTALLED_APPS and migrate, or unset CELERY_BEAT_SCHEDULER.",
+            id="mongo_celery.E011",
+        )
+
+
+def _name_of(outbox: Any) -> str:
+    """Without opening its collection for the name of that, which would make a client here."""
+    return str(outbox._name or "one without a name")  # noqa: SLF001 - as its repr
+
+
+# -- bridges ---------------------------------------------------------------------------------------
+
+
+def _check_bridges(app: Celery) -> Iterator[CheckMessage]:
+    from mongo_celery.bridge.wiring import BRIDGES
+
+    for wiring in BRIDGES.of(app):
+        yield from _check_bridge(wiring)
+
+
+def _check_bridge(wiring: Wiring) -> Iterator[CheckMessage]:
+    name = f"bridge {wiring.name}"
+    wrong = _refused(lambda: wiring.options)
+    if wrong is not None:
+        yield Error(
+            wrong,
+            hint=f"It is an argument of Bridge(...), or a setting {_PREFIX}<OPTION>.",
+            obj=name,
+            id="mongo_celery.E012",
+        )
+    nowhere = _refused(lambda: wiring.default_database)
+    if nowhere is not None:
+        yield Error(nowhere, hint=f"Set {_PREFIX}DATABASE_URL.", obj=name, id="mongo_celery.E013")
+    if not wiring.handlers:
+        yield Warning(
+            "It has no handlers.",
+            hint="Put them into modules named changes in your Django applications, or import their modules where the "
+            "app is made.",
+            obj=name,
+            id="mongo_celery.W014",
+        )
+    if nowhere is None:
+        for handler in wiring.handlers:
+            yield from _check_handler(wiring, handler)
+
+
+def _check_handler(wiring: Wiring, handler: Handler) -> Iterator[CheckMessage]:
+    name = f"handler {handler.name} of bridge {wiring.name}"
+    wrong = _refused(lambda: handler.selector(wiring.default_database))
+    if wrong is not None:
+        yield Error(wrong, obj=name, id="mongo_celery.E015")
+        return
+    for target in handler.targets:
+        if isinstance(target, type) and hasattr(getattr(target, "_meta", None), "concrete_model"):
+            alias = router.db_for_write(target)
+            if _are_strangers(wiring.url, connections[alias].settings_dict):
+                yield Warning(
+                    f"{target.__name__} is stored in Django's database {alias!r}, and no host of that is in the "
+                    "bridge's URL: of another cluster nothing would come.",
+                    hint=f"Have {_PREFIX}DATABASE_URL and DATABASES[{alias!r}] name the same hosts.",
+                    obj=name,
+                    id="mongo_celery.W016",
+                )
+
+
+def _refused(look: Callable[[], object]) -> str | None:
+    """The sentence of a refusal; None where there is none."""
+    try:
+        look()
+    except ConfigurationError as error:
+        return without_credentials(str(error))
+    return None
+
+
+def _are_strangers(url: str, database: Any) -> bool:
+    """Whether a bridge's URL and one of Django's databases have no host in common, as far as their texts can tell."""
+    host, port = str(database.get("HOST") or "localhost"), str(database.get("PORT") or 27017)
+    django = _hosts(host if "://" in host else f"mongodb://{host}:{port}")
+    return not django & _hosts(url)
+
+
+def _hosts(url: str) -> set[str]:
+    """The hosts of a URL, as text; those behind a name of DNS's `SRV` are not asked for."""
+    _, _, rest = url.partition("://")
+    hosts = rest.partition("/")[0].partition("?")[0].rpartition("@")[2].lower().replace("127.0.0.1", "localhost")
+    srv = url.startswith("mongodb+srv")
+    return {each if ":" in each or srv else f"{each}:27017" for each in hosts.split(",")}
+
+
+# -- servers ---------------------------------------------------------------------------------------
+
+
+def _asked_bridges(app: Celery) -> Iterator[CheckMessage]:
+    from mongo_celery.bridge.operations.preflight import check
+    from mongo_celery.bridge.operations.reasons import CommandLine
+    from mongo_celery.bridge.wiring import BRIDGES
+
+    bridges = BRIDGES.of(app)
+    for wiring in bridges:
+        line = CommandLine(project_settings().app, wiring.name if len(bridges) > 1 else None)
+        yield from _told(check(wiring, line), f"bridge {wiring.name}", "E101", "W102")
+
+
+def _asked_outboxes(app: Celery) -> Iterator[CheckMessage]:
+    from mongo_celery.outbox.check.examination import check, look_around
+    from mongo_celery.outbox.registry import OUTBOXES
+
+    outboxes = OUTBOXES.of(app)
+    facts = look_around(app) if outboxes else None
+    for outbox in outboxes:
+        assert facts is not None
+        yield from _told(check(outbox, facts), f"outbox {_name_of(outbox)}", "E103", "W104")
+
+
+def _told(findings: Iterable[Finding], obj: str, failing: str, surprising: str) -> Iterator[CheckMessage]:
+    for each in findings:
+        if each.level != "ok":
+            kind, number = (Error, failing) if each.level == "error" else (Warning, surprising)
+            yield kind(f"{each.name}: {each.message}", hint=each.command, obj=obj, id=f"{TAG}.{number}")

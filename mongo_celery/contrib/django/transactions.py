@@ -1,0 +1,65 @@
+"""Django's queries in a transaction that is repeated as long as MongoDB asks for it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.locking.django import django_client, joined
+from mongo_celery.mongo.transaction.transactional import transactional as with_session
+from mongo_celery.outbox.django import mongodb_alias
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def transactional(using: str | None = None, **options: Any) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """
+    Run a function in a transaction that Django's queries are part of, repeated as long as MongoDB asks for it.
+
+    ::
+
+        @transactional(outbox=outbox)
+        def sell(seat, customer):
+            [found] = select_for_update(Seat.objects.filter(pk=seat, customer=None))
+            found.customer = customer
+            found.save()
+            send_ticket.delay(seat)        # stored by the transaction, sent after its commit
+
+    It is `mongo_celery.transactional` with `mongo_celery.locking.django.joined` in it: where Django's own `atomic` ends
+    with an error after a write conflict, this runs the body again. `atomic` inside is part of it. Within another such
+    function it joins.
+
+    Not promised: anything for queries of other databases. A relational one's are no part of it, and are repeated with
+    the body: open that one's `atomic` around the call, or leave them to a task that `outbox` sends.
+
+    Args:
+        using: alias of the database; by default Django's default, or where that is relational the one that is
+            MongoDB's.
+        options: of `mongo_celery.transactional`, such as `timeout` and `outbox`.
+
+    Raises:
+        ConfigurationError: an option cannot work; or, from the call, there is no such database.
+    """
+    if callable(using):
+        return transactional()(using)  # type: ignore[unreachable] # for who forgets the brackets, as Django's atomic
+    run = with_session(lambda: django_client(mongodb_alias(using)), **options).run
+
+    def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
+        if inspect.iscoroutinefunction(function):
+            raise ConfigurationError("Django's transactions are not for coroutines; decorate a plain function.")
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            def body(session: Any) -> Result:
+                with joined(session, mongodb_alias(using)):
+                    return function(*args, **kwargs)
+
+            return run(body)
+
+        return call
+
+    return decorate

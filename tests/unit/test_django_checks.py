@@ -1,0 +1,186 @@
+"""What `manage.py check` says of projects that are wrong in one way each; in a process that has Django's settings."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/django.md"
+CHECKS = ROOT / "mongo_celery/contrib/django/checks.py"
+
+PROGRAM = """
+import json, sys, types
+from django.conf import settings
+
+SQL = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+MONGO = {"ENGINE": "django_mongodb_backend", "HOST": "mongodb://db1,db2/?replicaSet=rs0", "NAME": "shop"}
+settings.configure(
+    INSTALLED_APPS=["mongo_celery.contrib.django"],
+    DATABASES={"default": SQL, "mongo": MONGO},
+    DATABASE_ROUTERS=["project.Router"],
+    MONGO_CELERY={"APP": "project:sound"},
+    USE_TZ=True,
+)
+project = sys.modules["project"] = types.ModuleType("project")
+
+class Router:
+    def db_for_write(self, model, **_):
+        return "mongo" if model.__name__ == "Order" else "default"
+    db_for_read = db_for_write
+
+project.Router = Router
+import django
+django.setup()
+assert "mongo_celery.bridge" not in sys.modules, "Django's start is to stay quick"
+
+from celery import Celery
+from django.core.checks import run_checks
+from django.db import models
+from django.test import override_settings
+from mongo_celery import Bridge, Outbox, OutboxCollection, TwoPhaseCommit
+
+class Order(models.Model):
+    class Meta:
+        app_label = "shop"
+
+class Invoice(models.Model):
+    class Meta:
+        app_label = "shop"
+
+class Fixup:
+    def __init__(self, app): ...
+    def autodiscover_tasks(self): return []
+
+project.Fixup = Fixup
+REDIS = "redis://localhost/0"
+URL = "mongodb://DB2:27017/shop?replicaSet=rs0"
+
+def app_of(name, url=URL, source=Order, fixups=("project:Fixup",), conf={}, bridge=True, broker=REDIS, **options):
+    app = Celery("shop", broker=broker, fixups=set(fixups), set_as_current=False)
+    app.conf.update(conf)
+    setattr(project, name, app)
+    if bridge:
+        made = Bridge(app, url, **options)
+        if source is not None:
+            @made.on_change(source, name=f"of_{name}")
+            def handler(change): ...
+    return app
+
+app_of("sound")
+app_of("without_django", fixups=())
+app_of("empty", bridge=False)
+app_of("eager", conf={"task_always_eager": True})
+app_of("brokerless", broker=None)
+app_of("unknown_broker", broker="redish://secret:password@host/")
+app_of("in_memory", broker="memory://")
+Outbox(app_of("unswept", bridge=False), lambda: 1 / 0, name="orders", sweep_every=None)
+Outbox(app_of("swept", bridge=False), lambda: 1 / 0, name="orders")
+TwoPhaseCommit(app_of("unrecovered", bridge=False), lambda: 1 / 0, recover_every=None)
+TwoPhaseCommit(app_of("recovered_by_a_listener"), lambda: 1 / 0, recover_every=None)
+app_of("unscheduled", conf={"beat_scheduler": "django_celery_beat.schedulers:DatabaseScheduler"})
+app_of("wrong_setting", conf={"mongo_celery_claim_tl": 3})
+app_of("nowhere", url=None, source="orders")
+app_of("bad_url", url="mongodb://user:pass:word@h", source="shop.orders")
+app_of("idle", source=None)
+app_of("relational", source=Invoice)
+app_of("another_cluster", url="mongodb://db9/shop?replicaSet=rs0")
+app_of("several", url="mongodb+srv://db.example.org/shop", source="shop.*")
+project.no_app = 7
+
+def said(**settings_of):
+    with override_settings(**settings_of):
+        return [[each.id, str(each.obj), f"{each.msg} | {each.hint}"] for each in run_checks(tags=["mongo_celery"])]
+
+found = {name: said(MONGO_CELERY={"APP": f"project:{name}"}) for name in sys.argv[1].split()}
+found["misspelt"] = said(MONGO_CELERY={"AP": "project:sound"})
+found["no_dict"] = said(MONGO_CELERY=["project:sound"])
+found["not_said"] = said(MONGO_CELERY={})
+found["broken_module"] = said(MONGO_CELERY={"APP": "absent.celery:app"})
+found["servers"] = [each.id for each in run_checks(tags=["mongo_celery"], include_deployment_checks=False)]
+from django.db import connections
+assert connections["mongo"].connection is None, "a check without --deploy has connected"
+print(json.dumps(found))
+"""
+
+EXPECTED = {
+    "sound": [],
+    "without_django": ["E003"],
+    "empty": ["W004"],
+    "eager": ["W005"],
+    "brokerless": ["W006"],
+    "unknown_broker": ["E007"],
+    "in_memory": ["W008"],
+    "unswept": ["W009"],
+    "swept": [],
+    "unrecovered": ["W010"],
+    "recovered_by_a_listener": [],
+    "unscheduled": ["E011"],
+    "wrong_setting": ["E012"],
+    "nowhere": ["E013"],
+    "bad_url": ["E013"],
+    "idle": ["W014"],
+    "relational": ["E015"],
+    "another_cluster": ["W016"],
+    "several": [],
+    "no_app": ["E002"],
+    "absent": ["E002"],
+    "misspelt": ["E001"],
+    "no_dict": ["E001"],
+    "not_said": ["E001"],
+    "broken_module": ["E002"],
+}
+SETTINGS = {"misspelt", "no_dict", "not_said", "broken_module"}
+"""What is wrong is the setting, and not an app."""
+
+
+@cache
+def _ran() -> subprocess.CompletedProcess[str]:
+    """One process for all tests; it is not asked again where it has failed."""
+    names = " ".join(name for name in EXPECTED if name not in SETTINGS)
+    return subprocess.run([sys.executable, "-c", PROGRAM, names], capture_output=True, text=True, check=False)
+
+
+def _said() -> dict[str, list[list[str]]]:
+    """Id, object and text of what is said of each project."""
+    assert _ran().returncode == 0, _ran().stderr
+    found: dict[str, list[list[str]]] = json.loads(_ran().stdout)
+    return found
+
+
+@pytest.mark.parametrize(("project", "ids"), EXPECTED.items(), ids=EXPECTED)
+def test_a_check_says_what_is_wrong_and_what_to_do(project: str, ids: list[str]) -> None:
+    """Each id by a project that is wrong in this one way; a sound one is told nothing."""
+    found = _said()[project]
+    assert [each[0] for each in found] == [f"mongo_celery.{each}" for each in ids], found
+
+
+def test_a_message_names_cause_and_remedy_and_no_password() -> None:
+    """The sentences of a few, whole."""
+    found = _said()
+    assert "password" not in json.dumps(found["unknown_broker"])
+    assert "word@" not in json.dumps(found["bad_url"])
+    assert "did you mean 'APP'?" in found["misspelt"][0][2]
+    assert "did you mean 'claim_ttl'?" in found["wrong_setting"][0][2]
+    assert found["relational"][0][1:] == [
+        "handler of_relational of bridge shop",
+        (
+            "Invoice is stored in 'default', a database of SQLite, and only MongoDB's changes can be watched: give a "
+            "model of django-mongodb-backend, or have a router say where it is. | None"
+        ),
+    ]
+    assert "DATABASES['mongo']" in found["another_cluster"][0][2]
+
+
+def test_the_page_lists_every_id_and_no_other() -> None:
+    """A message leads to its row."""
+    made = set(re.findall(r'"(?:mongo_celery\.)?([EW]\d{3})"', CHECKS.read_text()))
+    listed = set(re.findall(r"^\| `mongo_celery\.([EW]\d{3})`", PAGE.read_text(), re.MULTILINE))
+    assert made == listed
+    assert {each for ids in EXPECTED.values() for each in ids} == {each for each in made if each[1] == "0"}
