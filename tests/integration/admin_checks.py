@@ -210,6 +210,7 @@ def test_who_may_only_view_changes_nothing_and_sees_no_contents(runner: BridgeRu
     ]
     for page in shown:
         assert page.status_code == 200
+        assert page.headers["X-Frame-Options"] == "DENY"
         text = page.content.decode()
         assert CARD not in text
         assert "$inc" not in text

@@ -23,6 +23,7 @@ from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect, QueryDict
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
+from django.views.decorators.clickjacking import xframe_options_deny
 
 from mongo_celery.cli.apps import sentence_for
 from mongo_celery.cli.verdict_view import visible
@@ -147,7 +148,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         ]
 
     def _guarded(self, view: Callable[[HttpRequest], HttpResponse]) -> Any:
-        """Behind the site's own guard, which knows staff and forgery; and in no transaction that would be undone."""
+        """Behind the site's own guard, which knows staff and forgery; in no frame, in no transaction."""
 
         def allowed(request: HttpRequest) -> HttpResponse:
             if not self.has_view_permission(request):
@@ -155,7 +156,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             request.current_app = self.admin_site.name  # where templates look
             return view(request)
 
-        guarded = self.admin_site.admin_view(allowed)
+        guarded = self.admin_site.admin_view(xframe_options_deny(allowed))
         for alias in connections:  # ATOMIC_REQUESTS would take back the log of what was done in MongoDB
             guarded = transaction.non_atomic_requests(alias)(guarded)
         return guarded
