@@ -29,7 +29,8 @@ from tests.fixtures.redis import MakeRedis
 
 README = ROOT / "README.md"
 WALKED = (ROOT / "docs/operations/drill.md", ROOT / "docs/operations/pains.md")
-PROJECTS = (README, ROOT / "docs/testing.md")  # whose code is files: see below, and test_testing_page.py
+# Whose code is files: see below, test_testing_page.py and test_django_page.py.
+PROJECTS = (README, ROOT / "docs/testing.md", ROOT / "docs/django.md")
 WITH_CODE = [page for page in PAGES if page not in (*PROJECTS, *WALKED) and blocks(page, "python")]
 DATABASES = {"shop", "bank", "mongo_celery"}
 _PAGE_SECONDS_MAX = 120.0

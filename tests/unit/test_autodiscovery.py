@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, signals
 
 from mongo_celery import Bridge
 
@@ -43,3 +44,40 @@ def test_an_app_may_do_without_discovery(tmp_path: Path, monkeypatch: pytest.Mon
     app.loader.import_default_modules()
 
     assert "undiscovered_shop.changes" not in sys.modules
+
+
+def test_modules_are_looked_for_after_celerys_fixup_has_set_django_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever order app and bridge were imported; before it no module with a model can be imported."""
+    package = tmp_path / "django_shop"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "changes.py").write_text(
+        "from tests.unit.test_autodiscovery import DjangoFixup\nassert DjangoFixup.is_set_up\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    app = Celery("django", fixups=[f"{__name__}:DjangoFixup"], set_as_current=False)
+    Bridge(app, "mongodb://localhost:1")
+
+    app.loader.import_default_modules()
+
+    assert "django_shop.changes" in sys.modules
+
+
+class DjangoFixup:
+    """What is used of Celery's."""
+
+    is_set_up = False
+
+    def __init__(self, app: Celery) -> None:
+        signals.import_modules.connect(self.on_import_modules, sender=app)
+
+    def on_import_modules(self, **_: Any) -> None:
+        """Set Django up."""
+        type(self).is_set_up = True
+
+    def autodiscover_tasks(self) -> list[str]:
+        """Django's applications, once it has some."""
+        assert self.is_set_up
+        return ["django_shop"]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mongo_celery.contrib.django.instances import instance
     from mongo_celery.contrib.django.project import celery_app
-    from mongo_celery.contrib.django.transactions import transactional
+    from mongo_celery.contrib.django.queries import transactional
 
-_HOMES = {"celery_app": "project", "instance": "instances", "transactional": "transactions"}
+_HOMES = {"celery_app": "project", "instance": "instances", "transactional": "queries"}
 
 __all__ = ["celery_app", "instance", "transactional"]
 

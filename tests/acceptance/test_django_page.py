@@ -1,0 +1,106 @@
+"""The project of docs/django.md runs as it stands there, and its commands exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pymongo.database import Database
+
+from tests.acceptance.chain_rig import QUIET
+from tests.acceptance.documentation.pages import ROOT, addressed, blocks
+from tests.fixtures.process import Processes, wait_for
+
+PAGE = ROOT / "docs/django.md"
+
+TESTED = """
+from shop.settings import *
+INSTALLED_APPS += ["audit"]
+DATABASES["default"]["NAME"] = {database!r}
+DATABASES["books"] = {{"ENGINE": "django.db.backends.sqlite3", "NAME": {books!r}}}
+CELERY_MONGO_CELERY_DATABASE = {state!r}
+CELERY_MONGO_CELERY_LEASE_TTL = 2
+"""
+"""The page's settings, with databases of the test's own, and one that is relational."""
+
+AUDIT = """
+from django.db import connection, connections
+from mongo_celery import shared_change
+
+@shared_change("*.shop_order")
+def audit(change):
+    books = connections["books"]
+    connection.database["audit"].insert_one({"was_open": books.connection is not None})
+    books.ensure_connection()
+"""
+"""Another application's handler, which looks whether Celery has closed what the one before it has opened."""
+
+SELL = """
+import django, sys
+django.setup()
+from shop.models import Seat
+from shop.orders import sell
+
+for number in (1, 2):
+    Seat.objects.create(number=number)
+    print(sell(number, "Ann").pk)
+"""
+
+
+def write_project(directory: Path, *urls: str) -> None:
+    """The page's files, with these servers' addresses."""
+    code = "".join(addressed(block.code, *urls) for block in blocks(PAGE, "python"))
+    parts = re.split(r"^# (\S+\.py)\n", code, flags=re.MULTILINE)
+    for path, text in zip(parts[1::2], parts[2::2], strict=True):
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_text(text)
+
+
+def test_the_project_of_the_page_runs(
+    processes: Processes,
+    database: Database[Any],
+    state_database: str,
+    mongo_url: str,
+    redis_url: str,
+    tmp_path: Path,
+) -> None:
+    """Checks, listener, worker: a sale in a transaction, its task and its summary, by handlers of two applications."""
+    project = tmp_path / "project"
+    write_project(project, mongo_url, redis_url)
+    names = {"database": database.name, "state": state_database, "books": str(tmp_path / "books.sqlite3")}
+    (project / "shop/tested.py").write_text(TESTED.format(**names))
+    (project / "audit").mkdir()
+    (project / "audit/__init__.py").touch()
+    (project / "audit/changes.py").write_text(AUDIT)
+
+    def run(name: str, *words: str) -> Any:
+        environment = {"DJANGO_SETTINGS_MODULE": "shop.tested"}
+        return processes.python(name, *words, environment=environment, directory=project)
+
+    run("listener", "-m", "django", "listener")
+    run("worker", "-m", "celery", "-A", "shop", "worker", *QUIET, "-c", "1")
+    checked = run("check", "-m", "django", "check", "--fail-level", "WARNING")
+    sold = run("sell", "-c", SELL)
+    assert sold.wait() == 0, sold.text
+    assert checked.wait() == 0, checked.text
+
+    orders = sold.text.split()
+    summaries = database["shop_summary"]
+    wait_for(
+        lambda: summaries.count_documents({"title": "confirmed"}) == len(orders),
+        message=lambda: str([*summaries.find()]),
+    )
+    wait_for(lambda: database["audit"].count_documents({}) == len(orders), message="both orders were audited")
+    assert {str(each["_id"]) for each in summaries.find()} == set(orders)
+    assert [each["was_open"] for each in database["audit"].find()] == [False, False]
+    assert [seat["customer"] for seat in database["shop_seat"].find()] == ["Ann", "Ann"]
+
+
+def test_the_commands_of_the_page_are_those_of_django() -> None:
+    """What is typed behind `manage.py` exists, here or in Django, and nothing of ours is left out."""
+    own = {path.stem for path in (ROOT / "mongo_celery/contrib/django/management/commands").glob("[a-z]*.py")}
+    typed = set(re.findall(r"manage\.py (\w+)", PAGE.read_text()))
+    named = set(re.findall(r"`(\w+)`", re.search(r"`manage\.py changes`,.*?are", PAGE.read_text())[0]))  # type: ignore[index]
+    assert typed <= own | {"check", "test"}
+    assert named | {"changes"} == own
