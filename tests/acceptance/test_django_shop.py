@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.fixtures.availability import require_server
 from tests.fixtures.process import ROOT, Processes, wait_for
 
 
+@pytest.mark.slow
 def test_an_order_goes_from_a_request_to_the_denormalised_page(browser: Any, processes: Processes) -> None:
-    """Web process, outbox, worker, listener and beat, all of MongoDB; what was typed is text on every page."""
+    """
+    Web process, outbox, worker, listener and beat, all of MongoDB; what was typed is text on every page.
+
+    In short: `acceptance/test_django_page.py` runs such a project, and `integration/test_django_admin.py` the admin.
+    """
     require_server("mongod")
     require_server("redis-server")
     shop = processes.python("shop", str(ROOT / "examples/django_shop/run.py"), "serve")
@@ -24,14 +31,18 @@ def test_an_order_goes_from_a_request_to_the_denormalised_page(browser: Any, pro
     browser.find_element("tag name", "button").click()
     wait_for(lambda: "<b>Ann</b>: lamp, confirmed" in reloaded(), message=reloaded)
 
+    def press(selector: str) -> None:
+        wait_for(lambda: browser.find_elements("css selector", selector), message=lambda: browser.page_source)
+        browser.find_element("css selector", selector).click()
+
     browser.get(f"{address}admin/mongo_celery/changebridge/")
     browser.find_element("name", "username").send_keys("operator")
     browser.find_element("name", "password").send_keys(password)
-    browser.find_element("css selector", "[type=submit]").click()
-    wait_for(lambda: "leading" in browser.page_source, message=lambda: browser.page_source)
-    browser.find_element("link text", "shop").click()
-    browser.find_element("css selector", "button[value=pause]").click()
-    browser.find_element("css selector", ".mongo-celery [type=submit]").click()
-    assert "show: paused" in browser.find_element("class name", "messagelist").text
+    press("[type=submit]")
+    press(".mongo-celery tbody a")
+    press("button[value=pause]")
+    press(".mongo-celery [type=submit]")
+    press(".messagelist")
+    assert "Paused: show 0" in browser.find_element("class name", "messagelist").text
     browser.get("about:blank")
     assert shop.terminate() == 0, shop.text

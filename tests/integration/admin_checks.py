@@ -272,11 +272,11 @@ def test_an_action_is_asked_about_then_done_and_logged() -> None:
     assert states()["stop"] == "flowing"
     assert not LogEntry.objects.exists()
 
-    assert said(confirmed(browser, BRIDGES, **pause)) == ["stop: paused 0."]
+    assert said(confirmed(browser, BRIDGES, **pause)) == ["Paused: stop 0."]
     assert states() == {"collect": "flowing", "stop": "paused"}
     (entry,) = LogEntry.objects.all()
     assert (entry.user.username, entry.object_repr) == ("operator", "shop: stop")
-    assert entry.get_change_message() == "pause: stop: paused 0."
+    assert entry.get_change_message() == "pause: Paused: stop 0."
 
     confirmed(browser, BRIDGES, action="resume", bridge="shop", handler="stop", partition="0")
     assert states()["stop"] == "flowing"
@@ -370,10 +370,12 @@ def test_entries_of_an_outbox_are_put_back_swept_and_discarded() -> None:
     project.database["orders"].delete_one({"_id": "o-2"})
     browser = operator()
     told = said(confirmed(browser, OUTBOXES, action="replay", outbox="orders", letter=[first, second]))
-    assert told[0] == f"{first} is pending again."
+    assert told[0] == f"Pending again: {first}."
     assert "is gone" in told[1]
     assert project.outbox.status().pending == 1
-    assert said(confirmed(browser, OUTBOXES, action="sweep", outbox="orders"))[0].startswith("orders: ")
+    assert said(confirmed(browser, OUTBOXES, action="sweep", outbox="orders"))[0].endswith(
+        "of orders, 0 became dead letters."
+    )
     confirmed(browser, OUTBOXES, action="discard", outbox="orders", letter=[second])
     assert [each["_id"].rpartition("/")[2] for each in project.outbox.dead_letters.find()] == [third]
     assert [each.change_message.partition(":")[0] for each in LogEntry.objects.order_by("pk")] == [

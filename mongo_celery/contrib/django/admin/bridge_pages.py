@@ -203,7 +203,5 @@ def _told(past: str, results: Sequence[CommandResult]) -> ActionOutcome:
         looked = number(len(results), "partition was", "partitions were")
         return ActionOutcome(said=f"Nothing to do: {looked} looked at, and none had to be {past}.", refused=left)
     names = sorted({each.subscription for each in done})
-    said = "; ".join(
-        f"{name}: {past} {', '.join(str(each.index) for each in done if each.subscription == name)}" for name in names
-    )
-    return ActionOutcome(said=f"{said}.", refused=left)
+    places = [f"{name} {', '.join(str(each.index) for each in done if each.subscription == name)}" for name in names]
+    return ActionOutcome(said=f"{past.capitalize()}: {'; '.join(places)}.", refused=left)

@@ -164,7 +164,7 @@ def _sweep(request: HttpRequest) -> ActionOutcome:
         done = outbox.sweep(limit=_SWEPT)
     dead = number(done.dead, "became a dead letter", "became dead letters")
     refused = [] if done.error is None else [f"{done.left} are left: {done.error}"]
-    return ActionOutcome(said=f"{outbox.name}: {done.dispatched} dispatched, {dead}.", refused=refused)
+    return ActionOutcome(said=f"{done.dispatched} dispatched of {outbox.name}, {dead}.", refused=refused)
 
 
 def _ask_to_replay(request: HttpRequest) -> Confirmation:
@@ -190,15 +190,18 @@ def _replay(request: HttpRequest) -> ActionOutcome:
     """One after the other; a refusal does not keep the others."""
     outbox, letters = _named(request)
     without_document = "without_document" in request.POST
-    done, refused = [], []
+    pending: list[str] = []
+    published: list[str] = []
+    refused: list[str] = []
     for each in letters:
         try:
             result = commands.replay(outbox, each.id, without_document=without_document)
         except (CommandRefusedError, OutboxRefusedError) as error:
             refused.append(sentence_for(error) or str(error))
         else:
-            done.append(f"{each.id} is pending again" if result.entry else f"{each.id} was published")
-    return ActionOutcome(said="; ".join(done) + "." if done else "Nothing was replayed.", refused=refused)
+            (published if result.entry is None else pending).append(each.id)
+    done = [f"{word}: {', '.join(ids)}." for word, ids in (("Pending again", pending), ("Published", published)) if ids]
+    return ActionOutcome(said=" ".join(done) or "Nothing was replayed.", refused=refused)
 
 
 def _discard(request: HttpRequest) -> ActionOutcome:
