@@ -1,4 +1,4 @@
-"""Articles, of which there are so many, and their orders."""
+"""Articles, of which there are so many, their orders, and what the page shows of these."""
 
 from django.db import models
 
@@ -19,17 +19,20 @@ class Order(models.Model):  # type: ignore[misc]
 
     customer = models.CharField(max_length=20)
     article = models.ForeignKey(Article, on_delete=models.CASCADE)
+    confirmed = models.BooleanField(default=False)
 
     def __str__(self) -> str:
         """Customer and article."""
         return f"{self.customer}: {self.article_id}"
 
 
-class Confirmation(models.Model):  # type: ignore[misc]
-    """What was sent to a customer."""
+class OrderCard(models.Model):  # type: ignore[misc]
+    """An order as the page shows it, in one document with its order's key; only `changes.py` writes it."""
 
-    order = models.CharField(max_length=24, unique=True)
+    customer = models.CharField(max_length=20)
+    article = models.CharField(max_length=20)
+    confirmed = models.BooleanField()
 
     def __str__(self) -> str:
-        """The order that is confirmed."""
-        return str(self.order)
+        """Customer and article."""
+        return f"{self.customer}: {self.article}"

@@ -1,0 +1,8 @@
+"""The shop, and the admin, with its pages of bridges, dead letters and outboxes."""
+
+from django.contrib import admin
+from django.urls import path
+
+from shop.views import shop
+
+urlpatterns = [path("", shop, name="shop"), path("admin/", admin.site.urls)]

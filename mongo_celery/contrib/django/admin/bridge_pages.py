@@ -1,0 +1,207 @@
+"""The page of bridges: the verdict, handlers, what stands, and what lets it go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from django.http import HttpRequest, QueryDict
+
+from mongo_celery.bridge.operations import commands, heads
+from mongo_celery.bridge.operations.overview import overview
+from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.operations.verdict import judge
+from mongo_celery.bridge.wiring import BRIDGES
+from mongo_celery.cli.apps import sentence_for
+from mongo_celery.contrib.django.admin.operations_admin import (
+    ActionOutcome,
+    Confirmation,
+    OperationsAdmin,
+    PageAction,
+    chosen,
+    refuse,
+)
+from mongo_celery.contrib.django.admin.project_app import all_in_project, line_in_project, one_in_project
+from mongo_celery.contrib.django.admin.words import document, shown
+from mongo_celery.quantities import duration, number
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.commands import CommandResult
+    from mongo_celery.bridge.wiring import Wiring
+
+_NAMES = ("bridge", "handler", "partition")
+_DOES: Mapping[str, tuple[str, str, str]] = {
+    "pause": ("Pause", "paused", "No new handler starts; those that run may finish, and nothing is lost."),
+    "resume": ("Resume", "resumed", "Paused partitions flow again."),
+    "retry": ("Retry", "retried", "Halted and parked changes run again at once, and their attempts count anew."),
+}
+_CURES: Mapping[str, Sequence[tuple[str, str]]] = {
+    "halted": (("retry", "Retry"), ("set_aside", "Set aside")),
+    "parked": (("retry", "Retry"),),
+    "paused": (("resume", "Resume"),),
+}
+"""What can be done about a partition in some state: the action, and its button."""
+
+
+class BridgeAdmin(OperationsAdmin):
+    """All bridges of the project's app."""
+
+    template = "bridges.html"
+
+    def first_page(self, request: HttpRequest) -> Mapping[str, Any]:  # noqa: ARG002
+        """A row for each; one that cannot be read says why."""
+        return {"bridges": [self._row(wiring) for wiring in all_in_project(BRIDGES)]}
+
+    def _row(self, wiring: Wiring) -> Mapping[str, Any]:
+        row = {"name": wiring.name, "url": self.url("show", bridge=wiring.name)}
+        try:
+            status = read_status(wiring)
+        except Exception as error:
+            sentence = sentence_for(error)
+            if sentence is None:
+                raise
+            return {**row, "verdict": "failing", "state": "unknown", "sentence": shown(sentence)}
+        verdict = judge(status)
+        return {
+            **row,
+            "verdict": verdict.state,
+            "state": status["state"],
+            "lag": duration(status["lag_seconds"]),
+            "dead_letters": status["dead_letters"],
+            "sentence": shown(verdict.reasons[0].sentence) if verdict.reasons else "",
+        }
+
+    def details(self, request: HttpRequest) -> tuple[str, str, Mapping[str, Any]]:
+        """One bridge, as `changes status` has it."""
+        wiring = one_in_project(BRIDGES, chosen(request, "bridge"))
+        status = read_status(wiring)
+        verdict = judge(status, line=line_in_project(wiring.name))
+        seen = overview(status)
+        return (
+            "bridge.html",
+            f"Bridge {wiring.name}",
+            {
+                "bridge": wiring.name,
+                "status": seen,
+                "lag": duration(seen["lag_seconds"]),
+                "listener": _listener(seen["listener"]),
+                "error": shown(seen["error"]) if seen["error"] else "",
+                "verdict": verdict.state,
+                "reasons": [
+                    {"severity": each.severity, "sentence": shown(each.sentence), "command": shown(each.command or "")}
+                    for each in verdict.reasons
+                ],
+                "handlers": [_handler(each) for each in seen["handlers"]],
+                "standing": [_partition(each) for each in seen["attention"]],
+                "does": [(name, label) for name, (label, _, _) in _DOES.items()],
+            },
+        )
+
+    def page_actions(self) -> Mapping[str, PageAction]:
+        """As `changes pause`, `resume`, `retry` and `set-aside`."""
+        found = {
+            name: PageAction(
+                label=label,
+                names=_NAMES,
+                target=_target,
+                ask=partial(self._ask, name),
+                run=partial(_run, getattr(commands, name), past),
+            )
+            for name, (label, past, _) in _DOES.items()
+        }
+        return {
+            **found,
+            "set_aside": PageAction(
+                label="Set aside",
+                names=_NAMES,
+                target=_target,
+                ask=self._ask_about_head,
+                run=_set_aside,
+            ),
+        }
+
+    def _ask(self, name: str, request: HttpRequest) -> Confirmation:
+        label, _, note = _DOES[name]
+        one_in_project(BRIDGES, chosen(request, "bridge"))
+        return Confirmation(question=f"{label}?", about=[_target(request.POST)], notes=[note])
+
+    def _ask_about_head(self, request: HttpRequest) -> Confirmation:
+        """With the change itself, for who may see it; the form keeps which one it is."""
+        wiring, handler, partition = _place(request)
+        head = heads.read_halted(wiring, handler, _index(partition))
+        contents = document(head.event) if head.event is not None and self.may_see_contents(request) else ""
+        return Confirmation(
+            question="Move this change to the dead letters, and let its partition go on?",
+            about=[f"{head.subscription} {head.index}: {head.key}"],
+            notes=[f"It halted with {head.error}.", "Nothing is thrown away: it can be replayed later."],
+            keeps=[("token", head.token or "")],
+            contents=contents,
+        )
+
+
+def _listener(listener: Mapping[str, Any] | None) -> str:
+    if listener is None:
+        return "nobody leads"
+    return shown(f"{listener['host']}, pid {listener['pid']}, since {listener['since']}")
+
+
+def _handler(each: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**each, "shown": shown(each["name"]), "lag": duration(each["lag_seconds"])}
+
+
+def _partition(each: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        **each,
+        "shown": shown(each["subscription"]),
+        "key": shown(each["key"] or ""),
+        "error": shown(each["error"] or ""),
+        "cures": _CURES.get(each["state"], ()),
+    }
+
+
+def _target(form: QueryDict) -> str:
+    handler, partition = form.get("handler", ""), form.get("partition", "")
+    where = f"partition {partition} of {handler}" if partition else handler or "all handlers"
+    return f"{form.get('bridge', '')}: {where}"
+
+
+def _place(request: HttpRequest) -> tuple[Wiring, str | None, str]:
+    wiring = one_in_project(BRIDGES, chosen(request, "bridge"))
+    return wiring, chosen(request, "handler") or None, chosen(request, "partition")
+
+
+def _index(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or len(text) > len(str(1 << 16)):
+        raise refuse(f"{text!r} is no partition.")
+    return int(text)
+
+
+def _run(
+    command: Callable[[Wiring, str | None, int | None], list[CommandResult]], past: str, request: HttpRequest
+) -> ActionOutcome:
+    wiring, handler, partition = _place(request)
+    results = command(wiring, handler, _index(partition) if partition else None)
+    return _told(past, results)
+
+
+def _set_aside(request: HttpRequest) -> ActionOutcome:
+    wiring, handler, partition = _place(request)
+    token = chosen(request, "token") or None
+    return _told("set aside", [commands.set_aside(wiring, handler, _index(partition), token=token)])
+
+
+def _told(past: str, results: Sequence[CommandResult]) -> ActionOutcome:
+    """As the commands say it."""
+    done = [each for each in results if each.result == "done"]
+    left = [
+        each.reason
+        for each in results
+        if each.result == "refused" or (each.result == "unfit" and each.state in {"halted", "parked"})
+    ]
+    if not done:
+        looked = number(len(results), "partition was", "partitions were")
+        return ActionOutcome(said=f"Nothing to do: {looked} looked at, and none had to be {past}.", refused=left)
+    names = sorted({each.subscription for each in done})
+    places = [f"{name} {', '.join(str(each.index) for each in done if each.subscription == name)}" for name in names]
+    return ActionOutcome(said=f"{past.capitalize()}: {'; '.join(places)}.", refused=left)

@@ -1,0 +1,194 @@
+"""The page of changes that were set aside: listed, looked at, replayed, discarded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from django.http import HttpRequest, QueryDict
+
+from mongo_celery.bridge.operations import letter_commands as commands
+from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.bridge.wiring import BRIDGES
+from mongo_celery.cli.dead_letters_view import parked_line, passed_line, replay_line, short_ids
+from mongo_celery.contrib.django.admin.operations_admin import (
+    ActionOutcome,
+    Confirmation,
+    OperationsAdmin,
+    PageAction,
+    chosen,
+    refuse,
+)
+from mongo_celery.contrib.django.admin.project_app import all_in_project, one_in_project
+from mongo_celery.contrib.django.admin.words import block, document, shown
+from mongo_celery.quantities import moment, number, size
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.operations.letter_commands import Found, LetterResult
+    from mongo_celery.bridge.state.dead_letters import Letter
+    from mongo_celery.bridge.wiring import Wiring
+
+LISTED = 100
+"""Letters on one page, and in one action."""
+
+
+class DeadLetterAdmin(OperationsAdmin):
+    """The dead letters of one bridge at a time."""
+
+    template = "dead_letters.html"
+
+    def first_page(self, request: HttpRequest) -> Mapping[str, Any]:
+        """Those of a handler, or of a document, or all; by handler, then in the order of the stream."""
+        names = [each.name for each in all_in_project(BRIDGES)]
+        wiring = one_in_project(BRIDGES, chosen(request, "bridge") or names[0])
+        handler, key = chosen(request, "handler"), chosen(request, "key")
+        selection = Selection(subscription=handler or None, keys=commands.keys_of(key) if key else [])
+        page = {"bridges": names, "bridge": wiring.name, "handler": handler, "key": key}
+        found = commands.find(wiring, selection, LISTED)
+        return {**page, "count": found.count, "letters": self._rows(wiring, found), "leads": found.leads}
+
+    def _rows(self, wiring: Wiring, found: Found) -> list[Mapping[str, Any]]:
+        ids = short_ids([each.id for each in found.letters])
+        return [
+            {
+                **_row(each, found),
+                "id": short,
+                "url": self.url("show", bridge=wiring.name, letter=each.document_id),
+            }
+            for short, each in zip(ids, found.letters, strict=True)
+        ]
+
+    def details(self, request: HttpRequest) -> tuple[str, str, Mapping[str, Any]]:
+        """One with its traceback, and with its change for who may see it."""
+        wiring, found, (letter,) = _named(request)
+        change = commands.change_of(wiring, letter) if self.may_see_contents(request) else {}
+        contents = document(change["event"]) if change.get("event") is not None else shown(change.get("raw") or "")
+        return (
+            "dead_letter.html",
+            f"Dead letter {letter.id}",
+            {
+                "bridge": wiring.name,
+                "letter": {**_row(letter, found), "id": letter.id, "traceback": block(letter.traceback)},
+                "attempts": number(letter.attempts, "attempt", "attempts"),
+                "bytes": size(letter.bytes),
+                "kept": letter.kept,
+                "contents": contents,
+            },
+        )
+
+    def page_actions(self) -> Mapping[str, PageAction]:
+        """As `changes dead-letters replay` and `discard`."""
+        names = ("bridge", "letter")
+        return {
+            "replay": PageAction(label="Replay", names=names, target=_target, ask=_ask_to_replay, run=_replay),
+            "discard": PageAction(label="Discard", names=names, target=_target, ask=_ask_to_discard, run=_discard),
+        }
+
+
+def _row(letter: Letter, found: Found) -> dict[str, Any]:
+    plain = commands.plain(letter, found.replays.get(letter.document_id), found.key_of(letter))
+    lines = (passed_line(plain), parked_line(plain), replay_line(plain, leads=found.leads))
+    return {
+        "document_id": letter.document_id,
+        "handler": shown(plain["subscription"]),
+        "key": shown(plain["key"]),
+        "cause": shown(plain["cause"].replace("_", " ")),
+        "at": moment(plain["at"]),
+        "error": shown(plain["error"]),
+        "notes": [shown(line) for line in lines if line],
+    }
+
+
+def _named(request: HttpRequest) -> tuple[Wiring, Found, Sequence[Letter]]:
+    """
+    The bridge and the letters that a form or an address names, by their whole `_id`.
+
+    Raises:
+        CommandRefusedError: one of them is not there any more.
+    """
+    wiring = one_in_project(BRIDGES, chosen(request, "bridge"))
+    fields = request.POST if request.method == "POST" else request.GET
+    names = list(dict.fromkeys(fields.getlist("letter")))
+    if not names:
+        raise refuse("Choose dead letters first.")
+    if len(names) > LISTED:
+        raise refuse(f"Choose {LISTED} dead letters at most.")
+    handlers: dict[str, list[str]] = {}
+    for name in names:
+        bridge, _, rest = name.partition("/")
+        handler, _, id_ = rest.partition("/")
+        if bridge != wiring.name or not handler or not id_:
+            raise refuse(f"{name!r} is no dead letter of bridge {wiring.name}.")
+        handlers.setdefault(handler, []).append(id_)
+    pages = [
+        commands.find(wiring, Selection(subscription=handler, ids=ids), LISTED) for handler, ids in handlers.items()
+    ]
+    letters = {each.document_id: each for page in pages for each in page.letters}
+    for name in names:
+        if name not in letters:
+            raise refuse(f"Dead letter {name.rpartition('/')[2]} is not there any more: go back to the list.")
+    first, *others = pages
+    parked = {**first.parked, **{key: each for page in others for key, each in page.parked.items()}}
+    found = commands.Found(len(names), [letters[name] for name in names], first.replays, first.leads, parked)
+    return wiring, found, found.letters
+
+
+def _target(form: QueryDict) -> str:
+    names = form.getlist("letter")
+    return names[0] if len(names) == 1 else f"{form.get('bridge', '')}: {len(names)} dead letters"
+
+
+def _ask_to_replay(request: HttpRequest) -> Confirmation:
+    wiring, found, letters = _named(request)
+    ahead = commands.replay(wiring, letters, over_newer=False, dry_run=True)
+    notes = [each.reason for each in ahead if each.reason]
+    notes += _followers(ahead, "requested")
+    notes += [] if found.leads else ["No listener leads: they are replayed as soon as one does."]
+    return Confirmation(
+        question=f"Run the handler again for {number(len(letters), 'dead letter', 'dead letters')}?",
+        about=_lines(letters),
+        notes=["Cure what they failed of first. One goes when its handler has succeeded.", *notes],
+        choices=[("over_newer", "Let them write over what newer changes have written through fenced().")],
+    )
+
+
+def _ask_to_discard(request: HttpRequest) -> Confirmation:
+    wiring, _, letters = _named(request)
+    ahead = commands.discard(wiring, letters, dry_run=True)
+    notes = [each.reason for each in ahead if each.reason]
+    return Confirmation(
+        question=f"Throw {number(len(letters), 'dead letter', 'dead letters')} away for good?",
+        about=_lines(letters),
+        notes=["Their changes will never be handled.", *notes, *_followers(ahead, "discarded")],
+        ready=any(each.result == "discarded" for each in ahead),
+    )
+
+
+def _replay(request: HttpRequest) -> ActionOutcome:
+    wiring, _, letters = _named(request)
+    results = commands.replay(wiring, letters, over_newer="over_newer" in request.POST, dry_run=False)
+    return _told(results, "requested", "to be replayed")
+
+
+def _discard(request: HttpRequest) -> ActionOutcome:
+    wiring, _, letters = _named(request)
+    return _told(commands.discard(wiring, letters, dry_run=False), "discarded", "discarded")
+
+
+def _told(results: Sequence[LetterResult], result: str, past: str) -> ActionOutcome:
+    done = [each.id for each in results if each.result == result]
+    count = number(len(done), "dead letter is", "dead letters are")
+    named = f": {', '.join(done)}" if done else ""
+    said = " ".join([f"{count} {past}{named}.", *_followers(results, result)])
+    return ActionOutcome(said=said, refused=[each.reason for each in results if each.reason])
+
+
+def _followers(results: Sequence[LetterResult], result: str) -> list[str]:
+    follow = sum(each.follow for each in results if each.result == result)
+    if not follow:
+        return []
+    return [f"{number(follow, 'dead letter', 'dead letters')} behind {'it' if follow == 1 else 'them'} are replayed."]
+
+
+def _lines(letters: Sequence[Letter]) -> list[str]:
+    return [f"{each.subscription}: {each.key} ({each.error})" for each in letters]

@@ -1,0 +1,308 @@
+"""
+What all the pages have in common: who may see and do what, how a page is shown, and how something is done.
+
+Nothing is changed by a GET. An action comes twice as a POST with Django's token against forgery: the first shows what
+is ahead, with the question; the second does it. What it names is what the person was shown, so that what has changed
+meanwhile is refused, and not hit by accident. Whoever does something is written into Django's log before it is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+from django.contrib import messages
+from django.contrib.admin import ModelAdmin
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.contenttypes.models import ContentType
+from django.core.exceptions import PermissionDenied
+from django.db import connections, transaction
+from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect, QueryDict
+from django.template.response import TemplateResponse
+from django.urls import path, reverse
+from django.views.decorators.clickjacking import xframe_options_deny
+
+from mongo_celery.cli.apps import sentence_for
+from mongo_celery.cli.verdict_view import visible
+from mongo_celery.contrib.django.admin.words import shown
+from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.verdicts import Concern
+
+T = TypeVar("T")
+
+logger = logging.getLogger("mongo_celery.contrib.django")
+
+_SENTENCES_MAX = 5
+_REPRESENTATION_MAX = 200  # of Django's log
+_YES = "yes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """
+    What a person is asked before something is done.
+
+    Attributes:
+        question: what is about to happen.
+        about: what it happens to, a line each.
+        notes: what is to be known about it; also what will not be done, and why.
+        choices: names and labels of what may be ticked.
+        keeps: fields that say what was shown, so that nothing else is hit.
+        contents: a document or a message, as text; empty where the person may not see it, or there is none.
+        ready: whether there is anything to do.
+    """
+
+    question: str
+    about: Sequence[str]
+    notes: Sequence[str] = ()
+    choices: Sequence[tuple[str, str]] = ()
+    keeps: Sequence[tuple[str, str]] = ()
+    contents: str = ""
+    ready: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionOutcome:
+    """
+    What was done.
+
+    Attributes:
+        said: in one sentence.
+        refused: a sentence for each thing that was not done.
+    """
+
+    said: str
+    refused: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageAction:
+    """
+    Something that a page can do.
+
+    Attributes:
+        label: as it stands on the button.
+        names: fields of the form that name what it acts on; the confirmation repeats these and no others.
+        target: what it acts on, for Django's log.
+        ask: reads what is ahead.
+        run: does it.
+    """
+
+    label: str
+    names: Sequence[str]
+    target: Callable[[QueryDict], str]
+    ask: Callable[[HttpRequest], Confirmation]
+    run: Callable[[HttpRequest], ActionOutcome]
+
+
+class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
+    """A page of the admin that shows no rows of a table."""
+
+    template = ""
+    """Of the first page."""
+
+    # -- rights ------------------------------------------------------------------------------------
+
+    def has_add_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002 - Django's
+        """Nothing is added here."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
+        """Nothing is edited here."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
+        """Nothing is deleted as rows are."""
+        return False
+
+    def has_view_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
+        """Whoever may not see the page does not see that there is one."""
+        return self._is_allowed(request, "view")
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        """The same for the index."""
+        return self._is_allowed(request, "view")
+
+    def may_act(self, request: HttpRequest) -> bool:
+        """Whether the user may do more than look."""
+        return self._is_allowed(request, "view") and self._is_allowed(request, "act_on")
+
+    def may_see_contents(self, request: HttpRequest) -> bool:
+        """Whether the user may see documents and arguments."""
+        return self._is_allowed(request, "view") and self._is_allowed(request, "see_contents_of")
+
+    def _is_allowed(self, request: HttpRequest, verb: str) -> bool:
+        return bool(request.user.has_perm(f"{self.opts.app_label}.{verb}_{self.opts.model_name}"))
+
+    # -- addresses ---------------------------------------------------------------------------------
+
+    def get_urls(self) -> list[Any]:
+        """The first page under the name that the index looks for, one of details, and what is posted."""
+        return [
+            path("", self._guarded(self._first_page), name=self._url_name("changelist")),
+            path("show/", self._guarded(self._details), name=self._url_name("show")),
+            path("act/", self._guarded(self._act), name=self._url_name("act")),
+        ]
+
+    def _guarded(self, view: Callable[[HttpRequest], HttpResponse]) -> Any:
+        """Behind the site's own guard, which knows staff and forgery; in no frame, in no transaction."""
+
+        def allowed(request: HttpRequest) -> HttpResponse:
+            if not self.has_view_permission(request):
+                raise PermissionDenied
+            request.current_app = self.admin_site.name  # where templates look
+            return view(request)
+
+        guarded = self.admin_site.admin_view(xframe_options_deny(allowed))
+        for alias in connections:  # ATOMIC_REQUESTS would take back the log of what was done in MongoDB
+            guarded = transaction.non_atomic_requests(alias)(guarded)
+        return guarded
+
+    def _url_name(self, page: str) -> str:
+        return f"{self.opts.app_label}_{self.opts.model_name}_{page}"
+
+    def url(self, page: str, **query: str) -> str:
+        """The address of one of the pages: `changelist`, `show` or `act`."""
+        found: str = reverse(f"admin:{self._url_name(page)}", current_app=self.admin_site.name)
+        return f"{found}?{urlencode(query)}" if query else found
+
+    # -- pages -------------------------------------------------------------------------------------
+
+    def first_page(self, request: HttpRequest) -> Mapping[str, Any]:
+        """What the first page shows."""
+        raise NotImplementedError
+
+    def details(self, request: HttpRequest) -> tuple[str, str, Mapping[str, Any]]:
+        """Of what is named in the address: a template, a title, and what it shows."""
+        raise NotImplementedError
+
+    def concern_of(self, request: HttpRequest) -> Callable[[], Concern] | None:  # noqa: ARG002
+        """Gives whom an error of MongoDB concerns, where that is not said already; asked after MongoDB has answered."""
+        return None
+
+    def page_actions(self) -> Mapping[str, PageAction]:
+        """What can be done here, by the name in the form."""
+        raise NotImplementedError
+
+    def _first_page(self, request: HttpRequest) -> HttpResponse:
+        found, sentence = self._told(request, lambda: self.first_page(request))
+        title = str(self.opts.verbose_name_plural).capitalize()
+        return self._shown(request, self.template, title, {**(found or {}), "sentence": sentence})
+
+    def _details(self, request: HttpRequest) -> HttpResponse:
+        found, sentence = self._told(request, lambda: self.details(request))
+        return self._back(request, [sentence]) if found is None else self._shown(request, *found)
+
+    def _shown(self, request: HttpRequest, template: str, title: str, found: Mapping[str, Any]) -> HttpResponse:
+        context = {
+            **self.admin_site.each_context(request),
+            "opts": self.opts,
+            "title": visible(title),
+            "may_act": self.may_act(request),
+            "may_see_contents": self.may_see_contents(request),
+            "list_url": self.url("changelist"),
+            "act_url": self.url("act"),
+            **found,
+        }
+        return TemplateResponse(request, f"mongo_celery/admin/{template}", context)
+
+    def _told(self, request: HttpRequest, read: Callable[[], T]) -> tuple[T | None, str]:
+        """What is read; or None, and the sentence on the error that users can cure."""
+        try:
+            return read(), ""
+        except Exception as error:
+            sentence = sentence_for(error, self.concern_of(request))
+            if sentence is None:
+                raise
+            return None, shown(sentence)
+
+    def _back(self, request: HttpRequest, sentences: Sequence[str]) -> HttpResponse:
+        for sentence in sentences[:_SENTENCES_MAX]:
+            messages.error(request, sentence)
+        if len(sentences) > _SENTENCES_MAX:
+            messages.error(request, f"And {len(sentences) - _SENTENCES_MAX} more.")
+        return HttpResponseRedirect(self.url("changelist"))
+
+    # -- actions -----------------------------------------------------------------------------------
+
+    def _act(self, request: HttpRequest) -> HttpResponse:
+        if request.method != "POST":
+            return HttpResponseNotAllowed(["POST"])
+        if not self.may_act(request):
+            raise PermissionDenied
+        name = request.POST.get("action", "")
+        action = self.page_actions().get(name)
+        if action is None:
+            return self._back(request, ["Choose what is to be done."])
+        if request.POST.get("confirmed") == _YES:
+            return self._done(request, name, action)
+        confirmation, sentence = self._told(request, lambda: action.ask(request))
+        if confirmation is None:
+            return self._back(request, [sentence])
+        found = {
+            "confirmation": confirmation,
+            "about": [shown(each) for each in confirmation.about],
+            "notes": [shown(each) for each in confirmation.notes],
+            "action": name,
+            "action_label": action.label,
+            "confirmed": _YES,
+            "fields": [
+                *((name, value) for name in action.names for value in request.POST.getlist(name)),
+                *confirmation.keeps,
+            ],
+        }
+        return self._shown(request, "confirm.html", action.label, found)
+
+    def _done(self, request: HttpRequest, name: str, action: PageAction) -> HttpResponse:
+        """Do it, between two writes of Django's log: nobody acts unseen, whatever becomes of this process."""
+        target = action.target(request.POST)
+        entry = self._begun(request, name, target)
+        try:
+            outcome, sentence = self._told(request, lambda: action.run(request))
+        except BaseException as error:
+            self._ended(entry, f"{name} ended by {type(error).__name__}: what it has done is not known.")
+            raise
+        if outcome is None:
+            self._ended(entry, f"{name} was refused: {sentence}")
+            return self._back(request, [sentence])
+        refused = [shown(each) for each in outcome.refused]
+        said = shown(outcome.said)
+        self._ended(entry, " ".join([f"{name}: {said}", *refused]))
+        messages.success(request, said)
+        return self._back(request, refused)
+
+    def _begun(self, request: HttpRequest, name: str, target: str) -> Any:
+        logger.info(
+            "%s of %s, asked for in the admin by user %s",
+            name,
+            visible(target),
+            request.user.pk,
+            extra={"event": "admin_action", "action": name, "target": target, "user": str(request.user.pk)},
+        )
+        return LogEntry.objects.create(
+            user_id=request.user.pk,
+            content_type=ContentType.objects.get_for_model(self.model),
+            object_id=target,
+            object_repr=visible(target)[:_REPRESENTATION_MAX],
+            action_flag=CHANGE,
+            change_message=f"{name} was begun.",
+        )
+
+    def _ended(self, entry: Any, message: str) -> None:
+        """Only what was said of it: who, when and what stand as they were written first."""
+        LogEntry.objects.filter(pk=entry.pk).update(change_message=message)
+
+
+def chosen(request: HttpRequest, name: str) -> str:
+    """A field of a form, or of the address."""
+    fields: QueryDict = request.POST if request.method == "POST" else request.GET
+    value = fields.get(name, "")
+    return str(value)
+
+
+def refuse(sentence: str) -> CommandRefusedError:
+    """Of a form or an address that this page has not made."""
+    return CommandRefusedError(sentence)

@@ -1,0 +1,471 @@
+"""
+Checks of the admin pages, and the addresses that they are at: `test_django_admin.py` has them run in a process that
+has Django's settings. What stands and what was set aside is a real bridge's, led in this process.
+"""
+
+# ruff: noqa: E402 - Django has to be set up before what needs it is imported
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, Protocol
+from urllib.parse import quote
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.integration.admin_project")
+
+import django
+import pytest
+
+django.setup()
+
+from django.contrib import admin
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import Permission, User
+from django.core.management import call_command
+from django.test import Client
+from django.test.utils import override_settings, setup_test_environment
+from django.urls import path
+
+from mongo_celery import Participant
+from mongo_celery.bridge.operations.letter_commands import find
+from mongo_celery.bridge.operations.status import read_status
+from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.errors import CommandRefusedError
+from mongo_celery.outbox.entries import Entry
+from mongo_celery.testing import BridgeRunner
+from tests.fixtures.process import wait_for
+from tests.integration import admin_project as project
+
+urlpatterns = [path("admin/", admin.site.urls)]
+
+HOSTILE = "<img src=x onerror=alert(1)>\u202etxt"
+CARD = "card-4111"
+PAGES = ("changebridge", "changedeadletter", "taskoutbox", "twophasetransaction")
+BRIDGES, LETTERS, OUTBOXES, TRANSACTIONS = (f"/admin/mongo_celery/{name}/" for name in PAGES)
+ACTIONS = {
+    BRIDGES: {"action": "pause", "bridge": "shop", "handler": "stop"},
+    LETTERS: {"action": "discard", "bridge": "shop"},
+    OUTBOXES: {"action": "sweep", "outbox": "orders"},
+    TRANSACTIONS: {"action": "cancel", "name": "transfers"},
+}
+
+
+class Browser(Protocol):
+    """Django's test client, as far as it is used here."""
+
+    def get(self, address: str, data: dict[str, str] = ...) -> Any: ...
+    def post(self, address: str, data: dict[str, Any] = ..., *, follow: bool = ...) -> Any: ...
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _site() -> None:
+    setup_test_environment()
+    call_command("migrate", verbosity=0)
+
+
+@pytest.fixture(autouse=True)
+def runner() -> Iterator[BridgeRunner]:
+    """A led bridge, and empty collections."""
+    project.failing.clear()
+    project.handled.clear()
+    LogEntry.objects.all().delete()
+    with BridgeRunner(project.bridge, url=project.URL) as running:
+        yield running
+    for name in project.database.list_collection_names():
+        project.database[name].delete_many({})
+    for stored in project.outbox.dead_letters.find():
+        project.outbox.dead_letters.remove(str(stored["_id"]).rpartition("/")[2])
+
+
+def user(name: str, *permissions: str, **options: Any) -> Browser:
+    """A client that is logged in as staff with these permissions."""
+    found, _ = User.objects.get_or_create(username=name, defaults={"is_staff": True})
+    found.user_permissions.set(Permission.objects.filter(codename__in=permissions))
+    assert found.user_permissions.count() == len(permissions), "each permission is there after migrate"
+    client: Any = Client(**options)
+    client.force_login(found)
+    browser: Browser = client
+    return browser
+
+
+def named(verb: str) -> list[str]:
+    return [f"{verb}_{page}" for page in PAGES]
+
+
+def viewer() -> Browser:
+    return user("viewer", *named("view"))
+
+
+def operator(**options: Any) -> Browser:
+    return user("operator", *named("view"), *named("act_on"), **options)
+
+
+def auditor() -> Browser:
+    return user("auditor", *named("view"), *named("see_contents_of"))
+
+
+def fail(running: BridgeRunner, collection: str, number: Any = 1, error: str = "no") -> None:
+    """Have the handler of a collection fail."""
+    project.failing[:] = [error]
+    project.database[collection].insert_one({"_id": number, "card": CARD})
+    running.deliver(raises=False)
+    project.failing.clear()
+
+
+def deliver(running: BridgeRunner, numbers: list[int]) -> None:
+    """Until these are handled: a listener learns in a moment what was asked for."""
+    wait_for(lambda: running.deliver() and sorted(project.handled) == numbers)
+
+
+def letters() -> list[str]:
+    """The dead letters that are there."""
+    return [each.document_id for each in find(project.bridge.wiring, Selection(), 0).letters]
+
+
+def states() -> dict[str, str]:
+    """How partitions stand, by handler."""
+    return {each["subscription"]: each["state"] for each in read_status(project.bridge.wiring)["partitions"]}
+
+
+def outbox_letter(identity: str = "o-1", error: str = "no") -> str:
+    """A real entry that could not be published; what it was to send lies in its dead letter alone."""
+    orders = project.database["orders"]
+    task = project.confirm.s(identity, CARD)
+    orders.insert_one(project.outbox.with_tasks({"_id": identity}, [task]))
+    (entry,) = orders.find_one({"_id": identity})["pendingEvents"]["events"]  # type: ignore[index]
+    project.outbox.dead_letters.add(identity, Entry.from_document(entry), ValueError(error))
+    orders.update_one({"_id": identity}, {"$unset": {"pendingEvents": 1}})
+    return str(entry["id"])
+
+
+def transaction(identity: Any = "t-1", **options: Any) -> Any:
+    """One that was stored, and not begun; or that has run."""
+    accounts = project.database["accounts"]
+    for account in ("A", "B"):
+        accounts.update_one({"_id": account}, {"$setOnInsert": {"balance": 100}}, upsert=True)
+    parts = [
+        Participant(accounts, "A", apply={"$inc": {"balance": -7}}),
+        Participant(accounts, "B", apply={"$inc": {"balance": 7}}),
+    ]
+    return project.transfers.begin(parts, id=identity, **options)
+
+
+def confirmed(browser: Browser, page: str, **fields: Any) -> Any:
+    """Post an action, and confirm it; the page behind it."""
+    asked = browser.post(f"{page}act/", fields)
+    assert asked.status_code == 200, asked.headers
+    kept = dict(asked.context["fields"]) if len(asked.context["fields"]) else {}
+    many = {name: value for name, value in fields.items() if isinstance(value, list)}
+    return browser.post(f"{page}act/", {**fields, **kept, **many, "confirmed": "yes"}, follow=True)
+
+
+def said(page: Any) -> list[str]:
+    return [str(message) for message in page.context["messages"]]
+
+
+# -- who may see, and who may act --------------------------------------------------------------------
+
+
+def test_staff_without_a_permission_sees_nothing_of_it() -> None:
+    """Neither in the index, nor by an address; whoever is not logged in is asked to."""
+    nobody = user("nobody")
+    assert "mongo_celery" not in nobody.get("/admin/").content.decode()
+    for page in (BRIDGES, LETTERS, OUTBOXES, TRANSACTIONS):
+        for address in (page, f"{page}show/"):
+            assert nobody.get(address).status_code == 403
+            assert Client().get(address).headers["Location"].startswith("/admin/login/")
+        assert nobody.post(f"{page}act/", {**ACTIONS[page], "confirmed": "yes"}).status_code == 403
+    one = user("one", "view_taskoutbox")
+    index = one.get("/admin/").content.decode()
+    assert OUTBOXES in index
+    assert BRIDGES not in index
+    assert one.get(BRIDGES).status_code == 403
+
+
+def test_a_permission_to_act_without_one_to_view_is_none() -> None:
+    """What was never shown cannot be confirmed."""
+    blind = user("blind", *named("act_on"))
+    for page, fields in ACTIONS.items():
+        assert blind.post(f"{page}act/", {**fields, "confirmed": "yes"}).status_code == 403
+    assert states() == {"collect": "flowing", "stop": "flowing"}
+
+
+def test_who_may_only_view_changes_nothing_and_sees_no_contents(runner: BridgeRunner) -> None:
+    """Neither documents nor arguments nor amounts, and no button."""
+    fail(runner, "halting")
+    fail(runner, "letters")
+    entry, identity = outbox_letter(), transaction()
+    (letter,) = letters()
+    browser = viewer()
+    shown = [
+        browser.get(BRIDGES),
+        browser.get(f"{BRIDGES}show/", {"bridge": "shop"}),
+        browser.get(LETTERS),
+        browser.get(f"{LETTERS}show/", {"bridge": "shop", "letter": letter}),
+        browser.get(OUTBOXES),
+        browser.get(f"{OUTBOXES}show/", {"outbox": "orders"}),
+        browser.get(f"{OUTBOXES}show/", {"outbox": "orders", "letter": entry}),
+        browser.get(TRANSACTIONS),
+        browser.get(f"{TRANSACTIONS}show/", {"name": "transfers", "id": f'"{identity}"'}),
+    ]
+    for page in shown:
+        assert page.status_code == 200
+        assert page.headers["X-Frame-Options"] == "DENY"
+        text = page.content.decode()
+        assert CARD not in text
+        assert "$inc" not in text
+        assert 'name="action"' not in text
+    assert "ValueError: no" in shown[1].content.decode()
+    for address, fields in ACTIONS.items():
+        for more in ({}, {"confirmed": "yes"}):
+            assert browser.post(f"{address}act/", {**fields, "letter": letter, **more}).status_code == 403
+    assert letters() == [letter]
+    assert not LogEntry.objects.exists()
+
+
+def test_contents_are_shown_to_who_may_see_them(runner: BridgeRunner) -> None:
+    """The change, the entry, and the transaction as it is stored; not to who may only act."""
+    fail(runner, "halting")
+    fail(runner, "letters")
+    entry, identity = outbox_letter(), transaction()
+    (letter,) = letters()
+    addresses = {
+        f"{LETTERS}show/?bridge=shop&letter={quote(letter)}": CARD,
+        f"{OUTBOXES}show/?outbox=orders&letter={entry}": CARD,
+        f"{TRANSACTIONS}show/?name=transfers&id=%22{identity}%22": "$inc",
+    }
+    for address, secret in addresses.items():
+        assert secret in auditor().get(address).content.decode()
+        assert secret not in operator().get(address).content.decode()
+    head = {"action": "set_aside", "bridge": "shop", "handler": "stop", "partition": "0"}
+    assert CARD not in operator().post(f"{BRIDGES}act/", head).content.decode()
+    both = user("both", *named("view"), *named("act_on"), *named("see_contents_of"))
+    assert CARD in both.post(f"{BRIDGES}act/", head).content.decode()
+
+
+# -- how something is done ---------------------------------------------------------------------------
+
+
+def test_nothing_is_done_by_a_get_or_without_the_token(runner: BridgeRunner) -> None:
+    """An address that somebody is made to follow, and a form of another site."""
+    fail(runner, "letters")
+    before = letters()
+    strict = operator(enforce_csrf_checks=True)
+    for page, fields in ACTIONS.items():
+        whole = {**fields, "letter": before[0], "confirmed": "yes"}
+        assert operator().get(f"{page}act/", whole).status_code == 405
+        assert strict.post(f"{page}act/", whole).status_code == 403
+        form = strict.get(page).content.decode()
+        assert "csrfmiddlewaretoken" in form or "<form" not in form or 'method="post"' not in form
+    assert letters() == before
+    assert states()["stop"] == "flowing"
+    assert not LogEntry.objects.exists()
+
+
+def test_an_action_is_asked_about_then_done_and_logged() -> None:
+    """Pause and resume, of a handler and of a partition; the log has who, what and how it ended."""
+    browser = operator()
+    pause = {"action": "pause", "bridge": "shop", "handler": "stop"}
+    asked = browser.post(f"{BRIDGES}act/", pause)
+    assert "Pause?" in asked.content.decode()
+    assert "csrfmiddlewaretoken" in asked.content.decode()
+    assert states()["stop"] == "flowing"
+    assert not LogEntry.objects.exists()
+
+    assert said(confirmed(browser, BRIDGES, **pause)) == ["Paused: stop 0."]
+    assert states() == {"collect": "flowing", "stop": "paused"}
+    (entry,) = LogEntry.objects.all()
+    assert (entry.user.username, entry.object_repr) == ("operator", "shop: stop")
+    assert entry.get_change_message() == "pause: Paused: stop 0."
+
+    confirmed(browser, BRIDGES, action="resume", bridge="shop", handler="stop", partition="0")
+    assert states()["stop"] == "flowing"
+    assert said(confirmed(browser, BRIDGES, action="retry", bridge="shop", handler="stop", partition="0")) != []
+    assert "nothing to retry" in LogEntry.objects.latest("pk").change_message
+
+
+def test_a_halted_change_is_retried_or_set_aside(runner: BridgeRunner) -> None:
+    """The very change that the confirmation has shown: where another one stands there now, nothing is moved."""
+    fail(runner, "halting")
+    browser = operator()
+    page = browser.get(f"{BRIDGES}show/", {"bridge": "shop"}).content.decode()
+    assert "celery -A tests.integration.admin_project:app changes retry" in page
+    place = {"bridge": "shop", "handler": "stop", "partition": "0"}
+    old = browser.post(f"{BRIDGES}act/", {"action": "set_aside", **place}).context["fields"]
+    confirmed(browser, BRIDGES, action="retry", **place)
+    deliver(runner, [1])
+
+    fail(runner, "halting", 2)
+    late = browser.post(f"{BRIDGES}act/", {**dict(old), "action": "set_aside", "confirmed": "yes"}, follow=True)
+    assert "another change" in said(late)[0]
+    assert states()["stop"] == "halted"
+    confirmed(browser, BRIDGES, action="set_aside", **place)
+    assert states()["stop"] == "flowing"
+    assert len(letters()) == 1
+    assert "refused" in LogEntry.objects.order_by("-pk")[1].change_message
+
+
+def test_dead_letters_are_replayed_and_discarded(runner: BridgeRunner) -> None:
+    """Those that were chosen, and no other."""
+    for number in (1, 2, 3):
+        fail(runner, "letters", number)
+    first, second, third = letters()
+    browser = operator()
+    page = browser.get(LETTERS, {"bridge": "shop", "handler": "collect", "key": "2"}).content.decode()
+    assert second in page
+    assert first not in page
+
+    told = said(confirmed(browser, LETTERS, action="replay", bridge="shop", letter=[first, third]))
+    assert told[0].startswith("2 dead letters are to be replayed")
+    deliver(runner, [1, 3])
+    assert letters() == [second]
+
+    confirmed(browser, LETTERS, action="discard", bridge="shop", letter=[second])
+    assert letters() == []
+    assert second in LogEntry.objects.latest("pk").object_id
+    late = browser.post(
+        f"{LETTERS}act/", {"action": "discard", "bridge": "shop", "letter": second, "confirmed": "yes"}, follow=True
+    )
+    assert "no dead letter" in said(late)[0]
+
+
+def test_a_form_that_names_nothing_or_too_much_is_refused(runner: BridgeRunner) -> None:
+    """Beginnings of ids, other bridges, operators of queries, unknown actions: one sentence, nothing changed."""
+    fail(runner, "letters")
+    (letter,) = letters()
+    identity = transaction()
+    browser = operator()
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        (LETTERS, {"action": "discard", "bridge": "shop"}),
+        (LETTERS, {"action": "discard", "bridge": "shop", "letter": letter[:-2]}),
+        (LETTERS, {"action": "discard", "bridge": "shop", "letter": "shop/collect/"}),
+        (LETTERS, {"action": "discard", "bridge": "other", "letter": letter}),
+        (LETTERS, {"action": "discard", "bridge": "shop", "letter": ["x"] * 101 + [letter]}),
+        (LETTERS, {"action": "burn", "bridge": "shop", "letter": letter}),
+        (BRIDGES, {"action": "pause", "bridge": "shop", "handler": "nobody"}),
+        (BRIDGES, {"action": "pause", "bridge": "shop", "handler": "stop", "partition": "-1"}),
+        (OUTBOXES, {"action": "discard", "outbox": "orders", "letter": "none"}),
+        (TRANSACTIONS, {"action": "cancel", "name": "transfers", "id": '{"$gt": ""}'}),
+        (TRANSACTIONS, {"action": "cancel", "name": "transfers", "id": "not json"}),
+        (TRANSACTIONS, {"action": "compensate", "name": "transfers", "id": f'"{identity}"'}),
+    ]
+    for page, fields in wrong:
+        answer = browser.post(f"{page}act/", {**fields, "confirmed": "yes"}, follow=True)
+        assert answer.status_code == 200
+        assert len(said(answer)) == 1, (fields, said(answer))
+    assert letters() == [letter]
+    assert states() == {"collect": "flowing", "stop": "flowing"}
+    assert project.transfers.read(identity).state == "initial"
+    operators = quote('{"$gt": ""}')
+    for address in (f"{LETTERS}?key={operators}", f"{LETTERS}?handler=no", f"{TRANSACTIONS}?state=no"):
+        assert browser.get(address).status_code == 200
+
+
+# -- outboxes and transactions -----------------------------------------------------------------------
+
+
+def test_entries_of_an_outbox_are_put_back_swept_and_discarded() -> None:
+    """By the outbox's own commands; one whose document is gone stays, unless it is to be published all the same."""
+    first, second, third = (outbox_letter(f"o-{number}") for number in (1, 2, 3))
+    project.database["orders"].delete_one({"_id": "o-2"})
+    browser = operator()
+    told = said(confirmed(browser, OUTBOXES, action="replay", outbox="orders", letter=[first, second]))
+    assert told[0] == f"Pending again: {first}."
+    assert "is gone" in told[1]
+    assert project.outbox.status().pending == 1
+    assert said(confirmed(browser, OUTBOXES, action="sweep", outbox="orders"))[0].endswith(
+        "of orders, 0 became dead letters."
+    )
+    confirmed(browser, OUTBOXES, action="discard", outbox="orders", letter=[second])
+    assert [each["_id"].rpartition("/")[2] for each in project.outbox.dead_letters.find()] == [third]
+    assert [each.change_message.partition(":")[0] for each in LogEntry.objects.order_by("pk")] == [
+        "replay",
+        "sweep",
+        "discard",
+    ]
+
+
+def test_a_transaction_is_run_taken_back_and_canceled() -> None:
+    """By its coordinator; who did it is kept with the transaction."""
+    browser = operator()
+    done, left = transaction("t-1"), transaction({"n": 2})
+    assert said(confirmed(browser, TRANSACTIONS, action="run", name="transfers", id=f'"{done}"')) == ['"t-1": done.']
+    confirmed(browser, TRANSACTIONS, action="compensate", name="transfers", id=f'"{done}"')
+    page = browser.get(TRANSACTIONS).content.decode()
+    assert "{&quot;n&quot;: {&quot;$numberInt&quot;: &quot;2&quot;}}" in page
+    confirmed(browser, TRANSACTIONS, action="cancel", name="transfers", id='{"n": {"$numberInt": "2"}}')
+    after = project.transfers.read(left)
+    assert after.state == "canceled"
+    assert "in the admin by user" in str(after.reason)
+    assert [each["balance"] for each in project.database["accounts"].find()] == [100, 100]
+    late = browser.post(
+        f"{TRANSACTIONS}act/",
+        {"action": "cancel", "name": "transfers", "id": f'"{done}"', "confirmed": "yes"},
+        follow=True,
+    )
+    assert "done" in said(late)[0]
+    assert "refused" in LogEntry.objects.latest("pk").change_message
+
+
+# -- what may be written anywhere --------------------------------------------------------------------
+
+
+def test_no_value_is_markup_and_none_turns_what_is_around_it(runner: BridgeRunner) -> None:
+    """Errors, keys, ids and reasons of anybody, on every page, in messages and in the log."""
+    fail(runner, "halting", HOSTILE, HOSTILE)
+    fail(runner, "letters", HOSTILE, HOSTILE)
+    entry = outbox_letter(HOSTILE, HOSTILE)
+    transaction(HOSTILE)
+    project.database["transactions"].insert_one({"_id": f"{HOSTILE}2", "state": "pending", "reason": HOSTILE})
+    (letter,) = letters()
+    both = user("both", *named("view"), *named("act_on"), *named("see_contents_of"))
+    shown = [
+        both.get(BRIDGES),
+        both.get(f"{BRIDGES}show/", {"bridge": "shop"}),
+        both.post(f"{BRIDGES}act/", {"action": "set_aside", "bridge": "shop", "handler": "stop", "partition": "0"}),
+        both.get(LETTERS, {"key": HOSTILE, "bridge": "shop"}),
+        both.get(f"{LETTERS}show/", {"bridge": "shop", "letter": letter}),
+        both.post(f"{LETTERS}act/", {"action": "discard", "bridge": "shop", "letter": letter}),
+        both.get(f"{OUTBOXES}show/", {"outbox": "orders"}),
+        both.get(f"{OUTBOXES}show/", {"outbox": "orders", "letter": entry}),
+        both.post(f"{OUTBOXES}act/", {"action": "discard", "outbox": "orders", "letter": entry}),
+        both.get(TRANSACTIONS),
+        both.post(f"{TRANSACTIONS}act/", {"action": "burn", "name": HOSTILE, "id": HOSTILE}, follow=True),
+        both.post(f"{BRIDGES}act/", {"action": "pause", "bridge": HOSTILE, "confirmed": "yes"}, follow=True),
+        both.get("/admin/"),
+    ]
+    for page in shown:
+        text = page.content.decode()
+        assert page.status_code == 200
+        assert "<img" not in text
+        assert "&lt;img" in text or page.request["PATH_INFO"] in {BRIDGES, TRANSACTIONS}
+    for page in (*shown[:3], *shown[4:10]):
+        assert "\u202e" not in page.content.decode(), page.request["PATH_INFO"]
+
+
+def test_what_ended_unforeseen_is_in_the_log_though_requests_are_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATOMIC_REQUESTS takes back what a failed request has written; what was done in MongoDB stays, and so its log."""
+    monkeypatch.setattr("mongo_celery.bridge.operations.commands.pause", lambda *_: 1 / 0)
+    browser: Any = operator(raise_request_exception=False)
+    fields = {**ACTIONS[BRIDGES], "confirmed": "yes"}
+    assert browser.post(f"{BRIDGES}act/", fields).status_code == 500
+    assert LogEntry.objects.get().change_message.startswith("pause ended by ZeroDivisionError")
+
+
+def test_mongodb_that_does_not_answer_or_an_app_that_is_not_there_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No page fails, and no password is shown."""
+
+    def gone(*_: object, **__: object) -> None:
+        raise CommandRefusedError("MongoDB does not answer at mongodb://root:hunter2@db.")
+
+    monkeypatch.setattr("mongo_celery.contrib.django.admin.bridge_pages.read_status", gone)
+    for address in (BRIDGES, f"{BRIDGES}show/?bridge=shop"):
+        browser: Any = operator()
+        text = browser.get(address, follow=True).content.decode()
+        assert "does not answer" in text
+        assert "hunter2" not in text
+    with override_settings(MONGO_CELERY={"APP": "nowhere:app"}):
+        for address in (BRIDGES, LETTERS, OUTBOXES, TRANSACTIONS):
+            assert "no Celery app can be had" in operator().get(address).content.decode()
