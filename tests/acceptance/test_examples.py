@@ -81,7 +81,7 @@ def test_what_a_transaction_sends_is_sent_if_it_is_committed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fenced_outbox", "fastapi_outbox", "django_outbox"])
+@pytest.mark.parametrize("name", ["fenced_outbox", "fastapi_orders", "django_outbox"])
 def test_other_programs_save_their_tasks_with_what_they_write(name: str) -> None:
     """In short: `docs/outbox.md` is executed, and so are these ways in `tests/integration`."""
     assert run_example(name) == shown(name)
