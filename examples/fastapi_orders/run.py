@@ -92,10 +92,17 @@ def judge(shop: Any, statuses: list[int]) -> int:
 
 async def place_and_die() -> None:
     """Be killed when the order has been saved, and nothing has been sent for it yet."""
-    before_task_publish.connect(lambda **_: os.kill(os.getpid(), signal.SIGKILL), weak=False)
+    before_task_publish.connect(
+        die, weak=False
+    )  # the outbox sends in the background, perhaps before the answer is here
     async with browsing() as browser:
         await browser.post("/orders", json={"customer": "customer-of-the-killed"})
-        await asyncio.Event().wait()  # the outbox sends in the background, and meets its end there
+        die()
+
+
+def die(**_: object) -> None:
+    """As a power cut does."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start(command: list[str]) -> "subprocess.Popen[bytes]":

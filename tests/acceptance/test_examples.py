@@ -71,19 +71,15 @@ def test_the_outbox_loses_nothing_where_insert_and_delay_do() -> None:
     assert run_example("orders_outbox") == shown("orders_outbox")
 
 
-def test_a_flask_app_saves_mongoengine_documents_with_their_tasks() -> None:
-    assert run_example("flask_mongoengine") == shown("flask_mongoengine")
-
-
 def test_what_a_transaction_sends_is_sent_if_it_is_committed() -> None:
     """Deletes of several documents, one of them aborted, and a kill behind the last commit."""
     assert run_example("outbox_collection") == shown("outbox_collection")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fenced_outbox", "fastapi_orders", "django_outbox"])
+@pytest.mark.parametrize("name", ["fenced_outbox", "flask_shop", "fastapi_orders", "django_outbox"])
 def test_other_programs_save_their_tasks_with_what_they_write(name: str) -> None:
-    """In short: `docs/outbox.md` is executed, and so are these ways in `tests/integration`."""
+    """In short: `docs/outbox.md`, `flask.md` and `fastapi.md` are executed, and so are these ways in `integration`."""
     assert run_example(name) == shown(name)
 
 
