@@ -76,10 +76,11 @@ class Shop(AbstractContextManager["Shop"]):
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         return dict(json.loads(done.stdout)) if done.stdout else {}
 
-    def leader(self) -> int | None:
-        """The process that leads, if one does."""
+    def leader(self) -> "subprocess.Popen[bytes] | None":
+        """The listener that leads, if one does."""
         status = self.changes("status")
-        return status["listener"]["pid"] if status.get("state") == "leading" else None
+        pid = status["listener"]["pid"] if status.get("state") == "leading" else None
+        return next((each for each in self.listeners if each.pid == pid), None)
 
     def order(self, count: int, **more: Any) -> int:
         """So many new orders; the number of the last one."""
@@ -121,8 +122,8 @@ def kill_a_worker(shop: Shop) -> None:
 
 def kill_the_listener(shop: Shop) -> None:
     """The one that leads, with orders behind it that nobody has read."""
-    leader = shop.leader()
-    (victim,) = (each for each in shop.listeners if each.pid == leader)
+    while (victim := shop.leader()) is None:
+        time.sleep(0.1)
     victim.kill()
     shop.listeners.remove(victim)
     print(f"the listener that led ended by {signal.Signals(-victim.wait()).name}")

@@ -92,9 +92,8 @@ def judge(shop: Any, statuses: list[int]) -> int:
 
 async def place_and_die() -> None:
     """Be killed when the order has been saved, and nothing has been sent for it yet."""
-    before_task_publish.connect(
-        die, weak=False
-    )  # the outbox sends in the background, perhaps before the answer is here
+    # The outbox sends in the background, perhaps before the answer is here.
+    before_task_publish.connect(die, weak=False)
     async with browsing() as browser:
         await browser.post("/orders", json={"customer": "customer-of-the-killed"})
         die()

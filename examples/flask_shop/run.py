@@ -80,9 +80,8 @@ def place_and_die() -> None:
     from celery.signals import before_task_publish
     from shop import create_app
 
-    before_task_publish.connect(
-        die, weak=False
-    )  # the outbox sends in the background, perhaps before the answer is here
+    # The outbox sends in the background, perhaps before the answer is here.
+    before_task_publish.connect(die, weak=False)
     with create_app().test_client() as browser:
         browser.post("/orders", data={"customer": "customer-of-the-killed"})
         die()

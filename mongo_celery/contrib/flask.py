@@ -9,6 +9,8 @@ given, what an outbox sends, and the tasks of this package. What Celery itself c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import Context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -90,7 +92,7 @@ def _task_class(app: Flask, base: type[Task[Any, Any]]) -> type[Task[Any, Any]]:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def _command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
-    """Hand everything to `celery`, whose exit status is this one's; no context is open around a whole worker."""
+    """Hand everything to `celery`, whose exit status is this one's."""
     from celery.bin.celery import celery as celery_command
     from flask.cli import ScriptInfo
 
@@ -104,7 +106,8 @@ def _command(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     celery = app.extensions.get(EXTENSION)
     if not isinstance(celery, Celery):
         raise click.ClickException(f"the Flask app {app.name!r} has no Celery app; call celery_init_app(app).")
-    celery_command.main(args=list(arguments), prog_name=f"flask {EXTENSION}", default_map={"app": celery})
+    run = partial(celery_command.main, list(arguments), f"flask {EXTENSION}", default_map={"app": celery})
+    Context().run(run)  # Flask has opened the app's context around the command: it would be that of a whole worker
 
 
 def _pool_in(arguments: tuple[str, ...]) -> str | None:

@@ -59,14 +59,15 @@ def serve(mongo_url: str, database: Database[Document]) -> Iterator[Callable[[Fl
 
     def start(shop: FlaskShop) -> BridgeRunner:
         app = shop.create_app(mongo_url.replace("/?", f"/{database.name}?"))
-        made.append(app)
+        made.append((app, shop))
         return BridgeRunner(shop.bridge.of(app.extensions["celery"]), url=mongo_url)
 
     yield start
     set_default_app(before)
     mongoengine.disconnect(ALIAS)
-    for app in made:
+    for app, shop in made:
         app.extensions["celery"].close()
+        shop.mongo.cx.close()
 
 
 def test_sources_of_flask_pymongo_and_of_mongoengine(serve: Callable[[FlaskShop], BridgeRunner]) -> None:

@@ -13,6 +13,7 @@ import click
 import pytest
 from celery import Task, _state
 from celery._state import set_default_app
+from celery.signals import import_modules
 from flask import Flask, current_app, g, has_app_context
 
 from mongo_celery import Bridge, Change, ConfigurationError, Outbox
@@ -174,6 +175,21 @@ def test_flask_runs_the_commands_of_celery_with_the_apps_own(make_app: Factory) 
     assert run(args=["celery", "nonsense"]).exit_code == 2
     failed = run(args=["celery", "changes", "queues", "--bridge", "nobody"])
     assert (failed.exit_code, failed.output) == (1, "Error: there is no bridge 'nobody'; this app has shop.\n")
+
+
+def test_no_context_is_open_around_a_command_of_celery(make_app: Factory) -> None:
+    """Flask opens one around its commands, which would be that of a whole worker: one `g` for all of its tasks."""
+    app = make_app()
+    seen: list[bool] = []
+
+    def look(**_: Any) -> None:
+        seen.append(has_app_context())
+
+    with bound(Bridge(name="shop", autodiscover=False), app) as bridge:
+        import_modules.connect(look, sender=bridge.app)
+        assert app.test_cli_runner().invoke(args=["celery", "changes", "queues"]).exit_code == 0
+    assert seen
+    assert not any(seen)
 
 
 @pytest.mark.parametrize("option", [["-P", "gevent"], ["-Pgevent"], ["--pool", "gevent"], ["--pool=gevent"]])
