@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from mongo_celery.arguments import check_choice, check_name, nearest
@@ -295,10 +295,14 @@ def _checked_group(group: object) -> str | None:
 
 
 def _is_complete(target: object) -> bool:
-    """A bare collection waits for the URL's database, and a model class for its framework; the rest is judged now."""
+    """
+    Whether it is judged now.
+
+    A bare collection waits for the URL's database, a model class for its framework, and a function until it can answer.
+    """
     if isinstance(target, str):
         return "." in target or target == "*"
-    return not isinstance(target, type)
+    return not isinstance(target, type | FunctionType)
 
 
 def refuse_function_as_source(sources: Iterable[object], decorator: str = "on_change") -> None:
@@ -306,16 +310,25 @@ def refuse_function_as_source(sources: Iterable[object], decorator: str = "on_ch
     A decorator without parentheses takes the function for a source, and would register nothing.
 
     Judged by the type alone: a collection has every attribute, and a task's proxy may not be ready to be asked.
-    A model is a class, and PyMongo's collections are callable only to say that they are not.
+    A model is a class, and PyMongo's collections, and those that others derive of them, are callable only to say that
+    they are not. A lambda cannot be what was to be decorated: without arguments it gives the source when it is asked.
     """
     for source in sources:
         kind = type(source)
-        if callable(source) and not issubclass(kind, type) and not kind.__module__.startswith("pymongo."):
+        if kind is FunctionType and _takes_nothing(source):
+            continue
+        of_pymongo = any(each.__module__.startswith("pymongo.") for each in kind.__mro__)
+        if callable(source) and not issubclass(kind, type) and not of_pymongo:
             written = decorator if decorator.startswith("shared") else f"bridge.{decorator}"
             raise ConfigurationError(
                 f"{decorator} was given a function, and needs a source: write "
                 f'@{written}("db.collection") above the function.',
             )
+
+
+def _takes_nothing(function: Any) -> bool:
+    """Whether it is a lambda without arguments."""
+    return function.__name__ == "<lambda>" and not inspect.signature(function).parameters
 
 
 def check_task_options(task_options: Mapping[str, Any]) -> None:

@@ -415,6 +415,6 @@ def test_the_sql_example_does_what_it_says() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    shown = re.search(r"```text\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    shown = re.search(r"fenced_sql.py\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert shown is not None
     assert done.stdout == shown[1]

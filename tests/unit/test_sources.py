@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 from bson import ObjectId, Regex
+from celery import Celery
 from pymongo import MongoClient
+from pymongo.collection import Collection
 
+from mongo_celery import Bridge
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.stream.source import (
     Filter,
@@ -69,6 +72,43 @@ def test_a_source_reads_as_it_is_written(source: Source, text: str) -> None:
     """Messages show what the user wrote."""
     assert str(source) == text
     assert source_of(text, None) == source
+
+
+class DerivedCollection(Collection[dict[str, Any]]):
+    """As Flask-PyMongo derives one."""
+
+
+def test_a_source_may_be_given_by_a_lambda_that_is_asked_late() -> None:
+    """What an application factory makes is not there when the module of the handlers is imported."""
+    places: dict[str, Any] = {}
+    bridge = Bridge(name="late", autodiscover=False)
+    bridge.on_change(lambda: places["orders"], name="summarise")(lambda _change: None)
+    bridge.init_app(Celery("late", set_as_current=False))
+    with pytest.raises(
+        ConfigurationError, match=r"failed by KeyError\('orders'\); it is asked when the listener starts"
+    ):
+        bridge.handlers[0].selector(None)
+    places["orders"] = "shop.orders"
+    assert bridge.handlers[0].selector(None).sources == (ORDERS,)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [(lambda: None, "None is not a source"), (lambda: lambda: "shop.orders", "and has to give a collection")],
+)
+def test_a_lambda_that_gives_no_source_is_refused(source: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        source_of(source, None)
+
+
+def test_a_collection_of_a_derived_class_is_a_source() -> None:
+    """It is callable only to say that it is not, as PyMongo's own: no decorator without parentheses."""
+    with MongoClient[dict[str, Any]]("mongodb://localhost:1", connect=False) as client:
+        collection = DerivedCollection(client["shop"], "orders")
+        bridge = Bridge(name="derived", autodiscover=False)
+        bridge.on_change(collection, name="summarise")(lambda _change: None)
+        assert bridge.handlers[0].targets == (collection,)
+        assert source_of(collection, None) == ORDERS
 
 
 def test_a_bare_collection_needs_a_database_in_the_url() -> None:

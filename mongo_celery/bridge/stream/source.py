@@ -18,7 +18,8 @@ commit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,12 +75,15 @@ def source_of(target: object, default_database: str | None) -> Source:
 
     Args:
         target: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` where the URL names a database, a PyMongo
-            collection or database, a Django model or a MongoEngine document class.
+            collection or database, a Django model or a MongoEngine document class; or a lambda without arguments
+            that returns one of these.
         default_database: the database in the bridge's URL.
 
     Raises:
         ConfigurationError: when it is none of these.
     """
+    if inspect.isfunction(target):
+        return source_of(_answer(target), default_database)
     if isinstance(target, str):
         return _from_text(target, default_database)
     full_name = getattr(target, "full_name", None)
@@ -93,6 +97,20 @@ def source_of(target: object, default_database: str | None) -> Source:
     raise ConfigurationError(
         f"{target!r} is not a source; give 'db.collection', 'db.*', a PyMongo collection or a model class.",
     )
+
+
+def _answer(function: Callable[[], object]) -> object:
+    """What a lambda gives as a source: not another one, which might never end."""
+    try:
+        answer = function()
+    except Exception as error:
+        raise ConfigurationError(
+            f"the lambda that gives a source, {function.__qualname__}, failed by {error!r}; it is asked when the "
+            "listener starts, and has to return a collection then.",
+        ) from error
+    if inspect.isfunction(answer):
+        raise ConfigurationError(f"{function.__qualname__} gives a function, and has to give a collection.")
+    return answer
 
 
 def _from_text(text: str, default_database: str | None) -> Source:

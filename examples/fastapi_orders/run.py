@@ -1,7 +1,7 @@
 """
-The FastAPI app with its worker and beat, a few requests, one in a process that is killed, and what came of them.
+The FastAPI app with its listener and worker, a few requests, one in a process that is killed, and what came of them.
 
-    python examples/fastapi_outbox/run.py
+    python examples/fastapi_orders/run.py
 """
 
 import asyncio
@@ -23,22 +23,23 @@ from mongo_celery.embedded import MongoReplicaSet, RedisServer
 
 HERE = Path(__file__).parent
 ORDERS = 3
-CELERY = [sys.executable, "-m", "celery", "-A", "app.celery", "--quiet"]
-BEAT = ["beat", "--schedule", os.devnull, "--scheduler", "celery.beat:Scheduler"]
+WANTED = 3 * ORDERS + 1
+CELERY = [sys.executable, "-m", "celery", "-A", "shop", "--quiet"]
 
 
 def main() -> int:
-    """Place orders, pay them, and wait for their confirmations."""
+    """Place orders, pay and cancel them, and wait for what follows."""
     with MongoReplicaSet() as mongo, RedisServer() as redis, MongoClient[dict[str, Any]](mongo.url) as client:
         os.environ.update(MONGO_URL=mongo.url, REDIS_URL=redis.url, PYTHONPATH=str(HERE))
-        processes = [start([*CELERY, "worker"]), start([*CELERY, *BEAT])]
+        processes = [start([*CELERY, "listener"]), start([*CELERY, "worker", "--concurrency", "2"])]
         try:
             statuses = asyncio.run(use_the_app())
             killed = subprocess.run([sys.executable, __file__, "place-and-die"], check=False).returncode
             print(f"one order more, in a process that ended by {signal.Signals(-killed).name}")
-            wanted = 2 * ORDERS + 1
-            wait_for_confirmations(client["shop"], wanted)
-            return judge(client["shop"], wanted, statuses)
+            shop = client["shop"]
+            wait("all is confirmed", lambda: shop["confirmations"].count_documents({}) == WANTED)
+            wait("nothing is pending", lambda: not shop["orders"].find_one({"pendingEvents": {"$exists": True}}))
+            return judge(shop, statuses)
         finally:
             for process in processes:
                 process.terminate()
@@ -49,7 +50,7 @@ def main() -> int:
 @asynccontextmanager
 async def browsing() -> AsyncIterator[httpx.AsyncClient]:
     """The app as its server would run it, and somebody who sends requests to it."""
-    from app import api  # after the addresses are known
+    from shop.api import api  # after the addresses are known
 
     transport = httpx.ASGITransport(app=api)
     async with api.router.lifespan_context(api), httpx.AsyncClient(transport=transport, base_url="http://shop") as made:
@@ -65,26 +66,42 @@ async def use_the_app() -> list[int]:
             paid = await asyncio.gather(*(browser.post(f"{order}/pay") for _ in range(2)))
             first, second = sorted(each.status_code for each in paid)
             print(f"placed {placed.status_code}, paid twice at a time: {first} and {second}")
-        return [(await browser.post("/orders", json={})).status_code]
+            canceled = await browser.post(f"{order}/cancel")
+            line = f"customer-{number}: canceled"
+            for _ in range(600):
+                shown = (await browser.get(order)).json().get("text")
+                if shown == line:
+                    break
+                await asyncio.sleep(0.1)
+            print(f"canceled {canceled.status_code}, shown as {shown!r}")
+        again = await browser.post(f"{order}/cancel")
+        return [again.status_code, (await browser.post("/orders", json={})).status_code]
 
 
-def judge(shop: Any, wanted: int, statuses: list[int]) -> int:
+def judge(shop: Any, statuses: list[int]) -> int:
     """What there is in the end."""
     orders = list(shop["orders"].find())
     confirmed = shop["confirmations"].count_documents({})
+    given = sum(each["credits"] for each in shop["customers"].find())
     fields = sorted({name for order in orders for name in order})
-    print(f"{confirmed} confirmations of {len(orders)} orders, which have {fields}")
-    print(f"an order without a customer: {statuses}")
-    right = (confirmed, len(orders), statuses) == (wanted, ORDERS + 1, [422])
+    print(f"{confirmed} confirmations of {len(orders)} orders, which have {fields}; {given} credits")
+    print(f"canceled again, and an order without a customer: {statuses}")
+    right = (confirmed, len(orders), given, statuses) == (WANTED, ORDERS + 1, ORDERS, [409, 422])
     return 0 if right and fields == ["_id", "customer", "status"] else 1
 
 
 async def place_and_die() -> None:
     """Be killed when the order has been saved, and nothing has been sent for it yet."""
-    before_task_publish.connect(lambda **_: os.kill(os.getpid(), signal.SIGKILL), weak=False)
+    # The outbox sends in the background, perhaps before the answer is here.
+    before_task_publish.connect(die, weak=False)
     async with browsing() as browser:
         await browser.post("/orders", json={"customer": "customer-of-the-killed"})
-        await asyncio.Event().wait()  # the outbox sends in the background, and meets its end there
+        die()
+
+
+def die(**_: object) -> None:
+    """As a power cut does."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start(command: list[str]) -> "subprocess.Popen[bytes]":
@@ -92,13 +109,12 @@ def start(command: list[str]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def wait_for_confirmations(shop: Any, wanted: int) -> None:
-    """Until all have come and nothing is pending, or none can come any more."""
+def wait(what: str, condition: Any) -> None:
+    """Until it is so; the example ends where it does not come."""
     deadline = time.monotonic() + 60
-    pending = {"pendingEvents": {"$exists": True}}
-    while time.monotonic() < deadline and (
-        shop["confirmations"].count_documents({}) < wanted or shop["orders"].count_documents(pending)
-    ):
+    while not condition():
+        if time.monotonic() > deadline:
+            sys.exit(f"did not come: {what}")
         time.sleep(0.1)
 
 
