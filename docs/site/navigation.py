@@ -1,0 +1,55 @@
+"""What the pages do not say themselves, since the repository's view shows it anyway: which page stands below which."""
+
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.util.typing import ExtensionMetadata
+
+INDEX = "docs/index"
+_LINK = re.compile(r"\[([^\]]*)\]\(([\w./-]+)\)")
+
+
+def setup(app: Sphinx) -> ExtensionMetadata:
+    """Sphinx asks for this."""
+    app.connect("source-read", _as_on_the_site)
+    return {"parallel_read_safe": True}
+
+
+def _as_on_the_site(app: Sphinx, page: str, source: list[str]) -> None:
+    folder = (Path(app.srcdir) / page).parent
+    source[0] = _LINK.sub(lambda link: _link(link, folder), source[0])
+    if page == INDEX:
+        source[0] += _list("More", _unlisted(source[0], folder))
+    elif page.endswith("/README"):
+        source[0] += _list("", _below(folder))
+
+
+def _link(link: re.Match[str], folder: Path) -> str:
+    """A link to a folder leads to its README, as in the repository's view."""
+    text, target = link.groups()
+    if not (folder / target).is_dir():
+        return link[0]
+    return f"[{text}]({target}/README.md)" if (folder / target / "README.md").exists() else text
+
+
+def _below(folder: Path) -> list[str]:
+    """The pages beside a README, and the READMEs one folder down."""
+    beside = sorted(each.stem for each in folder.glob("*.md") if each.stem != "README")
+    return [*beside, *sorted(f"{each.parent.name}/README" for each in folder.glob("*/README.md"))]
+
+
+def _unlisted(index: str, folder: Path) -> list[str]:
+    """Pages that no list of the index names, and the examples: nothing is left out because somebody forgot it."""
+    listed = set(re.findall(r"^[\w/-]+$", index, re.MULTILINE)) | {"index"}
+    pages = sorted(each.stem for each in folder.glob("*.md") if each.stem not in listed)
+    examples = folder.parent / "examples"
+    below = ["README"] if (examples / "README.md").exists() else _below(examples)
+    return [*pages, *(f"/examples/{each}" for each in below)]
+
+
+def _list(caption: str, pages: list[str]) -> str:
+    if not pages:
+        return ""
+    head = f":caption: {caption}\n" if caption else ""
+    return "\n\n```{toctree}\n:hidden:\n" + head + "\n" + "\n".join(pages) + "\n```\n"
