@@ -23,7 +23,8 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "navigation",  # in docs/site
+    "navigation",  # these two are in docs/site
+    "reference",
 ]
 include_patterns = ["README.md", "CHANGELOG.md", "docs/**.md", "examples/**/README.md", "tests/README.md"]
 # Whatever else lies in a checkout is not even looked at: virtual environments, builds, caches.
@@ -38,14 +39,12 @@ myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]
 
 nitpicky = True
-# Other people's classes have no pages here.
-nitpick_ignore_regex = [("py:.*", r"(?!mongo_celery\.).*")]
+# Of types in signatures: other people's have no pages here, and ours have them under their public names.
+nitpick_ignore_regex = [("py:.*", ".*")]
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_class_signature = "separated"
 python_use_unqualified_type_names = True
-default_role = "literal"  # docstrings set code in single backticks
 
 html_theme = "furo"
 html_title = f"mongo_celery {release}"
