@@ -20,7 +20,7 @@ def _as_on_the_site(app: Sphinx, page: str, source: list[str]) -> None:
     folder = (Path(app.srcdir) / page).parent
     source[0] = _LINK.sub(lambda link: _link(link, folder), source[0])
     if page == INDEX:
-        source[0] += _list("More", _unlisted(source[0], folder))
+        source[0] += _list("More", _unlisted(source[0], folder)) + _list("Examples", _examples(folder.parent))
     elif page.endswith("/README"):
         source[0] += _list("", _below(folder))
 
@@ -40,12 +40,15 @@ def _below(folder: Path) -> list[str]:
 
 
 def _unlisted(index: str, folder: Path) -> list[str]:
-    """Pages that no list of the index names, and the examples: nothing is left out because somebody forgot it."""
+    """Pages that no list of the index names: nothing is left out because somebody forgot it."""
     listed = set(re.findall(r"^[\w/-]+$", index, re.MULTILINE)) | {"index"}
-    pages = sorted(each.stem for each in folder.glob("*.md") if each.stem not in listed)
-    examples = folder.parent / "examples"
-    below = ["README"] if (examples / "README.md").exists() else _below(examples)
-    return [*pages, *(f"/examples/{each}" for each in below)]
+    return sorted(each.stem for each in folder.glob("*.md") if each.stem not in listed)
+
+
+def _examples(root: Path) -> list[str]:
+    """Their list, where there is one, with them below it."""
+    below = ["README"] if (root / "examples/README.md").exists() else _below(root / "examples")
+    return [f"/examples/{each}" for each in below]
 
 
 def _list(caption: str, pages: list[str]) -> str:

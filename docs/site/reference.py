@@ -44,7 +44,7 @@ def _set_code(*event: Any) -> None:
     """Docstrings set code in single backticks, which may stand right before a letter."""
     _app, kind, *_, lines = event
     if kind in {"attribute", "property"}:
-        lines.insert(0, "")  # else what stands before a colon in the first line is taken for a type
+        lines[:0] = ["..", ""]  # a comment: else what stands before a colon in the first line is taken for a type
     lines[:] = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``\\ ", "\n".join(lines)).split("\n")
 
 
@@ -108,7 +108,7 @@ def _command(command: click.Command, path: str, level: int) -> Iterator[str]:
     context = click.Context(command, info_name=path)
     usage = " ".join([path, *command.collect_usage_pieces(context)])
     yield from (f"{'#' * level} {path}", "", "```text", usage, "```", "", _prose(command.help or ""), "")
-    shown = [each for each in command.get_params(context) if each.name != "help"]
+    shown = [each for each in command.get_params(context) if "--help" not in each.opts]
     options = [record for each in shown if (record := each.get_help_record(context))]
     if options:
         yield from ("| option | |", "|---|---|")
