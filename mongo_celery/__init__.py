@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.changes import Changes
     from mongo_celery.bridge.fenced import FencedCollection
     from mongo_celery.bridge.fenced.fence import Fence
+    from mongo_celery.bridge.shared import shared_change, shared_changes
     from mongo_celery.errors import (
         AccessError,
         CommandRefusedError,
@@ -66,6 +67,8 @@ _HOMES = {
     "once": "outbox",
     "select_for_update": "locking",
     "select_many_for_update": "locking",
+    "shared_change": "bridge.shared",
+    "shared_changes": "bridge.shared",
     "transactional": "locking",
 }
 
@@ -112,6 +115,8 @@ __all__ = [
     "once",
     "select_for_update",
     "select_many_for_update",
+    "shared_change",
+    "shared_changes",
     "transactional",
 ]
 

@@ -3,53 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any
+from copy import copy
+from dataclasses import fields
+from typing import Any, cast
 
 from celery import Celery
 from celery.local import Proxy
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.handlers import Handler, check_function, make_handler, refuse_function_as_source
+from mongo_celery.bridge import discovery  # noqa: F401 - its signal
+from mongo_celery.bridge.bindings import Bindings, itself
+from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.http.launch import serving
 from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import BridgeOptions, PartitionKey, StartFrom
+from mongo_celery.bridge.registration import LateTask, Registration, checked_sources, registration
+from mongo_celery.bridge.shared import BOUND, taken_up_by
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker import queues  # noqa: F401 - its signals
-from mongo_celery.bridge.worker.tasks import make_task, register_commit
+from mongo_celery.bridge.worker.tasks import register_commit
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.outbox import Outbox
+from mongo_celery.outbox.options import OutboxOptions, SharedOptions, options_of
 from mongo_celery.outbox.watching import OPERATIONS, delivery_handler, handler_name, still_pending, watched_fields
 
 Function = Callable[..., Any]
-
-_ARGUMENTS: dict[str, Any] = {
-    **dict.fromkeys(
-        ("name", "operations", "fields", "match", "partition_by", "failure_policy", "group", "start_from", "commit")
-    ),
-    "transactional": False,
-    "coalesce": False,
-    "bookkeeping": False,
-}
-"""What `on_change` takes for itself, and what it takes by default; all else is for Celery's task."""
 
 
 class Bridge:
     """
     Turns changes in MongoDB into Celery tasks: at least once, in order per partition.
 
+    One that is made with an app is that app's. One without stands at module level, and is bound by `init_app` to each
+    app that an application factory makes: each has the bridge's handlers and outboxes, with tasks, settings, name and
+    clients of its own. `app`, `client`, `collection()` and all else that needs an app then mean the only app; of
+    several that of the task that runs, else Celery's current app; `of(app)` says which. One that is gone is forgotten.
+
     Args:
-        app: the Celery app; None to call `init_app` later.
+        app: the Celery app; None to call `init_app` later, for one app or several.
         url: of the MongoDB replica set or sharded cluster; by default the setting
             `mongo_celery_database_url`, which `celery inspect conf` masks.
         name: of the bridge; part of queue names, task ids and state. Letters, digits, `_`, `-`. By default the
             app's own (`Celery("shop")`), where that fits; a bridge without app gets it from `init_app`.
         options: the table in docs/configuration.md.
-
-    Attributes:
-        wiring: what the bridge's own parts are handed; nothing for users.
 
     Nothing connects before it is needed: not at import, and not in a worker's parent process.
 
@@ -65,36 +63,53 @@ class Bridge:
                 "Bridge needs a MongoDB URL, not a client: a MongoClient opened before a worker forks cannot be used "
                 "after it, so the bridge makes its own.",
             )
-        self.wiring = Wiring(name, url, options)
-        self._waiting: list[Callable[[Celery], None]] = []
+        self._declared = Wiring(name, url, options)
+        self._registrations: dict[str, Registration] = {}
+        self._outboxes: dict[str, Callable[[Bridge], Outbox]] = {}
+        self._bindings = Bindings()
+        self._only: Wiring | None = None
         if app is not None:
-            self.init_app(app)
+            self._only = self._bind(app, self)
 
     def __repr__(self) -> str:
-        return f"<Bridge {self.name} handlers={[handler.name for handler in self.handlers]}>"
+        declared = self._only or self._declared
+        return f"<Bridge {declared.name} handlers={[handler.name for handler in declared.handlers]}>"
 
     def init_app(self, app: Celery) -> None:
         """
-        Bind to a Celery app: queues, tasks and commands become known to it.
+        Bind to a Celery app, beside those that it is bound to: queues, tasks and commands become known to that one.
+
+        A second time for the same app does nothing.
 
         Raises:
-            ConfigurationError: it is bound already, the app has a bridge of this name, or no name was given and
-                the app's own cannot serve.
+            ConfigurationError: the bridge was made with an app, the app has a bridge of this name, no name was given
+                and the app's own cannot serve, or a handler cannot work in this app.
         """
-        if self.wiring.bound is not None:
-            raise ConfigurationError(f"bridge {self.name} is already bound to an app; make one Bridge for each app.")
-        if BRIDGES.add(app, self.wiring, self.wiring.name_in(app)):
-            register_commit(app)
-            install(app, serving)
-        self.wiring.bound = app
-        if self.wiring.given.get("autodiscover", True):
-            app.autodiscover_tasks(related_name="changes")  # Django's applications
-            app.autodiscover_tasks(lambda: _packages(app), related_name="changes")
-        for handler in self.handlers:
-            self.wiring.refuse_shared_task(handler)
-        for register in self._waiting:
-            register(app)
-        self._waiting.clear()
+        if self._only is not None:
+            raise ConfigurationError(
+                f"bridge {self.name} is already bound to an app; make it without one, Bridge(), to call init_app for "
+                "each of several.",
+            )
+        if self._bindings.of(app) is None:
+            self._bind(app)
+
+    def of(self, app: Celery) -> Bridge:
+        """
+        This bridge in one of its apps: what it says and registers is for that one alone, which it keeps alive.
+
+        Raises:
+            ConfigurationError: it is not bound to the app.
+        """
+        wiring = self._only or self._bindings.of(app)
+        if wiring is None or wiring.bound is not itself(app):
+            raise ConfigurationError(f"{self!r} is not bound to {app!r}; call init_app(app).")
+        bridge: Bridge = wiring.public
+        return bridge
+
+    @property
+    def wiring(self) -> Wiring:
+        """What the bridge's own parts are handed; nothing for users."""
+        return self._only or self._bindings.current() or self._declared
 
     @property
     def name(self) -> str:
@@ -189,7 +204,7 @@ class Bridge:
         Raises:
             ConfigurationError: when the decorator runs, whatever is wrong with all this.
         """
-        refuse_function_as_source(sources)
+        checked_sources(sources, "on_change")
         arguments = {
             "name": name,
             "operations": operations,
@@ -206,7 +221,7 @@ class Bridge:
         }
 
         def decorate(function: Function) -> Any:
-            return self._register(function, sources, arguments, task_options)
+            return self._register(registration(function, sources, {**arguments, **task_options}))
 
         return decorate
 
@@ -228,17 +243,18 @@ class Bridge:
         Raises:
             ConfigurationError: when the decorator runs, whatever is wrong with all this.
         """
-        refuse_function_as_source(sources, "on_changes")
-        own = {name: options.pop(name, default) for name, default in _ARGUMENTS.items()}
+        checked_sources(sources, "on_changes")
 
         def decorate(function: Function) -> Any:
-            return self._register(function, sources, {**own, "batch_size": batch_size}, options)
+            return self._register(registration(function, sources, options, batch_size=batch_size))
 
         return decorate
 
     def outbox(self, collection: object, *, watch: bool = True, name: str | None = None, **options: Any) -> Outbox:
         """
         An outbox for a collection of this bridge's cluster, delivered by the listener too.
+
+        Of a bridge without an app it is the outbox of the app that is meant when it is used: each app has one.
 
         Args:
             collection: `"db.collection"`, `"collection"` where the URL names a database, or a PyMongo collection
@@ -248,15 +264,31 @@ class Bridge:
             options: of `Outbox`.
 
         Raises:
-            ConfigurationError: the bridge has no app yet, or an option cannot work.
+            ConfigurationError: an option cannot work, or the bridge has an outbox of this name.
         """
         namespace = collection.full_name if isinstance(collection, Collection) else collection
         if not isinstance(namespace, str):
             raise ConfigurationError(f"outbox({collection!r}): name the collection as 'db.collection'.")
+        called = name or namespace
+        if self._only is not None:
+            return self._make_outbox(namespace, called, options, watch=watch)
+        if called in self._outboxes:
+            raise ConfigurationError(
+                f"bridge {self._declared.name} already has an outbox named {called!r}; give this one name='...', or "
+                "make it by bridge.of(app).outbox(...) for the app that is just made.",
+            )
+        _check_outbox(options)
+        self._outboxes[called] = lambda bridge: bridge.outbox(namespace, watch=watch, name=called, **options)
+        for wiring in self._bindings.alive():
+            wiring.outboxes[called] = self._outboxes[called](wiring.public)
+        outbox: Any = Proxy(lambda: self._outbox_of_app(called))
+        return cast("Outbox", outbox)
+
+    def _make_outbox(self, namespace: str, name: str, options: Mapping[str, Any], *, watch: bool) -> Outbox:
         made = Outbox(
             self.app,
             lambda: self.collection(namespace),
-            name=name or namespace,
+            name=name,
             **{"database": self.wiring.given.get("database", DEFAULT_DATABASE), **options},
         )
         if watch:
@@ -271,39 +303,60 @@ class Bridge:
             )(delivery_handler(lambda: made.backing.relay, namespace))
         return made
 
-    def _register(
-        self,
-        function: Function,
-        sources: tuple[object, ...],
-        arguments: Mapping[str, Any],
-        task_options: Mapping[str, Any],
-    ) -> Any:
-        given = "the changes" if arguments.get("batch_size") is not None else "the change"
-        check_function(function, bind=bool(task_options.get("bind")), given=given)  # before its name is asked for
-        bound = self.wiring.bound
-        make = partial(
-            make_handler,
-            function,
-            sources,
-            task_name=_task_name(bound, function),
-            arguments=arguments,
-            task_options=task_options,
-        )
-        handler = self.wiring.judged(make)
-        self.wiring.add(handler)
-        if bound is not None:
-            return make_task(self.wiring, bound, handler, {"bridge": self, **task_options})
-        self._waiting.append(lambda app: make_task(self.wiring, app, handler, {"bridge": self, **task_options}))
-        return Proxy(lambda: self.app.tasks[handler.task_name])
+    def _outbox_of_app(self, name: str) -> Outbox:
+        wiring = self.wiring
+        _ = wiring.app  # without one it says so
+        return wiring.outboxes[name]
+
+    def _bind(self, app: Celery, public: Bridge | None = None) -> Wiring:
+        """Make the bridge known to an app: all of it, or what cannot be is refused before the app knows of any."""
+        app = itself(app)
+        wiring = self._declared.of(app)
+        name = wiring.name_in(app)
+        wiring.public = public or self._in(wiring)
+        shared = taken_up_by(wiring)
+        handlers = [(each, each.declare_in(wiring)) for each in (*self._registrations.values(), *shared)]
+        if BRIDGES.add(app, wiring, name):
+            register_commit(app)
+            install(app, serving)
+        for each, handler in handlers:
+            each.make_task_in(wiring, handler)
+        for called, make in self._outboxes.items():
+            wiring.outboxes[called] = make(wiring.public)
+        self._bindings.add(wiring)
+        BOUND.add(wiring)
+        return wiring
+
+    def _in(self, wiring: Wiring) -> Bridge:
+        """The bridge in one app, as one that was made with it."""
+        bridge = copy(self)
+        bridge._only = wiring  # noqa: SLF001 - its own
+        return bridge
+
+    def _register(self, given: Registration) -> Any:
+        if self._only is not None:
+            return given.make_task_in(self._only, given.declare_in(self._only))
+        wirings = self._bindings.alive()
+        handlers = [given.handler_in(wiring) for wiring in wirings]
+        for wiring, handler in zip(wirings, handlers, strict=True):
+            wiring.refuse(handler)
+        declared = given.handler(None) if wirings else given.handler_in(self._declared)
+        self._declared.add(declared)
+        self._registrations[declared.name] = given
+        for wiring, handler in zip(wirings, handlers, strict=True):
+            wiring.add(handler)
+            given.make_task_in(wiring, handler)
+        return LateTask(lambda: self._task_of_app(declared.name), self._bindings, given)
+
+    def _task_of_app(self, name: str) -> Any:
+        wiring = self.wiring
+        return wiring.app.tasks[wiring.task_name_of(name)]
 
 
-def _packages(app: Celery) -> list[str]:
-    """Packages of the modules that the app includes: a module named `changes` may stand beside them."""
-    modules = (*(app.conf.include or ()), *(app.conf.imports or ()))
-    return sorted({package for package in (module.rpartition(".")[0] for module in modules) if package})
-
-
-def _task_name(app: Celery | None, function: Function) -> str:
-    name = getattr(function, "__name__", "handler")
-    module = getattr(function, "__module__", "")
-    return app.gen_task_name(name, module) if app is not None else f"{module}.{name}"
+def _check_outbox(options: Mapping[str, Any]) -> None:
+    """Refuse what cannot be options of an outbox, before there is an app to make it for."""
+    own = {each.name: options.get(each.name, each.default) for each in fields(OutboxOptions)}
+    shared = {
+        name: value for name, value in options.items() if name in SharedOptions.__annotations__ or name not in own
+    }
+    options_of(shared, **{name: own[name] for name in own if name not in SharedOptions.__annotations__})

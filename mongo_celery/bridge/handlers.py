@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from types import CodeType
 from typing import Any
 
 from mongo_celery.arguments import check_choice, check_name, nearest
@@ -178,13 +179,18 @@ class Handler:
     def is_same_code(self, other: Handler) -> bool:
         """Whether both are one function that was imported or reloaded twice."""
         mine, theirs = _code(self.function), _code(other.function)
-        return mine == theirs and self.task_name == other.task_name
+        return _place(mine) == _place(theirs) and self.task_name == other.task_name
+
+    def is_another_closure(self, other: Handler) -> bool:
+        """Whether both were made by one function that was called twice, with what it had each time."""
+        mine, theirs = inspect.unwrap(self.function), inspect.unwrap(other.function)
+        return mine is not theirs and _code(mine) is _code(theirs) and bool(getattr(mine, "__closure__", None))
 
 
 def make_handler(
     function: Callable[..., Any],
     targets: tuple[object, ...],
-    options: BridgeOptions,
+    options: BridgeOptions | None,
     *,
     task_name: str,
     arguments: Mapping[str, Any],
@@ -196,7 +202,7 @@ def make_handler(
     Args:
         function: what the decorator stands on.
         targets: the sources.
-        options: the bridge's options.
+        options: the bridge's options; None where they are not known yet, and what depends on them is judged later.
         task_name: name of the Celery task.
         arguments: `name`, `operations`, `fields`, `match`, `partition_by`, `failure_policy`, `transactional`,
             `group`, `start_from`, `commit`, `batch_size`, `coalesce`, `bookkeeping`.
@@ -249,15 +255,16 @@ def make_handler(
             f"start_from='snapshot' gives handler {name} the documents that exist, and it asks for none of insert, "
             "update and replace; choose 'oldest' or 'now', or add them to its operations.",
         )
-    handler.partitioner(options)
-    check_are_sent(handler.filter.operations, expanded=options.show_expanded_events)
+    if options is not None:
+        handler.partitioner(options)
+        check_are_sent(handler.filter.operations, expanded=options.show_expanded_events)
     for target in targets:
         if _is_complete(target):
             source_of(target, None)
     return handler
 
 
-def _checked_batch(arguments: Mapping[str, Any], options: BridgeOptions) -> int | None:
+def _checked_batch(arguments: Mapping[str, Any], options: BridgeOptions | None) -> int | None:
     """The most changes of one list; None for a handler of single changes."""
     batch_size = arguments.get("batch_size")
     if batch_size is None:
@@ -266,7 +273,7 @@ def _checked_batch(arguments: Mapping[str, Any], options: BridgeOptions) -> int 
                 "coalesce=True does nothing beside transactional=True, which gives on_change its changes one by one; "
                 "write @bridge.on_changes, whose lists are one transaction each.",
             )
-        if arguments.get("coalesce") and options.run_size == 1:
+        if arguments.get("coalesce") and options is not None and options.run_size == 1:
             raise ConfigurationError(
                 "coalesce=True does nothing in runs of one change, which run_size=1 makes: write Bridge(..., "
                 "run_size=200), or @bridge.on_changes.",
@@ -304,9 +311,10 @@ def refuse_function_as_source(sources: Iterable[object], decorator: str = "on_ch
     for source in sources:
         kind = type(source)
         if callable(source) and not issubclass(kind, type) and not kind.__module__.startswith("pymongo."):
+            written = decorator if decorator.startswith("shared") else f"bridge.{decorator}"
             raise ConfigurationError(
                 f"{decorator} was given a function, and needs a source: write "
-                f'@bridge.{decorator}("db.collection") above the function.',
+                f'@{written}("db.collection") above the function.',
             )
 
 
@@ -358,6 +366,10 @@ def _is_task(function: object) -> bool:
         return True  # what the decorator of a bridge without an app has returned
 
 
-def _code(function: Callable[..., Any]) -> tuple[str, int]:
-    code = inspect.unwrap(function).__code__
+def _code(function: Callable[..., Any]) -> CodeType:
+    code: CodeType = inspect.unwrap(function).__code__
+    return code
+
+
+def _place(code: CodeType) -> tuple[str, int]:
     return code.co_filename, code.co_firstlineno

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -81,7 +82,9 @@ class Wiring:
     Attributes:
         given: the options as given, without the name.
         given_name: the bridge's name as given; None where it is the app's.
-        bound: the Celery app; None until the bridge is bound to one.
+        bound: the Celery app; None for one that only knows what was declared before there is an app.
+        public: the `Bridge` in that app, which its tasks have as `self.bridge`; the bridge's parts do without.
+        outboxes: of the bridge in that app, where they were declared before it, by their names.
 
     Args:
         name: of the bridge; None for the app's own.
@@ -96,6 +99,8 @@ class Wiring:
         self.given_name = name
         self.given = given
         self.bound: Celery | None = None
+        self.public: Any = None
+        self.outboxes: dict[str, Outbox] = {}
         self._url = url
         self._early = early(given if name is None else {"name": name, **given})
         self._options: BridgeOptions | None = None
@@ -105,6 +110,12 @@ class Wiring:
 
     def __repr__(self) -> str:
         return f"<Wiring of bridge {self.name}>"
+
+    def of(self, app: Celery) -> Wiring:
+        """The same bridge in an app, without handlers yet; the app does not know of it."""
+        wiring = Wiring(self.given_name, self._url, self.given)
+        wiring.bound = app
+        return wiring
 
     # -- what was configured -----------------------------------------------------------------------
 
@@ -147,11 +158,15 @@ class Wiring:
             self._options = merged({**self.given, "name": self.name}, _settings(self.app))
         return self._options
 
-    def judged(self, make: Callable[[BridgeOptions], T]) -> T:
-        """What is made by the options; the app's settings are read now only if a refusal could depend on them."""
+    def judged(self, make: Callable[[BridgeOptions | None], T]) -> T:
+        """
+        What is made by the options; the app's settings are read now only if a refusal could depend on them.
+
+        It is made without options where only the settings of an app can tell what they are, and there is none yet.
+        """
         known = self._options or self._early
         if known is None:
-            return make(self.options)
+            return make(self.options if self.bound is not None else None)
         try:
             return make(known)
         except ConfigurationError:
@@ -163,6 +178,10 @@ class Wiring:
     def handlers(self) -> list[Handler]:
         """The registered handlers, in the order of their names."""
         return [self._handlers[name] for name in sorted(self._handlers)]
+
+    def task_name_of(self, handler: str) -> str:
+        """The Celery task's name of one of its handlers."""
+        return self._handlers[handler].task_name
 
     @property
     def groups(self) -> list[str | None]:
@@ -182,18 +201,34 @@ class Wiring:
         Raises:
             ConfigurationError: there is another one of its name, or its task belongs to another subscription.
         """
+        self.refuse(handler)
+        self._handlers[handler.name] = handler
+
+    def refuse(self, handler: Handler) -> None:
+        """
+        Say what would keep a handler from being added.
+
+        Raises:
+            ConfigurationError: see `add`.
+        """
         known = self._handlers.get(handler.name)
         if known is not None and not handler.is_same_code(known):
             raise ConfigurationError(
                 f"bridge {self.name} already has a handler named {handler.name!r} ({known.task_name}); give one "
                 "another name with name='...'.",
             )
-        self.refuse_shared_task(handler)
-        self._handlers[handler.name] = handler
+        if known is not None and handler.is_another_closure(known):
+            raise ConfigurationError(
+                f"handler {handler.name!r} of bridge {self.name} is made anew by a function that was called again, and "
+                "Celery keeps the first task of a name: define it once at module level, or with "
+                "@bridge.of(app).on_change(...) for the app that is just made.",
+            )
+        self._refuse_shared_task(handler)
 
-    def refuse_shared_task(self, handler: Handler) -> None:
+    def _refuse_shared_task(self, handler: Handler) -> None:
         """Celery keeps the first task of a name: a second subscription would run the first one's function."""
-        for bridge in BRIDGES.of(self.bound) if self.bound is not None else [self]:
+        others = BRIDGES.of(self.bound) if self.bound is not None else []
+        for bridge in [self, *(other for other in others if other is not self)]:
             for other in bridge.handlers:
                 if other.task_name == handler.task_name and (bridge is not self or other.name != handler.name):
                     raise ConfigurationError(
@@ -250,7 +285,7 @@ class Wiring:
         """This process's client: connects lazily, and is made anew after a fork."""
         keep_commands_out_of_logs()
         try:
-            return MongoClient(self.url, **_client_options(_url_options(self.url)))
+            return _client_of(weakref.ref(self), self.url)
         except (InvalidURI, ClientConfigurationError, ValueError) as error:
             raise self._bad_url(error) from None
 
@@ -372,12 +407,14 @@ def _client_of(wiring: weakref.ref[Wiring], url: str) -> MongoClient[dict[str, A
     client: MongoClient[dict[str, Any]] = MongoClient(url, **_client_options(_url_options(url)))
     owner = wiring()
     assert owner is not None, "it asks for its client"
-    weakref.finalize(owner, _close, client).atexit = False  # its server may be gone by then
+    weakref.finalize(owner, _close, client, os.getpid()).atexit = False  # its server may be gone by then
     return client
 
 
-def _close(client: MongoClient[dict[str, Any]]) -> None:
-    """Without waiting long for a server that may be gone."""
+def _close(client: MongoClient[dict[str, Any]], pid: int) -> None:
+    """Without waiting long for a server that may be gone; a child leaves what its parent has made to the parent."""
+    if pid != os.getpid():
+        return
     with pymongo.timeout(_CLOSING_SECONDS):
         client.close()
 

@@ -1,0 +1,142 @@
+"""
+Handlers that know neither app nor bridge, in the manner of Celery's `shared_task`.
+
+They are taken up by a bridge of each app: by those that are bound when the decorator runs, and by those that are bound
+later. They belong to the process: whoever imports their module has them in all its apps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mongo_celery.bridge.bindings import Bindings
+from mongo_celery.bridge.handlers import Handler
+from mongo_celery.bridge.registration import Registration, checked_sources, registration
+from mongo_celery.bridge.wiring import BRIDGES, Wiring
+from mongo_celery.errors import ConfigurationError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+BOUND = Bindings()
+"""All bridges of all apps of this process."""
+
+_SHARED: dict[tuple[str, str | None], Registration] = {}
+"""By the handler's name and the bridge's, in the order of their declaration."""
+
+_lock = threading.RLock()
+
+
+def shared_change(*sources: object, bridge: str | None = None, **options: Any) -> Callable[[F], F]:
+    """
+    Register a handler for changes without an app or a bridge: as `Bridge.on_change`, in a module that imports neither.
+
+    Each app's bridge takes it up, also one that is made later. The decorated function stays what it is: called, it
+    runs, without app and task (with `bind=True` it is called with something for `self`).
+
+    Args:
+        sources: as of `Bridge.on_change`.
+        bridge: the name of the bridge that it is for; by default the app's one bridge. An app that has no bridge of
+            that name, or none at all, does not have the handler.
+        options: all others of `Bridge.on_change`, Celery's among them.
+
+    Raises:
+        ConfigurationError: when the decorator runs, whatever is wrong with all this; also where an app has several
+            bridges, and none is named. What only an app's settings or its other handlers forbid is refused when the
+            app's bridge is bound.
+    """
+    checked_sources(sources, "shared_change")
+
+    def decorate(function: F) -> F:
+        _share(registration(function, sources, options, shared_with=bridge))
+        return function
+
+    return decorate
+
+
+def shared_changes(
+    *sources: object, bridge: str | None = None, batch_size: int = 500, **options: Any
+) -> Callable[[F], F]:
+    """
+    Register a bulk handler without an app or a bridge: as `shared_change`, of lists as `Bridge.on_changes` gives them.
+
+    Args:
+        sources: as of `Bridge.on_change`.
+        bridge: as of `shared_change`.
+        batch_size: as of `Bridge.on_changes`.
+        options: all others of `Bridge.on_changes`, Celery's among them.
+
+    Raises:
+        ConfigurationError: as `shared_change`.
+    """
+    checked_sources(sources, "shared_changes")
+
+    def decorate(function: F) -> F:
+        _share(registration(function, sources, options, batch_size=batch_size, shared_with=bridge))
+        return function
+
+    return decorate
+
+
+def taken_up_by(wiring: Wiring) -> list[Registration]:
+    """
+    What there is for a bridge that is just bound to its app, which does not know it yet.
+
+    Raises:
+        ConfigurationError: the app has another bridge, and a handler does not say which of them it is for.
+    """
+    with _lock:
+        return [each for each in _SHARED.values() if _is_for(each, wiring)]
+
+
+def _is_for(shared: Registration, wiring: Wiring) -> bool:
+    if shared.shared_with is not None:
+        return shared.shared_with == wiring.name
+    names = {wiring.name, *(other.name for other in BRIDGES.of(wiring.app))}
+    if len(names) > 1:
+        function = shared.function
+        raise ConfigurationError(
+            f"shared handler {function.__module__}.{function.__qualname__} names no bridge, and an app has "
+            f"{len(names)} ({', '.join(sorted(names))}): write shared_change(..., bridge='...').",
+        )
+    return True
+
+
+def _share(shared: Registration) -> None:
+    """Keep it for bridges to come, and give it to those that are there: to all of them, or to none."""
+    alone = shared.handler(None)
+    key = alone.name, shared.shared_with
+    with _lock:
+        _refuse_another(alone, _SHARED.get(key))
+        handlers = _given_to_all_that_live(shared)
+        _SHARED[key] = shared
+        for wiring, handler in handlers:
+            shared.make_task_in(wiring, handler)
+
+
+def _given_to_all_that_live(shared: Registration) -> list[tuple[Wiring, Handler]]:
+    with contextlib.suppress(ConfigurationError):
+        return _given_to_all(shared)
+    gc.collect()  # it may have been an app that nobody can reach any more; nor is it reached by the error now
+    return _given_to_all(shared)
+
+
+def _given_to_all(shared: Registration) -> list[tuple[Wiring, Handler]]:
+    takers = [wiring for wiring in BOUND.alive() if _is_for(shared, wiring)]
+    handlers = [shared.handler_in(wiring) for wiring in takers]
+    for wiring, handler in zip(takers, handlers, strict=True):
+        wiring.refuse(handler)
+    for wiring, handler in zip(takers, handlers, strict=True):
+        wiring.add(handler)
+    return list(zip(takers, handlers, strict=True))
+
+
+def _refuse_another(handler: Handler, known: Registration | None) -> None:
+    if known is not None and not handler.is_same_code(known.handler(None)):
+        raise ConfigurationError(
+            f"there is a shared handler named {handler.name!r} already ({known.handler(None).task_name}); give one "
+            "another name with name='...'.",
+        )

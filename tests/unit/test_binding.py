@@ -1,0 +1,219 @@
+"""A bridge at module level, and the apps that an application factory makes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from mongo_celery import Bridge, Change
+from mongo_celery.bridge.worker.tasks import COMMIT_TASK
+from mongo_celery.errors import ConfigurationError
+from mongo_celery.outbox.outbox import OUTBOXES
+from tests.unit.binding_rig import URL, made_app, summarise
+
+CHANGE = Change.build("insert", ns="shop.orders", full_document={"_id": 7})
+
+
+def handle_later(change: Change) -> str:
+    """A handler that is declared when there are apps."""
+    return change.namespace
+
+
+@pytest.fixture(autouse=True)
+def current() -> Iterator[Celery]:
+    """A current app that has no bridge, as a process has that uses Celery for something else."""
+    app = Celery("another", broker="memory://")
+    yield app
+    Celery("unbound", broker="memory://")
+
+
+def test_each_app_of_a_factory_has_the_handlers_with_tasks_and_settings_of_its_own() -> None:
+    """Those that are declared before it, and those that come later."""
+    bridge = Bridge(url=URL)
+    bridge.on_change("shop.orders")(summarise)
+    shops = made_app(bridge, "shop", mongo_celery_partitions=3), made_app(bridge, "store", mongo_celery_partitions=5)
+    bridge.on_change("shop.carts", name="later")(handle_later)
+
+    for app, partitions in zip(shops, (3, 5), strict=True):
+        one = bridge.of(app)
+        assert (one.app, one.name, one.options.partitions) == (app, app.main, partitions)
+        assert [handler.name for handler in one.handlers] == ["later", "summarise"]
+        tasks: list[Any] = [app.tasks[handler.task_name] for handler in one.handlers]
+        assert [each.app for each in (*tasks, app.tasks[COMMIT_TASK])] == [app] * 3
+        assert all(each.bridge is one and each.wiring is one.wiring for each in tasks)
+
+
+def test_the_only_app_is_meant_whichever_is_current(current: Celery) -> None:
+    """So that nothing changes for who has one app."""
+    bridge = Bridge(url=URL, name="shop")
+    app = made_app(bridge, "shop")
+    assert current.main == "another"
+    assert bridge.app is app
+    assert bridge.wiring is bridge.of(app).wiring
+    assert bridge.client is bridge.of(app).client
+    assert bridge.collection("shop.orders").full_name == "shop.orders"
+
+
+def test_of_several_apps_the_current_one_is_meant() -> None:
+    """Also from another thread, if it is the default."""
+    bridge = Bridge(url=URL, name="shop")
+    task = bridge.on_change("shop.orders")(summarise)
+    first, second = made_app(bridge, "first"), made_app(bridge, "second")
+    for app in (first, second, first):
+        app.set_current()
+        assert bridge.app is app
+        assert task.app is app
+    found = list[Celery]()
+    second.set_default()
+    reading = threading.Thread(target=lambda: found.append(bridge.app))
+    reading.start()
+    reading.join()
+    assert found == [second]
+
+
+def test_where_it_is_not_clear_which_app_is_meant_that_is_said() -> None:
+    """And what needs no app is told."""
+    bridge = Bridge(url=URL, name="shop")
+    bridge.on_change("shop.orders")(summarise)
+    apps = [made_app(bridge, "first"), made_app(bridge, "second")]
+    for ask in (lambda: bridge.app, lambda: bridge.client, lambda: bridge.handlers):
+        with pytest.raises(ConfigurationError, match=r"bridge shop is bound to 2 apps.*ask bridge\.of\(app\)"):
+            ask()
+    assert repr(bridge) == "<Bridge shop handlers=['summarise']>"
+    assert bridge.of(apps[1]).app is apps[1]
+    with pytest.raises(ConfigurationError, match="is not bound to <Celery another"):
+        bridge.of(Celery("another", set_as_current=False))
+    del apps[0]
+    assert bridge.app is apps[0], "the other one is gone"
+
+
+def test_in_a_task_its_own_app_is_meant() -> None:
+    """Whatever app is current: a worker in a thread of a test runs another one."""
+    bridge = Bridge(url=URL, name="shop")
+    first, second = made_app(bridge, "first"), made_app(bridge, "second")
+    second.set_current()
+
+    @first.task(shared=False)
+    def which() -> Any:
+        return bridge.app.main
+
+    assert which.apply().get() == "first"
+
+
+def test_a_second_time_for_one_app_does_nothing() -> None:
+    """A factory may be called again for an app at module level."""
+    bridge = Bridge(url=URL, name="shop")
+    app = made_app(bridge, "shop")
+    wiring = bridge.wiring
+    bridge.init_app(app)
+    assert bridge.wiring is wiring
+
+
+def test_an_app_that_refuses_a_bridge_knows_nothing_of_it() -> None:
+    """What it is refused for is judged before anything is registered."""
+    bridge = Bridge(url=URL, name="shop")
+    bridge.on_change("shop.orders")(summarise)
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    Bridge(app, URL, name="other", autodiscover=False).on_change("shop.orders", name="theirs")(summarise)
+    with pytest.raises(ConfigurationError, match="would share the Celery task"):
+        bridge.init_app(app)
+    assert [each.name for each in bridge.handlers] == ["summarise"]
+    with pytest.raises(ConfigurationError, match="has no app yet"):
+        bridge.app  # noqa: B018 - asked for
+    made = made_app(bridge, "late")
+    assert bridge.app is made
+
+
+def test_a_handler_that_one_of_the_apps_refuses_is_in_none() -> None:
+    """All of them, or none."""
+    bridge = Bridge(url=URL, name="shop")
+    first, second = made_app(bridge, "first"), made_app(bridge, "second")
+    bridge.of(second).on_change("shop.carts", name="carts")(lambda change: change)
+    with pytest.raises(ConfigurationError, match="already has a handler named 'carts'"):
+        bridge.on_change("shop.orders", name="carts")(summarise)
+    assert bridge.of(first).handlers == []
+    assert [each.targets for each in bridge.of(second).handlers] == [("shop.carts",)]
+    bridge.on_change("shop.orders")(summarise)
+    assert [len(bridge.of(app).handlers) for app in (first, second)] == [1, 2]
+
+
+def test_a_handler_inside_the_factory_belongs_to_one_app() -> None:
+    """Celery keeps the first task of a name: the first app's function would run for the second."""
+    bridge = Bridge(url=URL, name="shop")
+
+    def create(name: str, *, for_all: bool) -> tuple[Celery, Any]:
+        app = made_app(bridge, name)
+
+        def report(change: Change) -> str:  # noqa: ARG001 - a handler
+            return name
+
+        task = (bridge if for_all else bridge.of(app)).on_change("shop.orders")(report)
+        return app, task
+
+    made = [create(name, for_all=False) for name in ("first", "second")]
+    assert [task(CHANGE) for _, task in made] == ["first", "second"]
+    assert [task.app for _, task in made] == [app for app, _ in made]
+    made.clear()
+    gc.collect()
+    third, _ = create("third", for_all=True)
+    with pytest.raises(ConfigurationError, match=r"'report' of bridge shop is made anew.*@bridge\.of\(app\)"):
+        create("fourth", for_all=True)
+    (handler,) = bridge.of(third).handlers
+    assert third.tasks[handler.task_name](CHANGE) == "third"
+
+
+def test_a_bridge_that_was_made_with_an_app_keeps_to_it() -> None:
+    """It keeps its app alive, too."""
+    bridge = Bridge(made_app(None, "shop"), URL)
+    gc.collect()
+    assert bridge.app.main == "shop"
+    assert bridge.of(bridge.app) is bridge
+    with pytest.raises(ConfigurationError, match=r"bridge shop is already bound to an app; make it without one"):
+        bridge.init_app(made_app(None, "store"))
+
+
+def test_an_outbox_may_be_declared_before_there_is_an_app() -> None:
+    """Each app has one; the name at module level stands for that of the app that is meant."""
+    bridge = Bridge(url=URL, name="shop")
+    orders = bridge.outbox("shop.orders", max_pending=5)
+    with pytest.raises(ConfigurationError, match="bridge shop has no app yet"):
+        orders.insert_one({})
+    with pytest.raises(ConfigurationError, match=r"max_pending=0 must"):
+        bridge.outbox("shop.carts", max_pending=0)
+    with pytest.raises(ConfigurationError, match="'max_pendin'"):
+        bridge.outbox("shop.carts", max_pendin=1)
+    with pytest.raises(ConfigurationError, match=r"already has an outbox named 'shop.orders'.*bridge\.of\(app\)"):
+        bridge.outbox("shop.orders")
+    first, second = made_app(bridge, "first"), made_app(bridge, "second")
+    carts = bridge.outbox("shop.carts", watch=False)
+    for app in (first, second):
+        app.set_current()
+        assert [each.name for each in OUTBOXES.of(app)] == ["shop.orders", "shop.carts"]
+        assert (orders.app, carts.app) == (app, app)
+        assert [each.name for each in bridge.handlers] == ["outbox-shop-orders"]
+        assert orders.collection.database.client is bridge.client
+
+
+def test_what_a_factory_has_made_is_gone_with_its_app() -> None:
+    """A suite with an app for each test would keep them all: a hundred are made, used, and leave nothing behind."""
+    bridge = Bridge(url=URL, name="shop")
+    bridge.on_change("shop.orders")(summarise)
+    bridge.outbox("shop.orders")
+    gone = list[weakref.ref[Any]]()
+    for _ in range(100):
+        app = made_app(bridge, "shop")
+        app.loader.import_default_modules()
+        one = bridge.of(app)
+        assert len(one.handlers) == 2
+        gone += [weakref.ref(each) for each in (app, one.wiring, one.client)]
+    del app, one
+    gc.collect()
+    assert [each() for each in gone if each() is not None] == []
+    with pytest.raises(ConfigurationError, match="bridge shop has no app yet"):
+        bridge.app  # noqa: B018 - asked for
