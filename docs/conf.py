@@ -26,7 +26,7 @@ extensions = [
     "navigation",  # these two are in docs/site
     "reference",
 ]
-include_patterns = ["README.md", "CHANGELOG.md", "docs/**.md", "examples/**/README.md", "tests/README.md"]
+include_patterns = ["README.md", "CHANGELOG.md", "docs/**.md", "examples/**.md", "tests/README.md"]
 # Whatever else lies in a checkout is not even looked at: virtual environments, builds, caches.
 exclude_patterns = sorted(
     f"{each.name}/**" if each.is_dir() else each.name

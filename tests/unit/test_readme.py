@@ -65,12 +65,13 @@ def test_the_readme_leads_to_every_page() -> None:
 
 def test_the_configuration_table_lists_all_options() -> None:
     """An option that the table forgets is an option that nobody finds."""
-    table = [line for line in (DOCS / "configuration.md").read_text().splitlines() if line.startswith("|")]
+    tables = (DOCS / "configuration.md").read_text().partition("| option |")[2]
+    table = [line for line in tables.partition("\n\n")[0].splitlines() if line.startswith("| `")]
     listed = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in table)))
     described = set(re.findall(r"`(\w+)`", "\n".join(table)))
 
     assert set(OPTION_NAMES) - {"name", "autodiscover"} <= described
-    assert listed - {"option"} <= set(OPTION_NAMES)
+    assert listed <= set(OPTION_NAMES)
 
 
 def test_the_first_example_is_the_readmes_code() -> None:
