@@ -48,7 +48,6 @@ python_use_unqualified_type_names = True
 
 html_theme = "furo"
 html_title = f"mongo_celery {release}"
-html_static_path = []
 html_show_copyright = False
 html_copy_source = False
 html_show_sourcelink = False

@@ -2,27 +2,27 @@
 
 import re
 from pathlib import Path
-
-from sphinx.application import Sphinx
-from sphinx.util.typing import ExtensionMetadata
+from typing import Any
 
 INDEX = "docs/index"
 _LINK = re.compile(r"\[([^\]]*)\]\(([\w./-]+)\)")
 
 
-def setup(app: Sphinx) -> ExtensionMetadata:
+def setup(app: Any) -> dict[str, Any]:
     """Sphinx asks for this."""
-    app.connect("source-read", _as_on_the_site)
+    app.connect(
+        "source-read", lambda _app, page, source: source.append(on_the_site(Path(app.srcdir), page, source.pop()))
+    )
     return {"parallel_read_safe": True}
 
 
-def _as_on_the_site(app: Sphinx, page: str, source: list[str]) -> None:
-    folder = (Path(app.srcdir) / page).parent
-    source[0] = _LINK.sub(lambda link: _link(link, folder), source[0])
+def on_the_site(root: Path, page: str, text: str) -> str:
+    """A page's text with links to folders led to their READMEs, and with the list of what stands below it."""
+    folder = (root / page).parent
+    text = _LINK.sub(lambda link: _link(link, folder), text)
     if page == INDEX:
-        source[0] += _list("More", _unlisted(source[0], folder)) + _list("Examples", _examples(folder.parent))
-    elif page.endswith("/README"):
-        source[0] += _list("", _below(folder))
+        return text + _list("More", _unlisted(text, folder)) + _list("Examples", _examples(root))
+    return text + _list("", _below(folder)) if page.endswith("/README") else text
 
 
 def _link(link: re.Match[str], folder: Path) -> str:

@@ -12,7 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -141,7 +141,7 @@ def _prose(text: str) -> str:
     return inspect.cleandoc(text).replace("\b\n", "").replace("\f", "").replace("<", "\\<")
 
 
-_PARTS = {
+_PARTS: dict[str, Callable[..., Iterator[str]]] = {
     "api": _api,
     "settings": _settings,
     "outbox_settings": _outbox_settings,
