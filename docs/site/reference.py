@@ -94,6 +94,8 @@ def _error(kind: type[errors.MongoCeleryError], level: int) -> Iterator[str]:
     again = "The same call may succeed later without anybody's doing." if kind.retryable else ""
     yield from (f"{'#' * level} {kind.__name__}", "", inspect.getdoc(kind) or "", "", f"{of}{again}", "")
     for each in kind.__subclasses__():
+        if each.__module__ != errors.__name__:  # the demo's own, where that was imported
+            continue
         yield from _error(each, min(level + 1, 4))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.acceptance.documentation.drill import Walk, chapters
 from tests.acceptance.documentation.pages import ROOT, blocks
 from tests.fixtures.availability import require_server
@@ -15,13 +13,8 @@ from tests.fixtures.process import Processes
 PAGE = ROOT / "docs/tutorial.md"
 
 
-@pytest.mark.slow
 def test_the_tutorial_runs_as_it_is_written(processes: Processes, tmp_path: Path) -> None:
-    """
-    All of it, in order, at the terminals that it names.
-
-    In short: `test_drill.py::test_a_bug_is_cured_as_the_drill_says` has these processes, commands and outputs.
-    """
+    """All of it, in order, at the terminals that it names."""
     require_server("mongod")
     require_server("redis-server")
     walk = Walk(processes, tmp_path)
