@@ -28,7 +28,7 @@ from tests.fixtures.process import Processes, wait_for
 from tests.fixtures.redis import MakeRedis
 
 README = ROOT / "README.md"
-WALKED = (ROOT / "docs/operations/drill.md", ROOT / "docs/operations/pains.md")
+WALKED = tuple(ROOT / "docs" / each for each in ("operations/drill.md", "operations/pains.md", "tutorial.md"))
 # Whose code is files: see below, test_testing_page.py and test_django_page.py.
 PROJECTS = (README, ROOT / "docs/testing.md", ROOT / "docs/django.md")
 WITH_CODE = [page for page in PAGES if page not in (*PROJECTS, *WALKED) and blocks(page, "python")]

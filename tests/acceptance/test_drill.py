@@ -35,8 +35,13 @@ def test_the_drill_runs_as_it_is_written(walk: Walk) -> None:
     walk.end()
 
 
+@pytest.mark.slow
 def test_a_bug_is_cured_as_the_drill_says(walk: Walk) -> None:
-    """The beginning of the drill, and its first failure."""
+    """
+    The beginning of the drill, and its first failure.
+
+    In short: `test_tutorial.py` has these processes, a bug, and what health says of it before and after its cure.
+    """
     for steps in [*CHAPTERS.values()][:2]:
         for step in steps:
             walk.take(step)

@@ -2,9 +2,9 @@
 The pages, their blocks of code, and the commands that they name.
 
 A page's Python runs block by block, in order, in one namespace: `python -m tests.acceptance.documentation.pages
-PAGE MONGO_URL REDIS_URL`. The module beside this one that has the page's name gives what the page calls the reader's
-(an app, a client, collections, functions), and judges afterwards what the code has done. The only thing that is
-changed in a block is the address of the servers.
+PAGE MONGO_URL REDIS_URL`. The module beside this one that has the page's name, in a folder like its own, gives what
+the page calls the reader's (an app, a client, collections, functions), and judges afterwards what the code has done.
+The only thing that is changed in a block is the address of the servers.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _command_lines(page: Path) -> Iterator[str]:
 
 def run(page: Path, mongo_url: str, redis_url: str) -> None:
     """Run a page; its errors come with the page's own lines."""
-    module = importlib.import_module(f"tests.acceptance.documentation.{page.stem}")
+    name = ".".join(page.relative_to(ROOT / "docs").with_suffix("").parts)
+    module = importlib.import_module(f"tests.acceptance.documentation.{name}")
     prepared: AbstractContextManager[dict[str, Any]] = module.prepared(mongo_url, redis_url)
     with prepared as namespace:
         namespace["__name__"] = PAGE_MODULE

@@ -1,0 +1,1 @@
+"""What the pages of `docs/howto` need, and what their code must have done."""
