@@ -13,6 +13,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 pytest_plugins = [
+    "tests.fixtures.memory",
     "tests.fixtures.bytecode",
     "tests.fixtures.leaks",
     "tests.fixtures.mongo",
