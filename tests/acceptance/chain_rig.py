@@ -19,6 +19,7 @@ from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.demo.history import Due, Effect, Fact, SetAside, Started, Wrote, violations
 from mongo_celery.embedded import RedisServer
 from tests.fixtures.forked import run_celery
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -103,7 +104,7 @@ class Chain:
         self._processes.__exit__()
         self.redis.stop()
         for database in (self.data, self.facts, self.state):
-            self.client.drop_database(database)
+            empty(self.client, database)
 
     # -- processes ---------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.operations.grants import ROLES, Right, rights_of, role_command, role_name
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import MongoCeleryError
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import PATIENCE_SECONDS, wait_for
 from tests.integration.guarded import GuardedMongo
 
@@ -117,7 +118,7 @@ class Setting:
     def clear(self) -> None:
         """Forget everything."""
         for name in (STATE, DATA):
-            self.admin.drop_database(name)
+            empty(self.admin, name)
 
     def write(self, collection: str, **fields: Any) -> None:
         self.admin[DATA][collection].insert_one(fields)

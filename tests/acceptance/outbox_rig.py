@@ -16,6 +16,7 @@ from pymongo.database import Database
 from mongo_celery import Outbox
 from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.outbox_project import EFFECT, EFFECTS, SWEEPS, configured
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -72,7 +73,7 @@ class Shop:
         self.outbox.backing.close()
         self.app.close()
         for name in (self.name, f"{self.name}_state"):
-            self._client.drop_database(name)
+            empty(self._client, name)
 
     # -- processes ---------------------------------------------------------------------------------
 

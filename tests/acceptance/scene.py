@@ -16,6 +16,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.demo.history import Effect, Led, Started, Stored, Wrote, lost, violations
 from tests.acceptance.watcher import Watcher
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -112,7 +113,7 @@ class Scene:
         self._processes.__exit__()
         self.watcher.stop()
         for part in ("data", "state", "sink"):
-            self.client.drop_database(f"{self.names}_{part}")
+            empty(self.client, f"{self.names}_{part}")
 
     # -- processes ---------------------------------------------------------------------------------
 

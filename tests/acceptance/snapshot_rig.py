@@ -19,6 +19,7 @@ from mongo_celery.mongo.oplog import operation_time
 from tests.acceptance import copies
 from tests.acceptance.copies import Copied
 from tests.chaos.reading import updated
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -227,7 +228,7 @@ class CopiesRig:
                 writer.stop()
         self._processes.__exit__()
         for database in (self.data, self.copies, self.state):
-            self._client.drop_database(database)
+            empty(self._client, database)
 
     # -- processes ---------------------------------------------------------------------------------
 

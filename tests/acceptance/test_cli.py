@@ -19,6 +19,7 @@ from mongo_celery.bridge.state.spill import Spill, StoredChange
 from mongo_celery.embedded import MongoReplicaSet
 from tests.acceptance.scene import OPTIONS
 from tests.fixtures.forked import run_celery
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, wait_for
 from tests.fixtures.redis import MakeRedis
 from tests.integration.guarded import GuardedMongo
@@ -172,7 +173,7 @@ def shop(processes: Processes, mongo_client: MongoClient[Document], mongo_url: s
     project = Shop(processes, mongo_client, mongo_url, redis_url)
     yield project
     for suffix in ("data", "state"):
-        mongo_client.drop_database(f"{project.names}_{suffix}")
+        empty(mongo_client, f"{project.names}_{suffix}")
 
 
 # -- with a listener and a worker ------------------------------------------------------------------

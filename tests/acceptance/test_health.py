@@ -12,6 +12,7 @@ import pytest
 from pymongo import MongoClient
 
 from tests.acceptance.test_cli import APP, NOWHERE, Done, Shop, run
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, wait_for
 from tests.fixtures.redis import MakeRedis
 from tests.integration.guarded import GuardedMongo
@@ -27,7 +28,7 @@ def shop(processes: Processes, mongo_client: MongoClient[Document], mongo_url: s
     project = Shop(processes, mongo_client, mongo_url, redis_url)
     yield project
     for suffix in ("data", "state"):
-        mongo_client.drop_database(f"{project.names}_{suffix}")
+        empty(mongo_client, f"{project.names}_{suffix}")
 
 
 def health(shop: Shop, **variables: str) -> tuple[int, Document]:

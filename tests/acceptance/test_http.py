@@ -16,7 +16,7 @@ from pymongo import MongoClient
 
 from tests.acceptance.monitoring import alerts, panels
 from tests.acceptance.promql import RefusedError, Scrapes
-from tests.fixtures.mongo import MakeReplicaSet
+from tests.fixtures.mongo import MakeReplicaSet, empty
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -88,7 +88,7 @@ def orders(watched: Watched, mongo_client: MongoClient[Document]) -> Iterator[An
     """Give the watched collection."""
     yield mongo_client[f"{watched.names}_data"]["orders"]
     for part in ("data", "state"):
-        mongo_client.drop_database(f"{watched.names}_{part}")
+        empty(mongo_client, f"{watched.names}_{part}")
 
 
 def test_probes_metrics_dashboard_and_alerts_say_what_is_so(watched: Watched, orders: Any) -> None:

@@ -18,6 +18,7 @@ from pymongo.database import Database
 from mongo_celery import Outbox
 from mongo_celery.outbox.entries import Entry
 from tests.acceptance.chain_rig import QUIET
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -54,7 +55,7 @@ def project(
     yield made
     made.outbox.publisher.close()
     made.app.backend.result_consumer._pubsub = None  # type: ignore[attr-defined] # results that are collected when Redis has gone would complain
-    mongo_client.drop_database(name)
+    empty(mongo_client, name)
 
 
 @pytest.mark.parametrize("first", ["charge", "charge_in_transaction"])

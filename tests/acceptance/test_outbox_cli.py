@@ -17,6 +17,7 @@ from mongo_celery import Outbox
 from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.test_cli import BARE_APP, NOWHERE, Document, Done, one_sentence, run
 from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, wait_for
 from tests.fixtures.rights import UrlOf, with_a_wrong_password
 from tests.integration.outbox_rig import ripen
@@ -89,7 +90,7 @@ def shop(mongo_client: MongoClient[Document], mongo_url: str, redis_url: str, re
     yield project
     project.outbox.publisher.close()
     for suffix in ("data", "state"):
-        mongo_client.drop_database(f"{project.names}_{suffix}")
+        empty(mongo_client, f"{project.names}_{suffix}")
 
 
 # -- status and sweep ------------------------------------------------------------------------------

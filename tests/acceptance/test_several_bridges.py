@@ -20,6 +20,7 @@ from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.listener.process import FAILED_BRIDGE, Backoff, ListenerThreads, run_listeners
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.repeating import Pauses
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -87,7 +88,7 @@ def several(
     yield made
     processes.__exit__()
     for part in ("data", "state"):
-        mongo_client.drop_database(f"{made.names}_{part}")
+        empty(mongo_client, f"{made.names}_{part}")
 
 
 def test_a_bridge_that_fails_for_good_leaves_the_others_alone(several: Several, redis_client: Any) -> None:

@@ -21,6 +21,7 @@ import pytest
 from pymongo import MongoClient
 
 from tests.acceptance.test_cli import APP, Shop, run
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import PATIENCE_SECONDS, ROOT, Processes
 
 Document = dict[str, Any]
@@ -93,7 +94,7 @@ def shop(processes: Processes, mongo_client: MongoClient[Document], mongo_url: s
     project = Shop(processes, mongo_client, mongo_url, redis_url)
     yield project
     for suffix in ("data", "state"):
-        mongo_client.drop_database(f"{project.names}_{suffix}")
+        empty(mongo_client, f"{project.names}_{suffix}")
 
 
 def test_a_terminal_shows_a_bridge_until_somebody_has_seen_enough(shop: Shop) -> None:

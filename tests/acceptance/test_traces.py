@@ -15,6 +15,7 @@ from pymongo import MongoClient
 from mongo_celery.bridge.partitioning import document_hash
 from tests.acceptance.chain_rig import QUIET
 from tests.fixtures.messages import body_of, with_body
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -90,7 +91,7 @@ def traced(
     yield made
     processes.__exit__()
     for database in (made.data, made.state):
-        mongo_client.drop_database(database.name)
+        empty(mongo_client, database.name)
 
 
 def ids(span: Document) -> tuple[str, str]:

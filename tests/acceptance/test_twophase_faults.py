@@ -16,7 +16,7 @@ from mongo_celery import TwoPhaseCommit
 from tests.acceptance.bank_project import ACCOUNTS
 from tests.acceptance.bank_rig import Bank
 from tests.acceptance.chain_rig import QUIET
-from tests.fixtures.mongo import MakeReplicaSet
+from tests.fixtures.mongo import MakeReplicaSet, empty
 from tests.fixtures.process import Processes, wait_for
 
 Document = dict[str, Any]
@@ -26,7 +26,7 @@ Document = dict[str, Any]
 def bank(processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str) -> Iterator[Bank]:
     made = Bank(processes, mongo_client, mongo_url, redis_url)
     yield made
-    mongo_client.drop_database(made.name)
+    empty(mongo_client, made.name)
 
 
 @pytest.mark.parametrize("number", [1, 3, 8, 9, 10, 11, 12, 13])

@@ -17,6 +17,7 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.entries import task_entry
 from mongo_celery.outbox.pending import PendingField
 from tests.acceptance.chain_rig import QUIET
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, wait_for
 
 Document = dict[str, Any]
@@ -68,7 +69,7 @@ def watched(
     yield made
     made.outbox.publisher.close()
     for database in (f"{name}_data", f"{name}_state"):
-        mongo_client.drop_database(database)
+        empty(mongo_client, database)
 
 
 def test_the_listener_delivers_what_the_writer_leaves_pending_in_order_per_document(watched: Watched) -> None:

@@ -6,7 +6,17 @@ import pytest
 from pymongo.collection import Collection
 from pymongo.database import Database
 
+from mongo_celery.bridge.stream import cursor, reader
 from tests.integration.fenced_rig import Commands, Document, MakeClient
+
+_AWAIT_SECONDS = 0.1
+
+
+@pytest.fixture(autouse=True)
+def prompt_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that have nothing say so ten times a second, not once: a reader that stops waits for that."""
+    for module in (cursor, reader):
+        monkeypatch.setattr(module, "AWAIT_SECONDS", _AWAIT_SECONDS)
 
 
 @pytest.fixture

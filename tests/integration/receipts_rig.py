@@ -11,6 +11,7 @@ from pymongo import MongoClient, monitoring
 
 from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.twophase.states import Transaction
+from tests.fixtures.mongo import empty
 from tests.integration.twophase_rig import HELD_SECONDS_MAX
 
 Document = dict[str, Any]
@@ -120,7 +121,7 @@ class Clusters:
 
     def close(self) -> None:
         for cluster, client in self.clients.items():
-            client.drop_database(f"{self.name}_{cluster}")
+            empty(client, f"{self.name}_{cluster}")
             client.close()
 
     @contextmanager

@@ -9,8 +9,8 @@ from tests.property.protocol_search import ORACLES, search
 from tests.property.protocol_variants import CAUGHT, SOUND
 from tests.property.scenarios import Caught, Sound
 
-LARGE = 40_000
-"""States from which on a scenario takes ten seconds or more on a busy machine."""
+LARGE = 20_000
+"""States from which on a scenario takes five seconds or more on a busy machine."""
 
 
 @pytest.mark.parametrize(

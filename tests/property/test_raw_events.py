@@ -222,7 +222,7 @@ def walked(raw: bytes) -> RawEvent:
     return event
 
 
-@settings(max_examples=1500)
+@settings(max_examples=600)
 @given(usual() | bent())
 def test_an_event_of_the_usual_form_looks_as_if_it_were_decoded_whole(raw: bytes) -> None:
     """P12, P2: whether it is recognised at one look or not, and however nearly it is of that form."""

@@ -25,6 +25,7 @@ from pymongo import MongoClient
 from mongo_celery import TransactionStateError, TwoPhaseCommit
 from mongo_celery.twophase import documents
 from mongo_celery.twophase.states import State, Transaction
+from tests.fixtures.mongo import empty
 
 Document = dict[str, Any]
 ACCOUNTS = ("A", "B", "C")
@@ -61,7 +62,7 @@ class Banking(RuleBasedStateMachine):
         if hasattr(self, "database"):
             self.bank.recover(0)
             self.judge_the_end()
-            self.clients[0].drop_database(self.name)
+            empty(self.clients[0], self.name)
 
     @rule(target=ids, sides=st.permutations(ACCOUNTS), value=st.integers(1, 15))
     def begin(self, sides: list[str], value: int) -> Any:

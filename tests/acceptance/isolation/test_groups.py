@@ -15,6 +15,7 @@ from pymongo import MongoClient
 from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.scene import OPTIONS
 from tests.fixtures.forked import run_celery
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -46,8 +47,8 @@ class Shop:
     def close(self) -> None:
         """End the processes, and drop the databases."""
         self._processes.__exit__()
-        self._client.drop_database(self._data)
-        self._client.drop_database(self._state)
+        empty(self._client, self._data)
+        empty(self._client, self._state)
 
     def listener(self, name: str = "listener", **options: Any) -> ProjectProcess:
         """Start a listener, and wait until it leads."""

@@ -27,7 +27,7 @@ from pymongo import MongoClient
 from mongo_celery.bridge.change import event_of
 from mongo_celery.bridge.partitioning import document_hash, partition_hash
 from mongo_celery.embedded import RedisServer
-from tests.fixtures.mongo import MakeClient, MakeReplicaSet
+from tests.fixtures.mongo import MakeClient, MakeReplicaSet, empty
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -60,7 +60,7 @@ class Rig:
         self._processes.__exit__()
         self.redis.stop()
         for suffix in ("data", "state", "facts"):
-            self.client.drop_database(f"{self.name}_{suffix}")
+            empty(self.client, f"{self.name}_{suffix}")
 
     def run(self, *arguments: str, **environment: str) -> ProjectProcess:
         """Start one of the project's commands."""

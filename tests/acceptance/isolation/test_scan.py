@@ -17,6 +17,7 @@ from bson import Timestamp
 from pymongo import MongoClient, WriteConcern
 
 from mongo_celery.mongo.oplog import operation_time
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 Document = dict[str, Any]
@@ -86,7 +87,7 @@ class ScanRig:
     def end(self) -> None:
         self._processes.__exit__()
         for database in (self.data, self.state, self.facts):
-            self.client.drop_database(database)
+            empty(self.client, database)
 
 
 @pytest.fixture
