@@ -23,8 +23,9 @@ from mongo_celery.arguments import Duration
 from mongo_celery.errors import ConfigurationError, TransactionRequiredError
 from mongo_celery.locking.call import lock_call
 from mongo_celery.locking.many import lock_read
+from mongo_celery.locking.plans import carried_out
 from mongo_celery.mongo.identity import id_key
-from mongo_celery.mongo.transaction import after_commit
+from mongo_celery.mongo.transaction import after_commit, current
 
 _TRANSIENT = "TransientTransactionError"
 _SELF = "self"
@@ -39,15 +40,15 @@ def django_client(using: str = DEFAULT_DB_ALIAS) -> MongoClient[Any]:
 
 
 @contextmanager
-def joined(session: ClientSession, using: str = DEFAULT_DB_ALIAS) -> Iterator[None]:
+def joined(session: ClientSession | None = None, using: str = DEFAULT_DB_ALIAS) -> Iterator[None]:
     """
-    Make Django's queries part of a transaction of `transactional`, inside.
+    Make Django's queries part of a transaction of `transactional`, inside; also as a decorator.
 
     ::
 
         @transactional(django_client)
         def sell(seat, *, session):
-            with joined(session): ...
+            with joined(): ...
 
     Callbacks of `django_mongodb_backend.transaction.on_commit` run after the commit, also where the body has caught an
     error that left this block, for what was written before it is committed then; they are forgotten when an attempt
@@ -55,23 +56,34 @@ def joined(session: ClientSession, using: str = DEFAULT_DB_ALIAS) -> Iterator[No
     would hide it in a `DatabaseError`. An `atomic` inside is part of the same transaction.
 
     Args:
-        session: as `transactional` has given it.
+        session: as `transactional` has given it. By default that of the innermost transaction that this thread is in;
+            a thread that was handed one by another gives it here.
         using: Django's alias of the database.
 
     Raises:
-        TransactionRequiredError: the session has no transaction in progress.
+        TransactionRequiredError: there is none, or it has no transaction in progress.
         ConfigurationError: it is of another client or transaction than Django's queries (see `django_client`); or
             `transactional` does not run its transaction, so that nobody would say when that is committed.
     """
-    connection = _mongo_connection(using)
+    connection, client = _mongo_connection(using), django_client(using)
+    session = current(client) if session is None else session
+    if session is None:
+        raise TransactionRequiredError(
+            "joined() found no transaction of Django's client that this thread is in: call it in a function of "
+            "`transactional(django_client)`, or give it the session of another thread's."
+        )
     if not session.in_transaction:
         raise TransactionRequiredError
     if connection.session is session:
-        yield
+        with _transient_errors_shown():
+            yield
         return
     if connection.session is not None:
-        raise ConfigurationError("Django is inside another transaction; let the `atomic` around `joined` go.")
-    if session.client is not django_client(using):
+        raise ConfigurationError(
+            "Django is inside another transaction, and serves one at a time: let the `atomic` around `joined` go, or "
+            "call what has own=True outside of the `joined` around."
+        )
+    if session.client is not client:
         raise ConfigurationError("The session is of another client than Django's: use transactional(django_client).")
     if not after_commit(session, _nothing):
         raise ConfigurationError(
@@ -80,17 +92,25 @@ def joined(session: ClientSession, using: str = DEFAULT_DB_ALIAS) -> Iterator[No
         )
     connection.session, connection.in_atomic_block_mongo, connection.run_on_commit = session, True, []
     try:
+        with _transient_errors_shown():
+            yield
+    finally:
+        waiting, connection.run_on_commit = connection.run_on_commit, []
+        connection.session, connection.in_atomic_block_mongo = None, False
+        for _, function, _ in waiting:
+            after_commit(session, function)  # forgotten by whoever aborts the attempt
+
+
+@contextmanager
+def _transient_errors_shown() -> Iterator[None]:
+    """Raise the driver's error where Django hides one in its own that asks for a repetition."""
+    try:
         yield
     except DatabaseError as error:
         cause = error.__cause__
         if isinstance(cause, PyMongoError) and cause.has_error_label(_TRANSIENT):
             raise cause from None
         raise
-    finally:
-        waiting, connection.run_on_commit = connection.run_on_commit, []
-        connection.session, connection.in_atomic_block_mongo = None, False
-        for _, function, _ in waiting:
-            after_commit(session, function)  # forgotten by whoever aborts the attempt
 
 
 def select_for_update(
@@ -136,7 +156,7 @@ def select_for_update(
     session = connection.session
     if session is None:
         raise TransactionRequiredError(
-            "A queryset can only be locked inside a transaction: put `with joined(session):` around it, in a function "
+            "A queryset can only be locked inside a transaction: put `with joined():` around it, in a function "
             "of `transactional(django_client)`."
         )
     _check(queryset.model, of)
@@ -158,7 +178,7 @@ def select_for_update(
         found = list(ids.values())
         collection, filter_ = connection.database[table], {"_id": {"$in": found}}
         options: dict[str, Any] = {"field": field, "application": application, "nowait": nowait, "wait": wait}
-        lock_read(lock_call(collection, filter_, session, **options), found)
+        carried_out(lock_read(lock_call(collection, filter_, session, ClientSession, **options), found))
     return instances
 
 
