@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, cast
 
 from bson import ObjectId
+from pymongo import ReturnDocument
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.client_session import ClientSession
@@ -141,6 +142,18 @@ class LockCall:
         found = self.collection.find(filter_, projection, sort=sort, limit=limit, session=self.session)
         documents = yield found.to_list()
         return cast("list[Any]", documents)
+
+    def lock_one(self, filter_: Mapping[str, Any], sort: Any, projection: Any) -> Plan[Any]:
+        """Lock the first document that matches, and read it; None where none does."""
+        found = yield self.collection.find_one_and_update(
+            filter_,
+            self.update,
+            sort=sort,
+            projection=projection,
+            return_document=ReturnDocument.AFTER,
+            session=self.session,
+        )
+        return found
 
 
 def judged(call: LockCall, asked: Plan[Result], *, locks: bool = True) -> Plan[Result]:

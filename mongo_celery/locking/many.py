@@ -6,22 +6,26 @@ Which comes first, the write or the read, depends on what the lock itself would 
 | asked for | commands |
 |---|---|
 | all that match | `update`, `find` |
+| no more than one or two `_id`s, in a replica set | `findAndModify` for each |
 | a `limit`; a filter or an order that looks at the lock; a filter that may find others later | `find`, `update` |
 | the same with a projection that shows the lock, or that is more than names of fields | `find`, `update`, `find` |
 | the same with a projection of parts of `_id` | `find`, `update`, and a `find` for each document |
 
-After a write, the read asks for the value that was written beside the filter. After a read, the write names the `_id`s.
-The transaction has one snapshot, so a document that has changed in between is a conflict, whatever the read concern;
-fewer than were read are treated as one. Where documents are read again, the filter is asked once more if the projection
-or the order takes something from it.
+One or two by `_id` take no more commands than many do, and these less of server and client; a router would want the
+shard key beside an `_id`. After a write, the read asks for the value that was written beside the filter. After a read,
+the write names the `_id`s. The transaction has one snapshot, so a document that has changed in between is a
+conflict, whatever the read concern; fewer than were read are treated as one. Where documents are read again, the filter
+is asked once more if the projection or the order takes something from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
+from uuid import UUID
 
 import bson
+from bson import ObjectId
 from pymongo.errors import OperationFailure
 
 from mongo_celery.errors import ConfigurationError
@@ -34,12 +38,21 @@ _BY_ID = [("_id", 1)]
 _UNSTEADY = {"$expr", "$where", "$jsonSchema", "$sampleRate", "$text"}
 """Conditions that may see the lock without naming its field, the time, or chance."""
 
+_FEW = 2
+_ORDERED = {int, ObjectId}
+"""Ids that are one each, whatever the collection's collation, and are put in order here as by the server."""
+
+_SINGLE = {*_ORDERED, str, UUID}
+
 _TRANSIENT = "TransientTransactionError"
 
 
 def lock_all(call: LockCall, sort: Any, limit: int, projection: Any) -> Plan[list[Any]]:
     """Lock what matches; the documents as they are afterwards, in the order asked for."""
     order = _BY_ID if sort is None else sort
+    few = [] if sort or _takes_from_filter(projection) else _few_ids(call)
+    if few and not 0 < limit < len(few):
+        return judged(call, _one_by_one(call, few, projection or None))
     if limit or _looks_at_lock(call, call.filter, sort) or _is_unsteady(call.filter):
         return judged(call, _read_then_written(call, order, limit, projection or None))
     return judged(call, _written_then_read(call, order, projection or None))
@@ -58,6 +71,30 @@ def lock_these(call: LockCall, ids: Sequence[Any], sort: Any, projection: Any) -
 def lock_read(call: LockCall, ids: Sequence[Any]) -> Plan[None]:
     """Lock documents that this transaction has read already, by their ids, each of which stands there once."""
     return judged(call, _write(call, ids))
+
+
+def _few_ids(call: LockCall) -> list[Any]:
+    """The one or two ids that a filter asks for, and for nothing else, in their order; none where it asks otherwise."""
+    topology = call.session.client.topology_description.topology_type_name
+    if topology != "ReplicaSetWithPrimary" or list(call.filter) != ["_id"]:
+        return []
+    asked = call.filter["_id"]
+    ids = asked["$in"] if isinstance(asked, Mapping) and list(asked) == ["$in"] else [asked]
+    if not isinstance(ids, list | tuple) or len(ids) > _FEW:
+        return []
+    kinds = {type(each) for each in ids}
+    if len(ids) == 1:
+        return list(ids) if kinds <= _SINGLE else []
+    return sorted(set(ids)) if len(kinds) == 1 and kinds <= _ORDERED else []
+
+
+def _one_by_one(call: LockCall, ids: Sequence[Any], projection: Any) -> Plan[list[Any]]:
+    found = []
+    for each in ids:
+        document = yield from call.lock_one({"_id": each}, None, projection)
+        if document is not None:
+            found.append(document)
+    return found
 
 
 def _written_then_read(call: LockCall, order: Any, projection: Any) -> Plan[list[Any]]:

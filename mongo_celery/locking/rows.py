@@ -92,6 +92,7 @@ def select_many_for_update(
     """
     Read several documents and lock them, by two commands however many they are.
 
+    On a replica set, one or two that are asked for by nothing but `_id` are locked by one command each.
     Nobody waits for a document while holding another: who meets a conflict loses all that it has locked, and begins
     anew. So overlapping sets do not deadlock; two that meet in opposite orders may both begin anew, after pauses of
     different lengths. Afterwards each document is locked as by `select_for_update`. Not promised: that no further
@@ -126,7 +127,7 @@ def select_for_update_of(
     **options: Unpack[LockOptions],
 ) -> list[list[Any]]:
     """
-    Read documents of several collections and lock them, by two commands a collection.
+    Read documents of several collections and lock them, by two commands a collection, or one for one by its `_id`.
 
     ::
 

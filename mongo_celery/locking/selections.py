@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pymongo import ReturnDocument
 from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.collection import Collection
 
@@ -20,13 +19,14 @@ from mongo_celery.mongo.transaction.frames import Session
 def one(call: LockCall, sort: Any, projection: Any) -> Plan[Any]:
     """The document, or None."""
     if not call.skip_locked:
-        return (yield from _lock_one(call, call.filter, sort, projection))
-    ids = yield from free_ids(call, sort, 1)
+        return (yield from judged(call, call.lock_one(call.filter, sort, projection)))
+    ids = yield from free_ids(call, 1, lambda count: _first_ids(call, sort, count))
     if not ids:
         return None
     with tried(call, ids):
         # With the caller's filter: it may have the shard key, and what the projection takes from it.
-        return (yield from _lock_one(call, among(call.filter, {"$eq": ids[0]}), None, projection))
+        asked = call.lock_one(among(call.filter, {"$eq": ids[0]}), None, projection)
+        return (yield from judged(call, asked))
 
 
 def several(call: LockCall, sort: Any, limit: int, projection: Any) -> Plan[list[Any]]:
@@ -37,7 +37,7 @@ def several(call: LockCall, sort: Any, limit: int, projection: Any) -> Plan[list
         return (yield from lock_all(call, sort, limit, projection))
     if not limit:
         raise ConfigurationError("skip_locked needs a limit=: how many documents to take at most.")
-    ids = yield from free_ids(call, sort, limit)
+    ids = yield from free_ids(call, limit, lambda count: _first_ids(call, sort, count))
     with tried(call, ids):
         return (yield from lock_these(call, ids, sort, projection)) if ids else []
 
@@ -62,16 +62,6 @@ def of_several(calls: Sequence[LockCall]) -> Plan[list[list[Any]]]:
     return [found[number] for number in range(len(calls))]
 
 
-def _lock_one(call: LockCall, filter_: Mapping[str, Any], sort: Any, projection: Any) -> Plan[Any]:
-    def asked() -> Plan[Any]:
-        found = yield call.collection.find_one_and_update(
-            filter_,
-            call.update,
-            sort=sort,
-            projection=projection,
-            return_document=ReturnDocument.AFTER,
-            session=call.session,
-        )
-        return found
-
-    return judged(call, asked())
+def _first_ids(call: LockCall, sort: Any, count: int) -> Plan[list[Any]]:
+    found = yield from call.find(call.filter, {"_id": 1}, sort, count)
+    return [each["_id"] for each in found]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,16 +63,22 @@ _left_out: dict[tuple[int, str], dict[_Key, float]] = {}
 """By client and collection, until when a document is left out, on the monotonic clock."""
 
 
-def free_ids(call: LockCall, sort: Any, limit: int) -> Plan[list[Any]]:
-    """The ids of documents to try, at most so many, chosen at random among the first; none where all are refused."""
+def free_ids(call: LockCall, limit: int, first: Callable[[int], Plan[list[Any]]]) -> Plan[list[Any]]:
+    """
+    The ids of documents to try, at most so many, chosen at random among the first; none where all are refused.
+
+    Args:
+        call: that wants them.
+        limit: how many at most.
+        first: reads the ids of the first ones that match, so many.
+    """
     refusals = _refusals_of(call)
     if refusals.count >= _REFUSALS_MAX:
         _forget(call)
         return []
     out = refusals.keys | _left_out_now(call)
     look = max(2 * limit, _CANDIDATES_MIN)
-    found = yield from judged(call, call.find(call.filter, {"_id": 1}, sort, look + len(out)), locks=False)
-    seen = [each["_id"] for each in found]
+    seen = yield from judged(call, first(look + len(out)), locks=False)
     free = [each for each in seen if _key(call, each) not in out][:look]
     if not free:
         _forget(call)

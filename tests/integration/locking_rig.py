@@ -57,6 +57,7 @@ class Threads:
 
     def __init__(self, url: str, **options: Any) -> None:
         self._client = MongoClient[Document](url, **options)
+        self._client.admin.command("ping")  # which commands are right, a client knows once it is connected
 
     def lock(self, name: str, *args: Any, timeout: float = _ANSWER_SECONDS_MAX, **options: Any) -> Any:
         """What the function of this name gives; collections are those of any client."""
@@ -73,6 +74,7 @@ class Tasks:
     def __init__(self, url: str, **options: Any) -> None:
         self._loop = asyncio.Runner()
         self._client = AsyncMongoClient[Document](url, **options)
+        self._loop.run(self._client.admin.command("ping"))
 
     def lock(self, name: str, *args: Any, timeout: float = _ANSWER_SECONDS_MAX, **options: Any) -> Any:
         """As of `Threads`."""

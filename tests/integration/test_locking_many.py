@@ -43,7 +43,7 @@ class Spied:
         """What a call gives, and by which commands."""
         self.sent.commands.clear()
         found = self.way.lock("select_many_for_update", self.collection, filter_, **options)
-        return found, [name for each in self.sent.commands for name in LOCKS if name in each]
+        return found, [name for each in self.sent.commands if (name := next(iter(each))) in LOCKS]
 
     def take(self, filter_: Document, **options: Any) -> Any:
         """One that is free, or so many."""
@@ -83,6 +83,32 @@ def test_a_hundred_are_locked_by_two_commands(spied: Spied) -> None:
 def test_none_are_locked_by_one_command(spied: Spied) -> None:
     """What matches nothing is not read."""
     assert spied.locked({"x": 2}) == ([], ["update"])
+
+
+@pytest.mark.parametrize(
+    ("filter_", "options", "commands"),
+    [
+        ({"_id": 7}, {}, ["findAndModify"]),
+        ({"_id": {"$in": [7]}}, {"projection": {"n": 1, "_id": 0}}, ["findAndModify"]),
+        ({"_id": {"$in": [7, 3]}}, {"projection": ["n"]}, ["findAndModify"] * 2),
+        ({"_id": {"$in": [7, 1000]}}, {"limit": 2}, ["findAndModify"] * 2),
+        ({"_id": {"$in": [7, 7.0]}}, {}, ["update", "find"]),
+        ({"_id": {"$in": [7, True]}}, {}, ["update", "find"]),
+        ({"_id": {"$in": ["7", "8"]}}, {}, ["update"]),
+        ({"_id": 7, "x": 1}, {}, ["update", "find"]),
+        ({"_id": {"$in": [7, 3]}}, {"limit": 1}, ["find", "update"]),
+        ({"_id": {"$in": [7, 3]}}, {"sort": [("n", 1)]}, ["update", "find"]),
+    ],
+    ids=str,
+)
+def test_one_or_two_by_id_are_a_command_each(
+    spied: Spied, filter_: Document, options: Document, commands: list[str]
+) -> None:
+    """What is returned is as ever, and nothing else is asked for where the ids might mean others or another order."""
+    found, sent = spied.locked(filter_, **options)
+    assert sent == commands
+    assert found == list(spied.collection.find(filter_, **{"sort": [("_id", 1)], **options}))
+    assert len(spied.locks) == len(found)
 
 
 def test_the_order_and_the_projection_are_the_callers(spied: Spied) -> None:
