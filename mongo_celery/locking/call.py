@@ -15,20 +15,30 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from bson import ObjectId
+from pymongo import ReturnDocument
+from pymongo.asynchronous.client_session import AsyncClientSession
+from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.client_session import ClientSession
-from pymongo.collection import Collection
 from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import Duration, not_negative
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
 from mongo_celery.locking import freeing, holders
-from mongo_celery.mongo.transaction.frames import Place, Session, Waits, note_conflict, note_locked, waits_of
+from mongo_celery.locking.plans import Plan, Result, carried_out
+from mongo_celery.mongo.transaction.frames import (
+    Place,
+    Session,
+    Waits,
+    frame_of,
+    note_conflict,
+    note_locked,
+    waits_of,
+)
 from mongo_celery.mongo.verdicts import Code, said, standalone_refused
 
 Document = dict[str, Any]
@@ -39,6 +49,47 @@ _FILTER_CHARS = 300
 _HELD = {Code.WriteConflict, Code.LockTimeout}
 """Of a document; and of a collection, of which a transaction waits for some milliseconds only."""
 
+_LAST_SECONDS = 1.0
+"""Longer than any pause: an attempt that conflicts with less time left may be the last."""
+
+
+class LockOptions(TypedDict, total=False):
+    """
+    What may be given to every call that locks.
+
+    Attributes:
+        field: the field that is written, by default `_lock`; it belongs to locks alone.
+        application: who locks, for people who look; by default `host:pid`.
+        nowait: fail with `DocumentLockedError` at the first conflict, instead of letting `transactional` repeat the
+            body. Who may hold it is asked for the error, at most four times a second: three more commands. Where the
+            server does not answer those, the error comes two seconds later, at most once in five seconds.
+        wait: seconds or `timedelta` for which the body is repeated because of this call, over all attempts; then
+            `DocumentLockedError`. It is looked at when an attempt conflicts, so it may be exceeded by a pause and
+            the body's own time. Without it, the limit of `transactional` counts alone. A call is known again by
+            its collection and by being the n-th lock of its attempt; a body that locks in another order at each
+            attempt may wait longer. In transactions that `transactional` does not run, attempts count together
+            only if each conflicts within a second of the one before, whichever transaction it is of.
+    """
+
+    field: str
+    application: str | None
+    nowait: bool
+    wait: Duration | None
+
+
+class SkippingOptions(LockOptions, total=False):
+    """
+    `LockOptions`, and one more.
+
+    Attributes:
+        skip_locked: take what others do not hold, as far as that can be guessed: at random among the first sixteen
+            or so that match, and others each time that a conflict has the body repeated. Not promised: that it is the
+            first by `sort`; or that there is none where none is returned, when others hold all that it has tried. Let
+            it be the first statement of the body, which may then be repeated for nothing.
+    """
+
+    skip_locked: bool
+
 
 @dataclass(frozen=True, slots=True)
 class LockCall:
@@ -46,19 +97,21 @@ class LockCall:
     A call that locks documents of one collection.
 
     Attributes:
-        collection: where.
+        collection: where; of the session's kind, for threads or for asyncio.
         session: of a transaction in progress.
         field: that is written.
         filter: what is to be locked.
+        skip_locked: whether others that match will do.
         place: by which the call is known again at the next attempt.
         bound: seconds to wait; 0 to fail at once, None for no bound.
         value: that is written, but for its time.
     """
 
-    collection: Collection[Any]
-    session: ClientSession
+    collection: Any
+    session: Session
     field: str
     filter: Mapping[str, Any]
+    skip_locked: bool
     place: Place
     bound: float | None
     value: Mapping[str, Any]
@@ -84,53 +137,90 @@ class LockCall:
         """What is true of the documents that this call has locked, and of no others."""
         return {f"{self.field}.id": self.value["id"]}
 
-    @contextmanager
-    def judged(self, *, locks: bool = True) -> Iterator[None]:
-        """Inside, the server is asked to lock, or just to read; its refusals are what the table above says."""
-        waits = self.waits
-        try:
-            with standalone_refused():
-                yield
-        except BaseException as error:
-            waits.failed()
-            if isinstance(error, OperationFailure) and error.code == Code.DocumentValidationFailure:
-                raise _invalid(self, error) from error
-            if isinstance(error, OperationFailure) and error.code in _HELD:
-                self._conflicted(error)
-            raise
-        if locks:
-            waits.ended(self.place)
+    def find(self, filter_: Mapping[str, Any], projection: Any, sort: Any = None, limit: int = 0) -> Plan[list[Any]]:
+        """Read documents in the transaction."""
+        found = self.collection.find(filter_, projection, sort=sort, limit=limit, session=self.session)
+        documents = yield found.to_list()
+        return cast("list[Any]", documents)
 
-    def _conflicted(self, error: OperationFailure) -> None:
-        """Return where the conflict is to pass to whoever repeats the body."""
-        waits = self.waits
-        waited = waits.conflicted(self.place)
-        if self.bound is None or waited < self.bound:
-            if waited >= freeing.FIRST_LOOK_SECONDS:
-                freeing.free_dead(self.collection.database.client)
-            note_conflict(self.session, _suspects)
-            return
-        waits.ended(self.place)
-        locked = _locked(self, self.bound, error)
-        note_locked(self.session, locked)
-        raise locked from error
+    def lock_one(self, filter_: Mapping[str, Any], sort: Any, projection: Any) -> Plan[Any]:
+        """Lock the first document that matches, and read it; None where none does."""
+        found = yield self.collection.find_one_and_update(
+            filter_,
+            self.update,
+            sort=sort,
+            projection=projection,
+            return_document=ReturnDocument.AFTER,
+            session=self.session,
+        )
+        return found
+
+
+def judged(call: LockCall, asked: Plan[Result], *, locks: bool = True) -> Plan[Result]:
+    """Ask the server to lock, or just to read; its refusals are what the table above says."""
+    waits = call.waits
+    try:
+        with standalone_refused():
+            result = yield from asked
+    except BaseException as error:
+        waits.failed()
+        if isinstance(error, OperationFailure) and error.code == Code.DocumentValidationFailure:
+            raise _invalid(call, error) from error
+        if isinstance(error, OperationFailure) and error.code in _HELD:
+            yield from _conflicted(call, error)
+        raise
+    if locks:
+        waits.ended(call.place)
+    return result
+
+
+def _conflicted(call: LockCall, error: OperationFailure) -> Plan[None]:
+    """Return where the conflict is to pass to whoever repeats the body."""
+    waits = call.waits
+    waited = waits.conflicted(call.place)
+    if call.bound is None or waited < call.bound:
+        if waited >= freeing.FIRST_LOOK_SECONDS:
+            yield from freeing.free_dead(call.session.client)
+        yield from _note_suspects(call.session)
+        return
+    waits.ended(call.place)
+    locked = yield from _locked(call, call.bound, error)
+    note_locked(call.session, locked)
+    raise locked from error
+
+
+def _note_suspects(session: Session) -> Plan[None]:
+    """See that the end of the time can name who may hold what was refused; a coroutine has to ask beforehand."""
+    if isinstance(session, ClientSession):
+        note_conflict(session, lambda refused: holders.in_words(carried_out(holders.candidates(refused))))
+        return
+    frame = frame_of(session)
+    if frame is not None and frame.remaining < _LAST_SECONDS:
+        yield from holders.candidates(session)
+    note_conflict(session, lambda refused: holders.in_words(holders.remembered(refused)))
 
 
 def lock_call(
-    collection: Collection[Any],
+    collection: Any,
     filter_: Mapping[str, Any],
     session: object,
+    kind: type[Session],
     *,
-    field: str,
-    application: str | None,
-    nowait: bool,
-    wait: Duration | None,
+    field: str = "_lock",
+    application: str | None = None,
+    nowait: bool = False,
+    wait: Duration | None = None,
     skip_locked: bool = False,
-    kind: type[Session] = ClientSession,
 ) -> LockCall:
     """Check what a call was given, with a session of this kind; errors as of `select_for_update`."""
     if not isinstance(session, kind) or not session.in_transaction:
         raise TransactionRequiredError
+    is_async = kind is AsyncClientSession
+    if isinstance(collection, AsyncCollection) is not is_async:
+        wanted = "locking.asynchronous locks in an AsyncCollection" if is_async else "locking locks in a Collection"
+        raise ConfigurationError(
+            f"mongo_celery.{wanted}, as its session's client has, not {type(collection).__name__}."
+        )
     if (
         not isinstance(field, str)
         or not field
@@ -141,9 +231,10 @@ def lock_call(
         raise ConfigurationError(f"field={field!r} cannot be written; choose a plain name such as '_lock'.")
     return LockCall(
         collection=collection,
-        session=cast("ClientSession", session),  # asyncio's has the same name and state
+        session=session,
         field=field,
         filter=filter_,
+        skip_locked=skip_locked,
         place=(collection.full_name, waits_of(session).next_call(), b""),
         bound=_bound(nowait=nowait, wait=wait, skip_locked=skip_locked),
         value={"application": application or f"{socket.gethostname()}:{os.getpid()}", "at": None, "id": ObjectId()},
@@ -158,12 +249,8 @@ def _bound(*, nowait: bool, wait: Duration | None, skip_locked: bool) -> float |
     return not_negative(wait, "wait")
 
 
-def _suspects(session: Session) -> str:
-    return holders.in_words(holders.candidates(cast("ClientSession", session)))
-
-
-def _locked(call: LockCall, limit: float, error: OperationFailure) -> DocumentLockedError:
-    found = holders.candidates(call.session)
+def _locked(call: LockCall, limit: float, error: OperationFailure) -> Plan[DocumentLockedError]:
+    found = yield from holders.candidates(call.session)
     if limit:
         reason = f"it was not free within {limit:g} s"
     elif error.code == Code.LockTimeout:

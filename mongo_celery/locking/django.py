@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 from django.core.exceptions import FieldDoesNotExist, ObjectDoesNotExist
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
@@ -19,12 +19,13 @@ from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.errors import PyMongoError
 
-from mongo_celery.arguments import Duration
 from mongo_celery.errors import ConfigurationError, TransactionRequiredError
-from mongo_celery.locking.call import lock_call
+from mongo_celery.locking.call import SkippingOptions, lock_call
 from mongo_celery.locking.many import lock_read
+from mongo_celery.locking.plans import Plan, carried_out
+from mongo_celery.locking.skipping import free_ids, tried
 from mongo_celery.mongo.identity import id_key
-from mongo_celery.mongo.transaction import after_commit
+from mongo_celery.mongo.transaction import after_commit, current
 
 _TRANSIENT = "TransientTransactionError"
 _SELF = "self"
@@ -39,15 +40,15 @@ def django_client(using: str = DEFAULT_DB_ALIAS) -> MongoClient[Any]:
 
 
 @contextmanager
-def joined(session: ClientSession, using: str = DEFAULT_DB_ALIAS) -> Iterator[None]:
+def joined(session: ClientSession | None = None, using: str = DEFAULT_DB_ALIAS) -> Iterator[None]:
     """
-    Make Django's queries part of a transaction of `transactional`, inside.
+    Make Django's queries part of a transaction of `transactional`, inside; also as a decorator.
 
     ::
 
         @transactional(django_client)
         def sell(seat, *, session):
-            with joined(session): ...
+            with joined(): ...
 
     Callbacks of `django_mongodb_backend.transaction.on_commit` run after the commit, also where the body has caught an
     error that left this block, for what was written before it is committed then; they are forgotten when an attempt
@@ -55,23 +56,34 @@ def joined(session: ClientSession, using: str = DEFAULT_DB_ALIAS) -> Iterator[No
     would hide it in a `DatabaseError`. An `atomic` inside is part of the same transaction.
 
     Args:
-        session: as `transactional` has given it.
+        session: as `transactional` has given it. By default that of the innermost transaction that this thread is in;
+            a thread that was handed one by another gives it here.
         using: Django's alias of the database.
 
     Raises:
-        TransactionRequiredError: the session has no transaction in progress.
+        TransactionRequiredError: there is none, or it has no transaction in progress.
         ConfigurationError: it is of another client or transaction than Django's queries (see `django_client`); or
             `transactional` does not run its transaction, so that nobody would say when that is committed.
     """
-    connection = _mongo_connection(using)
+    connection, client = _mongo_connection(using), django_client(using)
+    session = current(client) if session is None else session
+    if session is None:
+        raise TransactionRequiredError(
+            "joined() found no transaction of Django's client that this thread is in: call it in a function of "
+            "`transactional(django_client)`, or give it the session of another thread's."
+        )
     if not session.in_transaction:
         raise TransactionRequiredError
     if connection.session is session:
-        yield
+        with _transient_errors_shown():
+            yield
         return
     if connection.session is not None:
-        raise ConfigurationError("Django is inside another transaction; let the `atomic` around `joined` go.")
-    if session.client is not django_client(using):
+        raise ConfigurationError(
+            "Django is inside another transaction, and serves one at a time: let the `atomic` around `joined` go, or "
+            "call what has own=True outside of the `joined` around."
+        )
+    if session.client is not client:
         raise ConfigurationError("The session is of another client than Django's: use transactional(django_client).")
     if not after_commit(session, _nothing):
         raise ConfigurationError(
@@ -80,12 +92,8 @@ def joined(session: ClientSession, using: str = DEFAULT_DB_ALIAS) -> Iterator[No
         )
     connection.session, connection.in_atomic_block_mongo, connection.run_on_commit = session, True, []
     try:
-        yield
-    except DatabaseError as error:
-        cause = error.__cause__
-        if isinstance(cause, PyMongoError) and cause.has_error_label(_TRANSIENT):
-            raise cause from None
-        raise
+        with _transient_errors_shown():
+            yield
     finally:
         waiting, connection.run_on_commit = connection.run_on_commit, []
         connection.session, connection.in_atomic_block_mongo = None, False
@@ -93,14 +101,20 @@ def joined(session: ClientSession, using: str = DEFAULT_DB_ALIAS) -> Iterator[No
             after_commit(session, function)  # forgotten by whoever aborts the attempt
 
 
+@contextmanager
+def _transient_errors_shown() -> Iterator[None]:
+    """Raise the driver's error where Django hides one in its own that asks for a repetition."""
+    try:
+        yield
+    except DatabaseError as error:
+        cause = error.__cause__
+        if isinstance(cause, PyMongoError) and cause.has_error_label(_TRANSIENT):
+            raise cause from None
+        raise
+
+
 def select_for_update(
-    queryset: QuerySet[Any],
-    *,
-    field: str = "_lock",
-    application: str | None = None,
-    nowait: bool = False,
-    wait: Duration | None = None,
-    of: Sequence[str] = (_SELF,),
+    queryset: QuerySet[Any], *, of: Sequence[str] = (_SELF,), **options: Unpack[SkippingOptions]
 ) -> list[Any]:
     """
     Read the instances of a queryset and lock their documents until the transaction ends.
@@ -111,13 +125,11 @@ def select_for_update(
 
     Args:
         queryset: of instances, on MongoDB; with any filter, order or slice.
-        field: as of `mongo_celery.select_for_update`; no field of the model.
-        application: as there.
-        nowait: as there.
-        wait: as there, for each collection.
         of: what is locked: `"self"`, and relations of it, such as `"hall"` or `"hall__city"`. By default the queryset's
             own documents; an empty one, by which Django means all, is refused. Without `select_related` each costs
             queries of its own. What refers to a document that is not there, which MongoDB allows, locks nothing by it.
+        options: see `LockOptions` and `SkippingOptions` of `mongo_celery.locking`. `field` is no field of the
+            model, `wait` counts for each collection, and `skip_locked` needs a slice, as `[:3]`, and no `of`.
 
     Returns:
         The instances, in the queryset's order.
@@ -133,33 +145,75 @@ def select_for_update(
     if not isinstance(queryset, QuerySet):
         raise ConfigurationError(f"select_for_update takes a QuerySet of Django's, not {type(queryset).__name__}.")
     connection = _mongo_connection(queryset.db)
-    session = connection.session
-    if session is None:
+    if connection.session is None:
         raise TransactionRequiredError(
-            "A queryset can only be locked inside a transaction: put `with joined(session):` around it, in a function "
+            "A queryset can only be locked inside a transaction: put `with joined():` around it, in a function "
             "of `transactional(django_client)`."
         )
     _check(queryset.model, of)
-    instances = list(queryset.all())
-    if any(not isinstance(each, Model) for each in instances):
+    if options.get("skip_locked"):
+        return _skipping(queryset, of, connection, options)
+    instances = _instances(queryset)
+    for collection, ids in _documents(instances, of, connection, queryset.db):
+        call = lock_call(collection, {"_id": {"$in": ids}}, connection.session, ClientSession, **options)
+        carried_out(lock_read(call, ids))
+    return instances
+
+
+def _instances(queryset: QuerySet[Any]) -> list[Any]:
+    found = list(queryset.all())
+    if any(not isinstance(each, Model) for each in found):
         raise ConfigurationError("select_for_update takes a queryset of instances, without values() and the like.")
+    return found
+
+
+def _documents(instances: Sequence[Any], of: Sequence[str], connection: Any, using: str) -> list[tuple[Any, list[Any]]]:
+    """The ids of what is wanted of these instances, each once, by collections in the order of their names."""
     codec = connection.database.codec_options
     tables: dict[str, dict[Any, Any]] = {}
     for each in _wanted(instances, of):
-        if each._state.db != queryset.db:  # noqa: SLF001 - Django's public name
+        if each._state.db != using:  # noqa: SLF001 - Django's public name
             raise ConfigurationError(
                 f"{type(each).__name__} is kept in the database {each._state.db!r}, and the transaction is one of "  # noqa: SLF001
-                f"{queryset.db!r}: leave it out of of=."
+                f"{using!r}: leave it out of of=."
             )
         meta = each._meta  # noqa: SLF001 - Django's public name
         document_id = meta.pk.get_db_prep_save(each.pk, connection)
         tables.setdefault(meta.db_table, {})[id_key(document_id, codec)] = document_id
-    for table, ids in sorted(tables.items()):
-        found = list(ids.values())
-        collection, filter_ = connection.database[table], {"_id": {"$in": found}}
-        options: dict[str, Any] = {"field": field, "application": application, "nowait": nowait, "wait": wait}
-        lock_read(lock_call(collection, filter_, session, **options), found)
-    return instances
+    return [(connection.database[table], list(ids.values())) for table, ids in sorted(tables.items())]
+
+
+def _skipping(queryset: QuerySet[Any], of: Sequence[str], connection: Any, options: SkippingOptions) -> list[Any]:
+    low, high = queryset.query.low_mark, queryset.query.high_mark
+    if high is None or tuple(of) != (_SELF,):
+        raise ConfigurationError(
+            "skip_locked needs a slice of the queryset, which says how many to take at most, as in [:3], and no of=: "
+            "which of several documents is held, nobody knows."
+        )
+    meta = queryset.model._meta  # noqa: SLF001 - Django's public name
+    call = lock_call(connection.database[meta.db_table], {}, connection.session, ClientSession, **options)
+    codec = connection.database.codec_options
+    keys: dict[Any, Any] = {}
+
+    def first(count: int) -> Plan[list[Any]]:
+        found = yield list(_sliced(queryset, low, low + count).values_list("pk", flat=True))
+        ids = [meta.pk.get_db_prep_save(each, connection) for each in found]
+        keys.update((id_key(each, codec), key) for each, key in zip(ids, found, strict=True))
+        return ids
+
+    ids = carried_out(free_ids(call, high - low, first))
+    if not ids:
+        return []
+    with tried(call, ids):
+        carried_out(lock_read(call, ids))
+    return _instances(_sliced(queryset, 0, None).filter(pk__in=[keys[id_key(each, codec)] for each in ids]))
+
+
+def _sliced(queryset: QuerySet[Any], low: int, high: int | None) -> QuerySet[Any]:
+    """The same queryset with other limits, which Django changes of none that has some."""
+    found = queryset.all()
+    found.query.clear_limits()
+    return found if high is None else found[low:high]
 
 
 def _mongo_connection(using: str) -> Any:

@@ -36,7 +36,8 @@ from bson.binary import Binary
 from pymongo import MongoClient
 
 from mongo_celery.locking import holders
-from mongo_celery.locking.holders import OpenTransaction, admin_of, note_unanswered, open_transactions, standing_of
+from mongo_celery.locking.holders import AnyClient, OpenTransaction, admin_of, look, note_unanswered, standing_of
+from mongo_celery.locking.plans import Plan, carried_out
 from mongo_celery.locking.watches import watch_of
 
 logger = logging.getLogger("mongo_celery.locking")
@@ -83,20 +84,25 @@ def end(client: MongoClient[Any], chosen: Sequence[OpenTransaction]) -> list[Ope
     Raises:
         PyMongoError: the server does not answer, or refuses.
     """
+    return carried_out(_end(client, chosen))
+
+
+def _end(client: AnyClient, chosen: Sequence[OpenTransaction]) -> Plan[list[OpenTransaction]]:
     own = [each for each in chosen if each.own]
     foreign = [each for each in chosen if not each.own]
     admin = admin_of(client)
     if own:
-        admin.command("killSessions", [{"id": Binary.from_uuid(each.id)} for each in own])
-    if foreign and not standing_of(client).ends_all:
-        return foreign
+        yield admin.command("killSessions", [{"id": Binary.from_uuid(each.id)} for each in own])
     if foreign:
+        standing = yield from standing_of(client)
+        if not standing.ends_all:
+            return foreign
         patterns = [{"lsid": {"id": Binary.from_uuid(each.id), "uid": each.user}} for each in foreign]
-        admin.command("killAllSessionsByPattern", patterns)
+        yield admin.command("killAllSessionsByPattern", patterns)
     return []
 
 
-def free_dead(client: MongoClient[Any]) -> None:
+def free_dead(client: AnyClient) -> Plan[None]:
     """
     End the transactions of dead clients, as somebody who has waited in vain; it looks at most once in a few seconds.
 
@@ -108,8 +114,8 @@ def free_dead(client: MongoClient[Any]) -> None:
     watch.looked = now
     try:
         with pymongo.timeout(holders.ANSWER_SECONDS):
-            dead = _dead(client)
-            left = end(client, dead) if dead else []
+            dead = yield from _dead(client)
+            left = (yield from _end(client, dead)) if dead else []
     except holders.UNANSWERED as error:
         note_unanswered(error)
         return
@@ -129,14 +135,13 @@ def free_dead(client: MongoClient[Any]) -> None:
             )
 
 
-def _dead(client: MongoClient[Any]) -> list[OpenTransaction]:
+def _dead(client: AnyClient) -> Plan[list[OpenTransaction]]:
     """Which clients have a connection is asked only where a transaction has been silent for long enough."""
-    silent = [
-        each
-        for each in open_transactions(client, connections=False)
-        if not each.running and each.silent_seconds >= holders.DEAD_SECONDS
-    ]
-    return [each for each in open_transactions(client) if each.is_dead] if silent else []
+    found = yield from look(client, connections=False)
+    if not any(not each.running and each.silent_seconds >= holders.DEAD_SECONDS for each in found):
+        return []
+    found = yield from look(client)
+    return [each for each in found if each.is_dead]
 
 
 def ended_count() -> int:

@@ -29,15 +29,15 @@ import pymongo
 from bson.binary import Binary, UuidRepresentation
 from bson.codec_options import CodecOptions
 from bson.errors import BSONError
-from pymongo import MongoClient, ReadPreference
-from pymongo.client_session import ClientSession
-from pymongo.database import Database
+from pymongo import AsyncMongoClient, MongoClient, ReadPreference
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
+from mongo_celery.locking.plans import Plan, carried_out
 from mongo_celery.locking.watches import watch_of
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.rights import Allowed
+from mongo_celery.mongo.transaction.frames import Session
 from mongo_celery.quantities import duration, number
 
 logger = logging.getLogger("mongo_celery.locking")
@@ -50,11 +50,14 @@ ANSWER_SECONDS = 2.0
 
 STATES = ("running", "idle", "lost", "dead")
 
+AnyClient = MongoClient[Any] | AsyncMongoClient[Any]
+
 UNANSWERED = (PyMongoError, BSONError)
 """What a look can fail with. An appName is anybody's, and need not be text."""
 
 _MOMENT_SECONDS = 0.25
 _UNANSWERED_SECONDS = 5.0
+_REMEMBERED_SECONDS = 2.0
 _NAMED_MAX = 3
 _MICROS = 1e-6
 _CLUSTER = {"cluster": True}
@@ -154,9 +157,19 @@ class Viewer:
 # -- looking ---------------------------------------------------------------------------------------
 
 
-def open_transactions(client: MongoClient[Any], *, connections: bool = True) -> list[OpenTransaction]:
+def open_transactions(client: MongoClient[Any]) -> list[OpenTransaction]:
     """
     All transactions that a client's user may see, the one of which nothing was heard for the longest first.
+
+    Raises:
+        PyMongoError: the server does not answer, or refuses.
+    """
+    return carried_out(look(client))
+
+
+def look(client: AnyClient, *, connections: bool = True) -> Plan[list[OpenTransaction]]:
+    """
+    The same as a plan.
 
     Args:
         client: who asks.
@@ -165,12 +178,13 @@ def open_transactions(client: MongoClient[Any], *, connections: bool = True) -> 
     Raises:
         PyMongoError: the server does not answer, or refuses.
     """
-    standing = standing_of(client)
+    standing = yield from standing_of(client)
     stage = {"idleSessions": True, "idleConnections": connections, "allUsers": standing.sees_all}
     in_transaction = {"transaction.parameters.autocommit": False, "lsid": {"$exists": True}}
     wanted = {"$or": [in_transaction, {"connectionId": {"$exists": True}}]} if connections else in_transaction
     began = time.monotonic()
-    found = list(admin_of(client).aggregate([{"$currentOp": stage}, {"$match": wanted}, {"$project": _SHOWN}]))
+    cursor = yield admin_of(client).aggregate([{"$currentOp": stage}, {"$match": wanted}, {"$project": _SHOWN}])
+    found = yield cursor.to_list()
     ended = time.monotonic()
     opened = [each for each in found if _is_open(each)]
     looked = [(_key(each), _micros(each, "Active"), bool(each.get("active"))) for each in opened]
@@ -187,7 +201,7 @@ def open_transactions(client: MongoClient[Any], *, connections: bool = True) -> 
 
 def sees_all(client: MongoClient[Any]) -> bool:
     """Whether a client's user sees the transactions of others, too."""
-    return standing_of(client).sees_all
+    return carried_out(standing_of(client)).sees_all
 
 
 class _Clients:
@@ -258,17 +272,28 @@ def _micros(found: Mapping[str, Any], name: str) -> int:
 # -- naming ----------------------------------------------------------------------------------------
 
 
-def candidates(session: ClientSession) -> tuple[OpenTransaction, ...]:
+def candidates(session: Session) -> Plan[tuple[OpenTransaction, ...]]:
     """
     The open transactions that may hold what a session was refused; none where they cannot be asked for now.
 
     It never fails, and takes no longer than a moment: who was refused is to be told so in any case.
     """
+    found = yield from _seen_by(session.client)
+    return _of_others(found, session)
+
+
+def remembered(session: Session) -> tuple[OpenTransaction, ...]:
+    """The candidates that this client was told last, for who cannot ask; none where that was some seconds ago."""
+    until, found = watch_of(session.client).told
+    return _of_others(found, session) if time.monotonic() < until + _REMEMBERED_SECONDS else ()
+
+
+def _of_others(found: Sequence[OpenTransaction], session: Session) -> tuple[OpenTransaction, ...]:
     own = session.session_id["id"]
-    return tuple(each for each in _seen_by(session.client) if Binary.from_uuid(each.id) != own)
+    return tuple(each for each in found if Binary.from_uuid(each.id) != own)
 
 
-def _seen_by(client: MongoClient[Any]) -> list[OpenTransaction]:
+def _seen_by(client: AnyClient) -> Plan[list[OpenTransaction]]:
     """What is open, as it was a moment ago: somebody may be refused hundreds of times a second."""
     watch = watch_of(client)
     until, found = watch.told
@@ -276,7 +301,7 @@ def _seen_by(client: MongoClient[Any]) -> list[OpenTransaction]:
         return found
     try:
         with pymongo.timeout(ANSWER_SECONDS):
-            found, holds = open_transactions(client, connections=False), _MOMENT_SECONDS
+            found, holds = (yield from look(client, connections=False)), _MOMENT_SECONDS
     except UNANSWERED as error:
         note_unanswered(error)
         found, holds = [], _UNANSWERED_SECONDS
@@ -312,11 +337,12 @@ def note_unanswered(error: BaseException) -> None:
     )
 
 
-def standing_of(client: MongoClient[Any]) -> Viewer:
+def standing_of(client: AnyClient) -> Plan[Viewer]:
     """As the server says it now."""
     admin = admin_of(client)
-    answer = admin.command("connectionStatus", showPrivileges=True)["authInfo"]
-    hello = admin.command("hello")
+    status = yield admin.command("connectionStatus", showPrivileges=True)
+    hello = yield admin.command("hello")
+    answer = status["authInfo"]
     users = answer["authenticatedUsers"]
     user = f"{users[0]['user']}@{users[0]['db']}" if users else ""
     rights = Allowed(answer["authenticatedUserPrivileges"] if users else None)
@@ -328,7 +354,7 @@ def standing_of(client: MongoClient[Any]) -> Viewer:
     )
 
 
-def admin_of(client: MongoClient[Any]) -> Database[dict[str, Any]]:
+def admin_of(client: AnyClient) -> Any:
     """The primary's, as `$currentOp` needs it, whatever the client's owner has set; it decodes what is no text, too."""
     return client.get_database(
         "admin",

@@ -6,26 +6,31 @@ Which comes first, the write or the read, depends on what the lock itself would 
 | asked for | commands |
 |---|---|
 | all that match | `update`, `find` |
+| no more than one or two `_id`s, in a replica set | `findAndModify` for each |
 | a `limit`; a filter or an order that looks at the lock; a filter that may find others later | `find`, `update` |
 | the same with a projection that shows the lock, or that is more than names of fields | `find`, `update`, `find` |
 | the same with a projection of parts of `_id` | `find`, `update`, and a `find` for each document |
 
-After a write, the read asks for the value that was written beside the filter. After a read, the write names the `_id`s.
-The transaction has one snapshot, so a document that has changed in between is a conflict, whatever the read concern;
-fewer than were read are treated as one. Where documents are read again, the filter is asked once more if the projection
-or the order takes something from it.
+One or two by `_id` take no more commands than many do, and these less of server and client; a router would want the
+shard key beside an `_id`. After a write, the read asks for the value that was written beside the filter. After a read,
+the write names the `_id`s. The transaction has one snapshot, so a document that has changed in between is a
+conflict, whatever the read concern; fewer than were read are treated as one. Where documents are read again, the filter
+is asked once more if the projection or the order takes something from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
+from uuid import UUID
 
 import bson
+from bson import ObjectId
 from pymongo.errors import OperationFailure
 
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.locking.call import Document, LockCall
+from mongo_celery.locking.call import Document, LockCall, judged
+from mongo_celery.locking.plans import Plan
 from mongo_celery.mongo.identity import id_key
 from mongo_celery.mongo.verdicts import Code
 
@@ -33,77 +38,111 @@ _BY_ID = [("_id", 1)]
 _UNSTEADY = {"$expr", "$where", "$jsonSchema", "$sampleRate", "$text"}
 """Conditions that may see the lock without naming its field, the time, or chance."""
 
+_FEW = 2
+_ORDERED = {int, ObjectId}
+"""Ids that are one each, whatever the collection's collation, and are put in order here as by the server."""
+
+_SINGLE = {*_ORDERED, str, UUID}
+
 _TRANSIENT = "TransientTransactionError"
 
 
-def lock_all(call: LockCall, filter_: Mapping[str, Any], sort: Any, limit: int, projection: Any) -> list[Any]:
+def lock_all(call: LockCall, sort: Any, limit: int, projection: Any) -> Plan[list[Any]]:
     """Lock what matches; the documents as they are afterwards, in the order asked for."""
     order = _BY_ID if sort is None else sort
-    with call.judged():
-        if limit or _looks_at_lock(call, filter_, sort) or _is_unsteady(filter_):
-            return _read_then_written(call, filter_, order, limit, projection or None)
-        return _written_then_read(call, filter_, order, projection or None)
+    few = [] if sort or _takes_from_filter(projection) else _few_ids(call)
+    if few and not 0 < limit < len(few):
+        return judged(call, _one_by_one(call, few, projection or None))
+    if limit or _looks_at_lock(call, call.filter, sort) or _is_unsteady(call.filter):
+        return judged(call, _read_then_written(call, order, limit, projection or None))
+    return judged(call, _written_then_read(call, order, projection or None))
 
 
-def lock_these(call: LockCall, filter_: Mapping[str, Any], ids: Sequence[Any], sort: Any, projection: Any) -> list[Any]:
+def lock_these(call: LockCall, ids: Sequence[Any], sort: Any, projection: Any) -> Plan[list[Any]]:
     """Lock documents by their ids, which were read in this transaction; as they are afterwards."""
-    if not ids:
-        return []
-    with call.judged():
-        _write(call, ids)
-        return _again(call, filter_, ids, projection, _BY_ID if sort is None else sort)
+
+    def asked() -> Plan[list[Any]]:
+        yield from _write(call, ids)
+        return (yield from _again(call, ids, projection, _BY_ID if sort is None else sort))
+
+    return judged(call, asked())
 
 
-def lock_read(call: LockCall, ids: Sequence[Any]) -> None:
+def lock_read(call: LockCall, ids: Sequence[Any]) -> Plan[None]:
     """Lock documents that this transaction has read already, by their ids, each of which stands there once."""
-    with call.judged():
-        _write(call, ids)
+    return judged(call, _write(call, ids))
 
 
-def _written_then_read(call: LockCall, filter_: Mapping[str, Any], order: Any, projection: Any) -> list[Any]:
-    count = call.collection.update_many(filter_, call.update, session=call.session).matched_count
-    if not count:
+def _few_ids(call: LockCall) -> list[Any]:
+    """The one or two ids that a filter asks for, and for nothing else, in their order; none where it asks otherwise."""
+    topology = call.session.client.topology_description.topology_type_name
+    if topology != "ReplicaSetWithPrimary" or list(call.filter) != ["_id"]:
         return []
-    found = list(_find(call, {**filter_, **call.own}, projection, order))
+    asked = call.filter["_id"]
+    ids = asked["$in"] if isinstance(asked, Mapping) and list(asked) == ["$in"] else [asked]
+    if not isinstance(ids, list | tuple) or len(ids) > _FEW:
+        return []
+    kinds = {type(each) for each in ids}
+    if len(ids) == 1:
+        return list(ids) if kinds <= _SINGLE else []
+    return sorted(set(ids)) if len(kinds) == 1 and kinds <= _ORDERED else []
+
+
+def _one_by_one(call: LockCall, ids: Sequence[Any], projection: Any) -> Plan[list[Any]]:
+    found = []
+    for each in ids:
+        document = yield from call.lock_one({"_id": each}, None, projection)
+        if document is not None:
+            found.append(document)
+    return found
+
+
+def _written_then_read(call: LockCall, order: Any, projection: Any) -> Plan[list[Any]]:
+    done = yield call.collection.update_many(call.filter, call.update, session=call.session)
+    if not done.matched_count:
+        return []
+    found = yield from call.find({**call.filter, **call.own}, projection, order)
     # Fewer, where the filter no longer matches what has just been locked; there is none known that comes here.
-    return found if len(found) == count else list(_find(call, call.own, projection, order))
+    return found if len(found) == done.matched_count else (yield from call.find(call.own, projection, order))
 
 
-def _read_then_written(
-    call: LockCall, filter_: Mapping[str, Any], order: Any, limit: int, projection: Any
-) -> list[Any]:
+def _read_then_written(call: LockCall, order: Any, limit: int, projection: Any) -> Plan[list[Any]]:
     if projection is None and "." not in call.field and _can_be_amended(call):
-        return _whole(call, filter_, order, limit)
+        return (yield from _whole(call, order, limit))
     if _hides(projection, call.field):
-        found = list(_find(call, filter_, {**dict.fromkeys(_names(projection), 1), "_id": 1}, order, limit))
-        _write(call, [each["_id"] for each in found])
+        names = {**dict.fromkeys(_names(projection), 1), "_id": 1}
+        found = yield from call.find(call.filter, names, order, limit)
+        yield from _write(call, [each["_id"] for each in found])
         return [_without_id(each, projection) for each in found]
-    ids = [each["_id"] for each in _find(call, filter_, {"_id": 1}, order, limit)]
-    if not ids:
+    seen = yield from call.find(call.filter, {"_id": 1}, order, limit)
+    if not seen:
         return []
-    _write(call, ids)
+    ids = [each["_id"] for each in seen]
+    yield from _write(call, ids)
     if _parts_of_id(projection):
-        return [each for one in ids for each in _again(call, filter_, [one], projection)]
-    shown = projection
+        found = []
+        for one in ids:
+            found += yield from _again(call, [one], projection)
+        return found
+    shown: Any = projection
     if isinstance(projection, Mapping):
         shown = {name: value for name, value in projection.items() if name != "_id"} or None
-    by_id = {_key(call, each["_id"]): each for each in _again(call, filter_, ids, shown)}
+    found = yield from _again(call, ids, shown)
+    by_id = {_key(call, each["_id"]): each for each in found}
     return [_without_id(by_id[_key(call, each)], projection) for each in ids]
 
 
-def _again(
-    call: LockCall, filter_: Mapping[str, Any], ids: Sequence[Any], projection: Any, sort: Any = None
-) -> list[Any]:
+def _again(call: LockCall, ids: Sequence[Any], projection: Any, sort: Any = None) -> Plan[list[Any]]:
     """Documents that this transaction has locked, read by their ids."""
     by_id: Mapping[str, Any] = {"_id": {"$in": ids}}
     if _takes_from_filter(projection) or _takes_from_filter(sort):
-        if _looks_at_lock(call, filter_):
+        if _looks_at_lock(call, call.filter):
             raise ConfigurationError(
                 f"The projection or the order takes something from the filter, and the filter looks at {call.field!r}, "
                 "the lock's field, which is another one by then: name another one with field=.",
             )
-        by_id = among(filter_, by_id["_id"])
-    found = list(_find(call, by_id, projection, sort))
+        by_id = among(call.filter, by_id["_id"])
+    found = yield from call.find(by_id, projection, sort)
     if len(found) != len(ids):
         raise _changed(len(ids), len(found))
     return found
@@ -114,13 +153,13 @@ def among(filter_: Mapping[str, Any], ids: Any) -> Mapping[str, Any]:
     return {"$and": [filter_, {"_id": ids}]} if "_id" in filter_ else {**filter_, "_id": ids}
 
 
-def _whole(call: LockCall, filter_: Mapping[str, Any], order: Any, limit: int) -> list[Any]:
+def _whole(call: LockCall, order: Any, limit: int) -> Plan[list[Any]]:
     """Read the server's time beside the documents, and write it: what was read is then known as it will be."""
-    found = list(_find(call, filter_, {"document": "$$ROOT", "at": "$$NOW"}, order, limit))
+    found = yield from call.find(call.filter, {"document": "$$ROOT", "at": "$$NOW"}, order, limit)
     if not found:
         return []
     written = {**call.value, "at": found[0]["at"]}
-    _write(call, [each["_id"] for each in found], [{"$set": {call.field: {"$literal": written}}}])
+    yield from _write(call, [each["_id"] for each in found], [{"$set": {call.field: {"$literal": written}}}])
     codec = call.collection.codec_options
     encoded = bson.encode(written, codec_options=codec)
     documents: list[Any] = []
@@ -130,10 +169,10 @@ def _whole(call: LockCall, filter_: Mapping[str, Any], order: Any, limit: int) -
     return documents
 
 
-def _write(call: LockCall, ids: Sequence[Any], update: list[Document] | None = None) -> None:
+def _write(call: LockCall, ids: Sequence[Any], update: list[Document] | None = None) -> Plan[None]:
     if not ids:
         return
-    done = call.collection.update_many({"_id": {"$in": ids}}, update or call.update, session=call.session)
+    done = yield call.collection.update_many({"_id": {"$in": ids}}, update or call.update, session=call.session)
     if done.matched_count > len(ids):
         raise ConfigurationError(
             f"{done.matched_count} documents of {call.collection.full_name} have the {len(ids)} _ids that were to be "
@@ -147,10 +186,6 @@ def _changed(read: int, found: int) -> OperationFailure:
     """As the server would have it: what was read is not there any more."""
     message = f"{read} documents were read, and {found} of them are there to be locked"
     return OperationFailure(message, Code.WriteConflict, {"errmsg": message, "errorLabels": [_TRANSIENT]})
-
-
-def _find(call: LockCall, filter_: Mapping[str, Any], projection: Any, sort: Any = None, limit: int = 0) -> Any:
-    return call.collection.find(filter_, projection, sort=sort, limit=limit, session=call.session)
 
 
 # -- what the lock's field has to do with it -------------------------------------------------------

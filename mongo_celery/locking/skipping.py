@@ -15,18 +15,18 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from pymongo.client_session import ClientSession
 from pymongo.errors import OperationFailure
 
-from mongo_celery.locking.call import LockCall
+from mongo_celery.locking.call import LockCall, judged
+from mongo_celery.locking.plans import Plan
 from mongo_celery.mongo.identity import id_key
-from mongo_celery.mongo.transaction.frames import Waits
+from mongo_celery.mongo.transaction.frames import Session, Waits
 from mongo_celery.mongo.verdicts import Code
 
 _CANDIDATES_MIN = 16
@@ -57,23 +57,28 @@ class _Refusals:
     wanted: int | None = None
 
 
-_of_session: WeakKeyDictionary[ClientSession, dict[Hashable, _Refusals]] = WeakKeyDictionary()
+_of_session: WeakKeyDictionary[Session, dict[Hashable, _Refusals]] = WeakKeyDictionary()
 
 _left_out: dict[tuple[int, str], dict[_Key, float]] = {}
 """By client and collection, until when a document is left out, on the monotonic clock."""
 
 
-def free_ids(call: LockCall, filter_: Mapping[str, Any], sort: Any, limit: int) -> list[Any]:
-    """The ids of documents to try, at most so many, chosen at random among the first; none where all are refused."""
+def free_ids(call: LockCall, limit: int, first: Callable[[int], Plan[list[Any]]]) -> Plan[list[Any]]:
+    """
+    The ids of documents to try, at most so many, chosen at random among the first; none where all are refused.
+
+    Args:
+        call: that wants them.
+        limit: how many at most.
+        first: reads the ids of the first ones that match, so many.
+    """
     refusals = _refusals_of(call)
     if refusals.count >= _REFUSALS_MAX:
         _forget(call)
         return []
     out = refusals.keys | _left_out_now(call)
     look = max(2 * limit, _CANDIDATES_MIN)
-    with call.judged(locks=False):
-        found = call.collection.find(filter_, {"_id": 1}, sort=sort, limit=look + len(out), session=call.session)
-        seen = [each["_id"] for each in found]
+    seen = yield from judged(call, first(look + len(out)), locks=False)
     free = [each for each in seen if _key(call, each) not in out][:look]
     if not free:
         _forget(call)

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pymongo import MongoClient
+from pymongo import AsyncMongoClient, MongoClient
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Watch:
 _watches: dict[int, Watch] = {}
 
 
-def watch_of(client: MongoClient[Any]) -> Watch:
+def watch_of(client: MongoClient[Any] | AsyncMongoClient[Any]) -> Watch:
     """That of a client; it is forgotten with it."""
     known = _watches.get(id(client))
     if known is None:

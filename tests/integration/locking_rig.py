@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
@@ -11,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from pymongo import MongoClient
+from pymongo import AsyncMongoClient, MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
-from mongo_celery.locking import select_for_update, select_many_for_update, transactional
+from mongo_celery import locking
+from mongo_celery.locking import asynchronous, select_for_update, select_many_for_update, transactional
 from tests.fixtures.process import Processes, wait_for
 
 Document = dict[str, Any]
@@ -48,6 +50,49 @@ class Sent(CommandListener):
 
     def named(self, name: str) -> list[Document]:
         return [command for command in self.commands if name in command]
+
+
+class Threads:
+    """The locks for threads, each call in a transaction of its own."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self._client = MongoClient[Document](url, **options)
+        self._client.admin.command("ping")  # which commands are right, a client knows once it is connected
+
+    def lock(self, name: str, *args: Any, timeout: float = _ANSWER_SECONDS_MAX, **options: Any) -> Any:
+        """What the function of this name gives; collections are those of any client."""
+        call = transactional(self._client, timeout=timeout)(getattr(locking, name))
+        return call(*(_of_client(self._client, each) for each in args), **options)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Tasks:
+    """The same by the locks for asyncio, on an event loop of its own."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self._loop = asyncio.Runner()
+        self._client = AsyncMongoClient[Document](url, **options)
+        self._loop.run(self._client.admin.command("ping"))
+
+    def lock(self, name: str, *args: Any, timeout: float = _ANSWER_SECONDS_MAX, **options: Any) -> Any:
+        """As of `Threads`."""
+        call = transactional(self._client, timeout=timeout)(getattr(asynchronous, name))
+        return self._loop.run(call(*(_of_client(self._client, each) for each in args), **options))
+
+    def close(self) -> None:
+        self._loop.run(self._client.close())
+        self._loop.close()
+
+
+def _of_client(client: Any, given: Any) -> Any:
+    """A collection, or pairs of one and something else, of this client instead of another."""
+    if isinstance(given, list):
+        return [(_of_client(client, each), *others) for each, *others in given]
+    if not isinstance(given, Collection):
+        return given
+    return client[given.database.name].get_collection(given.name, codec_options=given.codec_options)
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from django_mongodb_backend import transaction
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 from mongo_celery import ConfigurationError, DocumentLockedError, TransactionRequiredError, transactional
+from mongo_celery.locking import skipping
 from mongo_celery.locking.django import django_client, joined, select_for_update
 
 class Hall(models.Model):
@@ -64,7 +65,7 @@ def refused(error, work):
     raise AssertionError(f"{error} was not raised")
 
 # Only inside a transaction, and only what can be locked.
-assert "joined(session)" in refused(TransactionRequiredError, lambda: select_for_update(Seat.objects.all()))
+assert "joined()" in refused(TransactionRequiredError, lambda: select_for_update(Seat.objects.all()))
 with transaction.atomic():
     refused(ConfigurationError, lambda: select_for_update(Seat.objects.values("row")))
     refused(ConfigurationError, lambda: select_for_update([1]))
@@ -101,7 +102,7 @@ attempts, done = [], []
 @transactional(django_client)
 def sell(customer, *, session):
     attempts.append(customer)
-    with joined(session):
+    with joined():
         transaction.on_commit(lambda: done.append(customer))
         queryset = Seat.objects.filter(customer=None).select_related("hall").order_by("-row")[:2]
         found = select_for_update(queryset, of=("self", "hall"), application="office")
@@ -128,8 +129,16 @@ def conflict(*, session):
         if len(runs) == 1:
             MongoClient(url)[name]["seats"].update_one({"row": 0}, {"$set": {"customer": "Eve"}})
         seat.row = 10
-        with transaction.atomic():
-            seat.save()
+        try:
+            save(seat)
+        except OperationFailure:  # what the inner part says is what the outer one is repeated for
+            pass
+
+@transactional(django_client)
+@joined()
+def save(seat, *, session):
+    with transaction.atomic():
+        seat.save()
 
 conflict()
 assert (len(runs), done) == (2, ["Ann", 2])
@@ -170,7 +179,35 @@ with other.start_session() as session, session.start_transaction():
 with transaction.atomic():
     [seat] = select_for_update(Seat.objects.filter(row=1), nowait=True)
 
-# Another client, and a transaction around it.
+# What others hold is skipped, by the next attempts of a transaction; nothing that is free again is.
+skipping._LEFT_OUT_SECONDS = 0.0
+@transactional(django_client)
+@joined()
+def free(queryset, *, session, **options):
+    return [seat.row for seat in select_for_update(queryset, skip_locked=True, **options)]
+
+rows = Seat.objects.filter(row__in=(1, 2, 3)).order_by("-row")
+with other.start_session() as session, session.start_transaction():
+    other[name]["seats"].update_one({"row": 2}, {"$set": {"held": 1}}, session=session)
+    assert free(rows[:1]) in ([3], [1])
+    assert free(rows.filter(row=2)[:1]) == []
+    assert free(rows.exclude(row=3)[:1]) == [1]
+assert free(rows[1:3]) == [2, 1]
+assert seats.find_one({"row": 2})["_lock"]
+assert free(rows.filter(customer="nobody")[:2]) == []
+assert "slice" in refused(ConfigurationError, lambda: free(rows))
+assert "no of=" in refused(ConfigurationError, lambda: free(rows[:1], of=("self", "hall")))
+
+# No transaction, another client, one around it, and one of its own inside.
+assert "found no transaction" in refused(TransactionRequiredError, lambda: joined().__enter__())
+def inside():
+    @transactional(django_client, own=True)
+    @joined()
+    def apart(*, session):
+        pass
+
+    transactional(django_client)(joined()(lambda *, session: apart()))()
+assert "own=True" in refused(ConfigurationError, inside)
 def foreign():
     with other.start_session() as session, session.start_transaction(), joined(session):
         pass

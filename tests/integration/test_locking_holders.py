@@ -6,7 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 from bson.datetime_ms import DatetimeMS
@@ -25,7 +25,7 @@ from mongo_celery.locking.holders import OpenTransaction, open_transactions
 from mongo_celery.locking.prometheus import LockCollector
 from tests.fixtures.process import Processes, wait_for
 from tests.fixtures.rights import STATE, UrlOf
-from tests.integration.locking_rig import Document, Sent, held, hold_for_ever
+from tests.integration.locking_rig import Document, Sent, Tasks, Threads, held, hold_for_ever
 
 MakeClient = Callable[..., MongoClient[Document]]
 
@@ -56,6 +56,13 @@ def holder_of(processes: Processes, things: Collection[Document], url: str) -> C
     return child
 
 
+@pytest.fixture(params=[Threads, Tasks])
+def way(request: pytest.FixtureRequest, mongo_url: str) -> Iterator[Threads | Tasks]:
+    """How the one locks who is refused; what is shown of threads is true of asyncio."""
+    with closing(request.param(mongo_url)) as made:
+        yield made
+
+
 def refused(things: Collection[Document]) -> DocumentLockedError:
     """What somebody is told who does not wait."""
     with pytest.raises(DocumentLockedError) as caught:
@@ -73,12 +80,16 @@ def named(client: MongoClient[Document], application: str) -> list[OpenTransacti
     return [each for each in open_transactions(client) if each.application == application]
 
 
-def test_the_error_names_who_may_hold_it(things: Collection[Document], make_client: MakeClient) -> None:
+def test_the_error_names_who_may_hold_it(
+    things: Collection[Document], make_client: MakeClient, way: Threads | Tasks
+) -> None:
     """The client's appName and address, and for how long; it survives pickling, as Celery's pool needs it."""
     other = make_client(appName="box office 7")[things.database.name][things.name]
     with held(other, 1):
-        error = refused(things)
+        with pytest.raises(DocumentLockedError) as caught:
+            way.lock("select_for_update", things, {"_id": 1}, nowait=True)
         [seen] = named(things.database.client, "box office 7")
+    error = caught.value
     found = next(each for each in candidates_of(error) if each.application == "box office 7")
     assert found.client is not None
     assert f"box office 7 at {found.client}, open for 0 s, idle for 0 s of that" in str(error)
@@ -100,13 +111,12 @@ def test_who_has_only_read_is_named_as_well(things: Collection[Document], make_c
 
 
 def test_the_end_of_the_time_names_who_may_hold_what_was_waited_for(
-    things: Collection[Document], make_client: MakeClient
+    things: Collection[Document], make_client: MakeClient, way: Threads | Tasks
 ) -> None:
-    """Asked when the time is used up, and the transaction aborted."""
+    """Asked when the time is used up, and the transaction aborted; in asyncio, at the conflicts right before."""
     holder = make_client(appName="slow holder")[things.database.name][things.name]
-    lock = transactional(things.database.client, timeout=SHORT)(select_for_update)
     with held(holder, 1), pytest.raises(TransactionTimeoutError, match=r"may hold it: .*slow holder at ") as caught:
-        lock(things, {"_id": 1})
+        way.lock("select_for_update", things, {"_id": 1}, timeout=SHORT)
     assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
 
 
@@ -160,6 +170,7 @@ def test_a_dead_holder_is_ended_by_who_waits(
     mongo_url: str,
     caplog: pytest.LogCaptureFixture,
     soon: None,
+    way: Threads | Tasks,
 ) -> None:
     """Not before its connections are gone, long before the server would do it; counted, and logged with its address."""
     del soon
@@ -167,10 +178,10 @@ def test_a_dead_holder_is_ended_by_who_waits(
     client, name = things.database.client, things.database.name
     wait = {"wait": 4 * SHORT}
     with pytest.raises(DocumentLockedError):
-        transactional(client)(select_for_update)(things, {"_id": 1}, **wait)
+        way.lock("select_for_update", things, {"_id": 1}, **wait)
+    wait_for(lambda: named(client, name)[0].silent_seconds >= SHORT, message="silence")
     [idle] = named(client, name)
     assert (idle.state, idle.connected) == ("idle", True)
-    assert idle.silent_seconds >= SHORT
     holder.kill()
     wait_for(lambda: named(client, name)[0].state == "dead", message="a connection that is gone")
     assert "no connection of its client is left" in str(named(client, name)[0])
@@ -178,12 +189,12 @@ def test_a_dead_holder_is_ended_by_who_waits(
     set_automatic_freeing(False)
     try:
         with pytest.raises(DocumentLockedError):
-            transactional(client)(select_for_update)(things, {"_id": 1}, **wait)
+            way.lock("select_for_update", things, {"_id": 1}, **wait)
     finally:
         set_automatic_freeing(True)
     before = ended_count()
     with caplog.at_level(logging.WARNING, "mongo_celery.locking"):
-        found = transactional(client)(select_for_update)(things, {"_id": 1}, application="next")
+        found = way.lock("select_for_update", things, {"_id": 1}, application="next")
     assert found["_lock"]["application"] == "next"
     assert ended_count() > before
     ended = [each.getMessage() for each in caplog.records if each.__dict__.get("event") == "dead_holder_ended"]

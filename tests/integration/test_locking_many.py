@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, ClassVar
 
 import mongoengine
@@ -19,13 +20,12 @@ from pymongo.errors import OperationFailure
 from mongo_celery.errors import ConfigurationError, DocumentLockedError
 from mongo_celery.locking import (
     select_for_update,
-    select_for_update_of,
     select_many_for_update,
     skipping,
     transactional,
 )
 from tests.fixtures.process import wait_for
-from tests.integration.locking_rig import Document, Sent, held
+from tests.integration.locking_rig import Document, Sent, Tasks, Threads, held
 
 MakeClient = Callable[..., MongoClient[Document]]
 
@@ -34,29 +34,41 @@ LOCKS = ("find", "update", "findAndModify")
 
 
 class Spied:
-    """A collection of a hundred documents, and the commands that are sent to it."""
+    """A collection of a hundred documents, a way to lock them, and the commands that it sends."""
 
-    def __init__(self, collection: Collection[Document], sent: Sent) -> None:
-        self.collection, self.sent = collection, sent
+    def __init__(self, collection: Collection[Document], way: Threads | Tasks, sent: Sent) -> None:
+        self.collection, self.way, self.sent = collection, way, sent
 
     def locked(self, filter_: Document, **options: Any) -> tuple[list[Document], list[str]]:
         """What a call gives, and by which commands."""
         self.sent.commands.clear()
-        found = transactional(self.collection.database.client)(select_many_for_update)(
-            self.collection, filter_, **options
-        )
-        return found, [name for each in self.sent.commands for name in LOCKS if name in each]
+        found = self.way.lock("select_many_for_update", self.collection, filter_, **options)
+        return found, [name for each in self.sent.commands if (name := next(iter(each))) in LOCKS]
+
+    def take(self, filter_: Document, **options: Any) -> Any:
+        """One that is free, or so many."""
+        name = "select_many_for_update" if "limit" in options else "select_for_update"
+        return self.way.lock(name, self.collection, filter_, skip_locked=True, **options)
 
     @property
     def locks(self) -> list[int]:
         return [each["_id"] for each in self.collection.find({"_lock": {"$exists": True}}).sort("_id", 1)]
 
 
-@pytest.fixture
-def spied(database: Database[Document], make_client: MakeClient) -> Spied:
+@pytest.fixture(params=[Threads, Tasks])
+def spied(request: pytest.FixtureRequest, database: Database[Document], mongo_url: str) -> Iterator[Spied]:
+    """By both ways: what is shown of the locks for threads is true of those for asyncio."""
     database["things"].insert_many([{"_id": number, "n": COUNT - number, "x": 1} for number in range(COUNT)])
     sent = Sent()
-    return Spied(make_client(event_listeners=[sent])[database.name]["things"], sent)
+    with closing(request.param(mongo_url, event_listeners=[sent])) as way:
+        yield Spied(database["things"], way, sent)
+
+
+@pytest.fixture
+def things(database: Database[Document], make_client: MakeClient) -> Collection[Document]:
+    """For threads alone; by a client of its own, for what one was refused is left out by all of its calls."""
+    database["things"].insert_many([{"_id": number} for number in range(10)])
+    return make_client()[database.name]["things"]
 
 
 def test_a_hundred_are_locked_by_two_commands(spied: Spied) -> None:
@@ -71,6 +83,32 @@ def test_a_hundred_are_locked_by_two_commands(spied: Spied) -> None:
 def test_none_are_locked_by_one_command(spied: Spied) -> None:
     """What matches nothing is not read."""
     assert spied.locked({"x": 2}) == ([], ["update"])
+
+
+@pytest.mark.parametrize(
+    ("filter_", "options", "commands"),
+    [
+        ({"_id": 7}, {}, ["findAndModify"]),
+        ({"_id": {"$in": [7]}}, {"projection": {"n": 1, "_id": 0}}, ["findAndModify"]),
+        ({"_id": {"$in": [7, 3]}}, {"projection": ["n"]}, ["findAndModify"] * 2),
+        ({"_id": {"$in": [7, 1000]}}, {"limit": 2}, ["findAndModify"] * 2),
+        ({"_id": {"$in": [7, 7.0]}}, {}, ["update", "find"]),
+        ({"_id": {"$in": [7, True]}}, {}, ["update", "find"]),
+        ({"_id": {"$in": ["7", "8"]}}, {}, ["update"]),
+        ({"_id": 7, "x": 1}, {}, ["update", "find"]),
+        ({"_id": {"$in": [7, 3]}}, {"limit": 1}, ["find", "update"]),
+        ({"_id": {"$in": [7, 3]}}, {"sort": [("n", 1)]}, ["update", "find"]),
+    ],
+    ids=str,
+)
+def test_one_or_two_by_id_are_a_command_each(
+    spied: Spied, filter_: Document, options: Document, commands: list[str]
+) -> None:
+    """What is returned is as ever, and nothing else is asked for where the ids might mean others or another order."""
+    found, sent = spied.locked(filter_, **options)
+    assert sent == commands
+    assert found == list(spied.collection.find(filter_, **{"sort": [("_id", 1)], **options}))
+    assert len(spied.locks) == len(found)
 
 
 def test_the_order_and_the_projection_are_the_callers(spied: Spied) -> None:
@@ -178,7 +216,7 @@ def test_a_filter_is_not_put_into_words_unless_an_error_needs_it(spied: Spied) -
 def test_raw_documents_are_locked_and_read_too(spied: Spied) -> None:
     """They cannot be amended, so they are read again."""
     raw = spied.collection.with_options(codec_options=CodecOptions(document_class=RawBSONDocument))
-    found = transactional(raw.database.client)(select_many_for_update)(raw, {}, limit=2)
+    found = spied.way.lock("select_many_for_update", raw, {}, limit=2)
     assert [(each["_id"], "id" in each["_lock"]) for each in found] == [(0, True), (1, True)]
 
 
@@ -192,19 +230,19 @@ def test_one_that_is_held_refuses_all_and_leaves_none_locked(spied: Spied) -> No
 
 
 @pytest.mark.parametrize("level", ["snapshot", "local", "majority"])
-def test_a_change_between_reading_and_writing_is_a_conflict(spied: Spied, level: str) -> None:
+def test_a_change_between_reading_and_writing_is_a_conflict(things: Collection[Document], level: str) -> None:
     """A transaction has one snapshot from its first command on, whatever its read concern."""
     from pymongo.read_concern import ReadConcern
 
     attempts: list[int] = []
 
-    @transactional(spied.collection.database.client, read_concern=ReadConcern(level))
+    @transactional(things.database.client, read_concern=ReadConcern(level))
     def lock(*, session: ClientSession) -> list[Document]:
         attempts.append(1)
-        spied.collection.find_one({"_id": 1}, session=session)
+        things.find_one({"_id": 1}, session=session)
         if len(attempts) == 1:
-            spied.collection.delete_one({"_id": 0})
-        return list(select_many_for_update(spied.collection, {}, session=session, limit=2))
+            things.delete_one({"_id": 0})
+        return list(select_many_for_update(things, {}, session=session, limit=2))
 
     assert [each["_id"] for each in lock()] == [1, 2]
     assert len(attempts) == 2
@@ -218,107 +256,97 @@ def test_documents_of_several_collections_are_locked_in_one_order(spied: Spied) 
     others = spied.collection.database["another"]
     others.insert_one({"_id": "a"})
     spied.sent.commands.clear()
-
-    @transactional(spied.collection.database.client)
-    def lock(*, session: ClientSession) -> list[list[Document]]:
-        return select_for_update_of([(spied.collection, {"_id": {"$lt": 2}}), (others, {})], session=session)
-
-    things, [other] = lock()
+    wanted: list[Any] = [(spied.collection, {"_id": {"$lt": 2}}), (others, {})]
+    things, [other] = spied.way.lock("select_for_update_of", wanted)
     assert ([each["_id"] for each in things], other["_id"]) == ([0, 1], "a")
     assert [each["update"] for each in spied.sent.named("update")] == ["another", "things"]
     assert "_lock" in other
-
     with held(others, "a"), pytest.raises(DocumentLockedError, match="another"):
-        transactional(spied.collection.database.client)(select_for_update_of)(
-            [(spied.collection, {"_id": 0}), (others, {})], nowait=True
-        )
+        spied.way.lock("select_for_update_of", wanted, nowait=True)
 
 
 def test_what_is_no_pair_of_a_collection_and_a_filter_is_refused(spied: Spied) -> None:
-    with (
-        transactional(spied.collection.database.client) as session,
-        pytest.raises(ConfigurationError, match="pairs of a collection and a filter"),
-    ):
-        select_for_update_of([("things", {})], session=session)  # type: ignore[list-item]
+    with pytest.raises(ConfigurationError, match="pairs of a collection and a filter"):
+        spied.way.lock("select_for_update_of", [("things", {})])
 
 
 # -- skip_locked -----------------------------------------------------------------------------------
 
 
-def take(collection: Collection[Document], **options: Any) -> Any:
-    """One that is free, or so many."""
-    select = select_many_for_update if "limit" in options else select_for_update
-    return transactional(collection.database.client)(select)(collection, skip_locked=True, **options)
-
-
 def test_what_others_hold_is_skipped(spied: Spied) -> None:
     """Whichever is free is found, at the latest after the held ones have refused."""
     with held(spied.collection, 0, 1, 2):
-        assert take(spied.collection, filter={"_id": {"$lt": 4}})["_id"] == 3
-        assert take(spied.collection, filter={"_id": {"$lt": 3}}) is None
-        assert [each["_id"] for each in take(spied.collection, filter={"_id": {"$lt": 4}}, limit=3)] == [3]
-    assert take(spied.collection, filter={"_id": "none"}) is None
-    assert take(spied.collection, filter={"_id": "none"}, limit=2) == []
+        assert spied.take({"_id": {"$lt": 4}})["_id"] == 3
+        assert spied.take({"_id": {"$lt": 3}}) is None
+        assert [each["_id"] for each in spied.take({"_id": {"$lt": 4}}, limit=3)] == [3]
+    assert spied.take({"_id": "none"}) is None
+    assert spied.take({"_id": "none"}, limit=2) == []
 
 
 def test_several_that_are_free_come_in_the_order_asked_for(spied: Spied) -> None:
     """Up to the limit, of the first ones that match."""
-    found = take(spied.collection, filter={"_id": {"$lt": 5}}, limit=9, sort=[("n", 1)], projection={"n": 1})
+    found = spied.take({"_id": {"$lt": 5}}, limit=9, sort=[("n", 1)], projection={"n": 1})
     assert found == [{"_id": number, "n": COUNT - number} for number in (4, 3, 2, 1, 0)]
 
 
 def test_skipping_keeps_the_filter(spied: Spied) -> None:
     """It may have the shard key, without which a sharded collection refuses to write to one document."""
     spied.sent.commands.clear()
-    assert take(spied.collection, filter={"x": 1, "n": 1})["_id"] == COUNT - 1
-    assert take(spied.collection, filter={"_id": {"$gt": 98}})["_id"] == COUNT - 1
+    assert spied.take({"x": 1, "n": 1})["_id"] == COUNT - 1
+    assert spied.take({"_id": {"$gt": 98}})["_id"] == COUNT - 1
     queries = [each["query"] for each in spied.sent.named("findAndModify")]
     one = {"$eq": COUNT - 1}
     assert queries == [{"x": 1, "n": 1, "_id": one}, {"$and": [{"_id": {"$gt": 98}}, {"_id": one}]}]
 
 
 def test_what_was_refused_is_left_out_by_its_own_transaction_only(
-    spied: Spied, monkeypatch: pytest.MonkeyPatch
+    things: Collection[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by a later one of the same session, nor by another client's, once the half second of all is over."""
     monkeypatch.setattr(skipping, "_LEFT_OUT_SECONDS", 0.0)
-    client = spied.collection.database.client
+    client = things.database.client
     with client.start_session() as session:
 
         @transactional(client)
         def fail(*, session: ClientSession) -> None:
-            if select_for_update(spied.collection, {"_id": 0}, session=session, skip_locked=True) is None:
+            if select_for_update(things, {"_id": 0}, session=session, skip_locked=True) is None:
                 raise RuntimeError("in another way")
 
         def refuse_once(*, session: ClientSession) -> None:
             try:
-                select_for_update(spied.collection, {"_id": 0}, session=session, skip_locked=True)
+                select_for_update(things, {"_id": 0}, session=session, skip_locked=True)
             except OperationFailure as error:
                 raise RuntimeError("in another way") from error
 
-        with held(spied.collection, 0), pytest.raises(RuntimeError):
+        with held(things, 0), pytest.raises(RuntimeError):
             transactional(client)(refuse_once)(session=session)
         fail(session=session)
 
 
-def test_what_one_client_was_refused_is_no_concern_of_anothers(spied: Spied, make_client: MakeClient) -> None:
+def test_what_one_client_was_refused_is_no_concern_of_anothers(
+    things: Collection[Document], make_client: MakeClient
+) -> None:
     """Collections of two clusters may have the same names."""
-    with held(spied.collection, 0):
-        assert take(spied.collection, filter={"_id": 0}) is None
-    elsewhere = make_client()[spied.collection.database.name][spied.collection.name]
-    assert take(elsewhere, filter={"_id": 0})["_id"] == 0
+
+    def take(collection: Collection[Document]) -> Any:
+        lock = transactional(collection.database.client)(select_for_update)
+        return lock(collection, {"_id": 0}, skip_locked=True)
+
+    with held(things, 0):
+        assert take(things) is None
+    assert take(make_client()[things.database.name][things.name])["_id"] == 0
 
 
-def test_a_drivers_transaction_carries_over_what_was_refused(spied: Spied) -> None:
+def test_a_drivers_transaction_carries_over_what_was_refused(things: Collection[Document]) -> None:
     """Also where its session has locked before, so that the first attempt's call is not the session's first."""
-    client = spied.collection.database.client
+    client = things.database.client
     with client.start_session() as session:
-        session.with_transaction(lambda each: select_for_update(spied.collection, {"_id": 9}, session=each))
+        session.with_transaction(lambda each: select_for_update(things, {"_id": 9}, session=each))
 
         def take_one(each: ClientSession) -> Any:
-            return select_for_update(spied.collection, {"_id": {"$lt": 2}}, session=each, skip_locked=True)
+            return select_for_update(things, {"_id": {"$lt": 2}}, session=each, skip_locked=True)
 
-        with held(spied.collection, 0):
+        with held(things, 0):
             assert session.with_transaction(take_one)["_id"] == 1
             for _ in range(3):
                 assert session.with_transaction(take_one)["_id"] == 1
@@ -327,13 +355,13 @@ def test_a_drivers_transaction_carries_over_what_was_refused(spied: Spied) -> No
 @pytest.mark.parametrize("options", [{"nowait": True}, {"wait": 1}, {"nowait": True, "wait": 1}])
 def test_skipping_and_waiting_exclude_each_other(spied: Spied, options: Document) -> None:
     with pytest.raises(ConfigurationError, match="exclude each other"):
-        take(spied.collection, filter={}, **options)
+        spied.take({}, **options)
 
 
 def test_many_are_skipped_with_a_limit_only(spied: Spied) -> None:
     """All that are free cannot be told: one that is held refuses them all."""
     with pytest.raises(ConfigurationError, match="limit="):
-        take(spied.collection, filter={}, limit=0)
+        spied.take({}, limit=0)
 
 
 # -- mappers ---------------------------------------------------------------------------------------

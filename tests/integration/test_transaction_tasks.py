@@ -523,16 +523,6 @@ def test_documents_are_locked_in_async_bodies(on_loop: OnLoop, database: Databas
                 notes, {}, session=session, sort=[("text", -1)], limit=3, projection={"text": 1, "_id": 0}
             )
             assert many == [{"text": "True"}, {"text": "4"}, {"text": "2.5"}]
-            unusable: list[Any] = [
-                {"_id.a": 1},
-                ["_id.a"],
-                {"_id": "$text"},
-                {"a.$": 1},
-                {"score": {"$meta": "textScore"}},
-            ]
-            for projection in unusable:
-                with pytest.raises(ConfigurationError, match="projection="):
-                    await asynchronous.select_many_for_update(notes, {}, session=session, projection=projection)
             raw = notes.with_options(codec_options=CodecOptions(document_class=RawBSONDocument))
             read = await asynchronous.select_many_for_update(raw, {"_id": 4}, session=session, projection={"_id": 0})
             assert read[0]["text"] == "4"
