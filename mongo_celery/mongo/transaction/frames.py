@@ -316,6 +316,14 @@ def _around() -> Iterator[Frame]:
         frame = _open_one(frame.outer)
 
 
+def is_known_here(frame: Frame) -> bool:
+    """Whether this context has entered a frame, or is a copy of one that had."""
+    around = _open_one(_innermost.get())
+    while around is not None and around is not frame:
+        around = _open_one(around.outer)
+    return around is frame
+
+
 def belongs_to_transactions(variable: ContextVar[Any]) -> None:
     """What it holds belongs to a transaction in progress, and is None in what is called after another one's commit."""
     _belonging.append(variable)

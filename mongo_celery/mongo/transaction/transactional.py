@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
 import pymongo
@@ -32,7 +32,7 @@ from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import AsyncClient, Client, client_of
 from mongo_celery.mongo.transaction import asynchronous, blocking
-from mongo_celery.mongo.transaction.blocks import Block, Blocks, leave, leave_async, limited
+from mongo_celery.mongo.transaction.blocks import Block, Blocks, Call, call_at, leave, leave_async, limited
 from mongo_celery.mongo.transaction.frames import current, entered, part_of
 
 Result = TypeVar("Result")
@@ -257,7 +257,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 around.enter_context(limited(self._seconds))
             if frame is not None:
                 session.start_transaction(**self._options)
-            block = Block(place, session, frame, self._seconds, around)
+            block = Block(place, call_at(place), session, frame, self._seconds, around)
             with pymongo.timeout(self._seconds):
                 block.box.enter_context(self._collecting(session))
             self._blocks.add(block)
@@ -270,14 +270,15 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         leave(self._blocks.take(sys._getframe(1)), error)  # noqa: SLF001
 
     def __aenter__(self) -> Coroutine[Any, Any, AsyncClientSession]:
-        return self._enter_async(sys._getframe(1))  # noqa: SLF001
+        place = sys._getframe(1)  # noqa: SLF001
+        return self._enter_async(place, call_at(place))
 
     def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> Coroutine[Any, Any, None]:
         return leave_async(self._blocks.take(sys._getframe(1)), error)  # noqa: SLF001
 
-    async def _enter_async(self, place: Any) -> AsyncClientSession:
+    async def _enter_async(self, place: FrameType, entered_by: Call) -> AsyncClientSession:
         joined, _, client = self._found(None, AsyncClientSession)
         with ExitStack() as around:
             frame = None
@@ -291,7 +292,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 around.enter_context(limited(self._seconds))
             if frame is not None:
                 await session.start_transaction(**self._options)
-            block = Block(place, session, frame, self._seconds, around.pop_all())
+            block = Block(place, entered_by, session, frame, self._seconds, around.pop_all())
         self._blocks.add(block)
         return block.session
 
