@@ -7,8 +7,8 @@ the same is the function, or the generator, in which the `with` stands. Where an
 of its own, as an ExitStack or a unit of work does, it is that object. Where neither is any help, it must be the only
 one that it can be, or the last one of the only thread and task that has any.
 
-Who enters and leaves by one and the same instruction calls whatever it is handed, as the loop of a thread pool does: its
-function, its object and its thread are everybody's. What was entered there must be the only one.
+Who enters and leaves by one and the same instruction calls whatever it is handed, as the loop of a pool's thread does:
+its function, its object and its thread are everybody's. What was entered there must be the only one.
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ class Block(Generic[AnySession]):
         if self.frame is not None and self.frame.deadline == math.inf:
             self.frame.deadline = time.monotonic() + self.seconds
         return self.frame
+
+    @property
+    def may_await(self) -> bool:
+        """Whether it may while it is thrown away: only an async generator may."""
+        return bool(self.place.f_code.co_flags & inspect.CO_ASYNC_GENERATOR)
 
     def close_box(self, error: BaseException | None) -> None:
         """Have written what goes with the commit, or dropped."""
@@ -229,6 +234,10 @@ async def leave_async(block: Block[AsyncClientSession], error: BaseException | N
     if frame is None:
         block.close_around(error)
         return
+    if isinstance(error, GeneratorExit) and not block.may_await:
+        block.close_around(error)
+        asynchronous.abandon(block.session, is_own=True)
+        return
     canceled = None
     try:
         with block.around:
@@ -236,7 +245,8 @@ async def leave_async(block: Block[AsyncClientSession], error: BaseException | N
     finally:
         await block.session.end_session()
     if error is None:
-        await frame.await_callbacks()
+        with asynchronous.waiting_for_callbacks():
+            await frame.await_callbacks()
     if canceled is not None:
         raise canceled
 

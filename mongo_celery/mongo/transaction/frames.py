@@ -182,14 +182,14 @@ class Frame:
 
     async def await_callbacks(self) -> None:
         """As `run_callbacks`, for callbacks that may have to be awaited; who is canceled meanwhile is so at the end."""
-        canceled = None
+        canceled: BaseException | None = None
         for callback in self._taken():
             try:
                 with _outside():
                     result = callback()
                     if inspect.isawaitable(result):
                         await result
-            except asyncio.CancelledError as error:
+            except (asyncio.CancelledError, SoftTimeLimitExceeded) as error:
                 canceled = error
             except Exception as error:  # noqa: BLE001 - whatever a user's function raises
                 _log_failed(error)

@@ -229,13 +229,19 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         if joined is not None:
             with part_of(joined), limited(self._seconds) if self._is_limited else contextlib.nullcontext():
                 return await body(joined)
-        async with contextlib.AsyncExitStack() as stack:
-            if given is None:
-                given = await stack.enter_async_context(client.start_session())
-            frame = stack.enter_context(entered(given, self._seconds))
-            stack.enter_context(limited(self._seconds))
-            result, canceled = await asynchronous.repeat(frame, given, body, self._options)
-        await frame.await_callbacks()
+        used = client.start_session() if given is None else given
+        try:
+            with entered(used, self._seconds) as frame, limited(self._seconds):
+                result, canceled = await asynchronous.repeat(frame, used, body, self._options)
+        except GeneratorExit:
+            asynchronous.abandon(used, is_own=given is None)
+            raise
+        except BaseException:
+            await _end(used, given)
+            raise
+        await _end(used, given)
+        with asynchronous.waiting_for_callbacks():
+            await frame.await_callbacks()
         if canceled is not None:
             raise canceled
         return result
@@ -323,6 +329,12 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
     def _collecting(self, session: ClientSession) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._outbox is None else self._outbox.collect(session)
+
+
+async def _end(used: AsyncClientSession, given: AsyncClientSession | None) -> None:
+    """End a session that was made here."""
+    if given is None:
+        await used.end_session()
 
 
 def _other_kind(*, is_async: bool) -> ConfigurationError:
