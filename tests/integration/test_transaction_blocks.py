@@ -26,9 +26,10 @@ from pymongo.database import Database
 from pymongo.errors import InvalidOperation
 from pymongo.uri_parser import parse_uri
 
-from mongo_celery import OutboxCollection
+from mongo_celery import OutboxCollection, TwoPhaseCommit
 from mongo_celery.errors import TransactionError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, current, transactional
+from mongo_celery.twophase.steps import STEP_TASK
 from tests.fixtures.proxy import Proxy
 from tests.integration.locking_rig import Document
 
@@ -342,6 +343,27 @@ def test_a_callback_of_its_own_is_sent_though_the_one_around_is_aborted(
         with pytest.raises(ZeroDivisionError):
             outer.run(body)
         assert [queue.get(timeout=GENEROUS).headers["task"] for _ in range(len(queue))] == ["receipt"]
+
+
+def test_a_step_of_a_two_phase_commit_waits_for_no_transaction_around(
+    notes: Collection[Document], client: Client
+) -> None:
+    """That it is queued is noted at once; in the box of a transaction that is aborted its message would be lost."""
+    app = Celery("blocks", broker="memory://", set_as_current=False)
+    bank = TwoPhaseCommit(app, notes.database["transactions"])
+    app.finalize()
+    stored = bank.transfer("A", "B", 1, run=False)
+    outer = transactional(client, outbox=OutboxCollection(app, notes.database["box"], at_once=False, sweep_every=None))
+
+    def body(_: ClientSession) -> None:
+        bank.delay(stored)
+        raise ZeroDivisionError
+
+    with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
+        queue.clear()
+        with pytest.raises(ZeroDivisionError):
+            outer.run(body)
+        assert queue.get(timeout=GENEROUS).headers["task"] == STEP_TASK
 
 
 def test_a_part_that_fails_keeps_its_error_where_its_box_cannot_be_written(

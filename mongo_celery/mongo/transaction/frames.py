@@ -171,7 +171,7 @@ class Frame:
         limit = None
         for callback in self._taken():
             try:
-                with _outside():
+                with outside():
                     _awaited_nowhere(callback())
             except SoftTimeLimitExceeded as error:  # the task's, which wherever it arrives is to end the task
                 limit = error
@@ -185,7 +185,7 @@ class Frame:
         canceled: BaseException | None = None
         for callback in self._taken():
             try:
-                with _outside():
+                with outside():
                     result = callback()
                     if inspect.isawaitable(result):
                         await result
@@ -330,8 +330,8 @@ def belongs_to_transactions(variable: ContextVar[Any]) -> None:
 
 
 @contextmanager
-def _outside() -> Iterator[None]:
-    """Inside, nothing belongs to a transaction around, as it has to be in a callback of one that has own=True."""
+def outside() -> Iterator[None]:
+    """Inside, nothing belongs to a transaction around: what is sent there is sent at once, whatever becomes of that."""
     tokens = [(variable, variable.set(None)) for variable in _belonging]
     try:
         yield
