@@ -1,10 +1,9 @@
-"""The transactions' own documents: every query on them has its home here."""
+"""The transactions' own documents; which of them were left, and which may go, `abandoned` and `final` ask."""
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Collection as Container
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -22,7 +21,6 @@ from pymongo.errors import DuplicateKeyError
 from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
 from mongo_celery.mongo.expressions import after, created, literal, millis
 from mongo_celery.mongo.verdicts import Concern
-from mongo_celery.twophase.branches import Own
 from mongo_celery.twophase.indexes import Indexes
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.sessions import named_sessions
@@ -39,7 +37,7 @@ _LATE_PART = 0.9
 """Of the deadline, after which alone something may be purged: then nothing is stored that may have been before."""
 
 _MODIFIED = {"$convert": {"input": "$lastModified", "to": "date", "onError": None, "onNull": None}}
-_IS_OVERDUE = {"$and": [{"$eq": [{"$type": "$deadline"}, "date"]}, {"$lte": ["$deadline", "$$NOW"]}]}
+IS_OVERDUE = {"$and": [{"$eq": [{"$type": "$deadline"}, "date"]}, {"$lte": ["$deadline", "$$NOW"]}]}
 _NOW = {"$currentDate": {"lastModified": True}}
 
 _KEYS = {
@@ -64,39 +62,6 @@ LOG_INDEXES = (
     ),
     IndexModel([("expiresAt", ASCENDING)], name="expired_transactions", expireAfterSeconds=0, sparse=True),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ReadUpTo:
-    """
-    Up to where transactions of one state were read, the oldest step first.
-
-    Attributes:
-        modified: when the last one of them had its last step.
-        ids: of those that had it then; of all, before the first whose time is one.
-    """
-
-    modified: Any
-    ids: tuple[Any, ...]
-
-    @property
-    def condition(self) -> Document:
-        """What those meet that come behind."""
-        since = {"lastModified": {"$gte": self.modified}} if isinstance(self.modified, datetime) else {}
-        return {**since, "_id": {"$nin": list(self.ids)}}
-
-    @staticmethod
-    def beyond(passed: Mapping[State, ReadUpTo], found: Iterable[Mapping[str, Any]]) -> dict[State, ReadUpTo]:
-        """Up to where it is, when these were read as well, in their order."""
-        after = dict(passed)
-        for each in found:
-            modified = each.get("lastModified")
-            for state in _states_of(each):
-                before = after.get(state)
-                is_later = isinstance(modified, datetime) and (before is None or before.modified != modified)
-                ids = () if before is None or is_later else before.ids
-                after[state] = ReadUpTo(modified, (*ids, each["_id"]))
-        return after
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +346,7 @@ class TransactionLog:
         if not any_application:
             guard.update(self.ours())
         if older_than is not None:
-            guard["$expr"] = self._is_abandoned(older_than)
+            guard["$expr"] = is_abandoned(older_than)
         sessions = {} if seen.key is None else {"sessions": named_sessions(seen.clusters)}
         return self._update(guard, None, {**self._marks(coordinator), **sessions}, version=True)
 
@@ -399,7 +364,7 @@ class TransactionLog:
             "_id": {"$in": list(ids)},
             "protocol": RECEIPTS,
             "state": {"$in": [str(State.PENDING), str(State.APPLIED)]},
-            "$expr": self._is_abandoned(older_than),
+            "$expr": is_abandoned(older_than),
             **({} if any_application else self.ours()),
         }
         marks = {**self._marks(coordinator), "sessions": named_sessions({None, *clusters})}
@@ -497,68 +462,7 @@ class TransactionLog:
         change = {"$set": {"application": self._application}, "$currentDate": {"queuedAt": True}}
         return bool(self.collection.update_one(guard, change).matched_count)
 
-    def abandoned(
-        self,
-        older_than: float,
-        *,
-        any_application: bool,
-        limit: int,
-        passed: Mapping[State, ReadUpTo] | None = None,
-        silent: Container[str] = (),
-    ) -> list[Document]:
-        """
-        Documents that were left unfinished, the oldest step first: what recovery takes over.
-
-        Args:
-            older_than: seconds since the last step, by the server's clock. From the deadline on fewer count.
-            any_application: also those of other applications.
-            limit: how many at most.
-            passed: behind which ones, by state.
-            silent: clusters, none of whose transactions are wanted.
-        """
-        condition: Document = {} if any_application else self.ours()
-        condition["$expr"] = self._is_abandoned(older_than)
-        if silent:
-            # By negation, so that whatever has no such fields is found.
-            named = {"$nin": list(silent)}
-            condition.update({"changes.cluster": named, "participants.cluster": named})
-        # Each state is asked for apart: see LOG_INDEXES.
-        found = []
-        for state in (*UNFINISHED, State.INITIAL):
-            more: Document = {"queuedAt": {"$exists": True}} if state is State.INITIAL else {}
-            if passed and state in passed:
-                more.update(passed[state].condition)
-            found.append(self._of_state(state, {**condition, **more}, limit))
-        return list(islice(heapq.merge(*found, key=_age_key), limit))
-
-    def owed(self, older_than: float, silent: Container[str], *, any_application: bool, limit: int) -> list[Document]:
-        """
-        Documents to be undone, or too late, beside clusters that do not answer: others may have something back.
-
-        Args:
-            older_than: as of `abandoned`.
-            silent: the clusters. Where one of them decides, nothing can be taken back.
-            any_application: also those of other applications.
-            limit: how many at most.
-        """
-        named = {"$in": list(silent)}
-        condition: Document = {
-            "$and": [
-                {"$or": [{"changes.cluster": named}, {"participants.cluster": named}]},
-                {"$or": [{"own": str(Own.LAST)}, {"key": None}]},
-            ],
-            "$expr": self._is_abandoned(older_than),
-            **({} if any_application else self.ours()),
-        }
-        late: Document = {**condition, "$expr": {"$and": [condition["$expr"], _IS_OVERDUE]}}
-        found = [self._of_state(State.CANCELING, condition, limit), self._of_state(State.PENDING, late, limit)]
-        return list(islice(heapq.merge(*found, key=_age_key), limit))
-
-    def _is_abandoned(self, older_than: float) -> Document:
-        overdue = {"$and": [_IS_OVERDUE, is_older(min(older_than, _OVERDUE_SECONDS))]}
-        return {"$or": [is_older(older_than), overdue]}
-
-    def _of_state(self, state: State, condition: Mapping[str, Any], limit: int) -> Iterable[Document]:
+    def of_state(self, state: State, condition: Mapping[str, Any], limit: int) -> Iterable[Document]:
         """Documents of a state, the oldest step first."""
         return self.collection.find({**_stored(state), **condition}).sort("lastModified", 1).limit(limit)
 
@@ -567,13 +471,13 @@ class TransactionLog:
         condition: Document = {} if older_than is None else {"$expr": is_older(older_than)}
         if not states:
             return self.collection.find(condition).sort("lastModified", 1).limit(limit)
-        found = [self._of_state(State(state), condition, limit) for state in dict.fromkeys(states)]
-        return islice(heapq.merge(*found, key=_age_key), limit)
+        found = [self.of_state(State(state), condition, limit) for state in dict.fromkeys(states)]
+        return islice(heapq.merge(*found, key=age_key), limit)
 
     def standing(self) -> dict[State, Standing]:
         """How the transactions stand that are not final, by state."""
         age = {"$subtract": ["$$NOW", _MODIFIED]}
-        abandoned = {"$sum": {"$cond": [self._is_abandoned(self._older_than), 1, 0]}}
+        abandoned = {"$sum": {"$cond": [is_abandoned(self._older_than), 1, 0]}}
         found: dict[State, Standing] = {}
         for state in (State.INITIAL, *UNFINISHED):
             stages: list[Document] = [
@@ -623,16 +527,16 @@ def _is_used(transaction_id: Any) -> TransactionStateError:
     )
 
 
-def _age_key(document: Mapping[str, Any]) -> float:
+def age_key(document: Mapping[str, Any]) -> float:
     """The time of the last step, for sorting; what is no time comes first, as with the server."""
     modified = document.get("lastModified")
     return modified.timestamp() if isinstance(modified, datetime) else float("-inf")
 
 
-def _states_of(document: Mapping[str, Any]) -> list[State]:
-    """By which states the server finds a document: what damaged code has left may be a list of them."""
-    stored = document.get("state")
-    return [state for state in State if state == stored or (isinstance(stored, list) and state in stored)]
+def is_abandoned(older_than: float) -> Document:
+    """By the server's clock: its last step was so long ago, or it has passed its deadline."""
+    overdue = {"$and": [IS_OVERDUE, is_older(min(older_than, _OVERDUE_SECONDS))]}
+    return {"$or": [is_older(older_than), overdue]}
 
 
 def _stored(state: State) -> Document:

@@ -28,10 +28,11 @@ from mongo_celery.errors import ConfigurationError, TransactionStateError
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_unanswered
+from mongo_celery.twophase.abandoned import AbandonedTransactions, ReadUpTo
 from mongo_celery.twophase.across import likeness_of
 from mongo_celery.twophase.completion import Completion, Way
 from mongo_celery.twophase.coordinator import OvertakenError
-from mongo_celery.twophase.log import ReadUpTo, TransactionLog
+from mongo_celery.twophase.log import TransactionLog
 from mongo_celery.twophase.recoveries import GOING_ON_SECONDS, Recovery, RecoveryRecords
 from mongo_celery.twophase.states import State, Transaction
 from mongo_celery.twophase.values import to_text
@@ -150,6 +151,7 @@ class Recoverer:
         any_application: bool,
     ) -> None:
         self._log = log
+        self._abandoned = AbandonedTransactions(log)
         self._completion = completion
         self._records = records
         self._age = age
@@ -222,7 +224,7 @@ class Recoverer:
         """The next ones; what is in clusters that are known not to answer is not even read."""
         with self._completion.bounded() as deadline:
             found = self._completion.until_answered(
-                lambda: self._log.abandoned(
+                lambda: self._abandoned.find(
                     self._age,
                     any_application=self._any_application,
                     limit=wanted,
@@ -286,7 +288,8 @@ class Recoverer:
         until = time.monotonic() + _OWED_SECONDS
         with self._completion.bounded() as deadline:
             found = self._completion.until_answered(
-                lambda: self._log.owed(self._age, silent, any_application=self._any_application, limit=limit), deadline
+                lambda: self._abandoned.owed(self._age, silent, any_application=self._any_application, limit=limit),
+                deadline,
             )
         lane = RecoveryLane(frozenset(silent))
         lane.waiting.extend((each, None) for each in found)

@@ -17,6 +17,7 @@ from mongo_celery.arguments import Duration, not_negative, positive
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from mongo_celery.forking import per_process
 from mongo_celery.mongo.opening import Client, Source, collection_of
+from mongo_celery.twophase.abandoned import AbandonedTransactions
 from mongo_celery.twophase.clusters import Clusters, opened
 from mongo_celery.twophase.compensation import Compensations
 from mongo_celery.twophase.completion import NOT_BEGUN, Completion, Way, still_mine, stuck
@@ -456,7 +457,8 @@ class TwoPhaseCommit:
             limit: how many at most.
         """
         age = self.older_than if older_than is None else not_negative(older_than, "older_than")
-        return self._completion.once_bounded(lambda: self.log.abandoned(age, any_application=all, limit=limit))
+        abandoned = AbandonedTransactions(self.log)
+        return self._completion.once_bounded(lambda: abandoned.find(age, any_application=all, limit=limit))
 
     def purge(self, older_than: Duration, *, all: bool = False, dry_run: bool = False) -> Purge:  # noqa: A002
         """
